@@ -160,7 +160,7 @@ bench-gpu:  ## measure how fast a GPU is put to use, in ten minutes; GPU_ARGS as
 	$(PYTHON) -m benchmarks.gpu.measures $(GPU_ARGS)
 
 # SGLang's pins exclude ours. On a GPU pip brings its CUDA packages; on a CPU the list is exact, and what has no CPU
-# build is stood in for by rlinf/engines/sglang/stand_ins, which the engine puts on the server's path.
+# build is stood in for by rlinf/engines/served/stand_ins, which the engine puts on the server's path.
 .PHONY: sglang
 sglang: $(SGLANG)/.installed  ## create .venv-sglang with SGLang, for rollout.engine: sglang; does nothing when that is up to date
 

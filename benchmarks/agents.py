@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks import agents_endpoint, agents_engines, agents_histories, agents_loops, agents_training
 from benchmarks.contestants import TurnFailed
 from benchmarks.runtime import machine
-from rlinf.engines.make import lacking
+from rlinf.engines.base import lacking
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -29,7 +29,7 @@ from rlinf.agents.agent import AgentLLM
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.endpoint.endpoint import Endpoint
 from rlinf.agents.llm import Setting
-from rlinf.agents.tools.calls import call_format
+from rlinf.agents.tools.formats import call_format
 from rlinf.engines.base import Completion
 from tests.agents.speaking import STYLES, tokenizer_of
 

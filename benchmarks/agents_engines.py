@@ -25,8 +25,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, Engine, Request, Sampling
-from rlinf.engines.make import EngineSetup, lacking, make
+from rlinf.engines.base import Completion, Engine, EngineSetup, Request, Sampling, lacking, make
 from rlinf.engines.served.shared_memory import SharedMemory
 
 ROUNDS = 5

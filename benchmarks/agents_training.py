@@ -27,9 +27,9 @@ from benchmarks.peers.grpo_job import WORK, Job, Result
 from examples.calculator import rows as problems_of
 from rlinf.config.text import RunConfig
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.job.algorithm import algorithm_of
-from rlinf.job.validate import load_config
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import build_model
+from rlinf.runs.prepare import algorithm_of
+from rlinf.runs.rules import load_config
 
 CONFIG = ROOT / "configs" / "agents" / "calculator.yaml"
 BAR = 1.5

@@ -5,7 +5,7 @@ decoding takes 4.0 + 0.112·n ms a token with n answers on an engine of two devi
 1.877e-4 device-seconds a token. Lengths are drawn independently by its distribution, scaled to a limit of 20,480
 tokens, which 8.8 % of the answers reach. For each number of answers in a step, and each staleness, the best plan is
 
-* calculated, in closed form (`rlinf/placement/asynchronous/steady.py`);
+* calculated, in closed form (`rlinf/placement/asynchronous.py`);
 * rehearsed: the real flows `grpo` and `grpo_async`, with the run's own admission, on modelled roles in virtual time;
 * where stages are apart, simulated answer by answer (`async_decode.py`), which shares nothing with the planner.
 
@@ -27,10 +27,10 @@ from rich.table import Table
 from benchmarks.async_decode import Law, period, steps
 from rlinf.flows.grpo import grpo
 from rlinf.flows.grpo_async import grpo_async
-from rlinf.placement.auto.choose import Row, choose_for
-from rlinf.placement.profiling.bound import bound
-from rlinf.placement.profiling.profile import Release
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Workload
+from rlinf.placement.auto import Row, choose_for
+from rlinf.placement.bound import bound
+from rlinf.placement.profile import Release
+from rlinf.placement.workload import Edge, Option, Stage, Workload
 
 DEVICES = 1024
 LIMIT = 20480

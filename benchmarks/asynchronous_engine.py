@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.engines.base import Completion, Engine, Request
-from rlinf.engines.make import EngineSetup
+from rlinf.engines.base import Completion, Engine, EngineSetup, Request
 from rlinf.engines.transformers.engine import build
 from rlinf.runtime.streams.stream import each
 

@@ -33,13 +33,13 @@ from torch import Tensor
 
 import rlinf
 from rlinf import ActorSystem, endpoint
-from rlinf.actors.base.spmd import JointActor
+from rlinf.actors.base import JointActor
 from rlinf.algos.losses import supervised
 from rlinf.config.learning import ParallelConfig
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.training.backend import ModelSettings, back_end_of
-from rlinf.training.megatron.layers.stage import Stage
+from rlinf.training.megatron.layers import Stage
 from rlinf.training.megatron.schedule import Pipeline
 
 ROOT = Path(__file__).parents[1]
@@ -104,7 +104,7 @@ class Timed(JointActor):
         return await self.compute(self._round, back, count)
 
     def _round(self, back: Any, count: int) -> float:
-        from rlinf.training.megatron import exchange
+        from rlinf.training.megatron import schedule
 
         pipeline: Pipeline = back._pipeline
         for stage in pipeline.stages:
@@ -114,7 +114,7 @@ class Timed(JointActor):
         def ended(number: int, found: Tensor) -> Tensor:
             return loss(given[number], (found[:, 0], found[:, 1])).total
 
-        with mock.patch.object(exchange, "Exchange", _timed(exchange.Exchange)):
+        with mock.patch.object(schedule, "Exchange", _timed(schedule.Exchange)):
             pipeline.run(given, ended, learns=True)
         return CLOCK[0]
 

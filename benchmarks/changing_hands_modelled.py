@@ -17,17 +17,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rescale_modelled import ModelledEngine, ModelledRollout
-from rlinf.actors.base.text_trainer import TextTrainer
+from rlinf.actors.text_trainer import TextTrainer
 from rlinf.data.packing import Row
 from rlinf.data.sample import Group
-from rlinf.engines.base import Completion
-from rlinf.engines.make import EngineSetup
+from rlinf.engines.base import Completion, EngineSetup
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
-from rlinf.training.text.advantage_rows import LearnedRows
-from rlinf.training.text.commands import ForwardBackward
-from rlinf.training.text.micro_batches import InOrder
-from rlinf.training.text.schedule import BatchSchedule
+from rlinf.training.micro_batches import ForwardBackward, InOrder
+from rlinf.training.policy import LearnedRows
+from rlinf.training.schedule import BatchSchedule
 
 
 @dataclass(slots=True, eq=False)

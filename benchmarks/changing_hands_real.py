@@ -18,7 +18,7 @@ import numpy as np
 
 import rlinf
 from rlinf.actors import rollout as rollouts
-from rlinf.actors.base.in_flight import Generation, PartialGroup
+from rlinf.actors.in_flight import Generation, PartialGroup
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
 from rlinf.data.sample import Group, Prompt

@@ -42,7 +42,7 @@ from benchmarks.grpo_turns import Command, in_turn
 from benchmarks.peers.grpo_job import Result
 from benchmarks.runtime import machine
 from rlinf.config.embodied import EmbodiedConfig
-from rlinf.job.validate import load_embodied
+from rlinf.runs.rules import load_embodied
 
 CONFIG = ROOT / "configs" / "embodied" / "maniskill_pullcube_ppo.yaml"
 OVERLAP, OVERHEAD, TOGETHER, NO_SLOWER = 0.95, 0.3e-3, 1.2, 1.0

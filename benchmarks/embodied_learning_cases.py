@@ -12,7 +12,7 @@ from torch import Tensor
 from rlinf.envs.base import Transition
 from rlinf.envs.episodes import EnvOutput
 from rlinf.envs.toy import REACH, Reach
-from rlinf.models.policy.vla.openvla.tiny import NETWORK
+from rlinf.models.policy.vla.tiny import NETWORK
 from rlinf.runtime.actor.actor import Actor, endpoint
 
 

@@ -15,20 +15,19 @@ from typing import Any
 import torch
 
 from benchmarks.embodied_learning_cases import Case, Expert, parameters
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.policy_trainer import PolicyTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.step import EmbodiedStep
 from rlinf.flows.embodied import embodied
-from rlinf.flows.evaluation.trials import trials
+from rlinf.flows.evaluate import trials
 from rlinf.flows.imitate import imitate
 from rlinf.flows.record import record
 from rlinf.models.policy.build import fitted, make_policy
-from rlinf.models.policy.vla.flow import tiny as flow_tiny
-from rlinf.models.policy.vla.openvla import tiny as openvla_tiny
+from rlinf.models.policy.vla import tiny
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.embodied.trajectory_batch import summary
+from rlinf.training.embodied.trajectories import summary
 
 _SHOWN, _TRIED = 1 << 20, 1 << 21
 """What seeds of demonstrations and of trials begin at, so that starts are others than those that are learned from."""
@@ -74,7 +73,7 @@ async def outcome(name: str, case: Case, seed: int, directory: Path, episodes: i
         env, config = await _environments(system, case, seed)
         path = None
         if case.checkpoint is not None:
-            write_tiny: Any = (flow_tiny if config["type"] in ("pi0", "pi05") else openvla_tiny).write_tiny
+            write_tiny: Any = tiny.write_tiny_flow if config["type"] in ("pi0", "pi05") else tiny.write_tiny_openvla
             path = str(write_tiny(directory / "checkpoint", config["type"], seed=seed, **case.checkpoint))
         learning = {"algorithm": case.algorithm, "group_size": case.group_size, "seed": seed, **case.learning}
         policy = await system.spawn(PolicyActor, name="policy", policy=config, path=path)

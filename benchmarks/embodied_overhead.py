@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
 from rlinf.data.step import EmbodiedStep
 from rlinf.data.weights import Weights
 from rlinf.envs.base import ActionSpec, ArraySpec, Observation, Simulator, State, Transition
@@ -26,7 +26,7 @@ from rlinf.models.policy.base import Drawn, Evaluated, Policy, PolicyConfig, Sto
 from rlinf.models.policy.build import build_policy_model
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.embodied.trajectory import Trajectory
+from rlinf.training.embodied.trajectories import Trajectory
 
 HORIZON = 50
 STATE, ACTION = 35, 4

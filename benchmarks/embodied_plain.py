@@ -110,7 +110,7 @@ class _Ours:
     """Our adapter."""
 
     def __init__(self, options: dict[str, Any], count: int, horizon: int) -> None:
-        from rlinf.envs.maniskill.cpu import ManiSkill
+        from rlinf.envs.maniskill import ManiSkill
 
         self._simulator = ManiSkill(count, **options)
         self._all, self._active = torch.arange(count), torch.ones(count, dtype=torch.bool)
@@ -132,10 +132,10 @@ class _Theirs:
         import mani_skill.envs  # noqa: F401  registers the tasks
         from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 
-        from rlinf.envs.maniskill import headless as maniskill_headless
+        from rlinf.envs import maniskill
 
-        if not maniskill_headless.can_draw():
-            maniskill_headless.stand_in()
+        if not maniskill.can_draw():
+            maniskill.stand_in()
         arguments = {
             "obs_mode": options["observe"],
             "control_mode": options["control"],

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers import engine as transformers_engine
 from rlinf.engines.transformers.engine import TransformersEngine
-from rlinf.engines.transformers.model_forward import ModelForward
+from rlinf.engines.transformers.model import ModelForward
 
 SIZES = {
     "1M": {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 512, "vocab_size": 512},

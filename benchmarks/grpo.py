@@ -31,7 +31,7 @@ from benchmarks.grpo_start import job_of, warm_model
 from benchmarks.grpo_turns import in_turn
 from benchmarks.peers.grpo_job import Job
 from benchmarks.runtime import machine
-from rlinf.job.validate import load_config
+from rlinf.runs.rules import load_config
 
 PLOT = ROOT / "docs" / "benchmarks-grpo.svg"
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 from benchmarks.peers.grpo_job import Job
 from rlinf.config.text import RunConfig
-from rlinf.data.datasets.toy_tasks import PromptStream, Task, examples, make_task
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.job.algorithm import algorithm_of
-from rlinf.models.language.load import build_model
+from rlinf.data.toy_tasks import PromptStream, Task, examples, make_task
+from rlinf.models.language.build import build_model
+from rlinf.runs.prepare import algorithm_of
 
 
 def task_of(config: RunConfig, seed: int) -> Task:

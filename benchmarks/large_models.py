@@ -27,14 +27,14 @@ from benchmarks.placement_planned import Row
 from benchmarks.placement_published import moe
 from benchmarks.runtime import machine
 from rlinf.flows.grpo import grpo
-from rlinf.job.checks.footprint import footprints
-from rlinf.job.checks.modelled.step import as_placed, workload_of
-from rlinf.job.validate import load_config
-from rlinf.placement.auto.choose import choose_for
-from rlinf.placement.planner.planner import best_of_each_mode
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Workload
+from rlinf.placement.auto import choose_for
+from rlinf.placement.planner import best_of_each_mode
 from rlinf.placement.seats import TEXT, place
-from rlinf.placement.simulator.simulate import rehearse
+from rlinf.placement.simulate import rehearse
+from rlinf.placement.workload import Edge, Option, Stage, Workload
+from rlinf.runs.dry_run.estimate import as_placed, workload_of
+from rlinf.runs.dry_run.footprint import footprints
+from rlinf.runs.rules import load_config
 from tests.job.checks.modelled.shapes import SHAPES, model
 from tests.job.checks.test_peak import measured
 from tests.job.checks.tracked import Case

@@ -20,13 +20,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from rlinf.job.live.feed import encoded
-from rlinf.job.live.live import PERIOD
-from rlinf.job.live.moments import Moments
-from rlinf.metrics.files import read_lines
+from rlinf.runs.live.feed import encoded
+from rlinf.runs.live.status import PERIOD, Moments
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.observer import Watch
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.storage.files import read_lines
 
 ROLES, LOOKS, SPANS = 64, 60, 50
 """Actors; looks that are timed; computations of each actor in the second before a look."""

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from rlinf.metrics.html.report import write_report
+from rlinf.dashboard.report import write_report
 from tests.browser import Browser, Page
 from tests.metrics.html.page.rich import StandIn, moment, places, rich_run, second
 

@@ -2,7 +2,7 @@
 
 Both give log-prob and entropy of each token under a large vocabulary, and the gradients of hidden states and embedding
 by the summed log-probs. The plain way holds logits [tokens, vocabulary] of the whole batch; the head of the trainer
-(`rlinf.models.language.logprob_head`) holds those of a chunk of tokens and makes them again for the gradient.
+(`rlinf.models.language.policy_model`) holds those of a chunk of tokens and makes them again for the gradient.
 Contestants take turns,
 each turn in a process of its own, one thread. Shown are medians over the rounds: CPU time of the thread, and by how
 much the process's peak memory (VmHWM, begun anew once the inputs exist) exceeds what it held before. Both are given the
@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
+from rlinf.models.language.policy_model import logprobs_of_logits, token_logprobs
 
 SHAPES = ((8192, 4096, 256), (2048, 32768, 256), (8192, 32768, 256))
 """Tokens, vocabulary, width."""

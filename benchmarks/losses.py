@@ -23,8 +23,8 @@ from rich.table import Table
 from torch import Tensor
 
 from rlinf.algos import losses
-from rlinf.algos.losses.importance import weights
-from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.loss_sum import LossSum
+from rlinf.algos.losses import weights
 
 SHAPE = (64, 4096)
 BAR = 3.0

@@ -31,8 +31,8 @@ import rlinf
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
 from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.job.placement_manager import relocate
-from rlinf.job.roles.running import restore_roles, save_roles
+from rlinf.runs.placement_manager import relocate
+from rlinf.runs.roles import restore_roles, save_roles
 
 ROOT = Path(__file__).parents[1]
 BAR = 0.5

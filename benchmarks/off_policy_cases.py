@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.policy_trainer import PolicyTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.rng import mix
-from rlinf.envs.gymnasium.experts import mountain_car, pendulum
-from rlinf.envs.maniskill.experts import pull_cube
-from rlinf.envs.metaworld.experts import scripted
+from rlinf.envs.experts import mountain_car, pendulum, pull_cube, scripted
 from rlinf.envs.toy import straight
 from rlinf.flows.imitate import imitate
 from rlinf.flows.record import record

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.contestants import ROOT
 from benchmarks.runtime import machine
-from rlinf.data.pictures import shapes
+from rlinf.data import toy_tasks
 
 CONFIG = ROOT / "configs" / "pictures" / "shapes.yaml"
 GAIN = 0.3
@@ -93,7 +93,7 @@ class Learned:
 def blind_accuracy() -> float:
     """Share of held-out problems that the likeliest answer to each question gets right without a picture."""
     answers: dict[str, Counter[str]] = {}
-    for row in shapes.held_out():
+    for row in toy_tasks.held_out():
         answers.setdefault(row["problem"], Counter())[row["answer"]] += 1
     best = sum(counts.most_common(1)[0][1] for counts in answers.values())
     return best / sum(counts.total() for counts in answers.values())

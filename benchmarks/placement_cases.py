@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlinf.placement.plan import EdgePlan, Mode, Plan, RolePlan
-from rlinf.placement.planner.plan_tree import to_plan
-from rlinf.placement.planner.planner import best_of_each_mode
-from rlinf.placement.profiling.profile import Release
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Sync, Workload
+from rlinf.placement.planner import best_of_each_mode, to_plan
+from rlinf.placement.profile import Release
 from rlinf.placement.seats import Placed, Seat
+from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload
 
 ROLES = ("rollout", "judge", "reference", "trainer")
 """In the order in which they feed each other; a case may lack the reference."""

@@ -27,10 +27,10 @@ from benchmarks.placement_cases import KIND, PREDICTED, Case, Job, balanced
 from benchmarks.placement_planned import Row
 from benchmarks.placement_stages import FOUND, virtually
 from rlinf.flows.grpo import grpo
-from rlinf.placement.profiling.forecast import workload as workload_of
-from rlinf.placement.profiling.profile import Profile, load
-from rlinf.placement.profiling.workload import Workload
-from rlinf.placement.simulator.simulate import rehearse
+from rlinf.placement.profile import Profile, load
+from rlinf.placement.simulate import rehearse
+from rlinf.placement.workload import Workload
+from rlinf.placement.workload import workload as workload_of
 
 BARS = {"collocated": 0.03, "disaggregated": 0.05, "hybrid": 0.05}
 """How far a prediction may be off, by mode."""

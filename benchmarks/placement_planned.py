@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.placement_published import RANKINGS
-from rlinf.placement.planner.planner import plan
-from rlinf.placement.profiling.profile import Release
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Workload
+from rlinf.placement.planner import plan
+from rlinf.placement.profile import Release
+from rlinf.placement.workload import Edge, Option, Stage, Workload
 
 TAIL = Release((0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0))
 """A long tail for the generating stage."""

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlinf.placement.planner.plan_tree import leaves
-from rlinf.placement.planner.planner import best_of_each_mode, plan
-from rlinf.placement.planner.search import Found
-from rlinf.placement.profiling.profile import Release
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Workload
+from rlinf.placement.planner import Found, best_of_each_mode, leaves, plan
+from rlinf.placement.profile import Release
+from rlinf.placement.workload import Edge, Option, Stage, Workload
 
 
 @dataclass(frozen=True, slots=True)

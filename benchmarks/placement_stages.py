@@ -25,12 +25,12 @@ import torch
 
 import rlinf
 from benchmarks.placement_cases import KIND, Case, Job, seated
-from rlinf.actors.base.spmd import JointActor
+from rlinf.actors.base import JointActor
 from rlinf.data.step import Step
 from rlinf.data.weights import Weights
 from rlinf.flows.grpo import grpo
-from rlinf.placement.profiling.ledger import Ledger
-from rlinf.placement.profiling.profile import Release, save
+from rlinf.placement.costs import Ledger
+from rlinf.placement.profile import Release, save
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.calls import lease_here
 from rlinf.runtime.base.clock import run_virtual
@@ -38,8 +38,8 @@ from rlinf.runtime.streams.consumer import Consumer
 from rlinf.runtime.streams.stream import Stream
 from rlinf.runtime.system.observer import Watch
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.text.commands import CommandStream
-from rlinf.weights.receive import Receiver
+from rlinf.training.micro_batches import CommandStream
+from rlinf.training.weight_sync import Receiver
 
 FOUND = "found.json"
 """File of the results, beside the job."""

@@ -30,7 +30,7 @@ from benchmarks.grpo_turns import Command, in_turn
 from benchmarks.peers.grpo_job import Result
 from benchmarks.runtime import machine
 from rlinf.data.tokenizer import character_tokenizer
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import build_model
 
 KINDS = ("sft", "dpo", "reward")
 ALGORITHMS = {"sft": "sft", "dpo": "dpo", "reward": "reward_model"}

@@ -13,8 +13,8 @@ from benchmarks.peers.grpo_job import Result, Stopwatch
 from rlinf import __version__
 from rlinf.cli.main import main
 from rlinf.data.step import SupervisedStep
-from rlinf.flows.supervised.dpo import dpo
-from rlinf.flows.supervised.sft import sft
+from rlinf.flows.dpo import dpo
+from rlinf.flows.sft import sft
 
 result = Result(version=f"rlinf {__version__}")
 _watch = Stopwatch(result)

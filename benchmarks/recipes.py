@@ -24,14 +24,14 @@ import yaml
 from transformers import AutoConfig
 
 from benchmarks.contestants import ROOT
-from rlinf.cli.dry_run import describe
+from rlinf.cli.main import describe
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.benchmarks import KNOWN
 from rlinf.data.tokenizer import character_tokenizer
-from rlinf.job.checks.modelled.step import work_of
-from rlinf.job.validate import load_any
 from rlinf.placement.seats import CONTROL, place
+from rlinf.runs.dry_run.estimate import work_of
+from rlinf.runs.rules import load_any
 
 PAGE, RECIPES = ROOT / "docs" / "recipes.md", ROOT / "docs" / "recipes.yaml"
 BEGIN, END = "<!-- table: python -m benchmarks.recipes --save -->\n", "<!-- end of the table -->\n"

@@ -22,12 +22,11 @@ from rich.table import Table
 
 from benchmarks.placement_planned import GRPO, TAIL, Row
 from rlinf.flows.grpo import grpo
-from rlinf.placement.auto.choose import choose_for, stand_in
-from rlinf.placement.planner.plan_tree import to_plan
-from rlinf.placement.planner.planner import best_of_each_mode
-from rlinf.placement.profiling.profile import Release
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Sync, Workload
-from rlinf.placement.simulator.simulate import Cast, rehearse, trial
+from rlinf.placement.auto import choose_for, stand_in
+from rlinf.placement.planner import best_of_each_mode, to_plan
+from rlinf.placement.profile import Release
+from rlinf.placement.simulate import Cast, rehearse, trial
+from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload
 
 ITEMS = 8192
 """Groups of a step; of 16 answers each that is 131,072 samples."""

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.rescale_modelled import Lengths, ModelledRollout, expected
-from rlinf.actors.base import tail_migration as consolidating
+from rlinf.actors import tail_migration
 from rlinf.data.sample import Prompt
-from rlinf.placement.tail_migration import Bundle, DecodeCost, Load, consolidate
+from rlinf.placement.rescale import Bundle, DecodeCost, Load, consolidate
 from rlinf.runtime.base.clock import virtual
 from rlinf.runtime.streams.stream import Stream
 from rlinf.runtime.system.system import ActorSystem
@@ -96,7 +96,7 @@ def measure(case: Case, rescale: bool) -> Found:
         slowest = max(slowest, time.process_time() - start)
         return moves
 
-    with virtual() as clock, mock.patch.object(consolidating, "consolidate", timed):
+    with virtual() as clock, mock.patch.object(tail_migration, "consolidate", timed):
         ends, moved, tokens = clock.run(_rollout(case, rescale))
     last, devices = max(ends), PER_ENGINE * case.engines
     freed = PER_ENGINE * sum(last - end for end in ends)

@@ -19,9 +19,8 @@ from rlinf.actors.rollout import Rollout
 from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Sample
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, Engine, PartialAnswer, Request
-from rlinf.engines.make import EngineSetup
-from rlinf.placement.tail_migration import DecodeCost
+from rlinf.engines.base import Completion, Engine, EngineSetup, PartialAnswer, Request
+from rlinf.placement.rescale import DecodeCost
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.streams.stream import each
 

@@ -37,7 +37,7 @@ from rlinf import ActorSystem, Stream
 from rlinf.actors.trainer import Trainer
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import build_model
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = {"characters": "0123456789>"}

@@ -33,8 +33,7 @@ from rlinf import Actor, endpoint
 from rlinf.data.weights import Weights
 from rlinf.metrics.timing import parts
 from rlinf.runtime.system.observer import Watch
-from rlinf.weights.publish import exported, pack, publish
-from rlinf.weights.receive import Receiver
+from rlinf.training.weight_sync import Receiver, exported, pack, publish
 
 ROOT = Path(__file__).parents[1]
 LAYER = {"q": (896, 896), "k": (128, 896), "v": (128, 896), "o": (896, 896), "up": (2, 4864, 896), "down": (896, 4864)}

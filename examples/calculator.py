@@ -11,8 +11,8 @@ import random
 import re
 
 import rlinf
-from rlinf.agents.tools.arithmetic import calculator
-from rlinf.agents.tools.calls import CallFormat, Read
+from rlinf.agents.tools.calculator import calculator
+from rlinf.agents.tools.formats import CallFormat, Read
 from rlinf.agents.tools.tool import Tools
 
 TOOLS = Tools([calculator])  # a model with a chat template that describes tools gets them by llm.chat(…, tools=…)

@@ -8,8 +8,8 @@ the best plan of each mode on 2, 8 and 64 devices like this one. All of those se
 
 import rlinf
 from rlinf.flows.grpo import grpo
-from rlinf.placement.auto.choose import choose
-from rlinf.placement.profiling.profile import load
+from rlinf.placement.auto import choose
+from rlinf.placement.profile import load
 
 MODEL = {
     "model_type": "qwen2",

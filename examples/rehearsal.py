@@ -8,10 +8,10 @@ finds the best placement of each mode, and the rehearsal runs `rlinf.flows.grpo`
 
 from rlinf.flows.grpo import grpo
 from rlinf.flows.grpo_async import grpo_async
-from rlinf.placement.auto.choose import choose_for
-from rlinf.placement.profiling.profile import Release
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Workload
-from rlinf.placement.simulator.simulate import rehearse
+from rlinf.placement.auto import choose_for
+from rlinf.placement.profile import Release
+from rlinf.placement.simulate import rehearse
+from rlinf.placement.workload import Edge, Option, Stage, Workload
 
 DEVICES, PROMPTS = 1024, 512
 COSTS = {"rollout": (40.0, 90_000.0), "judge": (2.0, 4_000.0), "trainer": (3.0, 60_000.0)}  # seconds, device-seconds

@@ -7,16 +7,16 @@ trials the policy solves by its likeliest actions, as it goes.
 """
 
 import rlinf
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.sac_trainer import SacTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.off_policy_trainer import SacTrainer
+from rlinf.actors.policy import PolicyActor
 from rlinf.data.step import EmbodiedStep
-from rlinf.flows.evaluation.trials import trials
+from rlinf.flows.evaluate import trials
 from rlinf.flows.sac import sac
 
 WORLD = {"simulator": "rlinf.envs.toy.Reach", "options": {"dims": 2}, "workers": 0}
 POLICY = {
-    "type": "rlinf.models.policy.off_policy.soft.SoftPolicy",
+    "type": "rlinf.models.policy.sac.SoftPolicy",
     "state_size": 4,  # where the point and its goal are
     "action_size": 2,
     "hidden": [64, 64],

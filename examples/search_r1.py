@@ -12,7 +12,7 @@ import random
 from pathlib import Path
 
 import rlinf
-from rlinf.agents.search.search_r1 import search_r1
+from rlinf.agents.search import search_r1
 
 KINDS = {
     "home of {who}?": "{who} lives in {what}",

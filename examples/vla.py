@@ -10,13 +10,13 @@ import tempfile
 from pathlib import Path
 
 import rlinf
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.policy_trainer import PolicyTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.step import EmbodiedStep
 from rlinf.envs import toy
 from rlinf.flows.embodied import embodied
-from rlinf.flows.evaluation.trials import trials
+from rlinf.flows.evaluate import trials
 from rlinf.flows.imitate import imitate
 from rlinf.flows.record import record
 from rlinf.models.policy.build import fitted

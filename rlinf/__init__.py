@@ -5,30 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlinf.config.loading import ConfigError, InputError, RunFailure
-    from rlinf.job.validate import load_config
-
-    from .actors.critic import Critic
-    from .actors.judge import Judge
-    from .actors.reference import Reference
-    from .actors.rollout import Rollout
-    from .actors.trainer import Trainer
-    from .agents.agent import AgentLLM
-    from .agents.conversation import Conversation
-    from .agents.llm import ContextFull, Reply
-    from .agents.tools.tool import Tool, Tools, tool
-    from .data.sample import Group, Prompt, Sample
-    from .rewards.score import Score
-    from .runtime.actor.actor import Actor, endpoint
-    from .runtime.streams.channel import Channel
-    from .runtime.streams.stream import Stream
-    from .runtime.system.handles import ActorGroup
-    from .runtime.system.system import ActorSystem
-    from .runtime.system.torchrun import run
-    from .runtime.values.promise import Promise
-    from .session.result import Result
-    from .session.session import Session
-    from .session.train import train, train_async
+    from rlinf.actors.critic import Critic
+    from rlinf.actors.judge import Judge
+    from rlinf.actors.reference import Reference
+    from rlinf.actors.rollout import Rollout
+    from rlinf.actors.trainer import Trainer
+    from rlinf.agents.agent import AgentLLM
+    from rlinf.agents.conversation import Conversation
+    from rlinf.agents.llm import ContextFull, Reply
+    from rlinf.agents.tools.tool import Tool, Tools, tool
+    from rlinf.config.load import ConfigError, InputError, RunFailure
+    from rlinf.data.sample import Group, Prompt, Sample
+    from rlinf.rewards.base import Score
+    from rlinf.runs.library.session import Session
+    from rlinf.runs.library.train import Result, train, train_async
+    from rlinf.runs.rules import load_config
+    from rlinf.runtime.actor.actor import Actor, endpoint
+    from rlinf.runtime.streams.channel import Channel
+    from rlinf.runtime.streams.stream import Stream
+    from rlinf.runtime.system.handles import ActorGroup
+    from rlinf.runtime.system.system import ActorSystem
+    from rlinf.runtime.system.torchrun import run
+    from rlinf.runtime.values.promise import Promise
 
 __version__ = "0.1.0"
 
@@ -38,33 +36,33 @@ _HOME = {
     "ActorSystem": "runtime.system.system",
     "AgentLLM": "agents.agent",
     "Channel": "runtime.streams.channel",
-    "ConfigError": "config.loading",
+    "ConfigError": "config.load",
     "ContextFull": "agents.llm",
     "Conversation": "agents.conversation",
     "Critic": "actors.critic",
     "Group": "data.sample",
-    "InputError": "config.loading",
+    "InputError": "config.load",
     "Judge": "actors.judge",
     "Promise": "runtime.values.promise",
     "Prompt": "data.sample",
     "Reference": "actors.reference",
     "Reply": "agents.llm",
-    "Result": "session.result",
+    "Result": "runs.library.train",
     "Rollout": "actors.rollout",
-    "RunFailure": "config.loading",
+    "RunFailure": "config.load",
     "Sample": "data.sample",
-    "Score": "rewards.score",
-    "Session": "session.session",
+    "Score": "rewards.base",
+    "Session": "runs.library.session",
     "Stream": "runtime.streams.stream",
     "Tool": "agents.tools.tool",
     "Tools": "agents.tools.tool",
     "Trainer": "actors.trainer",
     "endpoint": "runtime.actor.actor",
-    "load_config": "job.validate",
+    "load_config": "runs.rules",
     "run": "runtime.system.torchrun",
     "tool": "agents.tools.tool",
-    "train": "session.train",
-    "train_async": "session.train",
+    "train": "runs.library.train",
+    "train_async": "runs.library.train",
 }
 
 __all__ = [

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from rlinf.job.ending.starting import Starting
+from rlinf.runs.starting import Starting
 
 PR_SET_PDEATHSIG = 1
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rlinf.runtime.gpu import own_device
+from rlinf.runtime.base import tensors
 
 
 def pretend(monkeypatch, rank=None, cards=8):
@@ -22,7 +22,7 @@ def pretend(monkeypatch, rank=None, cards=8):
         monkeypatch.delenv("LOCAL_RANK", raising=False)
     else:
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-    monkeypatch.setattr(own_device, "_index", None)
+    monkeypatch.setattr(tensors, "_index", None)
     seen = lambda: 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else cards  # noqa: E731
     fakes = {
         "is_available": lambda: seen() > 0,

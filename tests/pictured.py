@@ -3,9 +3,9 @@
 import numpy as np
 from PIL import Image
 
-from rlinf.data.pictures.images import image_refs
+from rlinf.data.images import image_refs
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.load import pictures_of
+from rlinf.models.language.build import pictures_of
 
 TOKENIZER = "characters+pictures:0123456789abc:?<>imge "
 _TEXT = {

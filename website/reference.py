@@ -35,8 +35,13 @@ TOPICS = {
         "Training",
         "A whole run in one call, and what it gives back. [From Python](../train.md) is the way in.",
         (
-            "rlinf.train", "rlinf.train_async", "rlinf.Result", "rlinf.load_config",
-            "rlinf.InputError", "rlinf.ConfigError", "rlinf.RunFailure",
+            "rlinf.train",
+            "rlinf.train_async",
+            "rlinf.Result",
+            "rlinf.load_config",
+            "rlinf.InputError",
+            "rlinf.ConfigError",
+            "rlinf.RunFailure",
         ),
     ),
     "agents": Topic(
@@ -44,34 +49,61 @@ TOPICS = {
         "Runs that a program of your own drives, conversations, and tools. [Conversations and episodes](../library.md) "
         "and [agents](../agents.md) are the ways in.",
         (
-            "rlinf.Session", "rlinf.Conversation", "rlinf.Reply", "rlinf.ContextFull", "rlinf.AgentLLM",
-            "rlinf.tool", "rlinf.Tool", "rlinf.Tools",
+            "rlinf.Session",
+            "rlinf.Conversation",
+            "rlinf.Reply",
+            "rlinf.ContextFull",
+            "rlinf.AgentLLM",
+            "rlinf.tool",
+            "rlinf.Tool",
+            "rlinf.Tools",
         ),
     ),
     "roles": Topic(
         "Roles and data",
         "What a step is made of. [A loop of your own](../own-loop.md) starts them by hand.",
         (
-            "rlinf.Rollout", "rlinf.Judge", "rlinf.Trainer", "rlinf.Critic", "rlinf.Reference",
-            "rlinf.Prompt", "rlinf.Sample", "rlinf.Group", "rlinf.Score",
+            "rlinf.Rollout",
+            "rlinf.Judge",
+            "rlinf.Trainer",
+            "rlinf.Critic",
+            "rlinf.Reference",
+            "rlinf.Prompt",
+            "rlinf.Sample",
+            "rlinf.Group",
+            "rlinf.Score",
         ),
     ),
     "actors": Topic(
         "Actors and streams",
         "The runtime, which knows nothing of learning. [Its guide](../runtime.md) explains by examples that run.",
         (
-            "rlinf.Actor", "rlinf.endpoint", "rlinf.run", "rlinf.ActorSystem", "rlinf.ActorGroup",
-            "rlinf.Promise", "rlinf.Stream", "rlinf.Channel",
+            "rlinf.Actor",
+            "rlinf.endpoint",
+            "rlinf.run",
+            "rlinf.ActorSystem",
+            "rlinf.ActorGroup",
+            "rlinf.Promise",
+            "rlinf.Stream",
+            "rlinf.Channel",
         ),
     ),
     "flows": Topic(
         "Flows",
         "A step each, as an async function; `flow=rlinf.flows.grpo` names one, and a path of your own names yours.",
         (
-            "rlinf.flows.grpo", "rlinf.flows.grpo_async", "rlinf.flows.ppo", "rlinf.flows.ppo_async",
-            "rlinf.flows.agentic.agentic", "rlinf.flows.agentic.agentic_async",
-            "rlinf.flows.sft", "rlinf.flows.embodied", "rlinf.flows.embodied_async", "rlinf.flows.sac",
-            "rlinf.flows.imitate", "rlinf.flows.record",
+            "rlinf.flows.grpo",
+            "rlinf.flows.grpo_async",
+            "rlinf.flows.ppo",
+            "rlinf.flows.ppo_async",
+            "rlinf.flows.agentic.agentic",
+            "rlinf.flows.agentic.agentic_async",
+            "rlinf.flows.warm_up.sft",
+            "rlinf.flows.embodied",
+            "rlinf.flows.embodied_async",
+            "rlinf.flows.sac",
+            "rlinf.flows.imitate",
+            "rlinf.flows.record",
         ),
         source=True,
     ),
@@ -79,20 +111,28 @@ TOPICS = {
         "Algorithms",
         "Pure functions on tensors, with formulas and their sources. [Recipes](../algorithms.md) put them together.",
         (
-            "rlinf.algos.spec", "rlinf.algos.advantages", "rlinf.algos.chunk_advantages", "rlinf.algos.shaping",
-            "rlinf.algos.filters", "rlinf.algos.losses.aggregate", "rlinf.algos.losses.clipped",
-            "rlinf.algos.losses.soft_clipped", "rlinf.algos.losses.divergence", "rlinf.algos.losses.importance",
-            "rlinf.algos.losses.likelihood", "rlinf.algos.losses.value", "rlinf.algos.losses.sac",
-            "rlinf.algos.preference.pairs",
+            "rlinf.algos.algorithms",
+            "rlinf.algos.advantages",
+            "rlinf.algos.chunk_advantages",
+            "rlinf.algos.losses",
+            "rlinf.algos.critic_losses",
+            "rlinf.algos.preference",
         ),
     ),
     "seams": Topic(
         "Seams",
         "Protocols that parts of your own keep: rewards, simulators, policies, engines, back ends.",
         (
-            "rlinf.rewards.base", "rlinf.rewards.score", "rlinf.rewards.math", "rlinf.rewards.exact",
-            "rlinf.rewards.regex", "rlinf.rewards.format", "rlinf.envs.base", "rlinf.models.policy.base",
-            "rlinf.engines.base", "rlinf.training.backend", "rlinf.sandbox.sandbox",
+            "rlinf.rewards.base",
+            "rlinf.rewards.math",
+            "rlinf.rewards.exact",
+            "rlinf.rewards.regex",
+            "rlinf.rewards.format",
+            "rlinf.envs.base",
+            "rlinf.models.policy.base",
+            "rlinf.engines.base",
+            "rlinf.training.backend",
+            "rlinf.sandbox.sandbox",
         ),
     ),
 }  # fmt: skip
@@ -137,7 +177,9 @@ def _topic(topic: Topic) -> str:
 
 def command_line() -> str:
     """What `rlinf --help` and `rlinf COMMAND --help` print, a section each."""
-    commands = importlib.import_module("rlinf.cli.commands")
+    commands = importlib.import_module(
+        "rlinf.cli.commands",
+    )
     names = [*commands._ELSEWHERE, *commands._HERE]
     parts = [
         "# Command line",
@@ -153,7 +195,9 @@ def command_line() -> str:
 
 
 def _help(title: str, *command: str) -> list[str]:
-    main = importlib.import_module("rlinf.cli.commands").main
+    main = importlib.import_module(
+        "rlinf.cli.commands",
+    ).main
     said, width = io.StringIO(), os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = str(COLUMNS)
     try:

@@ -72,7 +72,7 @@ class Scale:
     @cached_property
     def device(self) -> torch.device:
         """The GPU, or the CPU in a rehearsal."""
-        from rlinf.runtime.gpu.own_device import enter_device
+        from rlinf.runtime.base.tensors import enter_device
 
         return torch.device("cpu") if self.rehearse else enter_device()
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from rlinf.config.loading import ConfigError
-from rlinf.job.checks.footprint import GB, spread_of
-from rlinf.job.prepare import prepare
-from rlinf.job.validate import load_config
+from rlinf.config.load import ConfigError
+from rlinf.runs.dry_run.footprint import GB, spread_of
+from rlinf.runs.prepare import prepare
+from rlinf.runs.rules import load_config
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpu" / "qwen2.5.yaml"
 WIDTH = 8

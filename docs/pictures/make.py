@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlinf import ActorSystem, Stream, endpoint
-from rlinf.actors.base.spmd import JointActor
+from rlinf.actors.base import JointActor
+from rlinf.dashboard.lanes import device_lanes
+from rlinf.dashboard.lanes_svg import device_lanes_svg
 from rlinf.data.step import Step
 from rlinf.flows.grpo import grpo
-from rlinf.metrics.html.lanes import device_lanes
-from rlinf.metrics.html.lanes_svg import device_lanes_svg
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.observer import Watch
 

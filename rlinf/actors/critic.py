@@ -15,26 +15,24 @@ from typing import Any
 
 from torch import Tensor
 
-from rlinf.actors.base.text_trainer import TextTrainer
-from rlinf.algos.apply import value_loss_of
-from rlinf.algos.tensor.loss_sum import LossSum
-from rlinf.algos.tensor.sequences import counted
+from rlinf.actors.text_trainer import TextTrainer
+from rlinf.algos.algorithms import value_loss_of
+from rlinf.algos.loss_sum import LossSum, counted
 from rlinf.config.learning import CriticSettings
 from rlinf.config.schema import settings as settings_of
 from rlinf.data.packing import Packed
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
-from rlinf.models.language.load import ModelSource
+from rlinf.models.language.build import ModelSource
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import start_apart
 from rlinf.runtime.streams.stream import each
 from rlinf.training.backend import ModelSettings, Optimization, Outputs
-from rlinf.training.text.advantage_rows import RETURNS, value_rows
-from rlinf.training.text.batch_metrics import describe_values, taken_steps
-from rlinf.training.text.commands import Forward, ForwardBackward
-from rlinf.training.text.requirements import VALUES, Algorithm, algorithm_of
-from rlinf.training.text.schedule import BatchSchedule
+from rlinf.training.batch_metrics import describe_values, taken_steps
+from rlinf.training.micro_batches import Forward, ForwardBackward
+from rlinf.training.policy import RETURNS, VALUES, Algorithm, algorithm_of, value_rows
+from rlinf.training.schedule import BatchSchedule
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 

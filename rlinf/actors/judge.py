@@ -19,12 +19,11 @@ from rlinf.config.schema import settings as settings_of
 from rlinf.config.text import RewardConfig
 from rlinf.data.datasets.benchmarks import SCORED_BY
 from rlinf.data.sample import Group, Outcome, Prompt, Sample
-from rlinf.metrics.alarm import MOST_ROWS, Scored
-from rlinf.rewards.base import OFFERED, ON_REQUEST, RESPONSES, Reward, RewardSource
+from rlinf.metrics.alarms import MOST_ROWS, Scored
+from rlinf.rewards.base import OFFERED, ON_REQUEST, RESPONSES, Arguments, Reward, RewardSource, Scorer, Verdict
 from rlinf.rewards.pool import RewardPool
-from rlinf.rewards.scorer import Arguments, Scorer, Verdict
 from rlinf.runtime.actor.actor import Actor, endpoint
-from rlinf.training.text.batch_metrics import show_samples
+from rlinf.training.batch_metrics import show_samples
 
 _HOPELESS = 64
 """Samples in a row without a reward after which the job fails: a reward that fails half of the time does not come to

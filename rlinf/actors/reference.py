@@ -4,10 +4,16 @@ Consumes groups, as a list or as a stream that its ranks share; produces the sam
 `per_token`, computed as soon as they come; unblocked by the next group. It stands for the policy that a KL penalty
 holds on to, and for the teacher of a distillation. Every rank has the whole model, whose weights change only when told:
 they are replaced (`load`), or move towards others (`follow`), on all ranks or on none.
+
+Groups as they come: those that come while others are being computed are then taken together.
+
+In: groups, as a list or as a stream that several ranks share. Out: lists of groups, each of about one micro-batch. Who
+wakes whom: `take` is unblocked by a group, or the end; the reader by `take`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -23,25 +29,70 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlinf.actors.base.arrivals import Arrivals
-from rlinf.actors.base.model_actor import ModelActor
+from rlinf.actors.base import ModelActor
 from rlinf.config.learning import ForwardConfig
 from rlinf.config.schema import settings as settings_of
-from rlinf.data.datasets.columns import lookup
+from rlinf.data.datasets.source import lookup
 from rlinf.data.packing import Row, cut, pack
 from rlinf.data.safetensors_io import make_room, write_tensors
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights, misfits
+from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, pictures_of
 from rlinf.models.language.fsdp import dtype_of
-from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model, pictures_of
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
-from rlinf.weights.parked_state import OpenState, ParkedState
-from rlinf.weights.receive import DEADLINE, Receiver
-from rlinf.weights.state_tensors import held
-from rlinf.weights.train_state import StateCopy, write_in_thread
+from rlinf.runtime.streams.stream import each
+from rlinf.training.checkpoint import OpenState, ParkedState, StateCopy, held, write_in_thread
+from rlinf.training.weight_sync import DEADLINE, Receiver
+
+
+class Arrivals:
+    """Reads ahead of whoever computes, as far as one micro-batch: what it holds, other ranks cannot take.
+
+    Args:
+        groups: a list or a stream of them.
+        most: tokens (prompts included) that are held until `take`; the group that exceeds it is held too.
+    """
+
+    def __init__(self, groups: Iterable[Group] | AsyncIterable[Group], most: int):
+        self._most = most  # tokens
+        self._held: list[Group] = []
+        self._tokens = 0
+        self._come, self._room = asyncio.Event(), asyncio.Event()
+        self._reader = asyncio.create_task(self._read(groups))
+
+    async def take(self) -> list[Group]:
+        """All that have come, at least one; [] at the end. Raises why there are no more, if the source failed."""
+        await self._come.wait()
+        if not self._held:
+            await self._reader
+        taken, self._held, self._tokens = self._held, [], 0
+        self._room.set()
+        if not self._reader.done():
+            self._come.clear()
+        return taken
+
+    async def close(self) -> None:
+        """Read no more."""
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        del self._reader  # what cancelled it has a traceback, which holds the source and this
+
+    async def _read(self, groups: Iterable[Group] | AsyncIterable[Group]) -> None:
+        # of a stream one item at a time: what iterating it would ask for ahead, other ranks could not begin with
+        source = groups if isinstance(groups, AsyncIterator) else each(groups)
+        try:
+            while (group := await anext(source, None)) is not None:
+                self._held.append(group)
+                self._tokens += sum(len(group.prompt.token_ids) + len(one.response_ids) for one in group.samples)
+                self._come.set()
+                if self._tokens >= self._most:
+                    self._room.clear()
+                    await self._room.wait()
+        finally:
+            self._come.set()
 
 
 @dataclass(frozen=True, slots=True)

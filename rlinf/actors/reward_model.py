@@ -14,23 +14,21 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from rlinf.actors.base.arrivals import Arrivals
-from rlinf.actors.base.model_actor import ModelActor
+from rlinf.actors.base import ModelActor
 from rlinf.actors.judge import FailureStreak
+from rlinf.actors.reference import Arrivals
 from rlinf.actors.rollout import Rollout
 from rlinf.config.learning import RewardModelConfig
 from rlinf.config.schema import settings as settings_of
 from rlinf.data.sample import Group, Prompt
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.fsdp import dtype_of
-from rlinf.models.scoring.check import longest_question
-from rlinf.models.scoring.choices import Choices, load_choices
-from rlinf.models.scoring.classifier import SequenceClassifier, load_classifier
+from rlinf.models.scoring import Choices, SequenceClassifier, load_choices, load_classifier, longest_question
+from rlinf.rewards.base import Verdict
 from rlinf.rewards.by_model import NAME, Question, read_reply, rewarded, scored, to_be_asked, too_long
-from rlinf.rewards.scorer import Verdict
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.streams.stream import each
-from rlinf.weights.state_tensors import held
+from rlinf.training.checkpoint import held
 
 
 class _Scoring:

@@ -18,20 +18,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlinf.actors.base.in_flight import Generation, PartialGroup, groups_of, one_by_one
-from rlinf.actors.base.single_answers import SingleAnswers
-from rlinf.actors.base.tail_migration import TailMigration
+from rlinf.actors.in_flight import Generation, PartialGroup, SingleAnswers, groups_of, one_by_one
+from rlinf.actors.tail_migration import TailMigration
 from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Prompt
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer, padding_ids
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, Engine, Kv, PartialAnswer, Request, Sampling
-from rlinf.engines.make import EngineSetup, make
-from rlinf.models.language.generation import limits
-from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model, pictures_of
+from rlinf.engines.base import Completion, Engine, EngineSetup, Kv, PartialAnswer, Request, Sampling, make
+from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, limits, pictures_of
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.runtime.gpu.own_device import own_device
-from rlinf.weights.receive import Receiver
+from rlinf.runtime.base.tensors import own_device
+from rlinf.training.weight_sync import Receiver
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -14,24 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.actors.base.text_trainer import TextTrainer
-from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.actors.text_trainer import TextTrainer
+from rlinf.algos.loss_sum import LossSum
 from rlinf.config.learning import TrainerSettings
 from rlinf.config.schema import settings as settings_of
-from rlinf.data.conversations.group_maker import REF
+from rlinf.data.datasets.rendering import REF
 from rlinf.data.packing import Packed, Row
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource
-from rlinf.models.language.load import ModelSource
+from rlinf.models.language.build import ModelSource
 from rlinf.models.language.lora import POLICY
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.streams.stream import each
 from rlinf.training.backend import ModelSettings, Optimization, Outputs
-from rlinf.training.supervised.batches import OUTPUT, described, shown
-from rlinf.training.supervised.objectives import Objective
-from rlinf.training.text.commands import Forward, ForwardBackward
-from rlinf.training.text.requirements import ADAPTERS_OFF
-from rlinf.training.text.schedule import supervised_commands
+from rlinf.training.micro_batches import Forward, ForwardBackward
+from rlinf.training.policy import ADAPTERS_OFF
+from rlinf.training.schedule import supervised_commands
+from rlinf.training.supervised import OUTPUT, Objective, described, shown
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 

@@ -17,25 +17,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.actors.base.text_trainer import TextTrainer
+from rlinf.actors.text_trainer import TextTrainer
 from rlinf.config.learning import TrainerSettings
 from rlinf.config.schema import settings as settings_of
-from rlinf.data.in_flight.choosing import teaches
-from rlinf.data.in_flight.ledger import Learned
+from rlinf.data.in_flight.admission import teaches
+from rlinf.data.ledger import Learned
 from rlinf.data.packing import Packed, Row
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import TokenizerSource
+from rlinf.models.language.build import ModelSource
 from rlinf.models.language.fsdp import dtype_of
-from rlinf.models.language.load import ModelSource
 from rlinf.models.language.lora import POLICY
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.backend import ModelSettings, Optimization
-from rlinf.training.text.advantage_rows import advantage_rows
-from rlinf.training.text.batch_metrics import describe, rescue, show_samples, taken_steps
-from rlinf.training.text.commands import Forward, ForwardBackward
-from rlinf.training.text.policy_loss import learn_answers, learn_policy
-from rlinf.training.text.requirements import ADAPTERS_OFF, REFERENCE, TEACHER, Algorithm, algorithm_of, own_columns
-from rlinf.training.text.schedule import BatchSchedule, example_rows, supervised_commands
+from rlinf.training.batch_metrics import describe, rescue, show_samples, taken_steps
+from rlinf.training.micro_batches import Forward, ForwardBackward
+from rlinf.training.policy import (
+    ADAPTERS_OFF,
+    REFERENCE,
+    TEACHER,
+    Algorithm,
+    advantage_rows,
+    algorithm_of,
+    learn_answers,
+    learn_policy,
+    own_columns,
+)
+from rlinf.training.schedule import BatchSchedule, example_rows, supervised_commands
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 Batches = Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]]

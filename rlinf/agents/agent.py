@@ -26,17 +26,15 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.agents.awaited import Awaited, running_loop
-from rlinf.agents.chat import ChatFormat, Message, copied
-from rlinf.agents.checks import WrongType, number, shown, token_ids
+from rlinf.agents.arguments import Awaited, WrongType, number, running_loop, shown, token_ids
+from rlinf.agents.chat import ChatFormat, Message, are_messages, copied
 from rlinf.agents.llm import Reply, Setting
-from rlinf.agents.prompts import are_messages
-from rlinf.agents.tools.calls import CallFormat, ToolCall
+from rlinf.agents.tools.formats import CallFormat, ToolCall
 from rlinf.agents.tools.tool import Tools
 from rlinf.agents.trajectories import Counts, Trajectories, Turn
 from rlinf.data.rng import mix
 from rlinf.data.sample import Prompt, Sample
-from rlinf.rewards.score import Score
+from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import in_thread
 

@@ -5,6 +5,8 @@ template the new tokens are what its rendering of the whole conversation puts be
 that is tokens already; so templates that trim, close turns or add generation prompts are followed, and what a model
 generated is never encoded again. Tools are described where the template does it. Without a template texts stand one
 behind the other, and tools are described nowhere unless a message does: a person is told so, once.
+
+What a program passes as prompts, as `Prompt`s: texts, messages, token ids, rows with a prompt and an answer.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlinf.data.conversations.formats import with_arguments
-from rlinf.data.datasets.rows import unwritable
+from rlinf.agents.arguments import WrongType, WrongValue, shown, token_ids
+from rlinf.data.datasets.conversations import with_arguments
+from rlinf.data.datasets.source import unwritable
+from rlinf.data.sample import Prompt, read_only
 from rlinf.runtime.base.errors import UserError
 
 Message = Mapping[str, Any]
@@ -279,3 +284,66 @@ def _text(message: Message) -> str:
             "tokenizer has not: give it a text, or set data.chat_template"
         )
     return content
+
+
+def prompt_of(given: Any, id: int, chat: ChatFormat, vocabulary: int | None, call: str) -> Prompt:
+    """A prompt.
+
+    Args:
+        given: a text, which stands as it is; messages, which get the chat template; token ids; a mapping with `prompt`
+            (one of those) and perhaps `answer` and other columns; or a `Prompt`, whose tokens are checked.
+        id: of the prompt, unless it is one already.
+        chat: encodes it.
+        vocabulary: the model has ids below it; None: nobody knows.
+        call: for errors.
+
+    Raises:
+        TypeError: something else.
+        ValueError: there is no token, or one that the model does not have.
+        UserError: the chat template refuses the messages.
+    """
+    if isinstance(given, Prompt):
+        token_ids(given.token_ids, vocabulary, call)
+        return given
+    if isinstance(given, Mapping):
+        if "prompt" not in given:
+            raise WrongType(f"{call}: the row {shown(dict(given))} has no `prompt`; give it one, and an `answer`")
+        rest = {name: value for name, value in given.items() if name not in ("prompt", "answer")}
+        made = prompt_of(given["prompt"], id, chat, vocabulary, call)
+        return replace(made, answer=str(given.get("answer", "")), row={**made.row, **rest})
+    if isinstance(given, str):
+        return Prompt(id, _some(chat.ids(given, first=True), given, call), given)
+    if are_messages(given, call):
+        ids = _some(chat.opening(given), given, call)
+        return Prompt(id, ids, str(chat.tokenizer.decode(ids)), row={"messages": copied(given)})
+    if isinstance(given, (list, tuple, np.ndarray)):
+        ids = token_ids(given, vocabulary, call)
+        return Prompt(id, ids, str(chat.tokenizer.decode(ids)))
+    raise WrongType(f"{call}: {shown(given)} is no prompt; give a text, a list of messages, token ids or a Prompt")
+
+
+def handed_out(task: Any) -> Any:
+    """A task as a program is given it: of a prompt a copy, so that nothing the program does to it reaches the reward,
+    the record, or the other attempts at it. Tasks of one's own are passed as they are."""
+    if not isinstance(task, Prompt):
+        return task
+    return replace(task, token_ids=read_only(task.token_ids), row=copied(task.row))
+
+
+def are_messages(given: Any, call: str) -> bool:
+    """Whether it is a list of messages.
+
+    Raises:
+        TypeError: of messages that have no role.
+    """
+    if not isinstance(given, (list, tuple)) or not given or not all(isinstance(message, Mapping) for message in given):
+        return False
+    if any("role" not in message for message in given):
+        raise WrongType(f"{call}: {shown(given)}: every message needs a `role` and a `content`")
+    return True
+
+
+def _some(ids: np.ndarray, given: Any, call: str) -> np.ndarray:
+    if not len(ids):
+        raise WrongValue(f"{call}: the prompt {shown(given)} has no token; give at least one")
+    return ids

@@ -22,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.agents.awaited import Awaited
+from rlinf.agents.arguments import Awaited, WrongType, number, shown, token_ids
 from rlinf.agents.chat import ChatFormat, Message, copied
-from rlinf.agents.checks import WrongType, number, shown, token_ids
 from rlinf.agents.llm import Reply, Setting
 from rlinf.data.rng import mix
 from rlinf.data.sample import REWARDS, Prompt, Sample, Segment

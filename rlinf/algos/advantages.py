@@ -2,18 +2,214 @@
 
 Statistics over the batch are global: where several ranks hold shares of it, `reduce` adds a tensor of sums up over them
 (such as an all-reduce), and is the only thing here that knows of ranks.
+
+Shaping: what is done to rewards before advantages are taken. Rewards in, rewards out.
+
+Filters: which answers and groups are learned from, and how many more must be drawn to fill a batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rlinf.algos.tensor.masks import LOG_RATIO, Kept, keep, wide
-from rlinf.algos.validation import one_of, same_shape
+from rlinf.algos.loss_sum import LOG_RATIO, Kept, keep, one_of, same_shape, wide
+
+
+def overlong(lengths: Tensor, *, longest: int, cache: int, penalty: float = 1.0) -> Tensor:
+    """A penalty that grows as an answer nears the length limit.
+
+        0                                            up to longest - cache
+        p (longest - cache - length) / cache         up to longest, where it is -p
+        -p                                           beyond
+
+    Soft overlong punishment, DAPO (arXiv:2503.14476, eq. 13; there 20480, 4096 and p = 1, beside rewards of 1 and -1,
+    eq. 7). Add it to the rewards.
+
+    Args:
+        lengths: of each answer, tokens, any shape.
+        longest: the limit, tokens.
+        cache: how many tokens before the limit the penalty begins.
+        penalty: p, in units of reward.
+
+    Returns:
+        Penalties, the same shape, float64, from -p to 0.
+
+    Raises:
+        ValueError: `cache` is not between 1 and `longest`.
+    """
+    if not 0 < cache <= longest:
+        raise ValueError(f"overlong: cache={cache} must be between 1 and longest={longest}, both in tokens")
+    return penalty * ((longest - cache - lengths.double()) / cache).clamp(-1.0, 0.0)
+
+
+def at_end(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Rewards of answers as rewards of tokens: each on the answer's own last token that counts.
+
+    Args:
+        rewards: of each answer, [answers].
+        mask: which tokens count, [answers, tokens], bool or 0/1.
+
+    Returns:
+        [answers, tokens], 0 elsewhere; an answer without a token has nowhere to carry its reward.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    if mask.ndim != 2 or rewards.shape != mask.shape[:1]:
+        raise ValueError(
+            f"at_end: rewards must be [answers] and mask [answers, tokens], got {list(rewards.shape)} and "
+            f"{list(mask.shape)}"
+        )
+    counted = mask.bool()
+    still = counted.flip(1).cumsum(1).flip(1)  # how many count from here on: 1 at the last one
+    return torch.where(counted & (still == 1), wide(rewards.detach())[:, None], 0.0)
+
+
+def less_kl(rewards: Tensor, kl: Tensor, mask: Tensor, *, beta: float) -> Tensor:
+    """Rewards with the divergence from a reference taken off: r_t - beta KL_t.
+
+    The KL in the reward of classic RLHF (arXiv:1909.08593, eq. 2), with k1 = log(pi_old / pi_ref).
+
+    Args:
+        rewards: of each token, [answers, tokens], or of each answer, [answers], which then pays for its tokens' sum.
+        kl: KL_t, nats, [answers, tokens].
+        mask: which tokens count, [answers, tokens], bool or 0/1.
+        beta: weight, reward per nat.
+
+    Returns:
+        The shape of `rewards`; tokens outside the mask are 0.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    same_shape("less_kl", "mask", mask, kl=kl)
+    if mask.ndim != 2 or rewards.shape not in (mask.shape, mask.shape[:1]):
+        raise ValueError(f"less_kl: rewards {list(rewards.shape)} fit neither mask {list(mask.shape)} nor its rows")
+    kept = keep(mask, wide(rewards.detach()).dtype)
+    penalty = beta * kept.only(kept.clean(kl).to(kept.dtype))
+    if rewards.ndim == 1:
+        return wide(rewards.detach()) - penalty.sum(1)
+    return kept.only(kept.clean(rewards)) - penalty
+
+
+def uneven(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Which answers are in a group whose rewards are not all equal: the others have no advantage to learn from.
+
+    Args:
+        rewards: of each answer, [answers].
+        groups: which group each answer belongs to, whole numbers, [answers].
+
+    Returns:
+        bool [answers].
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    same_shape("uneven", "rewards", rewards, groups=groups)
+    if rewards.numel() == 0:
+        return rewards.bool()
+    group: Tensor = torch.unique(groups, return_inverse=True)[1]  # type: ignore[no-untyped-call, unused-ignore]
+    rewards = rewards.detach().double()
+    empty = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device=rewards.device)
+    highest = empty.scatter_reduce(0, group, rewards, "amax", include_self=False)
+    lowest = empty.scatter_reduce(0, group, rewards, "amin", include_self=False)
+    return (highest != lowest)[group]
+
+
+def mean_within(rewards: Tensor, groups: Tensor, low: float, high: float) -> Tensor:
+    """Which answers are in a group whose mean reward lies between two bounds: the others are too hard or too easy
+    (PRIME, arXiv:2502.01456; for robots SimpleVLA-RL, arXiv:2509.09674).
+
+    Args:
+        rewards: of each answer, [answers].
+        groups: which group each answer belongs to, whole numbers, [answers].
+        low, high: bounds, themselves inside.
+
+    Returns:
+        bool [answers].
+    """
+    same_shape("mean_within", "rewards", rewards, groups=groups)
+    if rewards.numel() == 0:
+        return rewards.bool()
+    group: Tensor = torch.unique(groups, return_inverse=True)[1]  # type: ignore[no-untyped-call, unused-ignore]
+    empty = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device=rewards.device)
+    means = empty.scatter_reduce(0, group, rewards.detach().double(), "mean", include_self=False)
+    return ((means >= low) & (means <= high))[group]
+
+
+def whole(mask: Tensor, truncated: Tensor) -> Tensor:
+    """The mask without the answers that the length limit cut (overlong filtering, DAPO section 3.4).
+
+    Args:
+        mask: which tokens count, [answers, tokens] or [answers].
+        truncated: whether the limit cut each answer, [answers].
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    if truncated.shape != mask.shape[:1]:
+        raise ValueError(f"whole: truncated {list(truncated.shape)} must be one per row of mask {list(mask.shape)}")
+    kept = ~truncated.bool()
+    return mask.bool() & kept.reshape(-1, *[1] * (mask.ndim - 1))
+
+
+@dataclass(slots=True)
+class Filling:
+    """How far a batch is filled whose silent groups are dropped. Pure counting: nothing waits or draws here.
+
+    Dynamic sampling, DAPO (arXiv:2503.14476, section 3.2): drop the groups that are all right or all wrong, and keep
+    sampling until the batch is full or a cap of rounds is reached.
+
+        filling = Filling(wanted=64, max_rounds=10)
+        while draw := filling.next_round():
+            kept += [group for group in generate(draw) if filling.offer(teaches(spec, group))]
+    """
+
+    wanted: int
+    """Groups of a full batch."""
+    max_rounds: int
+    """Rounds of generation at most; at least 1."""
+    rounds: int = 0
+    """Rounds begun."""
+    offered: int = 0
+    """Groups seen."""
+    kept: int = 0
+    """Groups kept."""
+
+    def __post_init__(self) -> None:
+        if self.wanted < 1 or self.max_rounds < 1:
+            raise ValueError(f"Filling: wanted={self.wanted} and max_rounds={self.max_rounds} must be at least 1")
+
+    @property
+    def missing(self) -> int:
+        """Groups that are still wanted."""
+        return self.wanted - self.kept
+
+    def offer(self, teaches: bool) -> bool:
+        """Count a group in; whether it is to be kept: it gives a gradient, and the batch is not yet full."""
+        self.offered += 1
+        good = self.missing > 0 and teaches
+        self.kept += good
+        return good
+
+    def next_round(self) -> int:
+        """Begin a round: how many prompts to draw for it; 0 if the batch is full or there may be no more rounds.
+
+        As many as the share kept so far lets expect to fill the batch, but no more than a full batch.
+        """
+        if self.missing <= 0 or self.rounds >= self.max_rounds:
+            return 0
+        self.rounds += 1
+        if self.kept == 0:
+            return self.wanted
+        return min(self.wanted, math.ceil(self.missing * self.offered / self.kept))
+
 
 Reduce = Callable[[Tensor], Tensor]
 """Adds a tensor of sums up over ranks and returns it."""

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from rlinf.algos import advantages
-from rlinf.algos.advantages import Reduce
-from rlinf.algos.filters import mean_within, uneven
-from rlinf.algos.tensor.masks import wide
-from rlinf.algos.validation import same_shape
+from rlinf.algos.advantages import Reduce, mean_within, uneven
+from rlinf.algos.loss_sum import same_shape, wide
 
 
 @dataclass(frozen=True, slots=True, eq=False)

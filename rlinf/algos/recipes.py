@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlinf.algos.parts import (
+from rlinf.algos.algorithms import (
     Aggregation,
     Aipo,
+    AlgorithmSpec,
     Cispo,
     Clipped,
     Correction,
@@ -22,10 +23,11 @@ from rlinf.algos.parts import (
     LeaveOneOut,
     Overlong,
     ReinforcePP,
+    Resolve,
     Sapo,
+    override,
 )
-from rlinf.algos.spec import AlgorithmSpec, Resolve, override
-from rlinf.algos.validation import one_of
+from rlinf.algos.loss_sum import one_of
 
 _PER_ANSWER = Aggregation("seq-mean-token-mean")
 

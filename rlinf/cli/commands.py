@@ -28,18 +28,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlinf.cli.key_docs import as_markdown, as_text
-from rlinf.cli.unread import quiet_when_unread
+from rlinf.cli.keys import as_markdown, as_text
+from rlinf.cli.main import quiet_when_unread
 from rlinf.config.embodied import EmbodiedConfig
-from rlinf.config.importing import look_in_working_directory, shipped
-from rlinf.config.loading import InputError, RunFailure
+from rlinf.config.importing import look_in_working_directory, resolve, shipped
+from rlinf.config.load import InputError, RunFailure
 from rlinf.config.reading import parse_yaml
 from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
-from rlinf.job.embodied.suites import suites_of
-from rlinf.job.start import leaving_gpus
-from rlinf.job.validate import is_embodied, load_config, load_embodied
-from rlinf.metrics.console.progress import shown
+from rlinf.metrics.progress import shown
+from rlinf.runs.rules import is_embodied, load_config, load_embodied, suites_of
+from rlinf.runs.start import leaving_gpus
 from rlinf.runtime.base.errors import HostLost
 
 if TYPE_CHECKING:
@@ -47,21 +46,21 @@ if TYPE_CHECKING:
 
 
 _ELSEWHERE = {
-    "train": ("rlinf.cli.main", "train by a configuration; --dry-run shows what would run, and what could not"),
-    "plan": ("rlinf.cli.plan_command", "find the best placement of a profiled flow on any number of devices"),
+    "train": ("rlinf.cli.main.main", "train by a configuration; --dry-run shows what would run, and what could not"),
+    "plan": ("rlinf.cli.plan.main", "find the best placement of a profiled flow on any number of devices"),
     "record": ("rlinf.cli.demonstrations.record", "record demonstrations of a policy or of a script"),
     "convert": (
-        "rlinf.cli.convert_command",
+        "rlinf.cli.convert_command.main",
         "a configuration of verl's or RLinf's as ours; demonstrations in another format",
     ),
-    "ledger": ("rlinf.cli.runs.ledger_command", "what became of every sample of a run: trained, dropped or in flight"),
+    "ledger": ("rlinf.cli.runs.ledger", "what became of every sample of a run: trained, dropped or in flight"),
     "watch": (
-        "rlinf.cli.runs.watch_command",
+        "rlinf.cli.runs.watch",
         "the page of runs, live or over: curves, answers, lanes, queues; controls",
     ),
-    "trace": ("rlinf.cli.runs.trace_command", "draw or sum up what devices did over time"),
+    "trace": ("rlinf.cli.runs.trace", "draw or sum up what devices did over time"),
 }
-"""Commands with modules of their own, which read what follows: module, and what it does."""
+"""Commands with a function of their own, which reads what follows: its dotted path, and what it does."""
 _HERE = ("evaluate", "report", "compare", "config")
 
 
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, importing no more than it needs; returns the exit code, as `rlinf.cli.main` does."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in _ELSEWHERE:
-        command: Callable[[Sequence[str]], int] = importlib.import_module(_ELSEWHERE[given[0]][0]).main
+        command: Callable[[Sequence[str]], int] = resolve(_ELSEWHERE[given[0]][0])
         with shown():
             return command(given[1:])
     if given and not given[0].startswith("-") and given[0] not in _HERE:
@@ -181,8 +180,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(f"--output {output}: there is no directory {output.absolute().parent}")
     from rlinf.cli.evaluate import evaluate_model
-    from rlinf.job.prepare import prepare, refuse_idle
-    from rlinf.job.start import run_to_end
+    from rlinf.runs.prepare import prepare, refuse_idle
+    from rlinf.runs.start import run_to_end
 
     async def main(system: ActorSystem) -> None:
         await evaluate_model(system, config, output)
@@ -223,7 +222,7 @@ def _asked(options: argparse.Namespace, hosts: int) -> list[str]:
 
 
 def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
-    from rlinf.job.embodied.trials import acting, in_words, measured, try_policy, written
+    from rlinf.runs.embodied import acting, in_words, measured, try_policy, written
 
     config = load_embodied(options.config, acting(options.model, options.overrides), hosts)
     if not suites_of(config):
@@ -231,10 +230,10 @@ def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
     output = None if options.output is None else Path(options.output)
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(f"--output {output}: there is no directory {output.absolute().parent}")
-    from rlinf.job.checks.whole import check_parts
-    from rlinf.job.evaluation.where import new_evaluation
-    from rlinf.job.start import run_to_end
-    from rlinf.metrics.console.success import success_table
+    from rlinf.metrics.tables import success_table
+    from rlinf.runs.evaluation import new_evaluation
+    from rlinf.runs.resume import check_parts
+    from rlinf.runs.start import run_to_end
 
     if os.environ.get("RANK", "0") == "0":
         check_parts(config)
@@ -268,7 +267,7 @@ def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
 
 def _report(options: argparse.Namespace) -> None:
     directory = _run_directory(options.directory)
-    from rlinf.metrics.html.report import write_report
+    from rlinf.dashboard.report import write_report
 
     print(write_report(directory))
 
@@ -279,7 +278,7 @@ def _compare(options: argparse.Namespace) -> None:
         raise InputError(f"{directories[0]} alone has nothing to be compared with; name another run")
     if not target.absolute().parent.is_dir():
         raise InputError(f"--output {target}: there is no directory {target.absolute().parent}")
-    from rlinf.metrics.html.compare import in_lines, write_comparison
+    from rlinf.dashboard.report import in_lines, write_comparison
 
     for line in in_lines(directories):
         print(line)

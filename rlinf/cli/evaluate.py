@@ -19,25 +19,22 @@ from rich.table import Table
 
 from rlinf.actors.judge import RewardError
 from rlinf.agents.agent import Agent, opened
-from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure
+from rlinf.config.load import ConfigError, InputError, Problem, RunFailure
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.load import Data
-from rlinf.data.datasets.rows import counted
+from rlinf.data.datasets.source import counted
 from rlinf.data.sample import Evaluation, NotScored
-from rlinf.flows.agentic.step import agentic
-from rlinf.flows.parts.running_session import RunningSession
-from rlinf.job.checks.by_kind import by_kind
-from rlinf.job.checks.model import policy_model
-from rlinf.job.evaluation.held_out import answers_of, evaluate_on
-from rlinf.job.evaluation.kept import KeptAnswers, model_mark
-from rlinf.job.evaluation.named import PASS, beside, evaluate_named
-from rlinf.job.roles.agents import check_tools_shown, configured_agent, running_of
-from rlinf.job.roles.of_text import roles_to_start
-from rlinf.job.roles.running import Roles, spawn_roles
-from rlinf.job.text import load_data_of
-from rlinf.metrics.alarm import Scored
-from rlinf.metrics.console.answers import measure_of
+from rlinf.flows.agentic import agentic
+from rlinf.flows.session import RunningSession
+from rlinf.metrics.alarms import Scored
+from rlinf.metrics.report import measure_of
 from rlinf.placement.seats import TEXT, place
+from rlinf.runs.dry_run.models import policy_model
+from rlinf.runs.dry_run.transformer import by_kind
+from rlinf.runs.evaluation import PASS, KeptAnswers, answers_of, beside, evaluate_named, evaluate_on, model_mark
+from rlinf.runs.roles import Roles, check_tools_shown, configured_agent, running_of, spawn_roles
+from rlinf.runs.text import load_data_of
+from rlinf.runs.text_roles import roles_to_start
 from rlinf.runtime.system.system import ActorSystem
 
 

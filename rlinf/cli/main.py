@@ -4,37 +4,251 @@
 Every process reads the configuration before torch is imported, so that help and mistakes are answered at once. Rank 0
 speaks for all. Exit codes: 0 done, 1 a bug (with its traceback) or a run that cannot go on (without), 2 a mistake in
 what was given (without), 130 interrupted, 141 when nobody reads the output.
+
+Prints a mistake in code of the user's own from where that code begins, without the calls of ours that led to it.
+
+In: an exception. Out: its traceback on stderr, shortened. A mistake of ours is not for this: nothing of it is left out.
+
+Ends a command quietly when nobody reads its output any longer, as in `rlinf train --help | head`.
+
+In: a command's main function. Out: the same, with an exit code of its own for that case.
+
+Describes a run without starting it: where each role would run, whether it fits, and what the data are.
+
+In: a checked configuration and the number of processes. Out: lines for a terminal; on request, the whole configuration
+as YAML that loads as the same, with the lines as comments below. Code that the configuration names is imported; no
+process is started and no device is touched.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import gc
 import json
 import os
 import resource
+import select
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from types import TracebackType
+from typing import Any, NoReturn
 
-from rlinf.cli.key_docs import as_text
-from rlinf.cli.own_code import told
-from rlinf.cli.unread import quiet_when_unread
+from rlinf.cli.keys import as_text
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import look_in_working_directory, shipped
-from rlinf.config.loading import InputError, RunFailure
+from rlinf.config.load import InputError, RunFailure, dump
 from rlinf.config.schema import leaves, nearest
 from rlinf.config.text import RunConfig
-from rlinf.job.ending.starting import Starting
-from rlinf.job.start import leaving_gpus, train
-from rlinf.job.validate import is_embodied, load_any
-from rlinf.metrics.console.progress import shown
+from rlinf.metrics.progress import shown
+from rlinf.placement.plan import GB
+from rlinf.placement.seats import CONTROL, TEXT, Placed
+from rlinf.runs.dry_run.data import look_at_data
+from rlinf.runs.dry_run.embodied import expected_horizon_warning, held_by, seconds_of, without_path
+from rlinf.runs.dry_run.estimate import modelled, plans
+from rlinf.runs.dry_run.transformer import device_kind, elsewhere
+from rlinf.runs.prepare import Prepared, prepare, refuse_idle
+from rlinf.runs.rules import is_embodied, load_any
+from rlinf.runs.start import check_output, leaving_gpus, train
+from rlinf.runs.starting import Starting
 from rlinf.runtime.base.errors import HostLost
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+
+
+def from_own_code(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that begins with the first code that rlinf called and that is neither ours nor a
+    library's; None where there is no such code."""
+    called = False
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file.startswith(_OURS):
+            called = True
+        elif called and Path(file).is_file() and not file.startswith(_LIBRARIES):
+            return trace
+        trace = trace.tb_next
+    return None
+
+
+def told(error: BaseException) -> bool:
+    """Print an exception that went through code of the user's own, and say whether it did.
+
+    Args:
+        error: it, caught.
+    """
+    begun = from_own_code(error.__traceback__)
+    if begun is None:
+        return False
+    left_out = len(traceback.extract_tb(error.__traceback__)) - len(traceback.extract_tb(begun))
+    print(f"error: in code of your own; the {left_out} calls of rlinf that led there are left out", file=sys.stderr)
+    traceback.print_exception(type(error), error, begun)
+    return True
+
+
+UNREAD = 141
+"""128 + SIGPIPE: what a shell says of other programs that end so."""
+
+
+def quiet_when_unread(main: Callable[..., int]) -> Callable[..., int]:
+    """A main function that returns `UNREAD` once the pipe behind stdout is closed; any other is an error."""
+
+    @functools.wraps(main)
+    def wrapped(arguments: Sequence[str] | None = None, **more: Any) -> int:
+        try:
+            code = main(arguments, **more)
+            sys.stdout.flush()  # here and not at the interpreter's end, where nobody could catch what it raises
+            return code
+        except BrokenPipeError:
+            if not _is_unread():
+                raise
+            return UNREAD
+
+    return wrapped
+
+
+def _is_unread() -> bool:
+    """Whether the reader of stdout has left; if so, what is still to be written goes nowhere."""
+    try:
+        stdout = sys.stdout.fileno()
+    except OSError:  # a stand-in for stdout, which is no file
+        return False
+    told = select.poll()
+    told.register(stdout, 0)  # errors are reported unasked, and the end of a pipe's reader is one
+    if not told.poll(0):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stdout)
+    os.close(nowhere)
+    return True
+
+
+_ALL_KEYS = "Configuration: --dry-run --verbose prints every key, as YAML that --config takes"
+
+
+def describe(config: RunConfig | EmbodiedConfig, hosts: int, *, whole: bool = False) -> str:
+    """What a job of `hosts` processes would make of a configuration.
+
+    Args:
+        config: it, resolved.
+        hosts: processes of the job.
+        whole: whether the configuration comes first, as YAML in which the rest are comments.
+
+    Raises:
+        ConfigError: it could not run; the text says what does not fit, and what would.
+    """
+    if not (isinstance(config, RunConfig) and elsewhere(config.placement)):
+        check_output(config)
+    prepared = prepare(config, hosts)
+    refuse_idle(config.placement, prepared)
+    placed = prepared.placed
+    held = prepared.held if isinstance(config, RunConfig) else held_by(config, placed)
+    lines = [
+        *_roles(config, placed),
+        *(f"Left to the devices: {line}" for line in prepared.became),
+        *(f"Warning: {line}" for line in prepared.warnings),
+        *_to_be_named(config),
+        *_memory(placed, held, cuda=isinstance(config, RunConfig) and device_kind(config.placement) == "cuda"),
+        *_prediction(prepared, config),
+    ]
+    if isinstance(config, RunConfig):
+        lines += [f"Data: {line}" for line in look_at_data(config, prepared)]
+    if whole:
+        return "\n".join([dump(config), *(f"# {line}" for line in lines)])
+    return "\n".join([*lines, _ALL_KEYS])
+
+
+def _to_be_named(config: RunConfig | EmbodiedConfig) -> Iterator[str]:
+    """What a run needs that could be checked without."""
+    if isinstance(config, EmbodiedConfig) and (missing := without_path(config)) is not None:
+        yield f"Warning: a run is refused as it is: {missing.key}: {missing.advice}"
+    if isinstance(config, EmbodiedConfig) and (cut := expected_horizon_warning(config)) is not None:
+        yield f"Warning: {cut}"
+
+
+def _roles(config: RunConfig | EmbodiedConfig, placed: Placed) -> Iterator[str]:
+    if placed.devices == 1:
+        named = _named_devices(config)
+        yield "Roles: one process, which all roles share" + (
+            f"; torchrun --nproc-per-node {named} would place them" if named > 1 else ""
+        )
+    else:
+        shared = ", taking turns" if placed.turns else ""
+        each = f"on {placed.gpus} GPU{'s' if placed.gpus > 1 else ''}" if placed.first else "a device each"
+        yield f"Roles: {placed.devices} processes, {each}; {placed.plan.mode}{shared}"
+    width = max(10, *map(len, placed.seats))
+    for role, seat in placed.seats.items():
+        where = ("device" if any(seat.devices) else "host") + ("s" if len(set(seat.hosts)) > 1 else "")
+        yield f"  {role:<{width}} {where} {listed(seat.hosts)}"
+
+
+def _memory(placed: Placed, held: Mapping[str, tuple[int, int]], *, cuda: bool) -> Iterator[str]:
+    """What each role takes on a device by its model's shape; what cannot fit was refused before."""
+    if not held:
+        return
+    limit = f"of {placed.memory / GB:.3g}" if placed.memory is not None else "no limit"
+    parts = ", ".join(f"{role} {_gigabytes(active)}" for role, (active, _) in held.items() if active)
+    turns = "; roles of a device take turns, and are parked where they do not fit" if placed.turns else ""
+    bound = "at the peak" if cuda else "at least"
+    yield f"Memory of a device, GB, {bound}: {parts} ({limit}{turns})"
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if placed.memory is None and (most := max(active for active, _ in held.values())) > machine:
+        yield f"  which is more than the {machine / GB:.3g} GB of this machine: {most / GB:.3g} GB will not fit here"
+
+
+def _prediction(prepared: Prepared, config: RunConfig | EmbodiedConfig) -> Iterator[str]:
+    chosen, placed = prepared.chosen, prepared.placed
+    if chosen is None and isinstance(config, RunConfig) and prepared.algorithm is not None and placed.fleet.hardware:
+        again, roles = prepared.algorithm.needs_recomputed_logprobs, prepared.roles
+        yield from modelled(prepared.config, prepared.model_config, placed, prepared.flow, roles, recomputes=again)
+        return
+    if chosen is None and isinstance(config, EmbodiedConfig) and (lines := [*seconds_of(config, placed)]):
+        yield from lines
+        return
+    if chosen is None:
+        modelled_by_card = isinstance(config, RunConfig) and config.placement.device_kind == "cuda"
+        card = "; placement.devices={gpu: h100} has it modelled" if modelled_by_card else ""
+        yield f"Time: not known without a profile; every run leaves a profile.json, for placement.profile{card}"
+        return
+    predicted = placed.plan.predicted
+    assert predicted is not None  # of every plan that was chosen
+    yield (
+        f"Time, simulated from the profile: {predicted.step_seconds:.3g} s a step, {predicted.efficiency:.0%} of what "
+        f"is possible ({predicted.bound_seconds:.3g} s, {chosen.bound.binding})"
+    )
+    yield from plans(chosen)
+
+
+def _gigabytes(held: int) -> str:
+    return f"{float(f'{held / GB:.2g}'):,g}" if held >= GB / 1000 else "0.001"
+
+
+def _named_devices(config: RunConfig | EmbodiedConfig) -> int:
+    """How many devices the placement counts on, as far as plain numbers tell."""
+    roles = [kind.name for kind in (*TEXT, *CONTROL)]
+    given = (value for name, value in vars(config.placement).items() if name in roles)
+    texts = [str(value) for value in given if isinstance(value, str | int)]
+    numbers = [int(part) for text in texts for part in text.replace("-", ",").split(",") if part.isdigit()]
+    return 1 + max(numbers, default=0)
+
+
+def listed(numbers: tuple[int, ...]) -> str:
+    """Numbers as people write them: `0-3, 6`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
 
 FAILED = 1
 WRONG_INPUT = 2
@@ -158,8 +372,6 @@ def _serve(request: Request, rank: int, hosts: int, starting: Starting) -> int:
     config = load_any(request.config, request.overrides, hosts)
     if request.dry_run:
         if rank == 0:
-            from rlinf.cli.dry_run import describe  # torch comes with it: it looks at the model and the algorithm
-
             with leaving_gpus(config):
                 print(describe(config, hosts, whole=request.verbose))
         return 0

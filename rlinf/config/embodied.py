@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from rlinf.config.common import CheckpointConfig, CommonConfig, TrackingConfig
-from rlinf.config.placement import EmbodiedPlacementConfig
+from rlinf.config.common import CheckpointConfig, CommonConfig, EmbodiedPlacementConfig, TrackingConfig
 from rlinf.config.schema import number
 from rlinf.config.text import LoraConfig
 

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlinf.config.common import CheckpointConfig, CommonConfig, TrackingConfig
+from rlinf.config.common import CheckpointConfig, CommonConfig, PlacementConfig, TrackingConfig
 from rlinf.config.learning import (
     AlgorithmConfig,
     CriticConfig,
@@ -17,12 +17,11 @@ from rlinf.config.learning import (
     OptimizerConfig,
     ReferenceConfig,
     RewardModelConfig,
+    SupervisedConfig,
     TeacherConfig,
     TrainerConfig,
 )
-from rlinf.config.placement import PlacementConfig
 from rlinf.config.schema import number, place
-from rlinf.config.supervised import SupervisedConfig
 
 
 @dataclass

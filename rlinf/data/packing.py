@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.routing.routes import side_by_side
+from rlinf.data.routes import side_by_side
 from rlinf.data.sample import ImageRef, PrefixKey, Sample, prefix_key
 
 T = TypeVar("T")

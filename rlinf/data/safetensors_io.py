@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlinf.runtime.base.progress import work
-from rlinf.runtime.base.tensor_bytes import flat_bytes
+from rlinf.runtime.base.tensors import flat_bytes
 
 CHUNK = 32 << 20
 """Bytes per write: between two a stop takes effect."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from rlinf.data.routing import routes as routing
+from rlinf.data import routes as routing
 
 Outcome = Literal["ok", "truncated", "timeout", "error"]
 """What became of judging a sample: it was scored; scored although the length limit cut it; the reward took too long; it

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequen
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rlinf.algos.parts import DynamicSampling
+from rlinf.algos.algorithms import DynamicSampling
 from rlinf.data.in_flight import InFlight, Ledger
-from rlinf.data.in_flight.choosing import Teaches, unequal
+from rlinf.data.in_flight.admission import Teaches, unequal
 from rlinf.data.sample import Group, Prompt
 
 Draw = Callable[[int], Awaitable[Sequence[Prompt]]]

@@ -5,7 +5,7 @@ Each engine has a folder of its own, or is somebody else's code. Nothing here kn
 
 ENGINES = {
     "transformers": "rlinf.engines.transformers.engine.build",
-    "sglang": "rlinf.engines.sglang.engine.build",
-    "vllm": "rlinf.engines.vllm.engine.build",
+    "sglang": "rlinf.engines.served.sglang.build",
+    "vllm": "rlinf.engines.served.vllm.build",
 }
 """Engines that have a short name, and the functions that make them."""

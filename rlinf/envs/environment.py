@@ -11,22 +11,200 @@ began in the epoch. So a run repeats, whatever workers and slices it is divided 
 An episode with an action, observation or reward that is not finite is dropped: the chunk says that it is lost, and why,
 and another one is begun in its place, or in the place of all of its group. Where a simulator resets all environments
 together, what has ended or was dropped waits, without valid steps, until no episode is under way.
+
+How episodes begin and end, and by which seeds they start.
+
+Finds actions, observations and rewards that are NaN or infinite, and says in which episode they came.
+
+In: the arrays of single steps. Out: the environments whose episode cannot be used, and a remark on each. Nobody waits.
+
+A simulator whose observations are the last few of another one, so that a policy without memory sees motion.
+
+In and out: what `Simulator` says; `Environment` makes it where `env.frame_stack` is more than 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlinf.envs.around.frame_stack import FrameStack
-from rlinf.envs.around.rules import Rules
-from rlinf.envs.around.spoiled import Spoiled, not_finite
-from rlinf.envs.base import Observation, Simulator, Transition
+from rlinf.data.rng import mix
+from rlinf.envs.base import ArraySpec, Observation, Simulator, State, Transition
 from rlinf.envs.episodes import Chunk, Episode, Start, mistake_in, of_steps, rows_of, rows_where, with_rows
 from rlinf.envs.video import Recorder
+from rlinf.envs.wrappers import Wrapper
+
+HELD_OUT = (1 << 31) - (1 << 21)
+"""Seeds from here on are kept for evaluation: two million, and one in a thousand of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How episodes begin and end, and how much of them is seen."""
+
+    seed: int = 0
+    """Of all starts."""
+    group_size: int = 1
+    """So many neighbouring environments begin their episodes of equal number alike."""
+    auto_reset: bool = True
+    """After a chunk in which an episode ended, the next one begins; otherwise the environment waits for `reset`."""
+    chunks: int | None = None
+    """So many chunks follow on a `reset`, and after the last one no episode is begun that nobody would act in; None: it
+    is not known."""
+    ignore_terminations: bool = False
+    """Episodes go on when their task ends, so that all last until their time limit."""
+    max_steps: int | None = None
+    """Steps after which an episode is cut off; None for the simulator's own limit."""
+    frame_stack: int = 1
+    """So many last observations are seen at once; see `FrameStack`."""
+    held_out: bool = False
+    """Begin episodes by seeds that are kept for evaluation: no other environment ever draws one of them."""
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ValueError(f"group_size={self.group_size} must be at least 1")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(f"max_steps={self.max_steps} must be at least 1")
+        if self.chunks is not None and self.chunks < 1:
+            raise ValueError(f"chunks={self.chunks} must be at least 1")
+        if self.frame_stack < 1:
+            raise ValueError(f"frame_stack={self.frame_stack} must be at least 1")
+
+    def seed_of(self, epoch: int, env: int, episode: int) -> int:
+        """Seed of an episode's start, from 0 to 2^31 - 1, which is what every simulator takes; from `HELD_OUT` on for
+        episodes that are held out, and otherwise below.
+
+        Args:
+            epoch: that environments were reset with.
+            env: environment, counted over all workers and slices.
+            episode: its number in the epoch.
+        """
+        drawn = mix(self.seed, epoch, env // self.group_size, episode) >> 32
+        return HELD_OUT + drawn % ((1 << 31) - HELD_OUT) if self.held_out else drawn % HELD_OUT
+
+
+def not_finite(arrays: Mapping[str, Tensor]) -> Tensor | None:
+    """Rows in which some number is NaN or infinite, bool [N]; None if there is none.
+
+    Args:
+        arrays: N rows each.
+    """
+    floats = [array for array in arrays.values() if array.is_floating_point()]
+    if all(math.isfinite(array.sum().item()) for array in floats):  # a sum tells of any, at a fraction of the price
+        return None
+    rows = torch.stack([~torch.isfinite(array).reshape(len(array), -1).all(1) for array in floats]).any(0)
+    return rows if bool(rows.any()) else None
+
+
+class Spoiled:
+    """The episodes of one chunk that cannot be used, and the remarks on them.
+
+    Args:
+        describe: names the episode that an environment is in, and its next step.
+    """
+
+    def __init__(self, describe: Callable[[int], str]):
+        self._describe = describe
+        self._remarks: list[str] = []
+        self.rows = torch.zeros(0, dtype=torch.bool)
+        """Environments whose episode was spoiled in this chunk, bool [N]."""
+
+    def begin(self, running: Tensor) -> None:
+        """A chunk begins; `running`, bool [N], are the environments that have an episode."""
+        self.rows = torch.zeros_like(running)
+
+    def left(self, active: Tensor, arrays: Mapping[str, Tensor]) -> Tensor:
+        """The active environments, bool [N], whose numbers are finite; the others are noted.
+
+        Args:
+            active: bool [N].
+            arrays: N rows each, by name; rows that are not active may hold anything.
+        """
+        found = not_finite(arrays)
+        if found is None or not bool((found := found & active).any()):
+            return active
+        self.rows |= found
+        rows = found.nonzero().squeeze(1)
+        self.note({name: array[rows] for name, array in arrays.items()}, rows.cpu())
+        return active & ~found
+
+    def note(self, arrays: Mapping[str, Tensor], envs: Tensor) -> str:
+        """Remark on environments which of their rows is not finite; the last remark.
+
+        Args:
+            arrays: n rows each, by name.
+            envs: of the rows, int64 [n], at least one.
+        """
+        for row, env in enumerate(envs.tolist()):
+            names = [name for name, array in arrays.items() if not_finite({name: array[row : row + 1]}) is not None]
+            self._remarks.append(f"{self._describe(env)}: its {' and '.join(names)} is not finite")
+        return self._remarks[-1]
+
+    def told(self) -> tuple[str, ...]:
+        """The remarks since the last call."""
+        remarks, self._remarks = tuple(self._remarks), []
+        return remarks
+
+
+class FrameStack(Wrapper):
+    """The last `frames` observations, the oldest first, one behind the other along the last axis.
+
+    At the beginning of an episode the first observation stands in the place of those that there are not.
+
+    Args:
+        simulator: what is observed; this one owns it from now on.
+        frames: how many observations are seen at once, K. "state" [N, S] becomes [N, K S], "rgb" [N, H, W, 3 k] becomes
+            [N, H, W, K 3 k].
+    """
+
+    def __init__(self, simulator: Simulator, frames: int):
+        super().__init__(simulator)
+        self.frames = frames
+        specs = simulator.observation_spec
+        self.observation_spec = {
+            name: ArraySpec((*spec.shape[:-1], frames * spec.shape[-1]), spec.dtype) for name, spec in specs.items()
+        }
+        self._seen = {
+            name: torch.zeros(self.num_envs, frames, *spec.shape, dtype=spec.dtype, device=self.device)
+            for name, spec in specs.items()
+        }
+
+    def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
+        first, rows = self.simulator.reset(seeds, env_ids), env_ids.to(self.device)
+        for name, seen in self._seen.items():
+            seen[rows] = first[name][:, None].to(self.device)
+        return {name: _stacked(seen[rows]) for name, seen in self._seen.items()}
+
+    def step(self, actions: Tensor, active: Tensor) -> Transition:
+        moved = self.simulator.step(actions, active)
+        for name, seen in self._seen.items():
+            new = torch.cat([seen[:, 1:], moved.observation[name][:, None].to(self.device)], 1)
+            self._seen[name] = torch.where(active.view(-1, *[1] * (seen.ndim - 1)), new, seen)
+        return replace(moved, observation={name: _stacked(seen) for name, seen in self._seen.items()})
+
+    def save(self) -> list[State]:
+        inner = self.simulator.save()
+        return [
+            {"simulator": state, "frames": {name: seen[env].clone() for name, seen in self._seen.items()}}
+            for env, state in enumerate(inner)
+        ]
+
+    def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
+        self.simulator.restore([state["simulator"] for state in states], env_ids)
+        for env, state in zip(env_ids.tolist(), states, strict=True):
+            for name, frames in state["frames"].items():
+                self._seen[name][env] = frames.to(self.device)
+
+
+def _stacked(seen: Tensor) -> Tensor:
+    """[n, K, ..., C] as [n, ..., K C], a copy."""
+    return seen.movedim(1, -2).flatten(-2).clone()
+
 
 MOST_STARTS = 5
 """Starts in a row whose observation is not finite, after which a simulator is given up."""

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from rlinf.config.importing import resolve
-from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import ActionSpec, ArraySpec, Simulator, SimulatorLost
-from rlinf.envs.environment import Environment
+from rlinf.envs.environment import Environment, Rules
 from rlinf.envs.episodes import Chunk, Start
 from rlinf.envs.video import Recorder, Recording
-from rlinf.runtime.gpu.own_device import choose_device
+from rlinf.runtime.base.tensors import choose_device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlinf.data.step import EmbodiedStep, ahead
-from rlinf.flows.parts.interact import acting
+from rlinf.flows.interact import acting
 
 
 @ahead

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlinf.data.step import Step
-from rlinf.flows.parts.dynamic_sampling import filled
+from rlinf.flows.dynamic_sampling import filled
 
 
 async def grpo(

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from rlinf.data.step import EmbodiedStep
-from rlinf.flows.parts.interact import interactions
+from rlinf.flows.interact import interactions
 
 
 async def sac(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -> dict[str, float]:

@@ -1,32 +1,21 @@
-"""Supervised training on worked examples, as a warm-up before reinforcement learning."""
+"""Supervised training: learn what somebody else said, token by token."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable, Sequence
 from typing import Any
 
-from rlinf.data.sample import Example
-from rlinf.runtime.base.progress import work
+from rlinf.data.step import SupervisedStep
 
 
-async def sft(
-    batches: Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]],
-    rollout: Any,
-    trainer: Any,
-    *,
-    lr: float = 2e-3,
-) -> dict[str, float]:
-    """Train on the batches, one optimizer step each, and hand the weights to the rollout.
+async def sft(step: SupervisedStep, trainer: Any) -> dict[str, float]:
+    """One step: the mean negative log-likelihood of the learned tokens of a batch of conversations.
 
     Args:
-        batches: a list or a stream of them.
-        rollout, trainer: the roles.
-        lr: constant learning rate.
+        step: the batch.
+        trainer: the role, with the objective `Likelihood`.
 
     Returns:
         The trainer's metrics.
     """
-    with work("warming up"):
-        metrics: dict[str, float] = await trainer.sft(batches, lr=lr)
-        await rollout.load(trainer.weights())
+    metrics: dict[str, float] = await trainer.train(step.batch)
     return metrics

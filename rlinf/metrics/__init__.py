@@ -4,7 +4,7 @@ and SwanLab (`tracking`), and where the time of a step went (`timing`).
 Names are the field's: `reward/mean`, `clip_frac`, `grad_norm`, `timing/step`; docs/metrics.md lists them.
 """
 
-from rlinf.metrics.console.table import ProgressTable
-from rlinf.metrics.files import MetricsFile, SamplesFile
+from rlinf.metrics.tables import ProgressTable
+from rlinf.storage.files import MetricsFile, SamplesFile
 
 __all__ = ["MetricsFile", "ProgressTable", "SamplesFile"]

@@ -14,8 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlinf.metrics.explain.explainer import Explained, Explainer
-from rlinf.metrics.files import (
+from rlinf.metrics.explain import Explained, Explainer
+from rlinf.metrics.machine import environment
+from rlinf.metrics.timing import parts, timing
+from rlinf.metrics.trackers import Tracking
+from rlinf.placement.costs import Ledger
+from rlinf.runtime.observe.spans import Lap
+from rlinf.runtime.system.observer import Watch
+from rlinf.storage.files import (
     ALARMS,
     ENVIRONMENT,
     EXPLAINED,
@@ -26,12 +32,6 @@ from rlinf.metrics.files import (
     SamplesFile,
     read_lines,
 )
-from rlinf.metrics.machine import environment
-from rlinf.metrics.timing import parts, timing
-from rlinf.metrics.tracking import Tracking
-from rlinf.placement.profiling.ledger import Ledger
-from rlinf.runtime.observe.lap import Lap
-from rlinf.runtime.system.observer import Watch
 
 
 class Recorder:

@@ -9,9 +9,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 
-from rlinf.runtime.observe.busy import UNKNOWN
-from rlinf.runtime.observe.intervals import Interval, union
-from rlinf.runtime.observe.lap import Lap
+from rlinf.runtime.observe.spans import UNKNOWN, Interval, Lap, union
 
 ACTIVITIES = ("generation", "simulation", "acting", "scoring", "training", "sync")
 """What a step consists of; `timing/other` is the time in which none of them went on."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
-from rlinf.config.placement import Placing
+from rlinf.config.common import Placing
 from rlinf.placement.devices import Cluster, NodeGroup
 from rlinf.placement.grammar import PlacementError, parse
 from rlinf.placement.plan import GB, Plan

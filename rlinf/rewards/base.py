@@ -7,23 +7,217 @@ A function takes what it names: `response`, `answer`, `prompt` (its text), `trun
 chat prompt), or any column of the data set; with `**kwargs` it takes all but `response_ids`. One that names `responses`
 scores all answers to a prompt at once, and returns a list: see `over_group`. This module imports nothing heavy: child
 processes that run rewards start with it.
+
+What a reward function may return instead of a number.
+
+Reward functions written for verl or TRL, as reward functions of ours.
+
+A function whose parameters have the other framework's names is adapted without asking; `verl(function)` and
+`trl(function)` say it explicitly.
+
+Calls of a reward function that come to a verdict whatever happens, short of the end of the process.
+
+In: arguments, one mapping per sample. Out: one `Verdict` per sample, in order. `Scorer` is what lives in the child
+processes of `pool.py`, or in the judge's own process for functions that are trusted. Imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import contextvars
 import functools
 import inspect
 import io
 import math
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, TypeVar
 
 from rlinf.config.importing import resolve
-from rlinf.rewards.adapters import adapted
-from rlinf.rewards.score import NOT_APPLICABLE, Score, as_number
-from rlinf.runtime.base.errors import defined_at
+from rlinf.runtime.base.errors import defined_at, line_of
+from rlinf.runtime.processes.imports import ImportWatch
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward with what it is made of."""
+
+    value: float
+    """The reward itself."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Parts by name, for metrics."""
+    extracted: str | None = None
+    """What was taken as the answer itself: equal ones vote together in maj@k."""
+
+
+class _NotApplicable:
+    """The type of `NOT_APPLICABLE`."""
+
+    def __repr__(self) -> str:
+        return "None (does not apply)"
+
+
+NOT_APPLICABLE: Final = _NotApplicable()
+"""In place of a score: the function is for other problems, and the sum is of the other functions. TRL's functions say
+it by None; one of ours that returns None has forgotten its `return`."""
+
+
+def as_list(value: Any) -> list[Any] | None:
+    """Scores of several answers as a list: of a list, tensor, array or column of a table; None of anything else."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        return None
+    if getattr(value, "ndim", 1) != 1:
+        return None
+    return list(value.tolist() if hasattr(value, "tolist") else value)
+
+
+def as_number(value: Any) -> float | None:
+    """A number of Python's, numpy's or torch's as a float; None of anything else, a text that reads like one too."""
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with several numbers
+        return None
+
+
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_TRL_ONLY = ("prompts", "completions", "completion_ids", "trainer_state")
+
+
+def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, adapted if its parameters are verl's (`solution_str`, `ground_truth`) or TRL's (`completions`)."""
+    if isinstance(function, verl | trl):
+        return function
+    names = inspect.signature(function).parameters
+    if "solution_str" in names and "ground_truth" in names:
+        return verl(function)
+    return trl(function) if "completions" in names else function
+
+
+class verl:
+    """`compute_score(data_source, solution_str, ground_truth, extra_info)`, which returns a number or a dict.
+
+    The ground truth is the column `reward_model.ground_truth` as it is, or else the answer. Of a dict, `score` is the
+    reward, `pred` what was extracted, and the other numbers are parts of the score.
+
+    Args:
+        function: what to call.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        inner = inspect.signature(function).parameters
+        self._names = set(inner)
+        self._all = _takes_all(inner.values())
+        more = {name: p for name, p in inner.items() if name not in ("solution_str", "ground_truth", "extra_info")}
+        required = {"response": inspect.Parameter.empty, "answer": inspect.Parameter.empty, "reward_model": None}
+        self.__signature__ = _signature({**required, "extra_info": None}, more.values())
+
+    def __call__(self, response: str, answer: str, **row: Any) -> Any:
+        """Call it for one sample."""
+        model = row.pop("reward_model", None)
+        truth = model["ground_truth"] if isinstance(model, Mapping) and "ground_truth" in model else answer
+        given = {"extra_info": None, **row, "solution_str": response, "ground_truth": truth}
+        value = self.function(**{name: item for name, item in given.items() if self._all or name in self._names})
+        return self._awaited(value) if inspect.isawaitable(value) else self._score(value)
+
+    async def _awaited(self, value: Any) -> Any:
+        return self._score(await value)
+
+    def _score(self, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        if "score" not in value:
+            raise ValueError(f"reward {self.__name__} returned {value!r:.200} without `score`, which is the reward")
+        others = {name: as_number(item) for name, item in value.items() if name not in ("score", "pred")}
+        numbers = {name: number for name, number in others.items() if number is not None}
+        predicted = value.get("pred")
+        return Score(value["score"], numbers, None if predicted is None else str(predicted))
+
+
+class trl:
+    """`reward(prompts, completions, **columns) -> list[float]`, called with lists of one.
+
+    Prompts and completions are texts, or lists of messages where the data set's prompts are chats. The scores may be a
+    list, a tensor or an array; None among them means that the function does not apply, and the others are summed.
+    Functions that compare the completions of a prompt with each other are marked by `over_group`: they get all of them.
+
+    Args:
+        function: what to call.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        inner = inspect.signature(function).parameters
+        self._names = set(inner)
+        self._all = _takes_all(inner.values())
+        self.__over_group__ = getattr(function, "__over_group__", False)
+        response = "responses" if self.__over_group__ else "response"
+        own: dict[str, Any] = {response: inspect.Parameter.empty, "prompt": "", "messages": None}
+        if "completion_ids" in inner:
+            own["response_ids"] = ()
+        self.__signature__ = _signature(own, [p for name, p in inner.items() if name not in _TRL_ONLY])
+
+    def __call__(
+        self, response: str = "", prompt: str = "", messages: Any = None, responses: Any = None, **row: Any
+    ) -> Any:
+        """Call it for one sample, or for a group."""
+        chat, texts = messages is not None, [response] if responses is None else responses
+        ids = row.pop("response_ids", [] if responses is None else [[]] * len(texts))
+        given: dict[str, Any] = {name: [value] * len(texts) for name, value in row.items() if name != "truncated"}
+        if "truncated" in row:
+            given["truncated"] = [row["truncated"]] if responses is None else row["truncated"]
+        given["prompts"] = [messages if chat else prompt] * len(texts)
+        given["completions"] = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
+        given["completion_ids"] = [ids] if responses is None else ids
+        given["trainer_state"] = None  # TRL's own state: there is none here
+        value = self.function(**{name: item for name, item in given.items() if self._all or name in self._names})
+        read = _first if responses is None else _of_group
+        return _awaited(value, read) if inspect.isawaitable(value) else read(value)
+
+
+def _takes_all(parameters: Iterable[inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _signature(own: Mapping[str, Any], more: Iterable[inspect.Parameter]) -> inspect.Signature:
+    """Keyword parameters: `own` with their defaults, then those of the adapted function that are columns."""
+    parameters = {name: inspect.Parameter(name, _KEYWORD, default=default) for name, default in own.items()}
+    rest = []
+    for parameter in more:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            rest.append(parameter)
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            parameters[parameter.name] = parameter.replace(kind=_KEYWORD)
+    return inspect.Signature([*parameters.values(), *rest])
+
+
+def _first(value: Any) -> Any:
+    scores = as_list(value)
+    if scores is None or len(scores) != 1:
+        raise ValueError(f"expected a list of one reward for one completion, got {value!r:.200}")
+    return _applicable(scores)[0]
+
+
+def _applicable(scores: list[Any]) -> list[Any]:
+    """TRL's scores, with `NOT_APPLICABLE` in place of its None."""
+    return [NOT_APPLICABLE if score is None else score for score in scores]
+
+
+def _of_group(value: Any) -> Any:
+    scores = as_list(value)
+    return value if scores is None else _applicable(scores)
+
+
+async def _awaited(value: Any, read: Callable[[Any], Any]) -> Any:
+    return read(await value)
 
 
 class BadReward(ValueError):
@@ -450,4 +644,260 @@ def _is_async(function: Any) -> bool:
         inspect.iscoroutinefunction(function)
         or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
         or (wrapped is not None and _is_async(wrapped))
+    )
+
+
+Arguments = Mapping[str, Any]
+"""What is offered to the reward function for one sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of judging one sample."""
+
+    outcome: Literal["ok", "timeout", "error"]
+    """It was scored; it took too long; it raised, crashed, or returned no number."""
+    value: float | None = None
+    """The reward, if it was scored."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Its parts by name."""
+    extracted: str | None = None
+    """What was taken as the answer itself."""
+    remark: str = ""
+    """Why it was not scored, in a line."""
+    trace: str = ""
+    """The traceback, if an exception was why."""
+    hopeless: bool = False
+    """No other sample would fare better: a module that the function needs is not installed."""
+    members: Sequence[Verdict] = ()
+    """Of a group that was scored as one: what became of each of its answers."""
+
+    @staticmethod
+    def read(given: Any) -> Verdict:
+        """The verdict that a child sent as plain data.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            given = {**given}
+            verdict = Verdict(**{**given, "members": tuple(Verdict.read(one) for one in given.get("members", ()))})
+        except TypeError as error:
+            raise ValueError(f"{given!r:.200} is no verdict: {error}") from None
+        texts = (verdict.extracted or "", verdict.remark, verdict.trace)
+        numbers = [*verdict.scores.values()] if isinstance(verdict.scores, dict) else [None]
+        if verdict.outcome == "ok":
+            numbers.append(verdict.value)
+        if (
+            verdict.outcome not in ("ok", "timeout", "error")
+            or not all(isinstance(text, str) for text in texts)
+            or not all(type(number) is float and math.isfinite(number) for number in numbers)
+        ):
+            raise ValueError(f"{given!r:.200} is no verdict")
+        return verdict
+
+
+_deadline: contextvars.ContextVar[asyncio.Timeout | None] = contextvars.ContextVar("deadline", default=None)
+"""Of the sample that an async function judges."""
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Time within which `reward.timeout` stands still, for an async reward that waits for its turn or has deadlines of
+    its own."""
+    limit, loop = _deadline.get(), asyncio.get_running_loop()
+    end = None if limit is None else limit.when()
+    if limit is None or end is None or end <= loop.time():
+        yield
+        return
+    left = end - loop.time()
+    limit.reschedule(None)
+    try:
+        yield
+    finally:
+        limit.reschedule(loop.time() + left)
+
+
+class Scorer:
+    """A reward function in the process where it runs.
+
+    Args:
+        source, args: as for `Reward.of`.
+    """
+
+    def __init__(self, source: RewardSource, args: Mapping[str, Any] | None = None):
+        self.reward = Reward.of(source, args)
+        self._runner: asyncio.Runner | None = None
+        self._imports: ImportWatch | None = None
+
+    def pauses(self, tell: Callable[[bool], None]) -> None:
+        """Have `tell` called when a module begins and ends to be loaded: that counts against no deadline."""
+        self._imports = ImportWatch(tell)
+
+    def score(self, batch: Sequence[Arguments], timeout: float, budget: float) -> list[Verdict]:
+        """Judge samples: plain functions one after the other, async ones together.
+
+        Args:
+            batch: arguments for each sample.
+            timeout: seconds that an async function has for each.
+            budget: seconds after which no further plain call is begun; the verdicts so far are returned, at least one.
+        """
+        if self.reward.is_async:
+            if self._runner is None:  # one loop for all calls, so that sessions and pools of the function's own live on
+                self._runner = asyncio.Runner(loop_factory=self._loop)
+            return self._runner.run(self.together(batch, timeout))
+        end = time.monotonic() + budget
+        verdicts: list[Verdict] = []
+        for offered in batch:
+            verdicts.append(self.one(offered))
+            if time.monotonic() >= end:
+                break
+        return verdicts
+
+    def told(self, batch: Sequence[Arguments], timeout: float, budget: float) -> list[dict[str, Any]]:
+        """`score` in plain data, for `Verdict.read`."""
+        return [asdict(verdict) for verdict in self.score(batch, timeout, budget)]
+
+    def one(self, offered: Arguments) -> Verdict:
+        """Judge one sample, or one group, with a plain function."""
+        if self.reward.over_group:
+            return members(self.reward, offered, called(self.reward, offered))
+        try:
+            score = self.reward(offered)
+        except (Exception, SystemExit) as error:  # foreign code: whatever it raises is the verdict on this sample
+            return failed(error)
+        return Verdict("ok", score.value, score.scores, score.extracted)
+
+    async def together(self, batch: Sequence[Arguments], timeout: float) -> list[Verdict]:  # noqa: ASYNC109
+        """Judge samples with an async function, all at once; each has `timeout` seconds."""
+        return await asyncio.gather(*(self._one_async(offered, timeout) for offered in batch))
+
+    def close(self) -> None:
+        """End the loop of async functions."""
+        if self._runner is not None:
+            self._runner.close()
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """A loop whose clock, by which samples have their deadlines, stands still while modules are loaded."""
+        loop, watch = asyncio.new_event_loop(), self._imports
+        if watch is not None:
+            loop.time = lambda: time.monotonic() - watch.seconds  # type: ignore[method-assign]
+        return loop
+
+    async def _one_async(self, offered: Arguments, seconds: float) -> Verdict:
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                _deadline.set(limit)
+                if self.reward.over_group:
+                    values = await asyncio.gather(*(_settled(part) for part in called(self.reward, offered)))
+                    return members(self.reward, offered, values)
+                score = await self.reward(offered)
+        except (Exception, SystemExit) as error:
+            if limit.expired():
+                return Verdict("timeout", remark=f"took longer than {seconds:g} s")
+            return failed(error)
+        return Verdict("ok", score.value, score.scores, score.extracted)
+
+
+# Groups --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """What a part raised instead of returning a value."""
+
+    error: BaseException
+
+
+def called(reward: Reward, offered: Arguments) -> list[list[Any]]:
+    """Call every part of a reward for a group.
+
+    Args:
+        reward: some part of which scores groups.
+        offered: for the group: `responses`, `truncated` and `response_ids` are lists.
+
+    Returns:
+        For each part what its calls returned or raised, or awaitables of it: one for the group, or one per answer.
+    """
+    answers = [_of_answer(offered, index) for index in range(len(offered[RESPONSES]))]
+    return [[_attempt(part, each) for each in ([offered] if part.over_group else answers)] for part in reward.parts]
+
+
+def members(reward: Reward, offered: Arguments, values: Sequence[Sequence[Any]]) -> Verdict:
+    """The verdict on a group, with one for each of its answers.
+
+    Args:
+        reward, offered: see `called`.
+        values: what it returned, awaited.
+    """
+    count = len(offered[RESPONSES])
+    columns: list[Sequence[Any]] = []
+    for part, found in zip(reward.parts, values, strict=True):
+        if not part.over_group:
+            columns.append(found)
+            continue
+        (given,) = found
+        if isinstance(given, _Raised):
+            return failed(given.error)
+        scores = as_list(given)
+        if scores is None or len(scores) != count:
+            told = f"{given!r:.100}" if scores is None else f"{len(scores)} scores"
+            wanted = f"a list of {count}, one score per answer"
+            return failed(
+                BadReward(f"reward {part.described} returned {told} for {count} answers: it must return {wanted}")
+            )
+        columns.append(scores)
+    return Verdict("ok", 0.0, members=tuple(_member(reward, row) for row in zip(*columns, strict=True)))
+
+
+def _member(reward: Reward, values: Sequence[Any]) -> Verdict:
+    for value in values:
+        if isinstance(value, _Raised):
+            return failed(value.error)
+    try:
+        score = reward.summed(values)
+    except BadReward as error:
+        return failed(error)
+    return Verdict("ok", score.value, score.scores, score.extracted)
+
+
+def _of_answer(offered: Arguments, index: int) -> dict[str, Any]:
+    """What a part that scores single answers is offered for one of the group."""
+    one = {name: value for name, value in offered.items() if name != RESPONSES}
+    one["response"] = offered[RESPONSES][index]
+    for name in ("truncated", ON_REQUEST):
+        if name in offered:
+            one[name] = offered[name][index]
+    return one
+
+
+def _attempt(part: Part, offered: Arguments) -> Any:
+    try:
+        return part(offered)
+    except (Exception, SystemExit) as error:  # foreign code, see `Scorer.one`
+        return _Raised(error)
+
+
+async def _settled(values: Sequence[Any]) -> list[Any]:
+    async def settle(value: Any) -> Any:
+        try:
+            return await value if inspect.isawaitable(value) else value
+        except (Exception, SystemExit) as error:  # foreign code, see `Scorer.one`
+            return _Raised(error)
+
+    return list(await asyncio.gather(*(settle(value) for value in values)))
+
+
+def failed(error: BaseException) -> Verdict:
+    """The verdict on a sample for which the function raised."""
+    if isinstance(error, BadReward):  # raised by a line of ours, which helps nobody
+        return Verdict("error", remark=str(error))
+    line = line_of(error)
+    where = f" ({line})" if line else ""
+    return Verdict(
+        "error",
+        remark=f"{type(error).__name__}: {error}{where}",
+        trace="".join(traceback.format_exception(error)),
+        hopeless=isinstance(error, ImportError),
     )

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from rlinf.data.datasets.columns import fill
+from rlinf.data.datasets.source import fill
 from rlinf.data.sample import Group, Outcome, Sample
-from rlinf.rewards.scorer import Verdict
+from rlinf.rewards.base import Verdict
 
 NAME = "reward_model"
 """Of its score among the parts of a reward."""

@@ -6,7 +6,7 @@ import logging
 from functools import lru_cache
 from typing import Any
 
-from rlinf.rewards.score import Score
+from rlinf.rewards.base import Score
 
 
 def math(response: str, answer: str) -> Score:

@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlinf.rewards.base import RewardSource, name_in_main
-from rlinf.rewards.scorer import Arguments, Verdict
+from rlinf.rewards.base import Arguments, RewardSource, Verdict, name_in_main
 from rlinf.runtime.base.errors import RemoteError, again
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.processes.worker import CallTimeout, Worker
@@ -87,7 +86,7 @@ class RewardPool:
         self._lost: ChildDied | None = None
         self.workers = tuple(
             Worker(
-                "rlinf.rewards.scorer:Scorer",
+                "rlinf.rewards.base:Scorer",
                 {"source": source, "args": args},
                 name=f"{name}.{number}",
                 answers="json",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rlinf.rewards.score import Score
+from rlinf.rewards.base import Score
 
 
 def regex(response: str, answer: str, *, pattern: str) -> Score:

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlinf.sandbox.inside import caller
-from rlinf.sandbox.limits import Limits
-from rlinf.sandbox.running import ChannelError, Program
+from rlinf.sandbox.limits import ChannelError, Limits, Program
 from rlinf.sandbox.sandbox import Sandbox, shared
 
 _HARNESS = Path(caller.__file__).read_text(encoding="utf-8")

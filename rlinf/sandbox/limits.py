@@ -1,9 +1,19 @@
-"""What a program in the sandbox may use, and what became of it. Data only."""
+"""What a program in the sandbox may use, and what became of it. Data only.
+
+A program that runs in a sandbox, seen from outside: what became of it, and a channel to talk to it.
+
+In: a stream from its supervisor. Out: a `Result`. Who wakes whom: the supervisor's answer, and the program's messages,
+wake who waits for them.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, cast
+
+from rlinf.sandbox.inside.supervise import LENGTH
 
 Outcome = Literal["ok", "error", "timeout", "memory", "output", "killed"]
 """It ended with status 0; with another one; it exceeded its seconds; its memory; its output; a signal ended it."""
@@ -78,3 +88,117 @@ class Isolation:
     def __str__(self) -> str:
         weak = f" ({self.reason})" if self.reason else ""
         return f"sandbox: {self.level}{weak}: {', '.join(self.guards)}"
+
+
+_GRACE = 10.0
+"""Seconds beyond a program's deadline in which its supervisor must answer: it only has to kill and to write."""
+
+
+class ChannelError(Exception):
+    """A program closed its channel, or sent a message that is too long."""
+
+
+class Channel:
+    """Messages to and from a program: each a length of 8 bytes, big-endian, and as many bytes.
+
+    What comes out of it is the program's own, and as untrusted as it is.
+
+    Args:
+        end: our end of the socket.
+        longest: bytes of the longest message that is taken.
+    """
+
+    def __init__(self, end: socket.socket, longest: int):
+        self._end, self._longest = end, longest
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def send(self, message: bytes) -> None:
+        """Send a message.
+
+        Raises:
+            ChannelError: the program is gone.
+        """
+        try:
+            _, writer = await self._open()
+            writer.write(len(message).to_bytes(LENGTH, "big") + message)
+            await writer.drain()
+        except ConnectionError as error:
+            raise ChannelError("the program closed its channel") from error
+
+    async def receive(self) -> bytes:
+        """The next message.
+
+        Raises:
+            ChannelError: there is none.
+        """
+        reader, _ = await self._open()
+        try:
+            size = int.from_bytes(await reader.readexactly(LENGTH), "big")
+            if size > self._longest:
+                raise ChannelError(f"the program sent a message of {size} bytes; {self._longest} are taken")
+            return await reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise ChannelError("the program closed its channel") from error
+
+    def close(self) -> None:
+        """Close our end."""
+        if self._streams is not None:
+            self._streams[1].transport.abort()
+        self._end.close()
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._streams is None:
+            self._streams = await asyncio.open_unix_connection(sock=self._end)
+        return self._streams
+
+
+class Program:
+    """A program that runs. Made by `Sandbox.program`."""
+
+    def __init__(self, reader: asyncio.StreamReader, limits: Limits, channel: Channel | None):
+        self._reader, self._limits = reader, limits
+        self._channel = channel
+
+    @property
+    def channel(self) -> Channel:
+        """Messages to and from the program, which has the other end as descriptor 3.
+
+        Raises:
+            ValueError: it was not given one.
+        """
+        if self._channel is None:
+            raise ValueError("the program was started without a channel; say channel=True")
+        return self._channel
+
+    async def result(self) -> Result:
+        """What became of it, once it has ended.
+
+        Raises:
+            SandboxError: it could not be started, or its supervisor is gone.
+        """
+        try:
+            async with asyncio.timeout(self._limits.wall_seconds + _GRACE):
+                head, stdout, stderr = [await self._part() for _ in range(3)]
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+            what = "does not answer" if isinstance(error, TimeoutError) else "is gone"
+            raise SandboxError(f"the supervisor of a sandboxed program {what}; was it killed for memory?") from error
+        outcome, status, seconds = head.decode().split("\n")
+        if outcome == "failed":
+            raise SandboxError(f"a sandboxed program could not be started: {status}")
+        out, err = stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace")
+        code = int(status) if status else None
+        return Result(_outcome(outcome, code, err), out, err, code, float(seconds))
+
+    async def _part(self) -> bytes:
+        size = int.from_bytes(await self._reader.readexactly(LENGTH), "big")
+        return await self._reader.readexactly(size)
+
+
+def _outcome(exceeded: str, code: int | None, stderr: str) -> Outcome:
+    if exceeded:
+        return cast(Outcome, exceeded)
+    if code is None or code < 0:
+        return "timeout" if code == -24 else "killed"  # SIGXCPU: its processor time
+    if code and "MemoryError" in stderr.rstrip().rpartition("\n")[2]:
+        return "memory"
+    return "error" if code else "ok"

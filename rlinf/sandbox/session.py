@@ -19,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlinf.sandbox.inside import interpreter
-from rlinf.sandbox.limits import Limits, Outcome, Result
-from rlinf.sandbox.running import ChannelError, Program
+from rlinf.sandbox.limits import ChannelError, Limits, Outcome, Program, Result
 from rlinf.sandbox.sandbox import Sandbox, shared
 
 _SOURCE = Path(interpreter.__file__).read_text(encoding="utf-8")

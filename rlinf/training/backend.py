@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
-from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.loss_sum import LossSum
 from rlinf.config.importing import resolve
 from rlinf.config.learning import BACK_ENDS, ParallelConfig, TrainerSettings
 from rlinf.data.packing import Packed
-from rlinf.data.routing.routers import Routed
 from rlinf.data.weights import Export
-from rlinf.models.language.load import ModelSource
+from rlinf.models.language.build import ModelSource
+from rlinf.models.language.fsdp import Sharding
 from rlinf.models.language.lora import POLICY
-from rlinf.models.language.parallel.arrangement import Sharding
-from rlinf.weights.train_state import HostCopy, Restored, Source, StateCopy
+from rlinf.models.language.moe import Routed
+from rlinf.training.checkpoint import HostCopy, Restored, Source, StateCopy
 
 Outputs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]
 """Of each learned token, float32: log-prob and entropy [learned]; or, of a value model, the value before it [learned]

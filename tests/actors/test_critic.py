@@ -14,8 +14,8 @@ from rlinf import ActorSystem, Stream
 from rlinf.actors.trainer import Trainer
 from rlinf.algos import recipes
 from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.training.text.advantage_rows import value_rows
-from rlinf.training.text.batch_metrics import describe_values
+from rlinf.training.batch_metrics import describe_values
+from rlinf.training.policy import value_rows
 from tests.actors import toys
 from tests.actors.programs import critics
 from tests.actors.watched import PRECISELY

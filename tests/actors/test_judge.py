@@ -8,8 +8,7 @@ import pytest
 
 from rlinf.actors.judge import Judge, RewardError
 from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.rewards.base import over_group, trusted
-from rlinf.rewards.score import Score
+from rlinf.rewards.base import Score, over_group, trusted
 from rlinf.runtime.system.system import ActorSystem
 from tests.rewards.own_rewards import failing, graded, ranked, ranked_in_time, slowly
 

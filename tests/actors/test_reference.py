@@ -11,17 +11,15 @@ import pytest
 import torch
 
 from rlinf import ActorSystem, Stream
-from rlinf.actors.base.arrivals import Arrivals
-from rlinf.actors.reference import FILE, Blend, Reference
+from rlinf.actors.reference import FILE, Arrivals, Blend, Reference
 from rlinf.data.packing import Row, pack
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.data.weights import Weights
-from rlinf.models.language.build import Build, build_policy
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import Build, build_model, build_policy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.clock import run_virtual
-from rlinf.weights.receive import LoadRefused, LoadTimeout
+from rlinf.training.weight_sync import LoadRefused, LoadTimeout
 from tests.actors import toys
 
 TOKENIZER = load_tokenizer(toys.ALPHABET)

@@ -14,7 +14,7 @@ from rlinf.actors.judge import RewardError
 from rlinf.actors.reward_model import GenerativeJudge, RewardModel
 from rlinf.actors.rollout import Rollout
 from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.models.scoring.classifier import load_classifier
+from rlinf.models.scoring import load_classifier
 from tests.models.scoring.saved import TOKENIZER, saved_classifier, saved_language_model
 
 TEXTS = ("12", "3", "4567", "89")

@@ -7,13 +7,13 @@ import pytest
 
 from rlinf import ActorSystem, Stream
 from rlinf.actors.rollout import Rollout
-from rlinf.config.loading import ConfigError
-from rlinf.data.offload import Parking
+from rlinf.config.load import ConfigError
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.data.weights import Weights
-from rlinf.engines.transformers.model_forward import ModelForward
-from rlinf.job.validate import load_config
-from rlinf.models.language.load import build_model
+from rlinf.engines.transformers.model import ModelForward
+from rlinf.models.language.build import build_model
+from rlinf.models.offload import Parking
+from rlinf.runs.rules import load_config
 from rlinf.runtime.actor.actor import endpoint
 from tests.actors.test_rollout import SHARED, asked, collected
 from tests.engines.scripted_process import ScriptedProcess

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from rlinf import ActorSystem, Stream
-from rlinf.data.offload import Parking, bytes_of
 from rlinf.data.sample import Example
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.load import build_model
-from rlinf.weights.state_tensors import held
+from rlinf.models.language.build import build_model
+from rlinf.models.offload import Parking, bytes_of
+from rlinf.training.checkpoint import held
 from tests.actors import toys
 from tests.actors.programs import sharing
 

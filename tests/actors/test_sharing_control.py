@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from rlinf import ActorSystem
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.policy_trainer import PolicyTrainer
-from rlinf.actors.embodied.sac_trainer import SacTrainer
-from rlinf.data.offload import Parking, bytes_of
+from rlinf.actors.env import EnvActor
+from rlinf.actors.off_policy_trainer import SacTrainer
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.step import EmbodiedStep
 from rlinf.data.weights import Weights
 from rlinf.envs.toy import Reach
 from rlinf.flows.embodied import embodied
 from rlinf.flows.sac import sac
-from rlinf.job.checks.acting.footprint import control_footprints
+from rlinf.models.offload import Parking, bytes_of
 from rlinf.models.policy.build import build_policy_model
+from rlinf.runs.dry_run.footprint import control_footprints
 from rlinf.runtime.actor.actor import endpoint
 from tests.actors.programs.control import MLP
 from tests.actors.programs.sharing import of_module

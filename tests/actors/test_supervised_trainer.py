@@ -9,12 +9,11 @@ from transformers import AutoModelForSequenceClassification
 from rlinf import ActorSystem, Stream
 from rlinf.actors.reference import Reference
 from rlinf.actors.supervised_trainer import SupervisedTrainer
-from rlinf.data.conversations.load import ConversationOptions, load_conversations
+from rlinf.data.datasets.load import ConversationOptions, load_conversations
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.flows.supervised.told import told
-from rlinf.models.language.load import build_model, pictures_of
-from rlinf.training.supervised.batches import OUTPUT, measured
-from rlinf.training.supervised.objectives import Likelihood, Preference, Scores
+from rlinf.flows.annotate import told
+from rlinf.models.language.build import build_model, pictures_of
+from rlinf.training.supervised import OUTPUT, Likelihood, Preference, Scores, measured
 from tests import pictured
 from tests.actors import toys
 

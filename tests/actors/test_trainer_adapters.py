@@ -7,10 +7,10 @@ from transformers import AutoModelForCausalLM
 
 from rlinf.actors.trainer import Trainer
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import build_model
 from rlinf.models.language.lora import adapter_values, add_adapters, merged_named_parameters
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.weights.adapter_export import copy_adapter
+from rlinf.training.export import copy_adapter
 from tests.actors import toys
 
 LORA = {"r": 2, "alpha": 4, "target_modules": "auto"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import build_model
 from tests.actors import toys
 from tests.actors.programs.ranks import CASES
 from tests.actors.watched import PRECISELY

@@ -10,10 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlinf.algos import recipes
-from rlinf.algos.apply import advantages_of, loss_of
-from rlinf.algos.spec import AlgorithmSpec
-from rlinf.algos.tensor.batches import Answers, MicroBatch
-from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.algorithms import AlgorithmSpec, advantages_of, loss_of
+from rlinf.algos.loss_sum import Answers, LossSum, MicroBatch
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import load_tokenizer
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from rlinf import endpoint
-from rlinf.actors.base.text_trainer import TextTrainer
-from rlinf.data.offload import shard_of
-from rlinf.models.language.load import ONE_AT_A_TIME
+from rlinf.actors.text_trainer import TextTrainer
+from rlinf.models.language.build import ONE_AT_A_TIME
 from rlinf.models.language.lora import merged_named_parameters
 from rlinf.models.language.policy_model import PolicyModel
-from rlinf.training.fsdp_backend import FsdpBackEnd
+from rlinf.models.offload import shard_of
+from rlinf.training.fsdp import FsdpBackEnd
 
 N = TypeVar("N", bound=torch.nn.Module)
 PRECISELY = 1e-9

@@ -10,7 +10,7 @@ import numpy as np
 from rlinf.agents.agent import AgentLLM
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.llm import Setting
-from rlinf.agents.tools.calls import call_format
+from rlinf.agents.tools.formats import call_format
 from rlinf.data.tokenizer import character_tokenizer
 from rlinf.engines.base import Completion
 

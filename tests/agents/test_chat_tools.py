@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.agents.chat import ChatFormat
-from rlinf.agents.tools.calls import ToolCall, call_format
+from rlinf.agents.tools.formats import ToolCall, call_format
 from rlinf.runtime.base.errors import UserError
 from tests.agents.speaking import STYLES, Style, tokenizer_of
 

@@ -20,20 +20,21 @@ import numpy as np
 import pytest
 
 from rlinf import ActorSystem
+from rlinf.agents import outcome
 from rlinf.agents.agent import AgentLLM, samples_of
 from rlinf.agents.chat import ChatFormat
-from rlinf.agents.episodes import Episode, Episodes, LoopWatch, Tally, here, outcome
-from rlinf.agents.episodes.outcome import remark_on
+from rlinf.agents.episodes import Episodes, LoopWatch
 from rlinf.agents.llm import Setting
-from rlinf.agents.tools.calls import call_format
+from rlinf.agents.outcome import Episode, Tally, here, remark_on
+from rlinf.agents.tools.formats import call_format
 from rlinf.data.sample import Prompt
 from rlinf.engines.base import Completion
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import ActorDied, UserError
 from rlinf.runtime.base.tasks import in_thread
 from rlinf.runtime.observe.stalls import open_work, render
-from rlinf.runtime.system.introspection import report_host
-from rlinf.training.text.batch_metrics import rewards_by_agent
+from rlinf.runtime.system.host_service import report_host
+from rlinf.training.batch_metrics import rewards_by_agent
 from tests.agents.acting import begun
 from tests.agents.speaking import STYLES, tokenizer_of
 from tests.session.small import small
@@ -183,8 +184,8 @@ async def _played(program, *, timeout=20.0, watch=None):
 @pytest.fixture
 def listening(monkeypatch):
     """A socket that answers nobody, and a watch that takes it for the endpoint."""
-    monkeypatch.setattr("rlinf.agents.episodes.playing._BLOCKED", 0.1)
-    monkeypatch.setattr("rlinf.agents.episodes.playing._LOOK", 0.05)
+    monkeypatch.setattr("rlinf.agents.episodes._BLOCKED", 0.1)
+    monkeypatch.setattr("rlinf.agents.episodes._LOOK", 0.05)
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         door.listen()
@@ -484,7 +485,7 @@ def test_the_stall_report_names_an_episode_that_waits():
 
 
 def test_one_that_blocks_the_loop_is_told(monkeypatch):
-    monkeypatch.setattr("rlinf.agents.episodes.playing._BLOCKING", 0.02)
+    monkeypatch.setattr("rlinf.agents.episodes._BLOCKING", 0.02)
 
     async def blocking(task, llm):
         await llm.generate("Hi")

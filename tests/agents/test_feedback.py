@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.agents.online.feedback import Feedback
+from rlinf.agents.feedback import Feedback
 from rlinf.data.sample import Prompt, Sample
 
 

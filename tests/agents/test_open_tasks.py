@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 from rlinf import ActorSystem
 from rlinf.agents.agent import AgentLLM, samples_of
 from rlinf.agents.chat import ChatFormat
-from rlinf.agents.episodes import Episode, Episodes, OpenTask, Tally, here
+from rlinf.agents.episodes import Episodes, OpenTask
 from rlinf.agents.llm import Setting
-from rlinf.agents.tools.calls import call_format
+from rlinf.agents.outcome import Episode, Tally, here
+from rlinf.agents.tools.formats import call_format
 from rlinf.data.in_flight import Kept
 from rlinf.data.in_flight.admission import Entry
-from rlinf.data.in_flight.kept_files import read_kept, write_kept
+from rlinf.data.in_flight.snapshot import read_kept, write_kept
 from rlinf.data.rng import mix
 from rlinf.data.sample import Prompt
 from rlinf.engines.base import Completion, PartialAnswer
-from rlinf.job.roles.keeper import KINDS
+from rlinf.runs.roles import KINDS
 from rlinf.runtime.base.clock import run_virtual
 from tests.agents.speaking import STYLES, tokenizer_of
 

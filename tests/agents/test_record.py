@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.agents.episodes.record import Asked, Record
+from rlinf.agents.record import Asked, Record
 from rlinf.engines.base import Completion, PartialAnswer
 
 

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from rlinf.agents.rollout_model import RolloutModel
+from rlinf.agents.llm import RolloutModel
 
 IDS = np.array([1, 2])
 

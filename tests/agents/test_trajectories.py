@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rlinf.agents.agent import AgentLLM, samples_of
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.llm import ContextFull, Setting
-from rlinf.agents.tools.calls import call_format
+from rlinf.agents.tools.formats import call_format
 from rlinf.engines.base import Completion
-from rlinf.rewards.score import Score
+from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
 from tests.agents.speaking import STYLES, Style, tokenizer_of
 from tests.agents.test_chat_tools import QWEN25

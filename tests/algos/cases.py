@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from rlinf.algos import losses
-from rlinf.algos.losses import importance
-from rlinf.algos.losses.aggregate import HOWS
+from rlinf.algos.losses import HOWS
 from tests.algos import references
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -54,7 +53,7 @@ CASES = [
     Case(
         "policy with truncated importance sampling",
         lambda b, **a: losses.policy(
-            *three(b), **CLIP, weights=importance.weights(b["old"], b["behavior"], b["mask"], cap=1.2)[0], **a
+            *three(b), **CLIP, weights=losses.weights(b["old"], b["behavior"], b["mask"], cap=1.2)[0], **a
         ),
         lambda b: references.tis(b, 0.2, 0.28, 1.2),
     ),
@@ -63,9 +62,9 @@ CASES = [
         lambda b, **a: losses.policy(
             *three(b),
             **CLIP,
-            weights=importance.weights(
-                *correcting(b), cap=1.2, floor=0.9, level="geometric", sequences=a.get("sequences")
-            )[0],
+            weights=losses.weights(*correcting(b), cap=1.2, floor=0.9, level="geometric", sequences=a.get("sequences"))[
+                0
+            ],
             **a,
         ),
         lambda b: references.weighed_by_answers(b, 0.2, 0.28, 0.9, 1.2),
@@ -76,9 +75,7 @@ CASES = [
         lambda b, **a: losses.policy(
             *three(b),
             **CLIP,
-            weights=importance.rejected(*correcting(b), floor=0.85, cap=1.2, least=0.5, sequences=a.get("sequences"))[
-                0
-            ],
+            weights=losses.rejected(*correcting(b), floor=0.85, cap=1.2, least=0.5, sequences=a.get("sequences"))[0],
             **a,
         ),
         lambda b: references.rejected(b, 0.2, 0.28, 0.85, 1.2, 0.5),

@@ -8,15 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.algos.advantages import (
-    distillation,
-    gae,
-    gae_tokens,
-    group_relative,
-    leave_one_out,
-    reinforce_pp,
-    whiten,
-)
+from rlinf.algos.advantages import distillation, gae, gae_tokens, group_relative, leave_one_out, reinforce_pp, whiten
 from tests.algos import references
 
 

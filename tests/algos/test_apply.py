@@ -7,9 +7,9 @@ import torch
 
 from rlinf.algos import losses, recipes
 from rlinf.algos.advantages import group_relative, leave_one_out, reinforce_pp
-from rlinf.algos.apply import advantages_of, loss_of, value_loss_of
+from rlinf.algos.algorithms import advantages_of, loss_of, value_loss_of
+from rlinf.algos.loss_sum import Answers, MicroBatch
 from rlinf.algos.recipes import NAMES
-from rlinf.algos.tensor.batches import Answers, MicroBatch
 
 
 def answers(**changes):

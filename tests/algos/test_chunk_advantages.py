@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.algos import apply, recipes
+from rlinf.algos import algorithms, recipes
 from rlinf.algos.chunk_advantages import (
     Chunks,
     advantages_of_chunks,
@@ -16,7 +16,7 @@ from rlinf.algos.chunk_advantages import (
     rows,
     without_lost,
 )
-from rlinf.algos.tensor.batches import MicroBatch
+from rlinf.algos.loss_sum import MicroBatch
 
 
 def one_environment(rewards, *, terminated=(), truncated=(), invalid=(), **values):
@@ -274,7 +274,7 @@ def test_the_loss_of_a_group_weighs_episodes_alike_whatever_their_length():
     logprobs = torch.randn(2, 4, 2, 3, requires_grad=True)
     laid = rows(found.values, logprobs, found.mask, episode_ids(chunks.ended))
     algorithm = recipes.get("grpo", {"aggregation.how": "seq-mean-token-mean"})
-    loss = apply.loss_of(algorithm, MicroBatch(old_logprobs=laid["logprobs"].detach(), **laid))
+    loss = algorithms.loss_of(algorithm, MicroBatch(old_logprobs=laid["logprobs"].detach(), **laid))
     (gradient,) = torch.autograd.grad(loss.total, logprobs)
     each = gradient.sum((0, 2, 3))  # at ratio 1: minus the advantage, for the whole episode
     torch.testing.assert_close(each, torch.tensor([-0.5, 0.5, 0.0, 0.0]))

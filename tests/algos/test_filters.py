@@ -5,20 +5,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.algos import filters
-from rlinf.algos.filters import Filling
+from rlinf.algos import advantages
+from rlinf.algos.advantages import Filling
 
 
 def test_groups_of_equal_rewards_are_found():
     rewards, groups = torch.tensor([1.0, 0, 0, 0, 1.0, 2.0]), torch.tensor([4, 9, 4, 9, 7, 9])
-    assert filters.uneven(rewards, groups).tolist() == [True, True, True, True, False, True]
-    assert filters.uneven(torch.ones(3), torch.zeros(3)).tolist() == [False] * 3
-    assert filters.uneven(torch.zeros(0), torch.zeros(0)).tolist() == []
+    assert advantages.uneven(rewards, groups).tolist() == [True, True, True, True, False, True]
+    assert advantages.uneven(torch.ones(3), torch.zeros(3)).tolist() == [False] * 3
+    assert advantages.uneven(torch.zeros(0), torch.zeros(0)).tolist() == []
 
 
 def test_answers_that_were_cut_lose_their_tokens():
     mask = torch.tensor([[1, 1], [1, 0]])
-    assert filters.whole(mask, torch.tensor([True, False])).tolist() == [[False, False], [True, False]]
+    assert advantages.whole(mask, torch.tensor([True, False])).tolist() == [[False, False], [True, False]]
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.lists(st.booleans(), max_size=400))
@@ -49,8 +49,8 @@ def test_what_comes_when_the_batch_is_full_is_not_kept():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: filters.uneven(torch.zeros(2), torch.zeros(3)), r"groups \[3\]"),
-        (lambda: filters.whole(torch.zeros(2, 3), torch.zeros(3)), r"truncated \[3\]"),
+        (lambda: advantages.uneven(torch.zeros(2), torch.zeros(3)), r"groups \[3\]"),
+        (lambda: advantages.whole(torch.zeros(2, 3), torch.zeros(3)), r"truncated \[3\]"),
         (lambda: Filling(wanted=0, max_rounds=1), "wanted=0"),
     ],
 )

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlinf.algos import recipes, spec
-from rlinf.algos.parts import ADVANTAGES, LOSSES, Cispo, Clipped, Kl, Overlong, Sapo
+from rlinf.algos import algorithms, recipes
+from rlinf.algos.algorithms import ADVANTAGES, LOSSES, Cispo, Clipped, Kl, Overlong, Sapo
 from rlinf.algos.recipes import NAMES
 
 ASKED_FOR = (
@@ -38,7 +38,7 @@ def test_every_recipe_comes_by_its_name_and_back_from_its_settings(name):
     assert recipe.name == name
     keys = {key: value for key, value in settings(recipe).items() if key != "name"}
     assert recipes.get(name, keys) == recipe
-    assert spec.override(recipes.get("gspo"), _whole(recipe)) == recipes.get("gspo", _whole(recipe))
+    assert algorithms.override(recipes.get("gspo"), _whole(recipe)) == recipes.get("gspo", _whole(recipe))
 
 
 def _whole(recipe):
@@ -76,7 +76,7 @@ def test_an_optional_part_is_added_and_left_out():
     added = recipes.get("grpo", {"kl": {"beta": 0.04}})
     assert added.kl == Kl("loss", "k3", 0.04)
     assert recipes.get("grpo", {"kl.beta": 0.04}) == added
-    assert spec.override(added, {"kl": None}).kl is None
+    assert algorithms.override(added, {"kl": None}).kl is None
     assert recipes.get("grpo", {"correction": {}}).correction is not None
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from benchmarks.agents import Line, table
 from benchmarks.agents_training import CONFIG, Round, curve, job_of
 from benchmarks.peers.grpo_job import Result
-from rlinf.job.validate import load_config
+from rlinf.runs.rules import load_config
 
 
 def shown(lines):

@@ -13,13 +13,13 @@ from benchmarks.embodied_modelled import Case
 from benchmarks.embodied_overhead import overhead
 from benchmarks.embodied_plain import Job, Loop
 from benchmarks.peers.grpo_job import Result
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.policy_trainer import PolicyTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.step import EmbodiedStep
 from rlinf.envs.toy import Reach
 from rlinf.flows.embodied import embodied
-from rlinf.job.validate import load_embodied
+from rlinf.runs.rules import load_embodied
 from rlinf.runtime.system.system import ActorSystem
 
 JOB = Job(

@@ -10,9 +10,9 @@ import torch
 from benchmarks.embodied_learning import HEADINGS, improved, rows
 from benchmarks.embodied_learning_cases import CASES, Expert, SparseReach, shrunk
 from benchmarks.embodied_learning_run import Outcome, outcome
-from rlinf.actors.embodied.env import EnvActor
+from rlinf.actors.env import EnvActor
 from rlinf.envs.toy import NEAR, Reach
-from rlinf.flows.evaluation.trials import trials
+from rlinf.flows.evaluate import trials
 from rlinf.runtime.system.system import ActorSystem
 from tests.launching import launch
 

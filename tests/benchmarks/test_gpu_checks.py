@@ -38,7 +38,7 @@ from benchmarks.gpu.harness import Check, main
 from benchmarks.gpu.scale import NotRun, Outcome, Scale
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
-from rlinf.data.offload import Parking
+from rlinf.models.offload import Parking
 from tests.launching import Forked
 
 pytestmark = pytest.mark.torchrun  # some start processes

@@ -23,7 +23,7 @@ from benchmarks.gpu.measuring import clock, limits, profiled
 from benchmarks.gpu.measuring.bars import BARS, Bar, compared, judged, table
 from benchmarks.gpu.measuring.flops import Shape
 from benchmarks.gpu.scale import NotRun, Scale
-from rlinf.runtime.gpu import own_device
+from rlinf.runtime.base import tensors
 from tests.launching import Forked
 
 TINY = Qwen2Config(
@@ -270,7 +270,7 @@ class Card:
         }  # fmt: skip
         for name, fake in faked.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-        monkeypatch.setattr(own_device, "enter_device", lambda: torch.device("cuda", 0))
+        monkeypatch.setattr(tensors, "enter_device", lambda: torch.device("cuda", 0))
 
     def work(self) -> None:
         self.time += 1.0

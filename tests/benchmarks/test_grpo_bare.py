@@ -13,8 +13,8 @@ from benchmarks.peers import bare_grpo
 from benchmarks.peers.bare_grpo import advantages, learn, sample, train
 from benchmarks.peers.grpo_job import Job
 from rlinf.data.tokenizer import character_tokenizer
-from rlinf.job.validate import load_config
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import build_model
+from rlinf.runs.rules import load_config
 
 QWEN = {
     "model_type": "qwen2",

@@ -15,8 +15,8 @@ from benchmarks.learning_recipes import CHANGES
 from benchmarks.learning_runs import CONFIG, Ended, Outcome, Runs, arguments, outcome_of
 from benchmarks.learning_table import BEGIN, END, in_page, rows
 from rlinf.algos.recipes import NAMES, RECIPES
-from rlinf.job.algorithm import algorithm_of
-from rlinf.job.validate import load_config
+from rlinf.runs.prepare import algorithm_of
+from rlinf.runs.rules import load_config
 from tests.launching import TINY
 
 FAILED = Outcome("opd", 0, failure="error: no teacher")

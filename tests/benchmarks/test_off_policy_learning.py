@@ -7,7 +7,7 @@ import pytest
 from benchmarks.off_policy_cases import CASES
 from benchmarks.off_policy_learning import table
 from benchmarks.off_policy_plot import picture
-from rlinf.job.validate import load_embodied
+from rlinf.runs.rules import load_embodied
 from tests.launching import ROOT
 
 MEASURED = sorted((ROOT / "benchmarks/results").glob("*-off-policy.json"))[-1]

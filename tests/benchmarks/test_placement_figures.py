@@ -10,7 +10,7 @@ from benchmarks.placement_cases import PREDICTED, Job, balanced
 from benchmarks.placement_measured import Measured, efficiencies, measured, predictions, rehearsed, virtual_rows
 from benchmarks.placement_planned import Row
 from benchmarks.placement_stages import virtually
-from rlinf.placement.profiling.profile import Profile, StageProfile, Timing
+from rlinf.placement.profile import Profile, StageProfile, Timing
 
 SIDE_BY_SIDE = next(case for case in PREDICTED if case.mode == "disaggregated")
 PAIR = balanced(8)[0]

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from rlinf.cli.main import main
-from rlinf.config.loading import ConfigError, dump
-from rlinf.job.checks.embodied import expected_horizon_warning
-from rlinf.job.prepare import prepare
-from rlinf.job.start import check_output
-from rlinf.job.validate import load_config, load_embodied
+from rlinf.config.load import ConfigError, dump
 from rlinf.metrics.machine import machine
-from rlinf.placement.profiling.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
+from rlinf.placement.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
+from rlinf.runs.dry_run.embodied import expected_horizon_warning
+from rlinf.runs.prepare import prepare
+from rlinf.runs.rules import load_config, load_embodied
+from rlinf.runs.start import check_output
 from tests.cards import pretend
 from tests.launching import QUICKSTART, ROOT, TINY
 from tests.models.scoring.saved import saved_classifier

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from rlinf.cli.dry_run import describe
-from rlinf.cli.main import main, parse
-from rlinf.config.loading import InputError
+from rlinf.cli.main import describe, main, parse
+from rlinf.config.load import InputError
 from rlinf.config.text import RunConfig
-from rlinf.job.validate import load_config
 from rlinf.metrics import MetricsFile, ProgressTable
+from rlinf.runs.rules import load_config
 from tests.cards import pretend
 from tests.launching import QUICKSTART, ROOT, TINY, command, environment, launch, metrics_of, start, steps_noted, typed
 from tests.runtime.programs.jobs import descendants, patient, until
@@ -314,7 +313,7 @@ def test_the_example_of_a_flow_of_ones_own_runs(tmp_path):
 
 def test_a_run_directory_that_cannot_be_made_is_a_mistake_in_the_input(tmp_path):
     (tmp_path / "file").write_text("")
-    from rlinf.job.start import open_run_directory
+    from rlinf.runs.start import open_run_directory
 
     with pytest.raises(InputError, match="output_dir: the run directory"):
         open_run_directory(tmp_path / "file" / "run", RunConfig(), None)

@@ -5,7 +5,7 @@ import runpy
 
 import pytest
 
-from rlinf.cli import own_code
+from rlinf.cli import main
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def failing(tmp_path, monkeypatch):
     """Runs a program of ours that calls one's own code, or fails before it; gives the exception."""
     ours, own = tmp_path / "rlinf" / "flow.py", tmp_path / "mine.py"
     ours.parent.mkdir()
-    monkeypatch.setattr(own_code, "_OURS", f"{ours.parent}/")
+    monkeypatch.setattr(main, "_OURS", f"{ours.parent}/")
     own.write_text("def mine(text):\n    return json_of(text)\n")
 
     def run(reached: bool) -> BaseException:
@@ -28,7 +28,7 @@ def failing(tmp_path, monkeypatch):
 
 
 def test_the_calls_before_ones_own_code_are_left_out_and_those_behind_it_are_not(failing, capsys):
-    assert own_code.told(failing(reached=True))
+    assert main.told(failing(reached=True))
     first, _, begun, line, *rest = capsys.readouterr().err.splitlines()
     assert first == "error: in code of your own; the 3 calls of rlinf that led there are left out"
     assert "mine.py" in begun
@@ -38,7 +38,7 @@ def test_the_calls_before_ones_own_code_are_left_out_and_those_behind_it_are_not
 
 
 def test_a_mistake_of_ours_is_not_shortened(failing, capsys):
-    assert not own_code.told(failing(reached=False))
+    assert not main.told(failing(reached=False))
     assert capsys.readouterr().err == ""
 
 
@@ -46,4 +46,4 @@ def test_an_exception_of_no_code_of_ours_is_left_alone():
     """A script outside of rlinf at the top, such as launch.py, is not taken for the user's."""
     with pytest.raises(ZeroDivisionError) as raised:
         _ = 1 / 0
-    assert own_code.from_own_code(raised.value.__traceback__) is None
+    assert main.from_own_code(raised.value.__traceback__) is None

@@ -60,7 +60,7 @@ def environment(built, tmp_path_factory) -> Path:
 def test_the_wheel_has_all_that_is_read_at_run_time_and_no_tests(built):
     names = set(zipfile.ZipFile(built[1]).namelist())
     there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlinf").rglob("*.py")}
-    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlinf/metrics/html/page").iterdir()}
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlinf/dashboard/page").iterdir()}
     configs = {
         f"rlinf/config/shipped/{path.relative_to(ROOT / 'configs')}"
         for path in (ROOT / "configs").rglob("*")

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from rlinf.cli.commands import main
-from rlinf.placement.plan_file import load as load_plan
-from rlinf.placement.profiling.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
+from rlinf.placement.plan import load as load_plan
+from rlinf.placement.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
 
 
 def stage(work, fixed, *, counts=(1, 2, 4, 8), held=20e9, release=None):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rlinf.cli.unread import UNREAD, quiet_when_unread
+from rlinf.cli.main import UNREAD, quiet_when_unread
 from tests.launching import QUICKSTART, ROOT
 
 HELP, DRY_RUN, CONFIG = (

@@ -78,7 +78,8 @@ _TYPES = (
 _NAMED = {
     "env.simulator": (
         "rlinf.envs.toy.Reach", "rlinf.envs.gymnasium.Gymnasium", "rlinf.envs.gymnasium.GymnasiumVector",
-        "rlinf.envs.maniskill.ManiSkill", "rlinf.envs.libero.Libero", "rlinf.envs.base.Simulator", "os.path.join",
+        "rlinf.envs.maniskill.ManiSkill", "rlinf.envs.adapters.libero.Libero", "rlinf.envs.base.Simulator",
+        "os.path.join",
     ),
     "policy.type": ("mlp", "cnn", "vla", "soft", "nosuch", "rlinf.models.policy.base.Policy", "os.path.join"),
 }  # fmt: skip

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.cli.key_docs import as_markdown, as_text
+from rlinf.cli.keys import as_markdown, as_text
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import mistake_in, near_shipped, resolve
-from rlinf.config.loading import ConfigError, InputError, dump, load
+from rlinf.config.load import ConfigError, InputError, dump, load
 from rlinf.config.schema import leaves, nearest, number
 from rlinf.config.text import RunConfig
-from rlinf.job.validate import load_any, load_config
+from rlinf.runs.rules import load_any, load_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -210,7 +210,7 @@ def test_a_value_of_the_wrong_type_names_key_value_and_expected_type(override, e
 
 def test_a_back_end_is_fsdp_or_a_class_that_can_be_imported():
     assert "no such module" in problems_of(None, "trainer.backend=nowhere.core.BackEnd")["trainer.backend"]
-    for there in ("fsdp", "rlinf.training.fsdp_backend.FsdpBackEnd"):
+    for there in ("fsdp", "rlinf.training.fsdp.FsdpBackEnd"):
         assert load_config(None, [f"trainer.backend={there}"]).trainer.backend == there
 
 
@@ -302,11 +302,11 @@ def test_references_that_cannot_be_are_told():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("rlinf.models.soft.SoftPolicy", "rlinf.models.policy.off_policy.soft.SoftPolicy"),
-        ("rlinf.models.mlp.MlpPolicy", "rlinf.models.policy.mlp.MlpPolicy"),
-        ("rlinf.envs.maniskill_batched.ManiSkillBatched", "rlinf.envs.maniskill.gpu.ManiSkillBatched"),
-        ("rlinf.envs.maniskill.ManiSkill", "rlinf.envs.maniskill.cpu.ManiSkill"),
-        ("rlinf.envs.gymnasium_vector.GymnasiumVector", "rlinf.envs.gymnasium.vector.GymnasiumVector"),
+        ("rlinf.models.soft.SoftPolicy", "rlinf.models.policy.sac.SoftPolicy"),
+        ("rlinf.models.mlp.MlpPolicy", "rlinf.models.policy.actor_critic.MlpPolicy"),
+        ("rlinf.envs.maniskill_batched.ManiSkillBatched", "rlinf.envs.maniskill.ManiSkillBatched"),
+        ("rlinf.envs.maniskill.ManiSkill", "rlinf.envs.maniskill.ManiSkill"),
+        ("rlinf.envs.gymnasium_vector.GymnasiumVector", "rlinf.envs.gymnasium.GymnasiumVector"),
     ],
 )
 def test_paths_in_configurations_and_checkpoints_outlive_the_files_that_they_named(old, new):
@@ -453,3 +453,19 @@ def test_experts_are_asked_for_only_where_there_are_some(asked):
 def test_a_name_close_to_that_of_a_configuration_of_ours_leads_to_it(named, meant):
     assert near_shipped(named) == meant
     assert near_shipped("absent.yaml") is None
+
+
+@pytest.mark.parametrize(
+    ("older_names", "today"),
+    [
+        ("rlinf.envs.gymnasium.vector.GymnasiumVector", "rlinf.envs.gymnasium.GymnasiumVector"),
+        ("rlinf.envs.benchmarks.simpler.Simpler", "rlinf.envs.adapters.simpler.Simpler"),
+        ("rlinf.flows.supervised.sft", "rlinf.flows.sft"),
+        ("rlinf.agents.search.search_r1", "rlinf.agents.search.search_r1"),
+        ("rlinf.agents.tools.arithmetic.calculator", "rlinf.agents.tools.calculator.calculator"),
+        ("rlinf.algos.losses.value", "rlinf.algos.losses.value"),
+        ("rlinf.models.mlp.MlpPolicy", "rlinf.models.policy.actor_critic.MlpPolicy"),
+    ],
+)
+def test_a_path_of_an_older_release_leads_to_the_same_thing(older_names, today):
+    assert resolve(older_names) is resolve(today)

@@ -5,10 +5,9 @@ import sys
 
 import pytest
 
-from rlinf.cli.dry_run import describe
-from rlinf.cli.main import main
-from rlinf.config.loading import ConfigError, InputError
-from rlinf.job.validate import is_embodied, load_embodied
+from rlinf.cli.main import describe, main
+from rlinf.config.load import ConfigError, InputError
+from rlinf.runs.rules import is_embodied, load_embodied
 from tests.launching import QUICKSTART, ROOT
 
 TOY = ROOT / "configs/embodied/toy.yaml"

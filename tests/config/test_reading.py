@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.config.loading import InputError, load
+from rlinf.config.load import InputError, load
 from rlinf.config.reading import open_regular, parse_json, parse_yaml, read_bytes
 from rlinf.config.text import RunConfig
 

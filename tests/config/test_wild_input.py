@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from rlinf.config.aliases import _OURS, ours
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import looks_local
-from rlinf.config.loading import ConfigError, InputError
+from rlinf.config.load import ConfigError, InputError
 from rlinf.config.schema import leaves
-from rlinf.config.synonyms import _OURS, ours
 from rlinf.config.text import RunConfig
-from rlinf.job.validate import is_embodied, load_any, load_config, load_embodied
+from rlinf.runs.rules import is_embodied, load_any, load_config, load_embodied
 
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 10)}]\n" for n in range(9)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.data.in_flight.balance import _Numbers, balance
-from rlinf.data.in_flight.ledger import Learned, Ledger, of_ranges, packed, ranges, unpacked
+from rlinf.data.ledger import Learned, Ledger, _Numbers, balance, of_ranges, packed, ranges, unpacked
 from rlinf.data.sample import Group, Prompt, Sample
 
 NONE = np.empty(0, np.int64)

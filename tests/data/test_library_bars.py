@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlinf.data.library_bars import fold_datasets, fold_transformers
+from rlinf.data.library_progress import fold_datasets, fold_transformers
 from rlinf.data.tokenizer import character_tokenizer
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import build_model
 from rlinf.runtime.base.progress import heard_by
 from tests.runtime.test_progress import Notes
 

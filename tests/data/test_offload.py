@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from rlinf.data.offload import Parking, bytes_of
+from rlinf.models.offload import Parking, bytes_of
 
 
 def network(seed=0):

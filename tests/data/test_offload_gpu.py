@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from rlinf.data import offload
-from rlinf.data.offload import Parking, bytes_of
-from rlinf.runtime.gpu import pinned
-from rlinf.runtime.gpu.pinned import PinnedSlab
+from rlinf.models import offload
+from rlinf.models.offload import Parking, bytes_of
+from rlinf.runtime.base import tensors as pinned
+from rlinf.runtime.base.tensors import PinnedSlab
 
 PAGE = 4096
 

@@ -13,12 +13,10 @@ from transformers.utils import HF_MODULES_CACHE
 from rlinf.config.learning import RewardModelConfig
 from rlinf.config.text import ModelConfig, RunConfig
 from rlinf.data.tokenizer import character_tokenizer, load_tokenizer, pretrained
-from rlinf.job.checks.model import policy_model
-from rlinf.job.checks.transformer import saved_shape
-from rlinf.models.language.build import empty_model
-from rlinf.models.language.load import build_model, own_dtype, pictures_of
-from rlinf.models.scoring.check import mistakes_in_saved
-from rlinf.models.scoring.classifier import load_classifier
+from rlinf.models.language.build import build_model, empty_model, own_dtype, pictures_of
+from rlinf.models.scoring import load_classifier, mistakes_in_saved
+from rlinf.runs.dry_run.models import policy_model
+from rlinf.runs.dry_run.transformer import saved_shape
 from tests.launching import ROOT
 
 ALPHABET = "0123456789> +="

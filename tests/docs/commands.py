@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from rlinf.cli import commands as rlinf_command
+from rlinf.cli import commands
 from rlinf.cli.main import main as train
-from rlinf.config.loading import ConfigError
-from rlinf.job.validate import load_any
+from rlinf.config.load import ConfigError
+from rlinf.runs.rules import load_any
 from tests.docs.snippets import ROOT
 
 TARGETS = frozenset(re.findall(r"^([a-z-]+):(?!=).*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -162,7 +162,7 @@ def _ours(words: list[str], processes: int, run: bool) -> None:
         try:
             ours = dict.fromkeys(("parse_args", "parse_intermixed_args"), read_only)
             with mock.patch.multiple(argparse.ArgumentParser, **ours):
-                code = rlinf_command.main(words)
+                code = commands.main(words)
         except _Read as read:
             config, more = getattr(read.options, "config", None), getattr(read.options, "overrides", ())
             if isinstance(config, str) and Path(config).exists():

@@ -12,9 +12,9 @@ import yaml
 
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.schema import leaves
-from rlinf.envs.maniskill.tasks import Task
-from rlinf.job.validate import load_any
+from rlinf.envs.maniskill import Task
 from rlinf.placement.seats import CONTROL, TEXT, place
+from rlinf.runs.rules import load_any
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlinf.placement.grammar import PlacementError, parse
-from rlinf.placement.plan_file import from_yaml
+from rlinf.placement.plan import from_yaml
 
 PAGE = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlinf.cli.runs.ledger_command import account
-from rlinf.data.in_flight.ledger import of_ranges
-from rlinf.metrics.files import read_lines
+from rlinf.cli.runs import account
+from rlinf.data.ledger import of_ranges
+from rlinf.storage.files import read_lines
 from tests.drills.run import VICTIMS, Run, birth_of, command_of, tokens_held
 from tests.launching import metrics_of
 from tests.runtime.programs.jobs import shared_memory, until

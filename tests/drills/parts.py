@@ -7,8 +7,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable
 from typing import Any
 
-from rlinf.engines.base import Completion, Request
-from rlinf.engines.make import EngineSetup
+from rlinf.engines.base import Completion, EngineSetup, Request
 from rlinf.engines.transformers.engine import TransformersEngine
 from rlinf.runtime.streams.stream import each
 from tests.drills.rewards import reward

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlinf.actors.base.in_flight import PartialGroup
-from rlinf.data.in_flight.kept_files import read_kept
-from rlinf.job.roles.keeper import KINDS
-from rlinf.metrics.files import read_lines
-from rlinf.metrics.run_directory import find_checkpoint
+from rlinf.actors.in_flight import PartialGroup
+from rlinf.data.in_flight.snapshot import read_kept
+from rlinf.runs.roles import KINDS
+from rlinf.storage.directory import find_checkpoint
+from rlinf.storage.files import read_lines
 from tests.drills.parts import TOKENS
 from tests.launching import ROOT, Ranks, command, environment, start, steps_noted
 from tests.runtime.programs.jobs import descendants, until

@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlinf.metrics.files import read_lines
-from rlinf.metrics.run_directory import find_checkpoint
+from rlinf.storage.directory import find_checkpoint
+from rlinf.storage.files import read_lines
 from tests.drills.run import birth_of
 from tests.launching import QUICKSTART, TINY, Ranks, start, steps_noted
 from tests.runtime.programs.jobs import descendants, until

@@ -9,9 +9,9 @@ import torch
 
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers import engine as transformers
+from rlinf.engines.transformers.cache import Layers
 from rlinf.engines.transformers.engine import TransformersEngine
-from rlinf.engines.transformers.kv_cache import Layers
-from rlinf.engines.transformers.model_forward import positions_of
+from rlinf.engines.transformers.model import positions_of
 
 VOCABULARY = 11
 

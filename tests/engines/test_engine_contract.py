@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.data.offload import bytes_of
 from rlinf.data.rng import uniforms
 from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights
-from rlinf.engines.base import PartialAnswer, Request, Sampling
-from rlinf.engines.make import EngineSetup, make, unable
+from rlinf.engines.base import EngineSetup, PartialAnswer, Request, Sampling, make, unable
+from rlinf.models.offload import bytes_of
 from tests.engines.transformers.test_engine import VOCABULARY, answers, packed, ragged, request, teacher_forced, tiny
 
 ENGINES = {

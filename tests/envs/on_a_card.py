@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlinf.envs.toy import Reach
-from rlinf.runtime.gpu import own_device
+from rlinf.runtime.base import tensors
 from tests.cards import pretend
 
 
@@ -14,8 +14,8 @@ class OnACard(Reach):
     """See the module."""
 
     def __init__(self, num_envs):
-        told = own_device._index
+        told = tensors._index
         pretend(pytest.MonkeyPatch())
-        own_device.choose_device(told)
-        own_device.enter_device()
+        tensors.choose_device(told)
+        tensors.enter_device()
         super().__init__(num_envs, max_steps=torch.cuda.current_device())

@@ -5,9 +5,8 @@ from collections import defaultdict
 import pytest
 import torch
 
-from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import Simulator
-from rlinf.envs.environment import Environment
+from rlinf.envs.environment import Environment, Rules
 from rlinf.envs.episodes import mistake_in, rows_of
 
 SEEDS = [7, 2**31 - 1, 0, 12345]

@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.envs.around.mixture import Mixture
-from rlinf.envs.around.rules import HELD_OUT, Rules
-from rlinf.envs.environment import Environment
-from rlinf.envs.pool import EnvironmentPool
+from rlinf.envs.environment import HELD_OUT, Environment, Rules
 from rlinf.envs.toy import Reach
+from rlinf.envs.workers import EnvironmentPool
+from rlinf.envs.wrappers import Mixture
 from tests.envs.breaking import NotFinite
 from tests.envs.scripted import Scripted
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.envs import libero
-from rlinf.envs.libero import Libero, MissingLibero
+from rlinf.envs.adapters import libero
+from rlinf.envs.adapters.libero import Libero, MissingLibero
 from tests.envs.protocol import ProtocolSuite, begin, everyone
 
 PACKAGE = {

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlinf.envs.around.mixture import Mixture
-from rlinf.envs.around.rules import Rules
-from rlinf.envs.environment import Environment
-from rlinf.envs.pool import EnvironmentPool
+from rlinf.envs.environment import Environment, Rules
 from rlinf.envs.toy import Reach
+from rlinf.envs.workers import EnvironmentPool
+from rlinf.envs.wrappers import Mixture
 from rlinf.runtime.processes.supervisor import ChildDied
 from tests.envs.breaking import Mortal, NotFinite
 from tests.envs.protocol import ProtocolSuite, begin, everyone
@@ -77,7 +76,7 @@ def test_tasks_that_reset_all_environments_together_are_refused(monkeypatch):
 
 
 async def test_new_weights_hold_in_all_slices_and_processes(monkeypatch):
-    monkeypatch.setattr("rlinf.envs.pool.Worker", Mortal)
+    monkeypatch.setattr("rlinf.envs.workers.Worker", Mortal)
     options = {"simulator": Reach, "tasks": TASKS}
     async with EnvironmentPool(Mixture, options, num_envs=4, workers=1, rules=Rules(max_steps=2)) as pool:
         (whole,) = pool.slices

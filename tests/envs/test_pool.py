@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from rlinf.algos.chunk_advantages import without_lost
-from rlinf.envs.around.rules import Rules
-from rlinf.envs.environment import Environment
-from rlinf.envs.pool import EnvironmentPool
+from rlinf.envs.environment import Environment, Rules
 from rlinf.envs.toy import Reach
-from rlinf.envs.worker_slice import EnvironmentLost
+from rlinf.envs.workers import EnvironmentLost, EnvironmentPool
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import ChildDied
@@ -35,7 +33,7 @@ def breaking(directory, **settings):
 )
 async def test_workers_and_slices_do_not_change_what_happens(workers, slices, real, monkeypatch):
     if not real:
-        monkeypatch.setattr("rlinf.envs.pool.Worker", Mortal)
+        monkeypatch.setattr("rlinf.envs.workers.Worker", Mortal)
     rules = Rules(seed=5, group_size=2)
     options = {"dims": 2, "pixels": 6, "wind": True, "words": True}
     environment = Environment(Reach(8, **options), rules)
@@ -89,7 +87,7 @@ async def test_a_crash_and_a_hang_lose_the_episodes_of_their_worker_and_others_a
 
 @pytest.mark.parametrize("workers", [0, 2])
 async def test_a_saved_slice_goes_on_bit_for_bit_in_another_pool(workers, monkeypatch):
-    monkeypatch.setattr("rlinf.envs.pool.Worker", Mortal)
+    monkeypatch.setattr("rlinf.envs.workers.Worker", Mortal)
     rules = Rules(seed=2, max_steps=5)
     settings = {"num_envs": 4, "workers": workers, "rules": rules}
     options = {"dims": 2, "wind": True}
@@ -112,7 +110,7 @@ async def test_a_saved_slice_goes_on_bit_for_bit_in_another_pool(workers, monkey
 @pytest.fixture
 def mortal(monkeypatch):
     """Makes started pools of `Mortal`s; what they are: (pool, their only slice or slices, the first worker)."""
-    monkeypatch.setattr("rlinf.envs.pool.Worker", Mortal)
+    monkeypatch.setattr("rlinf.envs.workers.Worker", Mortal)
 
     async def made(num_envs=2, **settings):
         pool = EnvironmentPool(Reach, num_envs=num_envs, workers=1, **settings)
@@ -207,7 +205,7 @@ async def test_an_ended_episode_is_not_lost_with_its_worker(mortal):
 
 
 async def test_what_cannot_finish_an_episode_is_given_up(mortal, monkeypatch):
-    monkeypatch.setattr("rlinf.envs.worker_slice.MOST_LOSSES", 1)
+    monkeypatch.setattr("rlinf.envs.workers.MOST_LOSSES", 1)
     whole, worker = await mortal()
     await whole.reset()
     worker.fates = [("step", ChildDied), ("step", CallTimeout)]
@@ -218,7 +216,7 @@ async def test_what_cannot_finish_an_episode_is_given_up(mortal, monkeypatch):
 
 
 async def test_a_finished_episode_makes_losses_forgotten(mortal, monkeypatch):
-    monkeypatch.setattr("rlinf.envs.worker_slice.MOST_LOSSES", 1)
+    monkeypatch.setattr("rlinf.envs.workers.MOST_LOSSES", 1)
     whole, worker = await mortal(rules=Rules(max_steps=2))
     await whole.reset()
     for _ in range(2):
@@ -360,7 +358,7 @@ def test_a_pool_without_processes_runs_in_virtual_time():
 
 
 async def test_a_chunk_without_events_says_so_and_is_the_same_through_workers(monkeypatch):
-    monkeypatch.setattr("rlinf.envs.pool.Worker", Mortal)
+    monkeypatch.setattr("rlinf.envs.workers.Worker", Mortal)
     rules = Rules(seed=3, max_steps=4, ignore_terminations=True)
     alone = Environment(Reach(4), rules)
     chunks = [actions_for(alone.simulator, 4, 2, seed=seed) for seed in range(4)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlinf.envs.around.mixture import Mixture
-from rlinf.envs.around.scored import OFFERED, Scored, mistake_in_function
 from rlinf.envs.toy import Reach
+from rlinf.envs.wrappers import OFFERED, Mixture, Scored, mistake_in_function
 from tests.envs.protocol import ProtocolSuite, begin, everyone
 
 

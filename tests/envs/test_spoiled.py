@@ -7,12 +7,9 @@ import logging
 import pytest
 import torch
 
-from rlinf.envs.around.rules import Rules
-from rlinf.envs.around.spoiled import not_finite
-from rlinf.envs.environment import MOST_STARTS, Environment
-from rlinf.envs.pool import EnvironmentPool
+from rlinf.envs.environment import MOST_STARTS, Environment, Rules, not_finite
 from rlinf.envs.toy import Reach
-from rlinf.envs.worker_slice import MOST_LOSSES, EnvironmentLost
+from rlinf.envs.workers import MOST_LOSSES, EnvironmentLost, EnvironmentPool
 from tests.envs.breaking import NotFinite
 
 

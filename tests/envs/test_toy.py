@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from rlinf.envs.around.rules import Rules
-from rlinf.envs.environment import Environment
+from rlinf.envs.environment import Environment, Rules
 from rlinf.envs.toy import NEAR, Reach, draw, start_of
 from tests.envs.protocol import ProtocolSuite, everyone
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from rlinf.envs import video
-from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import CannotRender
-from rlinf.envs.environment import Environment
+from rlinf.envs.environment import Environment, Rules
 from rlinf.envs.toy import Reach
 from rlinf.envs.video import Recorder, Recording
-from rlinf.envs.worker_slice import told_by
+from rlinf.envs.workers import told_by
 from tests.envs.scripted import Scripted
 
 Image = pytest.importorskip("PIL.Image", reason="pillow reads the videos back")

@@ -8,13 +8,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.policy_trainer import PolicyTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.step import EmbodiedStep
-from rlinf.envs.worker_slice import EnvironmentLost
+from rlinf.envs.workers import EnvironmentLost
 from rlinf.flows.embodied import embodied
-from rlinf.flows.parts.interact import interactions
+from rlinf.flows.interact import interactions
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.system import ActorSystem

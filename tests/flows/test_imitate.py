@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from rlinf.actors.embodied.imitation_trainer import ImitationTrainer
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.policy_trainer import PolicyTrainer
-from rlinf.actors.embodied.sac_trainer import SacTrainer
+from rlinf.actors.off_policy_trainer import SacTrainer
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import ImitationTrainer, PolicyTrainer
 from rlinf.data.demonstrations import Shown, decisions, read_demonstrations
-from rlinf.flows.evaluation.trials import trials
+from rlinf.flows.evaluate import trials
 from rlinf.flows.imitate import imitate
 from rlinf.flows.record import record
 from rlinf.runtime.actor.actor import endpoint

@@ -12,14 +12,14 @@ import math
 import pytest
 import torch
 
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.policy_trainer import PolicyTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.rng import mix
 from rlinf.data.step import EmbodiedStep
 from rlinf.envs.base import ActionSpec, ArraySpec, Simulator, Transition
-from rlinf.flows.evaluation.trials import trials
-from rlinf.flows.parts.interact import interactions
+from rlinf.flows.evaluate import trials
+from rlinf.flows.interact import interactions
 from rlinf.models.policy.build import build_policy_model, save_policy
 from rlinf.runtime.system.system import ActorSystem
 

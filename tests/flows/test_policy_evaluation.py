@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
 from rlinf.envs.episodes import Episode
 from rlinf.envs.video import Recording
-from rlinf.flows.evaluation.trials import failures_first, trials
+from rlinf.flows.evaluate import failures_first, trials
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import MLP, REACH

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.policy_trainer import PolicyTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.demonstrations import read_demonstrations
 from rlinf.data.in_flight import InFlight, Rules
 from rlinf.data.step import EmbodiedStep
 from rlinf.flows.embodied import embodied
 from rlinf.flows.embodied_async import embodied_async
-from rlinf.flows.evaluation.trials import trials
+from rlinf.flows.evaluate import trials
 from rlinf.flows.record import record
 from rlinf.models.policy.build import build_policy_model
 from rlinf.runtime.system.system import ActorSystem

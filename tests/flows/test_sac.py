@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from rlinf.actors.embodied.policy import PolicyActor
+from rlinf.actors.policy import PolicyActor
 from rlinf.flows.embodied import embodied
-from rlinf.flows.evaluation.trials import trials
+from rlinf.flows.evaluate import trials
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.embodied.off_policy.transitions import transitions
+from rlinf.training.embodied.replay import transitions
 from tests.flows.reaching import SOFT, Expert, environments, equal, policy_for, roles, steps
 
 

@@ -8,8 +8,8 @@ from rlinf.algos import recipes
 from rlinf.algos.recipes import NAMES
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.learning import RECIPES
-from rlinf.config.loading import ConfigError
-from rlinf.job.algorithm import (
+from rlinf.config.load import ConfigError
+from rlinf.runs.prepare import (
     CORRECTION,
     REJECTION,
     algorithm_of,
@@ -18,10 +18,10 @@ from rlinf.job.algorithm import (
     filled_in_limit,
     flow_of,
     for_older_answers,
+    prepare,
     roles_of,
 )
-from rlinf.job.prepare import prepare
-from rlinf.job.validate import load_config, load_embodied
+from rlinf.runs.rules import load_config, load_embodied
 
 
 def chosen(*overrides):

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from rlinf.cli.dry_run import describe
-from rlinf.config.loading import ConfigError, InputError
-from rlinf.job.checks.naming import naming, reason
-from rlinf.job.prepare import prepare
-from rlinf.job.text import load_data_of
-from rlinf.job.validate import load_config
+from rlinf.cli.main import describe
+from rlinf.config.load import ConfigError, InputError
+from rlinf.runs.prepare import prepare
+from rlinf.runs.roles import naming, reason
+from rlinf.runs.rules import load_config
+from rlinf.runs.text import load_data_of
 from tests.launching import QUICKSTART, ROOT, TINY
 from tests.stand_in import save_model, save_problems
 
@@ -215,10 +215,10 @@ _USERS = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endi
 @pytest.mark.parametrize(
     ("agent", "template", "said"),
     [
-        ("rlinf.agents.tools.using.use_tools", _DESCRIBED + _USERS, "role tool"),
-        ("rlinf.agents.search.by_tool.search_by_tool", _DESCRIBED + _USERS, "role tool"),
-        ("rlinf.agents.tools.using.use_tools", _ALL, "such as look_up"),
-        ("rlinf.agents.tools.using.use_tools", _DESCRIBED + _ALL, None),
+        ("rlinf.agents.tools.tool.use_tools", _DESCRIBED + _USERS, "role tool"),
+        ("rlinf.agents.search.search_by_tool", _DESCRIBED + _USERS, "role tool"),
+        ("rlinf.agents.tools.tool.use_tools", _ALL, "such as look_up"),
+        ("rlinf.agents.tools.tool.use_tools", _DESCRIBED + _ALL, None),
         ("tests.session.test_agents.guess", _USERS, None),  # which offers no tools
     ],
 )  # fmt: skip

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from rlinf.config.embodied import CurriculumConfig, EnvConfig
-from rlinf.config.loading import ConfigError, InputError
-from rlinf.job.embodied.curriculum import Curriculum
-from rlinf.job.start import train
-from rlinf.job.validate import load_embodied
+from rlinf.config.load import ConfigError, InputError
+from rlinf.runs.embodied import Curriculum
+from rlinf.runs.rules import load_embodied
+from rlinf.runs.start import train
 from tests.launching import ROOT, metrics_of
 
 TOY = ROOT / "configs/embodied/toy.yaml"

@@ -5,16 +5,16 @@ import json
 import pytest
 import torch
 
-from rlinf.config.loading import ConfigError, InputError
+from rlinf.config.load import ConfigError, InputError
 from rlinf.data.demonstrations import decisions, open_parts, read_demonstrations
-from rlinf.data.demonstrations.save import save_demonstrations
-from rlinf.job.embodied.prepare import prepare_embodied
-from rlinf.job.embodied.roles import learners_of
-from rlinf.job.embodied.shown import shown_of
-from rlinf.job.roles.running import spawn_roles
-from rlinf.job.start import train
-from rlinf.job.validate import load_embodied
+from rlinf.data.demonstrations.load import save_demonstrations
 from rlinf.models.policy.build import load_policy
+from rlinf.runs.dry_run.embodied import shown_of
+from rlinf.runs.embodied_roles import learners_of
+from rlinf.runs.prepare import prepare_embodied
+from rlinf.runs.roles import spawn_roles
+from rlinf.runs.rules import load_embodied
+from rlinf.runs.start import train
 from rlinf.runtime.system.system import ActorSystem
 from tests.data.demonstrations.shown import episode
 from tests.models.policy.contract import instance

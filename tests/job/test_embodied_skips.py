@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.config.loading import RunFailure
+from rlinf.config.load import RunFailure
 from rlinf.envs.episodes import NothingHappened
 from rlinf.flows.embodied_async import embodied_async
-from rlinf.flows.parts.interact import acting
-from rlinf.job.embodied.loop import MOST_SKIPPED
-from rlinf.job.start import train
-from rlinf.job.validate import load_embodied
+from rlinf.flows.interact import acting
+from rlinf.runs.embodied import MOST_SKIPPED
+from rlinf.runs.rules import load_embodied
+from rlinf.runs.start import train
 from tests.launching import ROOT, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

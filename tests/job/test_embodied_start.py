@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from rlinf.cli.commands import main
-from rlinf.config.loading import InputError
+from rlinf.config.load import InputError
 from rlinf.data.demonstrations import read_demonstrations
 from rlinf.data.safetensors_io import write_tensors
-from rlinf.job.embodied.trials import saved_policy
-from rlinf.job.start import train
-from rlinf.job.validate import load_embodied
 from rlinf.models.language.lora import adapter_config, fold_saved, saved_names
 from rlinf.models.policy.build import build_policy_model, load_policy, save_policy
-from rlinf.training.embodied.preparing import Preparation, choose
+from rlinf.runs.embodied import saved_policy
+from rlinf.runs.rules import load_embodied
+from rlinf.runs.start import train
+from rlinf.training.embodied.ppo import Preparation, choose
 from tests.launching import ROOT
 from tests.models.policy.authored import publish_as_authors
 
@@ -51,7 +51,7 @@ def with_three_numbers(observation, instructions=None):
     ("expert", "said"),
     [
         (
-            "rlinf.envs.maniskill.experts.pull_cube",
+            "rlinf.envs.experts.pull_cube",
             "the script for PullCube-v1 looks at 35 numbers, and the state has 2",
         ),
         (f"{__name__}.with_three_numbers", r"it answered \[4, 1, 3\], .* wanted are actions \[4, 1, 1\]"),

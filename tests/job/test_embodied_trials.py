@@ -7,13 +7,13 @@ import json
 import pytest
 
 from rlinf.cli.commands import main
-from rlinf.config.loading import ConfigError, InputError
-from rlinf.envs.around.rules import HELD_OUT
+from rlinf.config.load import ConfigError, InputError
+from rlinf.envs.environment import HELD_OUT
 from rlinf.envs.episodes import Episode
-from rlinf.job.embodied.trials import measured, written
-from rlinf.job.start import train
-from rlinf.job.validate import load_embodied
-from rlinf.metrics.console.success import success_rows, success_table
+from rlinf.metrics.tables import success_rows, success_table
+from rlinf.runs.embodied import measured, written
+from rlinf.runs.rules import load_embodied
+from rlinf.runs.start import train
 from tests.launching import ROOT, metrics_of
 
 TOY = str(ROOT / "configs/embodied/toy.yaml")

@@ -6,15 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf.cli.dry_run import describe
+from rlinf.cli.main import describe
 from rlinf.config.embodied import EmbodiedConfig
-from rlinf.config.loading import ConfigError
-from rlinf.config.supervised import SUPERVISED
-from rlinf.job.algorithm import algorithm_of, roles_of
-from rlinf.job.prepare import refuse_idle
-from rlinf.job.roles.named import kinds_of
-from rlinf.job.validate import load_any, load_config
+from rlinf.config.learning import SUPERVISED
+from rlinf.config.load import ConfigError
 from rlinf.placement.seats import CONTROL, place
+from rlinf.runs.prepare import algorithm_of, refuse_idle, roles_of
+from rlinf.runs.roles import kinds_of
+from rlinf.runs.rules import load_any, load_config
 from tests.launching import QUICKSTART, ROOT, TINY, start
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

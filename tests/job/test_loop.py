@@ -16,17 +16,17 @@ import torch
 
 from rlinf.config.common import CheckpointConfig, TrackingConfig
 from rlinf.config.embodied import EmbodiedConfig, TrialsConfig
-from rlinf.config.loading import InputError, Problem, RunFailure
+from rlinf.config.load import InputError, Problem, RunFailure
 from rlinf.data.in_flight import InFlight, Made, Rules
 from rlinf.data.step import EmbodiedStep
-from rlinf.job.callbacks import Callbacks
-from rlinf.job.loop import TrainingLoop, out_of_memory
-from rlinf.job.prepare import Prepared
-from rlinf.job.roles.running import Role, only, spawn_roles
-from rlinf.metrics.run_directory import RunDirectory, find_checkpoint
 from rlinf.placement.seats import RoleKind, place
+from rlinf.runs.callbacks import Callbacks
+from rlinf.runs.loop import TrainingLoop, out_of_memory
+from rlinf.runs.prepare import Prepared
+from rlinf.runs.roles import Role, only, spawn_roles
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.storage.directory import RunDirectory, find_checkpoint
 from tests.launching import metrics_of
 
 

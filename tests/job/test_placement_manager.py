@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.job.placement_manager import ASIDE, moved, relocate
-from rlinf.job.roles.running import restore_roles
 from rlinf.placement.plan import Plan, RolePlan
 from rlinf.placement.seats import Placed, RoleKind, Seat, placed_by
+from rlinf.runs.placement_manager import ASIDE, moved, relocate
+from rlinf.runs.roles import restore_roles
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import ActorDied
-from rlinf.weights.parked_state import ParkedState
-from rlinf.weights.train_state import StateCopy
+from rlinf.training.checkpoint import ParkedState, StateCopy
 
 FAILS: set[str] = set()
 """What goes wrong, such as "trainer.save"."""

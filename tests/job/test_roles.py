@@ -8,14 +8,13 @@ import pytest
 
 from rlinf.actors.rollout import Rollout
 from rlinf.config.learning import TrainerSettings
-from rlinf.config.loading import ConfigError
-from rlinf.job.algorithm import algorithm_of
-from rlinf.job.prepare import prepare
-from rlinf.job.roles.named import Teachers, collected, with_teachers
-from rlinf.job.roles.of_text import _rollout, _trainer
-from rlinf.job.validate import load_config
+from rlinf.config.load import ConfigError
 from rlinf.placement.seats import TEXT, place
-from rlinf.placement.simulator.simulate import trial
+from rlinf.placement.simulate import trial
+from rlinf.runs.prepare import algorithm_of, prepare
+from rlinf.runs.roles import Teachers, collected, with_teachers
+from rlinf.runs.rules import load_config
+from rlinf.runs.text_roles import _rollout, _trainer
 from tests.models.scoring.saved import saved_classifier, saved_language_model
 
 OWN = ("flow=tests.own_roles.with_index", "roles.verifier.class=tests.own_roles.Verifier")

@@ -8,9 +8,9 @@ import pytest
 
 import rlinf
 from rlinf.config.common import SystemConfig
-from rlinf.config.loading import InputError, RunFailure
+from rlinf.config.load import InputError, RunFailure
 from rlinf.config.text import RunConfig
-from rlinf.job.start import run_to_end, train
+from rlinf.runs.start import run_to_end, train
 from rlinf.runtime.base.errors import TraceError, UserError
 
 

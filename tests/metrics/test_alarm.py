@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlinf.metrics.alarm import (
+from rlinf.metrics.alarms import (
     MismatchAlarm,
     NothingLearnedAlarm,
     NoUpdateAlarm,

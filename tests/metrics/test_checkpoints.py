@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from rlinf.config.loading import RunFailure
-from rlinf.metrics.checkpoints import Checkpoints
-from rlinf.metrics.run_directory import RunDirectory, find_checkpoint
+from rlinf.config.load import RunFailure
+from rlinf.storage.checkpoints import Checkpoints
+from rlinf.storage.directory import RunDirectory, find_checkpoint
 
 
 class Model:

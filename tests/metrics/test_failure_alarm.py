@@ -1,6 +1,6 @@
 """What is said when answers cannot be scored: at once, again when it changes, and at the end."""
 
-from rlinf.metrics.alarm import MOST_ROWS, FailureAlarm, Scored
+from rlinf.metrics.alarms import MOST_ROWS, FailureAlarm, Scored
 
 
 def failing(errors=0, timeouts=0, answers=100, remark="KeyError: 'x' (mine.py:3)"):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.metrics import MetricsFile, SamplesFile
-from rlinf.metrics.files import read_lines
+from rlinf.storage.files import read_lines
 
 
 def test_a_step_is_on_disk_at_once(tmp_path):

@@ -8,13 +8,13 @@ import json
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.metrics.files import read_lines
 from rlinf.metrics.recorder import Recorder
-from rlinf.metrics.tracking import Tracked, Tracking
-from rlinf.placement.profiling.ledger import Ledger
-from rlinf.placement.profiling.profile import load
+from rlinf.metrics.trackers import Tracked, Tracking
+from rlinf.placement.costs import Ledger
+from rlinf.placement.profile import load
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.observer import Watch
+from rlinf.storage.files import read_lines
 
 
 class Rollout(Actor):

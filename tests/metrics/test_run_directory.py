@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from rlinf.metrics.run_directory import RunDirectory, changes, find_checkpoint, previous_with_checkpoints
+from rlinf.storage.directory import RunDirectory, changes, find_checkpoint, previous_with_checkpoints
 
 
 def checkpoint(directory, step, content="weights", keep=0):

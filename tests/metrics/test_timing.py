@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.metrics.timing import ACTIVITIES, parts, sentence, timing
-from rlinf.runtime.observe.busy import Busy
-from rlinf.runtime.observe.intervals import union
-from rlinf.runtime.observe.spans import Span
+from rlinf.runtime.observe.spans import Busy, Span, union
 from rlinf.runtime.system.observer import Lap, Moved
 
 ENDPOINTS = {

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from rlinf.metrics import tracking
-from rlinf.metrics.tracking import KINDS, Tracked, Tracking, chosen, missing
+from rlinf.metrics import trackers as tracking
+from rlinf.metrics.trackers import KINDS, Tracked, Tracking, chosen, missing
 
 
 class Sink:

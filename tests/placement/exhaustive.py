@@ -7,8 +7,8 @@ import math
 import random
 from itertools import combinations
 
-from rlinf.placement.profiling.profile import Release
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Sync, Workload
+from rlinf.placement.profile import Release
+from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload
 
 
 def all_plans(workload):

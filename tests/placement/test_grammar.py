@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.placement.assignments import assign
 from rlinf.placement.devices import Cluster, NodeGroup
-from rlinf.placement.grammar import PlacementError, parse
+from rlinf.placement.grammar import PlacementError, assign, parse
 
 
 def test_the_documented_example_gives_each_process_its_resources():

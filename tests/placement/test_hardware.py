@@ -7,20 +7,18 @@ import random
 
 import pytest
 
-from rlinf.config.placement import PlacementConfig
+from rlinf.config.common import PlacementConfig
 from rlinf.flows.grpo import grpo
-from rlinf.job.placement_manager import _explored
-from rlinf.placement.auto.auto import AutoPlacement
-from rlinf.placement.auto.choose import choose
+from rlinf.placement.auto import AutoPlacement, choose
+from rlinf.placement.bound import bound
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.hardware import KNOWN, Fleet, Hardware, fleet_of
 from rlinf.placement.plan import Plan, RolePlan
-from rlinf.placement.planner.planner import plan
-from rlinf.placement.profiling.bound import bound
-from rlinf.placement.profiling.forecast import workload
-from rlinf.placement.profiling.profile import BESIDE, Profile, Release, StageProfile, Timing, load, save
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Workload
+from rlinf.placement.planner import plan
+from rlinf.placement.profile import BESIDE, Profile, Release, StageProfile, Timing, load, save
 from rlinf.placement.seats import TEXT, place
+from rlinf.placement.workload import Edge, Option, Stage, Workload, workload
+from rlinf.runs.placement_manager import _explored
 from tests.placement.exhaustive import all_plans, judge, random_workload
 
 GRPO = [kind for kind in TEXT if kind.name in ("rollout", "judge", "trainer")]

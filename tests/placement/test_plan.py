@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from rlinf.placement.devices import Cluster
 from rlinf.placement.grammar import PlacementError
-from rlinf.placement.plan import EdgePlan, Plan, Prediction, RolePlan, complaints
-from rlinf.placement.plan_file import from_yaml, load, save, to_yaml
+from rlinf.placement.plan import EdgePlan, Plan, Prediction, RolePlan, complaints, from_yaml, load, save, to_yaml
 
 GB = 10**9
 NAMES = st.sampled_from(["rollout", "judge", "trainer", "critic", "reference"])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.config.placement import EmbodiedPlacementConfig, PlacementConfig
+from rlinf.config.common import EmbodiedPlacementConfig, PlacementConfig
 from rlinf.placement.grammar import PlacementError
-from rlinf.placement.plan import Plan, RolePlan
-from rlinf.placement.plan_file import save
+from rlinf.placement.plan import Plan, RolePlan, save
 from rlinf.placement.seats import CONTROL, TEXT, place, placed_by
 
 GRPO = [kind for kind in TEXT if kind.name in ("rollout", "judge", "trainer")]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.config.placement import PlacementConfig
+from rlinf.config.common import PlacementConfig
+from rlinf.placement.devices import first_on_same
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.seats import TEXT, place
-from rlinf.placement.shared_gpus import first_on_same
 
 GRPO = [kind for kind in TEXT if kind.name in ("rollout", "judge", "trainer")]
 MEMORY = 80 << 30

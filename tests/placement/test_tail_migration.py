@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.placement.tail_migration import SHARE, Bundle, DecodeCost, Load, consolidate, fit
+from rlinf.placement.rescale import SHARE, Bundle, DecodeCost, Load, consolidate, fit
 
 PUBLISHED = DecodeCost(4.0e-3, 0.112e-3, 0.05e-3)
 

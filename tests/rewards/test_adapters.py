@@ -4,10 +4,8 @@ import numpy
 import pytest
 import torch
 
-from rlinf.rewards import adapters
-from rlinf.rewards.base import OFFERED, Reward, over_group
-from rlinf.rewards.score import Score
-from rlinf.rewards.scorer import Scorer
+from rlinf.rewards import base
+from rlinf.rewards.base import OFFERED, Reward, Score, Scorer, over_group
 
 ROW = {"response": "12", "answer": "12", "prompt": "21>", "truncated": False, "response_ids": [7, 8]}
 
@@ -146,5 +144,5 @@ def test_what_trl_s_function_may_not_return(returned):
 
 
 def test_adapters_can_be_named_explicitly():
-    assert score(adapters.verl(lambda solution_str: len(solution_str))).value == 2
-    assert score(adapters.trl(lambda prompts: [len(prompts[0])])).value == 3
+    assert score(base.verl(lambda solution_str: len(solution_str))).value == 2
+    assert score(base.trl(lambda prompts: [len(prompts[0])])).value == 3

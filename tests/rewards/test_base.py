@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.rewards.base import OFFERED, ByValue, Reward, checked, load_reward, name_in_main, trusted
+from rlinf.rewards.base import OFFERED, ByValue, Reward, Score, checked, load_reward, name_in_main, trusted
 from rlinf.rewards.exact import exact
-from rlinf.rewards.score import Score
 
 ROW = {"response": "12", "answer": "12", "prompt": "21>", "truncated": True, "response_ids": [7, 8]}
 

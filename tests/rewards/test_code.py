@@ -10,14 +10,11 @@ import zlib
 import pytest
 
 from benchmarks import code_judge
-from rlinf.rewards.base import Reward
-from rlinf.rewards.code import rows
-from rlinf.rewards.code.compare import same_output, same_value
-from rlinf.rewards.code.judge import code, extracted
-from rlinf.rewards.code.rows import Assertions, Call, Script
+from rlinf.rewards.base import Reward, Scorer, uncounted
+from rlinf.rewards.code import judge
+from rlinf.rewards.code.judge import Assertions, Call, Script, code, extracted, same_output, same_value
 from rlinf.rewards.code.values import decode, encode
-from rlinf.rewards.scorer import Scorer, uncounted
-from rlinf.sandbox import server
+from rlinf.sandbox import sandbox
 from rlinf.sandbox.limits import SandboxError
 from rlinf.sandbox.sandbox import shared
 
@@ -302,7 +299,7 @@ def test_the_judge_judges_as_python_does(loop, form):
 )
 def test_tests_that_cannot_be_judged_say_so_and_are_no_zeros(test, reason):
     with pytest.raises(ValueError, match=f"cannot be judged: {reason}"):
-        rows.tests_of("", {"test": test})
+        judge.tests_of("", {"test": test})
 
 
 def test_a_row_whose_setup_fails_by_the_answer_is_that_answers(loop):
@@ -342,7 +339,7 @@ def test_rows_without_tests_are_errors_that_say_so(loop):
     with pytest.raises(ValueError, match="tests of this row do not run: NameError"):
         scored(loop, ADD, {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": "raise NameError"})
     with pytest.raises(ValueError, match="cannot be unpacked"):
-        rows.tests_of("", {"private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(print))).decode()})
+        judge.tests_of("", {"private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(print))).decode()})
 
 
 def test_waiting_for_a_place_does_not_count_against_the_reward(loop):
@@ -370,7 +367,7 @@ def test_a_machine_without_isolation_is_found_before_the_run(monkeypatch):
         raise SandboxError("no namespaces")
 
     Reward.of("rlinf.rewards.exact").ready()
-    monkeypatch.setattr(server, "_spawn", refused)
+    monkeypatch.setattr(sandbox, "_spawn", refused)
     with pytest.raises(SandboxError, match="no namespaces"):
         Reward.of({"right": {"function": "rlinf.rewards.code", "args": {"award": "share"}}}).ready()
 
@@ -410,10 +407,10 @@ def test_the_last_block_is_the_program(response, program):
 
 
 def test_forms_are_read_as_they_are_meant():
-    assert rows.tests_of("", ROWS["TACO"][0]) == (Script("1 2", "3"), Script("3 4", "7"))
-    assert rows.tests_of("", ROWS["LiveCodeBench, a function"][0]) == (Call("add", (1, 2), (3,)),) * 2
-    assert rows.tests_of("", ROWS["APPS, a function"][0])[0] == Call("add", (1, 2), ([3], 3))
-    assert rows.tests_of("x = 1\nassert f(x)\nassert g", {}) == Assertions(("x = 1\nassert f(x)", "assert g"))
+    assert judge.tests_of("", ROWS["TACO"][0]) == (Script("1 2", "3"), Script("3 4", "7"))
+    assert judge.tests_of("", ROWS["LiveCodeBench, a function"][0]) == (Call("add", (1, 2), (3,)),) * 2
+    assert judge.tests_of("", ROWS["APPS, a function"][0])[0] == Call("add", (1, 2), ([3], 3))
+    assert judge.tests_of("x = 1\nassert f(x)\nassert g", {}) == Assertions(("x = 1\nassert f(x)", "assert g"))
 
 
 @pytest.mark.parametrize(

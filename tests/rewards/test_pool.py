@@ -14,7 +14,7 @@ from rlinf.runtime.processes.supervisor import ChildDied
 
 REWARDS = """
     import asyncio, ctypes, os, sys, time
-    from rlinf.rewards.score import Score
+    from rlinf.rewards.base import Score
 
     def by_word(response):
         word, _, rest = response.partition(" ")
@@ -49,7 +49,7 @@ REWARDS = """
 
     def quietly_seizing(response):
         # from the next call on, the child answers with something else than verdicts
-        from rlinf.rewards.scorer import Scorer
+        from rlinf.rewards.base import Scorer
         word, _, path = response.partition(" ")
         answers = {"object": [Harmful(path)], "none": [], "number": 7, "verdict": [{"outcome": "ok", "value": "1.0"}]}
         Scorer.told = lambda *_: answers[word]

@@ -7,7 +7,7 @@ import os
 import time
 
 from rlinf.engines.transformers.engine import build as ours
-from rlinf.runtime.base.compute_thread import ComputeThread
+from rlinf.runtime.base.tasks import ComputeThread
 
 LONGER = 0.05
 """Seconds by which each piece of work is: far more than it takes, even where others keep the machine busy."""

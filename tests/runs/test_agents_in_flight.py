@@ -7,8 +7,8 @@ import re
 import pytest
 
 from rlinf.cli.commands import main
-from rlinf.data.in_flight.kept_files import read_kept
-from rlinf.job.roles.keeper import KINDS
+from rlinf.data.in_flight.snapshot import read_kept
+from rlinf.runs.roles import KINDS
 from tests.launching import killed, launch, metrics_of
 
 SMALL = (

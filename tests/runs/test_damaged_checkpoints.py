@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.config.loading import InputError
-from rlinf.job.start import checkpoint_to_resume, open_run_directory
-from rlinf.job.validate import load_any
-from rlinf.metrics.durable.manifest import MANIFEST
+from rlinf.config.load import InputError
+from rlinf.runs.rules import load_any
+from rlinf.runs.start import checkpoint_to_resume, open_run_directory
+from rlinf.storage.files import MANIFEST
 from tests.launching import QUICKSTART, TINY, launch, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

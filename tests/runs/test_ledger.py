@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.cli.runs.ledger_command import account
-from rlinf.metrics.files import read_lines
+from rlinf.cli.runs import account
+from rlinf.storage.files import read_lines
 from tests.launching import QUICKSTART, TINY, launch, metrics_of
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 import rlinf
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import build_model
 from tests.launching import launch, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from rlinf.job.prepare import prepare
-from rlinf.job.validate import load_config
-from rlinf.metrics.console.report import fullest
-from rlinf.metrics.run_directory import find_checkpoint
+from rlinf.metrics.report import fullest
 from rlinf.metrics.verdict import PARTS
-from rlinf.placement.plan_file import load as load_plan
-from rlinf.placement.profiling.profile import load as load_profile
+from rlinf.placement.plan import load as load_plan
+from rlinf.placement.profile import load as load_profile
+from rlinf.runs.prepare import prepare
+from rlinf.runs.rules import load_config
 from rlinf.runtime.devices.memory import DeviceMemory
+from rlinf.storage.directory import find_checkpoint
 from tests.launching import QUICKSTART, TINY, killed, launch, metrics_of, weights_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun, pytest.mark.timeout(300)]

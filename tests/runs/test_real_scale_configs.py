@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from rlinf.job.checks.fits import fit
-from rlinf.job.checks.footprint import complaints
-from rlinf.job.checks.transformer import parameters_of
-from rlinf.job.validate import load_config
 from rlinf.placement.seats import TEXT, place
+from rlinf.runs.dry_run.footprint import complaints, fit
+from rlinf.runs.dry_run.transformer import parameters_of
+from rlinf.runs.rules import load_config
 from tests.launching import launch, metrics_of
 from tests.stand_in import save_model, save_problems
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.config.loading import InputError
-from rlinf.job.start import checkpoint_to_resume
+from rlinf.config.load import InputError
+from rlinf.runs.start import checkpoint_to_resume
 from tests.launching import QUICKSTART, TINY, equal, killed, launch, learned, metrics_of, steps_noted, typed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

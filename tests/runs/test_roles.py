@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from rlinf.placement.profiling.profile import BESIDE
-from rlinf.placement.profiling.profile import load as load_profile
+from rlinf.placement.profile import BESIDE
+from rlinf.placement.profile import load as load_profile
 from tests.launching import QUICKSTART, TINY, launch, metrics_of
 from tests.models.scoring.saved import saved_classifier, saved_language_model
 

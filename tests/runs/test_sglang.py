@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.engines.make import lacking
+from rlinf.engines.base import lacking
 from tests.launching import QUICKSTART, launch, metrics_of
 
 

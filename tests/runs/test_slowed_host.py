@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlinf.placement.plan_file import load as load_plan
-from rlinf.placement.profiling.profile import load as load_profile
+from rlinf.placement.plan import load as load_plan
+from rlinf.placement.profile import load as load_profile
 from tests.launching import QUICKSTART, TINY, launch
 
 KINDS = "placement.node_groups={quick: {nodes: 0, hardware: quick}, slow: {nodes: 1, hardware: slow}}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.runtime.transport import alertness
-from rlinf.runtime.transport.alertness import MOMENT, Alertness
+from rlinf.runtime.transport import lane
+from rlinf.runtime.transport.lane import MOMENT, Alertness
 
 
 class Turns:
@@ -34,7 +34,7 @@ class Turns:
 @pytest.fixture
 def turns(monkeypatch):
     loop = Turns()
-    monkeypatch.setattr(alertness, "time", loop)
+    monkeypatch.setattr(lane, "time", loop)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     return loop
 
@@ -73,9 +73,9 @@ def test_frames_in_a_row_make_one_moment_longer_and_not_turns_by_the_dozen(turns
 
 
 def test_beside_a_computation_and_with_more_hosts_than_cores_it_falls_asleep(turns, monkeypatch):
-    monkeypatch.setattr(alertness, "computing", lambda: True)
+    monkeypatch.setattr(lane, "computing", lambda: True)
     taught(turns, *[True] * 10).stay()
-    monkeypatch.setattr(alertness, "computing", lambda: False)
+    monkeypatch.setattr(lane, "computing", lambda: False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
     taught(turns, *[True] * 10).stay()
     assert turns.run() == 0
@@ -83,5 +83,5 @@ def test_beside_a_computation_and_with_more_hosts_than_cores_it_falls_asleep(tur
 
 def test_a_computation_that_begins_meanwhile_ends_it(turns, monkeypatch):
     taught(turns, *[True] * 10).stay()
-    monkeypatch.setattr(alertness, "computing", lambda: True)
+    monkeypatch.setattr(lane, "computing", lambda: True)
     assert turns.run() == 1

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.worker import Worker
-from rlinf.runtime.transport.groups import lines
-from rlinf.runtime.transport.groups.registry import CollectiveError, Collectives, CollectiveTimeout
+from rlinf.runtime.transport import process_groups
+from rlinf.runtime.transport.collectives import CollectiveError, Collectives, CollectiveTimeout
 
 HOSTS = 3
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -204,7 +204,7 @@ async def test_operations_do_not_begin_a_thread_each(job: Job) -> None:
 
 async def through_host_memory(c: Collectives, rank: int) -> list[Any]:
     """Two hosts on one GPU: their tensors are not where gloo works."""
-    with mock.patch.object(lines, "_in_host_memory", return_value=False):
+    with mock.patch.object(process_groups, "_in_host_memory", return_value=False):
         group = await c.group("one gpu", [0, 1], c.backend("cpu", [0, 1]))
         value = torch.full((3,), float(rank)).bfloat16()
         await group.broadcast(value, src=1)

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from rlinf.runtime.transport.doors import MANY, admit, noticing
+from rlinf.runtime.transport.network import MANY, admit, noticing
 from tests.runtime.programs.jobs import free_port, listening
 from tests.runtime.programs.strangers import bother
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlinf.runtime.base.tensor_bytes import flat_bytes
+from rlinf.runtime.base.tensors import flat_bytes
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.runtime.base.clock import run_virtual
-from rlinf.runtime.transport.heartbeat import BEATS, Heartbeat
+from rlinf.runtime.transport.network import BEATS, Heartbeat
 
 TIMEOUT = 60.0
 BEAT = TIMEOUT / BEATS

@@ -22,9 +22,8 @@ from torch._subclasses import FakeTensorMode
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.shm import copies
-from rlinf.runtime.values.ipc import Handles, unshareable
-from rlinf.runtime.values.parts import IpcRef
-from rlinf.runtime.values.pickler import BULK_BYTES, INLINE_BYTES, reading_codec
+from rlinf.runtime.values.p2p import Handles, unshareable
+from rlinf.runtime.values.pickler import BULK_BYTES, INLINE_BYTES, IpcRef, reading_codec
 from tests.runtime.worlds import until
 
 SIZE = INLINE_BYTES // 4
@@ -259,7 +258,7 @@ async def test_the_route_of_a_cuda_tensor_of_one_gpu(setting: str, monkeypatch: 
 async def test_a_handle_is_opened_on_the_receivers_own_gpu_whatever_number_the_sender_gives_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf.runtime.values.ipc.own_device", lambda: torch.device("cuda", 3))
+    monkeypatch.setattr("rlinf.runtime.values.p2p.own_device", lambda: torch.device("cuda", 3))
     opened: list[tuple[Any, ...]] = []
 
     def rebuild(*args: Any) -> torch.Tensor:

@@ -14,9 +14,9 @@ import pytest
 import uvloop
 
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.transport import lane as lanes
+from rlinf.runtime.transport import lane
 from rlinf.runtime.transport.lane import LaneTransport, lanes_over
-from rlinf.runtime.transport.messages import Frame
+from rlinf.runtime.transport.link import Frame
 
 
 class Joined:
@@ -170,17 +170,17 @@ STRANGE = {
     "nothing": b"",
     "garbage": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10,
     "half a head": b"\x20\0\0",
-    "a wrong token": lanes._HEAD.pack(32, lanes._HELLO, 1) + b"x" * 32,
-    "a frame before any token": lanes._HEAD.pack(5, lanes._FRAME, 0) + b"cos\n.",
-    "a promise of very much": lanes._HEAD.pack(1 << 40, lanes._HELLO, 1),
-    "a welcome": lanes._HEAD.pack(0, lanes._WELCOME, 1),
+    "a wrong token": lane._HEAD.pack(32, lane._HELLO, 1) + b"x" * 32,
+    "a frame before any token": lane._HEAD.pack(5, lane._FRAME, 0) + b"cos\n.",
+    "a promise of very much": lane._HEAD.pack(1 << 40, lane._HELLO, 1),
+    "a welcome": lane._HEAD.pack(0, lane._WELCOME, 1),
 }
 
 
 @pytest.mark.parametrize("says", STRANGE.values(), ids=STRANGE)
 @on_each_loop
 async def test_a_stranger_costs_nothing_and_is_not_heard(says, monkeypatch):
-    monkeypatch.setattr(lanes, "HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(lane, "HELLO_SECONDS", 0.5)
     network = {}
     here, there = End(0, network), End(1, network)
     await asyncio.sleep(0)
@@ -241,7 +241,7 @@ async def test_a_frame_that_is_too_large_for_a_lane_goes_by_torch_rpc(monkeypatc
     here.transport.neighbours([1])
     there.transport.neighbours([0])
     await there.on_lane_with(here)
-    monkeypatch.setattr(lanes, "LARGEST", 1000)
+    monkeypatch.setattr(lane, "LARGEST", 1000)
     await there.say(0, ("small",))
     await there.say(0, ("x" * 2000,))
     assert len(there.inner.sent) == 1

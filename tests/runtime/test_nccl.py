@@ -21,13 +21,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf import ActorSystem
-from rlinf.runtime.transport.groups import nccl
-from rlinf.runtime.transport.groups.lines import GlooLine, GlooLines, Line, Lines, NcclLines
-from rlinf.runtime.transport.groups.process_group import CollectiveError, CollectiveTimeout, Group
-from rlinf.runtime.transport.groups.registry import Collectives
-from rlinf.runtime.transport.groups.waiting_threads import WaitingThreads
+from rlinf.runtime.transport import process_groups
+from rlinf.runtime.transport.collectives import Collectives
+from rlinf.runtime.transport.process_groups import (
+    CollectiveError,
+    CollectiveTimeout,
+    GlooLine,
+    GlooLines,
+    Group,
+    Line,
+    Lines,
+    NcclLines,
+    WaitingThreads,
+)
 from rlinf.runtime.values.p2p import GroupBulk
-from rlinf.runtime.values.parts import GroupRef
+from rlinf.runtime.values.pickler import GroupRef
 from tests.runtime.nccl_model import Communicator, Event, Machine, Network, Ticket
 from tests.weights.device_watch import pretended
 
@@ -259,18 +267,18 @@ def test_the_settings_of_torch_let_the_runtime_speak_first(monkeypatch: pytest.M
         def set_timeout(self, limit: timedelta) -> None:
             made["store"] = limit
 
-    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", Backend, raising=False)
+    monkeypatch.setattr(process_groups.dist, "ProcessGroupNCCL", Backend, raising=False)
     monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "1234")
-    for name in nccl.settings(300.0):
+    for name in process_groups.settings(300.0):
         if name != "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC":
             monkeypatch.delenv(name, raising=False)
-    nccl.communicator(Store(), 1, 2, 300.0)
+    process_groups.communicator(Store(), 1, 2, 300.0)
     assert made["members"] == (1, 2)
     assert made["store"].total_seconds() == 300
     assert made["_timeout"].total_seconds() > 300
-    assert nccl.os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"  # never throws in a thread of its own
-    assert nccl.os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1234"  # what the user says
-    assert float(nccl.settings(300.0)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > made["_timeout"].total_seconds()
+    assert process_groups.os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"  # never throws in a thread of its own
+    assert process_groups.os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1234"  # what the user says
+    assert float(process_groups.settings(300.0)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > made["_timeout"].total_seconds()
 
 
 class Registered:
@@ -318,7 +326,7 @@ async def test_a_mesh_that_cannot_be_left_in_order_is_aborted(monkeypatch: pytes
         assert groups[0].aborted.wait(20)
         left.append(groups.pop())
 
-    monkeypatch.setattr("rlinf.runtime.transport.groups.registry.destroy", destroy)
+    monkeypatch.setattr("rlinf.runtime.transport.collectives.destroy", destroy)
     await collectives.close()
     assert left == [group]
 

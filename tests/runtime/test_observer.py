@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.clock import run_virtual
-from rlinf.runtime.observe.busy import busy
-from rlinf.runtime.observe.intervals import union, without
-from rlinf.runtime.observe.spans import Tracer
-from rlinf.runtime.observe.tracing import offsets
+from rlinf.runtime.observe.perfetto import offsets
+from rlinf.runtime.observe.spans import Tracer, busy, union, without
 from rlinf.runtime.system.host_service import Service
 from rlinf.runtime.system.observer import Watch
 from tests.spans import call, compute, item, payload, step, wait, wait_for_lease

@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from rlinf.engines.sglang.server import device_here
-from rlinf.engines.vllm.server import VllmServer
+from rlinf.engines.served.sglang import device_here
+from rlinf.engines.served.vllm import VllmServer
 from rlinf.envs.toy import Reach
-from rlinf.job.start import train
-from rlinf.job.validate import load_config, load_embodied
+from rlinf.runs.rules import load_config, load_embodied
+from rlinf.runs.start import train
 from rlinf.runtime.actor.actor import Actor, endpoint
-from rlinf.runtime.base.compute_thread import ComputeThread
-from rlinf.runtime.base.tasks import InThreads, in_thread
-from rlinf.runtime.gpu.own_device import choose_device, device_id, device_of_threads, enter_device, own_device
+from rlinf.runtime.base.tasks import ComputeThread, InThreads, in_thread
+from rlinf.runtime.base.tensors import choose_device, device_id, device_of_threads, enter_device, own_device
 from rlinf.runtime.shm import copies
 from rlinf.runtime.system.system import ActorSystem
 from tests.cards import pretend
@@ -136,7 +135,7 @@ def seen(monkeypatch):
         return noted
 
     pretend(monkeypatch, rank=3)
-    for user in ("rlinf.actors.base.model_actor", "rlinf.actors.base.spmd", "rlinf.actors.rollout"):
+    for user in ("rlinf.actors.base", "rlinf.actors.base", "rlinf.actors.rollout"):
         monkeypatch.setattr(f"{user}.own_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(nn.Module, "__call__", noting(nn.Module.__call__))
     monkeypatch.setattr(Reach, "step", noting(Reach.step))

@@ -15,8 +15,8 @@ import torch
 
 from rlinf import Actor, ActorGroup, ActorSystem, Channel, Stream, endpoint
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.values.dereference import holds_promise
 from rlinf.runtime.values.pickler import INLINE_BYTES, SEALED_BYTES
+from rlinf.runtime.values.promise import holds_promise
 from tests.runtime.worlds import until
 
 DTYPES = [

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from rlinf import Actor, ActorSystem, Channel, Stream, endpoint
 from rlinf.runtime.base.calls import current_scope
 from rlinf.runtime.base.clock import run_virtual
-from rlinf.runtime.transport.link import LocalTransport
-from rlinf.runtime.transport.messages import Frame
+from rlinf.runtime.transport.link import Frame, LocalTransport
 from tests.runtime.worlds import nothing_left
 
 # Random programs ---------------------------------------------------------------------------------------------------

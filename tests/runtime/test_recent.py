@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import StallError
-from rlinf.runtime.observe.recent import CALLED, closed, recent
+from rlinf.runtime.observe.spans import CALLED, closed, recent
 from rlinf.runtime.system.observer import Watch
 from tests.spans import call, compute, item, wait
 

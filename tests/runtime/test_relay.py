@@ -16,7 +16,7 @@ import torch
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.errors import ActorDied
 from rlinf.runtime.values import relay
-from rlinf.runtime.values.parts import ValueRef
+from rlinf.runtime.values.pickler import ValueRef
 from rlinf.runtime.values.relay import FAN_OUT, RELAY_BYTES
 from tests.runtime.worlds import nothing_left
 

@@ -25,8 +25,7 @@ from rlinf.runtime.shm import copies
 from rlinf.runtime.shm.arena import Arena
 from rlinf.runtime.transport.link import Frame, Link, LocalTransport, Respond
 from rlinf.runtime.values.p2p import GroupBulk
-from rlinf.runtime.values.parts import GroupRef
-from rlinf.runtime.values.pickler import COPY_BYTES
+from rlinf.runtime.values.pickler import COPY_BYTES, GroupRef
 from tests.runtime.worlds import nothing_left, until
 
 BIG = 1 << 20

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from rlinf.runtime.base.shutdown import OwnDirectory, Threads
+from rlinf.runtime.base.tasks import OwnDirectory, Threads
 
 PROGRAMS = Path(__file__).parent / "programs"
 RESUME_ME = 75
@@ -64,9 +64,9 @@ def test_blocking_work_runs_in_few_threads_that_are_used_again():
 
 
 def test_the_next_directory_sweeps_away_those_of_the_dead_and_no_other(monkeypatch, tmp_path):
-    monkeypatch.setattr("rlinf.runtime.base.shutdown.JUST_MADE", 0.0)
+    monkeypatch.setattr("rlinf.runtime.base.tasks.JUST_MADE", 0.0)
     mine, place = OwnDirectory("live", str(tmp_path)), str(tmp_path)
-    code = "import sys; from rlinf.runtime.base.shutdown import OwnDirectory as D; D('lane', sys.argv[1]).path / 'x'"
+    code = "import sys; from rlinf.runtime.base.tasks import OwnDirectory as D; D('lane', sys.argv[1]).path / 'x'"
     kill = f"{code}; import os; os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", kill, place]).returncode == -9
     (left,) = tmp_path.glob("rlinf-lane-*")

@@ -11,9 +11,8 @@ from torch._C._distributed_c10d import HashStore
 
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.system.torchrun import _join
-from rlinf.runtime.transport import interfaces
-from rlinf.runtime.transport.interfaces import addresses, bind_interface
-from rlinf.runtime.transport.rendezvous import job_store
+from rlinf.runtime.transport import network
+from rlinf.runtime.transport.network import addresses, bind_interface, job_store
 from tests.runtime.programs.jobs import listening, until
 
 LISTENERS = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -85,8 +84,8 @@ def test_the_master_of_several_machines_listens_where_it_has_that_address(fresh)
 
 def test_the_route_to_the_master_decides_among_several_machines(fresh, monkeypatch):
     several_machines(fresh, "10.1.2.3")
-    monkeypatch.setattr(interfaces, "addresses", lambda: [("lo", "127.0.0.1"), ("out", "1.2.3.4"), ("in", "10.1.0.1")])
-    monkeypatch.setattr(interfaces, "_source_towards", {"10.1.2.3": "10.1.0.1"}.__getitem__)
+    monkeypatch.setattr(network, "addresses", lambda: [("lo", "127.0.0.1"), ("out", "1.2.3.4"), ("in", "10.1.0.1")])
+    monkeypatch.setattr(network, "_source_towards", {"10.1.2.3": "10.1.0.1"}.__getitem__)
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "out"), (3, "in")])
     bind_interface(None, 4)
     assert chosen() == everywhere("in")
@@ -94,8 +93,8 @@ def test_the_route_to_the_master_decides_among_several_machines(fresh, monkeypat
 
 def test_a_master_whose_name_stands_for_the_loopback_there_takes_its_only_way_out(fresh, monkeypatch):
     several_machines(fresh, "head")
-    monkeypatch.setattr(interfaces, "addresses", lambda: [("lo", "127.0.0.1"), ("lo", "::1"), ("lan", "10.1.0.1")])
-    monkeypatch.setattr(interfaces, "_source_towards", {"head": "127.0.0.1"}.__getitem__)
+    monkeypatch.setattr(network, "addresses", lambda: [("lo", "127.0.0.1"), ("lo", "::1"), ("lan", "10.1.0.1")])
+    monkeypatch.setattr(network, "_source_towards", {"head": "127.0.0.1"}.__getitem__)
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "lan")])
     bind_interface(None, 4)
     assert chosen() == everywhere("lan")
@@ -103,8 +102,8 @@ def test_a_master_whose_name_stands_for_the_loopback_there_takes_its_only_way_ou
 
 def test_several_machines_do_not_start_when_two_ways_out_are_equally_likely(fresh, monkeypatch):
     several_machines(fresh, "head")
-    monkeypatch.setattr(interfaces, "addresses", lambda: [("lo", "127.0.0.1"), ("a", "10.1.0.1"), ("b", "9.9.9.9")])
-    monkeypatch.setattr(interfaces, "_source_towards", {"head": "127.0.0.1"}.__getitem__)
+    monkeypatch.setattr(network, "addresses", lambda: [("lo", "127.0.0.1"), ("a", "10.1.0.1"), ("b", "9.9.9.9")])
+    monkeypatch.setattr(network, "_source_towards", {"head": "127.0.0.1"}.__getitem__)
     with pytest.raises(UserError, match=r"MASTER_ADDR 'head'.*RLINF_INTERFACE.*: a \(10.1.0.1\), b \(9.9.9.9\)$"):
         bind_interface(None, 4)
     assert chosen() == (None, None, None)

@@ -13,7 +13,7 @@ import torch
 
 from rlinf import Actor, ActorSystem, Stream, endpoint
 from rlinf.runtime.base.errors import ActorDied, QueueClosed, UserError
-from rlinf.runtime.streams.queue_types import REMEMBERED
+from rlinf.runtime.streams.queue_state import REMEMBERED
 from tests.runtime.worlds import until
 
 BIG = 40_000

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlinf.runtime.base import compute_thread
-from rlinf.runtime.base.compute_thread import BRIEF, ComputeThread
+from rlinf.runtime.base import tasks
 from rlinf.runtime.base.errors import ActorDied
-from rlinf.runtime.base.tasks import in_thread
-from rlinf.runtime.transport.groups.waiting_threads import SPARE, WaitingThreads
+from rlinf.runtime.base.tasks import BRIEF, ComputeThread, in_thread
+from rlinf.runtime.transport.process_groups import SPARE, WaitingThreads
 
 
 @pytest.fixture
@@ -92,7 +91,7 @@ class Timed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds, self.now, self.threads = 0.0, 0.0, list[int]()
-        monkeypatch.setattr(compute_thread.time, "thread_time", lambda: self.now)
+        monkeypatch.setattr(tasks.time, "thread_time", lambda: self.now)
 
     def __call__(self) -> int:
         self.now += self.seconds

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import TraceError
-from rlinf.runtime.observe.clocks import best_offset
-from rlinf.runtime.observe.spans import KINDS, Tracer
+from rlinf.runtime.observe.spans import KINDS, Tracer, best_offset
 from tests.spans import call, write_trace
 
 

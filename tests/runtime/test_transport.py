@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.transport import torch_rpc
-from rlinf.runtime.transport.link import FRAMES_IN_FLIGHT, Link, LocalTransport, check_hosts
-from rlinf.runtime.transport.messages import Frame, pack, unpack
+from rlinf.runtime.transport.link import FRAMES_IN_FLIGHT, Frame, Link, LocalTransport, check_hosts, pack, unpack
 from tests.runtime.programs.transport_behaviours import BEHAVIOURS, EARLY, run_local
 
 

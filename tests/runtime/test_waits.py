@@ -17,10 +17,9 @@ import rlinf
 from rlinf import Actor, ActorSystem, Stream, endpoint
 from rlinf.runtime.base.clock import Deadlock, run_virtual
 from rlinf.runtime.base.errors import StallError
+from rlinf.runtime.observe.perfetto import SMALL
 from rlinf.runtime.observe.stalls import HostReport, Lock, Progress, Wait, find_cycles, render
-from rlinf.runtime.observe.tracing import SMALL
-from rlinf.runtime.system.host_service import Service
-from rlinf.runtime.system.introspection import report_host
+from rlinf.runtime.system.host_service import Service, report_host
 from rlinf.runtime.system.observer import reports
 from tests.runtime.programs.jobs import patient
 

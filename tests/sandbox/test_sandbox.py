@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from rlinf.sandbox import server as module
-from rlinf.sandbox.inside import landlock
+from rlinf.sandbox import sandbox as module
+from rlinf.sandbox.inside import confine
 from rlinf.sandbox.limits import Limits, Result, SandboxError
 from rlinf.sandbox.sandbox import Sandbox, run_python, shared
 
@@ -368,5 +368,5 @@ PY
     words = found.stdout.split()
     if words[0] != "refused":
         assert words[:5] == ["namespaces", "1000", "['main.py']", "timeout", "weak"]
-    walls = ["1", "1", "1", "1"] if landlock.version() >= 6 else words[-6:-2]  # nothing to be had from older kernels
+    walls = ["1", "1", "1", "1"] if confine.version() >= 6 else words[-6:-2]  # nothing to be had from older kernels
     assert words[-10:] == ["weak", "True", "['main.py']", "1", *walls, "0", "timeout"]

@@ -83,7 +83,7 @@ def test_an_agent_is_trained_named_and_evaluated(tmp_path, capsys):
     assert main(["evaluate", *given, f"agent.function={__name__}.Counting", "agent.args={}"]) == 0
     assert Counting.log == ["opened", "closed"]
     hides = "data.chat_template={% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    tools = ["agent.function=rlinf.agents.tools.using.use_tools", "agent.args={tools: []}", hides]
+    tools = ["agent.function=rlinf.agents.tools.tool.use_tools", "agent.args={tools: []}", hides]
     assert main(["evaluate", *given, *tools]) == 2
     assert "data.chat_template" in capsys.readouterr().err
 

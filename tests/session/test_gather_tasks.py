@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlinf.cli.commands import main
-from rlinf.config.loading import RunFailure
+from rlinf.config.load import RunFailure
 from rlinf.data.sample import Prompt
 from rlinf.runtime.base.errors import UserError
 from tests.session.small import small

@@ -13,7 +13,7 @@ import pytest
 
 import rlinf
 from rlinf import Session
-from rlinf.config.loading import InputError
+from rlinf.config.load import InputError
 from rlinf.runtime.base.errors import UserError
 from tests.session.small import MODEL, TOKENIZER, playing, small
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlinf import Group, Prompt
-from rlinf.config.loading import InputError
+from rlinf.config.load import InputError
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.runtime.base.errors import UserError
 from tests.launching import learned, metrics_of, weights_of

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from rlinf.session.session import SessionStopped
+from rlinf.runs.library.session import SessionStopped
 from tests.launching import metrics_of
 from tests.session.small import playing, small
 

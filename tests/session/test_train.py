@@ -21,14 +21,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rlinf
 from rlinf.algos import losses
-from rlinf.config.loading import load
+from rlinf.config.load import load
 from rlinf.config.text import RunConfig
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.engines.base import RequestRefused
+from rlinf.runs.library.objects import OF_GIVEN_TEXTS, OURS, Objects, configured, key_of
 from rlinf.runtime.system.torchrun import SWITCH_INTERVAL
-from rlinf.session.configure import configured, key_of
-from rlinf.session.objects import Objects
-from rlinf.session.trl_names import OF_GIVEN_TEXTS, OURS
 from tests.launching import ROOT, launch
 from tests.session.rewards import right, trl_style
 

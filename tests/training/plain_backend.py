@@ -14,16 +14,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.loss_sum import LossSum
 from rlinf.data.packing import Packed
 from rlinf.models.language.build import Build, build_policy, build_values, place
 from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.lora import POLICY, merged_named_parameters, using
-from rlinf.models.language.value_model import HEAD
+from rlinf.models.language.policy_model import HEAD
 from rlinf.training.backend import HostCopy, Loss, ModelSettings, Outputs, Ranks
-from rlinf.weights.hf_export import MODEL, copy_model
-from rlinf.weights.state_tensors import held
-from rlinf.weights.train_state import STATE, Restored, Source, StateCopy, copy_state, load_state
+from rlinf.training.checkpoint import STATE, Restored, Source, StateCopy, copy_state, held, load_state
+from rlinf.training.export import MODEL, copy_model
 
 
 class PlainOptimization:

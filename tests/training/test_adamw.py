@@ -5,10 +5,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from rlinf.data.offload import Parking
-from rlinf.training.adamw import AdamW8bit, adamw
-from rlinf.weights.state_tensors import held
-from rlinf.weights.train_state import copy_state, load_state
+from rlinf.models.offload import Parking
+from rlinf.training.checkpoint import copy_state, held, load_state
+from rlinf.training.optimizer import AdamW8bit, adamw
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'rlinf[optim8]'")
 SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.01}

@@ -9,9 +9,9 @@ import torch
 from rlinf import ActorSystem
 from rlinf.actors.trainer import Trainer
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import build_model
 from rlinf.training.backend import BackEnd, back_end_of
-from rlinf.training.fsdp_backend import FsdpBackEnd
+from rlinf.training.fsdp import FsdpBackEnd
 from rlinf.training.megatron.backend import MegatronBackEnd
 from tests.actors import toys
 from tests.actors.watched import PRECISELY, in_double

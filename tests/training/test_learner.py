@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from rlinf.data.packing import Row, cut, pack
 from rlinf.models.language.policy_model import PolicyModel
-from rlinf.training.learner import Learner
-from rlinf.training.learning_rate import lr_factor
-from rlinf.training.text.advantage_rows import advantage_rows
-from rlinf.training.text.policy_loss import learn_answers, learn_policy
-from rlinf.weights.train_state import copy_state, load_state
+from rlinf.training.checkpoint import copy_state, load_state
+from rlinf.training.fsdp import Learner
+from rlinf.training.optimizer import lr_factor
+from rlinf.training.policy import advantage_rows, learn_answers, learn_policy
 from tests.actors.toys import (
     ALGORITHMS,
     CLIP,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.loss_sum import LossSum
 from rlinf.training.optimizer import minimize, optimizer_step, share_of
 
 

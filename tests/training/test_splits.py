@@ -10,11 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from rlinf.config.learning import ParallelConfig
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.load import build_model
-from rlinf.models.language.parallel.arrangement import arranged
-from rlinf.models.language.parallel.mistakes import mistakes_in
-from rlinf.models.language.parallel.tokens import zigzag
-from rlinf.weights.hf_export import MODEL
+from rlinf.models.language.build import build_model
+from rlinf.models.language.fsdp import arranged, mistakes_in
+from rlinf.models.language.tensor_parallel import zigzag
+from rlinf.training.export import MODEL
 from tests.actors import toys
 from tests.actors.watched import in_double
 from tests.training.programs.splits import CASES, EXPERTS, FROM, batch

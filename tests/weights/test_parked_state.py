@@ -10,17 +10,17 @@ import torch
 
 from rlinf import Actor, ActorSystem
 from rlinf.actors.critic import Critic
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.policy_trainer import PolicyTrainer
-from rlinf.actors.embodied.sac_trainer import SacTrainer
+from rlinf.actors.off_policy_trainer import SacTrainer
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.actors.reference import Reference
 from rlinf.actors.trainer import Trainer
 from rlinf.data.step import EmbodiedStep
 from rlinf.flows.sac import sac
 from rlinf.runtime.base.errors import ActorDied, UserError
 from rlinf.runtime.system.handles import ActorGroup
-from rlinf.weights import parked_state
-from rlinf.weights.parked_state import park
+from rlinf.training import checkpoint
+from rlinf.training.checkpoint import park
 from tests.actors import toys
 from tests.actors.programs.control import MLP, collected
 from tests.actors.test_reference import Seen, weights
@@ -65,7 +65,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("pieces", [1 << 28, 5000], ids=["at once", "in pieces"])
 async def test_what_learns_from_text_goes_on_as_if_it_had_not_moved(system, monkeypatch, cls, more, pieces):
     """By the loss and the gradient of the next two steps, which weights, moments and schedule lead to."""
-    monkeypatch.setattr(parked_state, "READ_BYTES", pieces)
+    monkeypatch.setattr(checkpoint, "READ_BYTES", pieces)
     settings = {**TEXT, "lr": 0.01, "warmup_steps": 3, **more}
 
     async def learned(learner, steps):

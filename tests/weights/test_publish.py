@@ -13,15 +13,14 @@ import torch
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.engines.served.far_side.rlinf_weights import load_bucket
 from rlinf.engines.served.shared_memory import SharedMemory
-from rlinf.engines.transformers.model_forward import ModelForward
+from rlinf.engines.transformers.model import ModelForward
 from rlinf.metrics.timing import parts
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import build_model
 from rlinf.models.language.lora import add_adapters, start_adapters
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.observer import Watch
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.weights.publish import exported, gathered, pack, publish
-from rlinf.weights.receive import Receiver
+from rlinf.training.weight_sync import Receiver, exported, gathered, pack, publish
 
 PROGRAMS = Path(__file__).parent / "programs"
 TINY = {
@@ -132,7 +131,7 @@ def test_a_rank_that_fails_to_pack_still_takes_part_for_the_others(monkeypatch):
     def full(shape, dtype):
         raise MemoryError("full")
 
-    monkeypatch.setattr("rlinf.weights.publish.gather_into", watched)
+    monkeypatch.setattr("rlinf.training.weight_sync.gather_into", watched)
     with pytest.raises(MemoryError):
         pack(partial(exported, model), 0, lead=True, bucket_bytes=100, empty=full)
     assert seen == [(None, tuple(parameter.shape)) for parameter in model.parameters()]

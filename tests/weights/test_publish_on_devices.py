@@ -13,10 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rlinf.data.weights as weights_module
-import rlinf.weights.publish as publish_module
+import rlinf.training.weight_sync as publish_module
 from rlinf.data.weights import BUCKET_BYTES, Weights
-from rlinf.engines.transformers.model_forward import ModelForward
-from rlinf.weights.publish import exported, has_room, pack, publishing_bytes
+from rlinf.engines.transformers.model import ModelForward
+from rlinf.training.weight_sync import exported, has_room, pack, publishing_bytes
 from tests.weights.device_watch import pretended
 
 SHAPES = [(151_936, 1536), (1536, 8960), (1536,), (8960, 1536), (7, 3), *[(8960, 1536)] * 24]

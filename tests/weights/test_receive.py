@@ -12,7 +12,7 @@ from rlinf.data.weights import Weights, WeightsDamaged
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.weights.receive import LoadError, LoadRefused, LoadTimeout, LoadTorn, Receiver
+from rlinf.training.weight_sync import LoadError, LoadRefused, LoadTimeout, LoadTorn, Receiver
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -19,17 +19,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlinf.actors.base.base_trainer import BaseTrainer
-from rlinf.data import safetensors_io as tensor_files
+from rlinf.actors.base import BaseTrainer
+from rlinf.data import safetensors_io
 from rlinf.data.safetensors_io import DTYPES, WritingStopped, explained, write_tensors
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import build_model
 from rlinf.models.language.lora import add_adapters, start_adapters
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.weights import train_state as snapshot
-from rlinf.weights.hf_export import copy_model
-from rlinf.weights.train_state import copy_state, load_state
+from rlinf.training import checkpoint
+from rlinf.training.checkpoint import copy_state, load_state
+from rlinf.training.export import copy_model
 
 TINY = {
     "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -155,14 +155,14 @@ class Trainer(BaseTrainer):
 def held_writing(monkeypatch):
     """Writing that waits until it is told to go on: (it has begun, it may go on)."""
     begun, go_on = threading.Event(), threading.Event()
-    real = tensor_files.write_tensors
+    real = safetensors_io.write_tensors
 
     def write(*arguments):
         begun.set()
         assert go_on.wait(30)
         real(*arguments)
 
-    monkeypatch.setattr(snapshot, "write_tensors", write)
+    monkeypatch.setattr(checkpoint, "write_tensors", write)
     return begun, go_on
 
 
@@ -423,7 +423,7 @@ def test_copies_from_gpus_are_waited_for_on_those_gpus_whatever_the_threads_own_
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.zeros(1, dtype=torch.uint8))
-    monkeypatch.setattr(snapshot, "host_copy", lambda tensor: tensor)
+    monkeypatch.setattr(checkpoint, "host_copy", lambda tensor: tensor)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = nn.ParameterDict({name: nn.Parameter(torch.empty(4, device="cuda:2")) for name in "ab"})
         copy_state(model, None, None, 1, rank=0, ranks=1)

@@ -21,7 +21,7 @@ from rlinf.data.step import Step
 from rlinf.flows.grpo import grpo
 from rlinf.rewards.base import trusted
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.weights.train_state import StateCopy
+from rlinf.training.checkpoint import StateCopy
 
 STEPS = 3
 COLLOCATED = (
@@ -87,7 +87,7 @@ def _declared(scale: Scale) -> dict[str, int]:
     config.trainer.micro_batch_tokens, config.trainer.gradient_checkpointing = scale.of(8192, 512), True
     config.rollout.max_rows, config.rollout.max_new_tokens = scale.of(64, 8), scale.of(128, 8)
     config.data.max_prompt_tokens = scale.of(72, 36)
-    from rlinf.job.checks.footprint import footprints  # wants omegaconf, which other checks here do without
+    from rlinf.runs.dry_run.footprint import footprints  # wants omegaconf, which other checks here do without
 
     seats = {role: [frozenset({0})] for role in ("trainer", "rollout")}
     return {role: found.active_bytes for role, found in footprints(config, scale.config("1.5B"), seats).items()}

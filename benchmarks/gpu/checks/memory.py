@@ -23,9 +23,9 @@ from benchmarks.gpu.checks.judging import Bound, judge
 from benchmarks.gpu.checks.parts import policy_gradient, rows, trainer
 from benchmarks.gpu.scale import Outcome, Scale
 from rlinf.config.text import RunConfig
-from rlinf.data.offload import Parking, bytes_of, shard_of
 from rlinf.data.packing import pack
 from rlinf.data.weights import checksum
+from rlinf.models.offload import Parking, bytes_of, shard_of
 
 FILLED = 0.92
 """Share of a card that roles may fill, as `--dry-run` has it."""
@@ -128,7 +128,7 @@ def estimated(scale: Scale, tokens: int, checkpointed: bool) -> int:
     config = RunConfig()
     config.trainer.dtype = "float32" if scale.dtype == torch.float32 else "bfloat16"
     config.trainer.micro_batch_tokens, config.trainer.gradient_checkpointing = tokens, checkpointed
-    from rlinf.job.checks.footprint import footprints  # wants omegaconf, which other checks here do without
+    from rlinf.runs.dry_run.footprint import footprints  # wants omegaconf, which other checks here do without
 
     seats = {role: [frozenset({0})] for role in ("trainer", "rollout")}
     return footprints(config, scale.config("1.5B"), seats)["trainer"].active_bytes

@@ -1,7 +1,7 @@
 """What checks are made of: engines and trainers as a program of one's own makes them, prompts, and batches.
 
-An engine comes from `rlinf.engines.make`, a trainer is the back end of `trainer.backend` with one rank, both of random
-models of full shape. Everything here is deterministic.
+An engine comes from `rlinf.engines.base.make`, a trainer is the back end of `trainer.backend` with one rank, both of
+random models of full shape. Everything here is deterministic.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.gpu.checks.device import emptied
 from benchmarks.gpu.scale import Scale
-from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.loss_sum import LossSum
 from rlinf.data.packing import Packed, Row
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.engines.base import Completion, Engine, Request, Sampling
-from rlinf.engines.make import EngineSetup, make
-from rlinf.models.language.load import build_model
+from rlinf.engines.base import Completion, Engine, EngineSetup, Request, Sampling, make
+from rlinf.models.language.build import build_model
 from rlinf.runtime.base.tasks import InThreads
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.backend import BackEnd, ModelSettings, back_end_of

@@ -18,8 +18,7 @@ def maniskill(scale: Scale) -> Outcome:
     """Environments of one task: reset, and random actions."""
     required("mani_skill", "which simulates")
     from rlinf.envs.base import CannotSimulate, Simulator
-    from rlinf.envs.maniskill.cpu import ManiSkill
-    from rlinf.envs.maniskill.gpu import ManiSkillBatched
+    from rlinf.envs.maniskill import ManiSkill, ManiSkillBatched
 
     count = scale.of(64, 2)
     kind: type[Simulator] = ManiSkill if scale.rehearse else ManiSkillBatched

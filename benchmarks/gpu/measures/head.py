@@ -10,8 +10,8 @@ import torch
 from benchmarks.gpu.measuring.clock import Figures, Parts, device_seconds, told
 from benchmarks.gpu.measuring.limits import Limits, limits_of
 from benchmarks.gpu.scale import Outcome, Scale
-from rlinf.models.language.kernels.head import FusedHead
-from rlinf.models.language.logprob_head import token_logprobs
+from rlinf.models.language.kernels import FusedHead
+from rlinf.models.language.policy_model import token_logprobs
 
 
 def head(scale: Scale) -> Outcome:

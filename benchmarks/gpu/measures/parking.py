@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.gpu.measuring.clock import Figures, Parts, settled, told
 from benchmarks.gpu.measuring.limits import Limits, limits_of
 from benchmarks.gpu.scale import Outcome, Scale
-from rlinf.data.offload import Parking, bytes_of
+from rlinf.models.offload import Parking, bytes_of
 
 
 def parking(scale: Scale) -> Outcome:

@@ -12,7 +12,7 @@ from benchmarks.gpu.scale import NotRun, Scale
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.engines.base import Request, Sampling, StepStats
 from rlinf.engines.transformers.engine import TransformersEngine
-from rlinf.runtime.gpu.own_device import enter_device
+from rlinf.runtime.base.tensors import enter_device
 
 RESERVED = 3
 """The first token ids, which stand for padding, beginning and end."""

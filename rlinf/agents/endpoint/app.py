@@ -18,11 +18,21 @@ from typing import Any
 
 from aiohttp import web
 
-from rlinf.agents.endpoint.asking import Asked, Said, ask, message_of, template_of
+from rlinf.agents.endpoint import anthropic as messages
+from rlinf.agents.endpoint import openai
 from rlinf.agents.endpoint.endpoint import Endpoint, EndpointSession
-from rlinf.agents.endpoint.errors import ApiError, invalid, refused
-from rlinf.agents.endpoint.fields import Fields, parsed
-from rlinf.agents.endpoint.protocols import chat, completions, messages, responses
+from rlinf.agents.endpoint.requests import (
+    ApiError,
+    Asked,
+    Fields,
+    Said,
+    ask,
+    invalid,
+    message_of,
+    parsed,
+    refused,
+    template_of,
+)
 from rlinf.runtime.base.tasks import cancel_all
 
 logger = logging.getLogger(__name__)
@@ -171,9 +181,9 @@ def application(endpoint: Endpoint, more: Mapping[str, Handler]) -> web.Applicat
             made.router.add_route(method, prefix + path, answer)
 
     posts: list[tuple[str, Handler]] = [
-        ("/v1/chat/completions", chat.answered),
-        ("/v1/completions", completions.answered),
-        ("/v1/responses", responses.answered),
+        ("/v1/chat/completions", openai.chat_reply),
+        ("/v1/completions", openai.completion_reply),
+        ("/v1/responses", openai.responses_reply),
         *more.items(),
     ]
     for prefix in ("/v1", "/v1/v1"):  # Anthropic's clients add /v1 to a URL that has it already

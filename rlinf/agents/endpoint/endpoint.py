@@ -3,33 +3,123 @@
 In: agents (`AgentLLM`). Out: a URL and a key for each; what is asked there is recorded as the agent's own calls. The
 socket is bound when the first key is asked for; the server runs until `close`, which its owner awaits: the run, the
 session, or `session.serve`. Who wakes whom: the end of an episode ends what is still asked with its key.
+
+What an endpoint counts, in Prometheus' text form.
+
+In: requests as they end. Out: `/metrics`. Nobody waits here.
+
+The model for clients outside of episodes: every conversation is a session, and feedback makes it one to learn from.
+
+In: requests of clients, later what people say of the answers, by the program or as `POST /v1/feedback`. Out: groups, as
+sessions are judged. Who wakes whom: the feedback that ends a session wakes whoever takes groups.
+
+    async with session.serve(port=8000, token="…") as served:
+        async for group in served:          # {"response": "chatcmpl-…", "reward": 1.0} was posted
+            …
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import logging
 import os
 import re
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rlinf.agents.agent import AgentLLM
+from rlinf.agents.arguments import WrongType, number, shown
 from rlinf.agents.chat import ChatFormat, Message
-from rlinf.agents.endpoint.asking import Applying, Said, template_thinks
-from rlinf.agents.endpoint.errors import ApiError
-from rlinf.agents.endpoint.metrics import Metrics
+from rlinf.agents.endpoint.requests import ApiError, Applying, Said, invalid, template_thinks
 from rlinf.agents.trajectories import Key
 from rlinf.config.text import EndpointConfig
+from rlinf.data.sample import Group, Sample
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import cancel_all
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+_BOUNDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Seconds; from what a tiny model needs to the longest answers."""
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Counts since the endpoint began."""
+
+    requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """By route and status; 499: the client left."""
+    in_flight: int = 0
+    """Requests that are answered just now."""
+    read: int = 0
+    """Tokens that the model had before its answers."""
+    cached: int = 0
+    """Of those, how many earlier answers of the same conversation had."""
+    generated: int = 0
+    """Tokens of answers."""
+    malformed: int = 0
+    """Answers that were not the JSON that was asked for."""
+    asked_again: int = 0
+    """Answers that did not call tools as the client wished, so that the model was asked once more."""
+    opened: int = 0
+    """Sessions."""
+    branches: int = 0
+    """Histories that were rewritten or forked, in sessions that are over."""
+    _seconds: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0] * (len(_BOUNDS) + 1)))
+    _total: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def ended(self, route: str, status: int, seconds: float) -> None:
+        """A request is over."""
+        self.requests[route, status] += 1
+        self._seconds[route][bisect_left(_BOUNDS, seconds)] += 1
+        self._total[route] += seconds
+
+    def text(self, sessions: int, branches: int) -> str:
+        """All of it.
+
+        Args:
+            sessions: that are open.
+            branches: in those.
+        """
+        lines: list[str] = []
+
+        def tell(name: str, kind: str, *rows: tuple[str, float]) -> None:
+            lines.append(f"# TYPE rlinf_endpoint_{name} {kind}")
+            lines.extend(f"rlinf_endpoint_{name}{labels} {value:g}" for labels, value in rows)
+
+        tell(
+            "requests_total", "counter",
+            *((f'{{route="{route}",code="{code}"}}', n) for (route, code), n in sorted(self.requests.items())),
+        )  # fmt: skip
+        tell("requests_in_flight", "gauge", ("", self.in_flight))
+        tell(
+            "tokens_total", "counter",
+            ('{kind="read"}', self.read), ('{kind="cached"}', self.cached), ('{kind="generated"}', self.generated),
+        )  # fmt: skip
+        tell("malformed_json_total", "counter", ("", self.malformed))
+        tell("asked_again_total", "counter", ("", self.asked_again))
+        tell("sessions", "gauge", ("", sessions))
+        tell("sessions_total", "counter", ("", self.opened))
+        tell("branches_total", "counter", ("", self.branches + branches))
+        lines.append("# TYPE rlinf_endpoint_request_seconds histogram")
+        for route, counts in sorted(self._seconds.items()):
+            below = 0
+            for bound, count in zip((*map(str, _BOUNDS), "+Inf"), counts, strict=True):
+                below += count
+                lines.append(f'rlinf_endpoint_request_seconds_bucket{{route="{route}",le="{bound}"}} {below}')
+            lines.append(f'rlinf_endpoint_request_seconds_sum{{route="{route}"}} {self._total[route]:g}')
+            lines.append(f'rlinf_endpoint_request_seconds_count{{route="{route}"}} {below}')
+        return "\n".join(lines) + "\n"
+
 
 logger = logging.getLogger(__name__)
 _BACKLOG = 4096
@@ -428,3 +518,165 @@ class Endpoint:
                 404, f"there is no model {name!r:.100}; take {', '.join(self.models())}, or add agent.endpoint.models",
                 code="model_not_found", param="model",
             )  # fmt: skip
+
+
+class Served:
+    """An endpoint for any client; `session.serve` makes one.
+
+    Args:
+        config: where it listens, and its limits.
+        opens: makes the model for a new session.
+        idle: seconds after which a session that nobody asks or judges is forgotten.
+    """
+
+    def __init__(self, config: EndpointConfig, opens: Callable[[], AgentLLM], *, idle: float = 3600.0) -> None:
+        self._endpoint = Endpoint(config, opens, posts={"/v1/feedback": self._posted}, answered=self._answered)
+        self._idle = idle
+        self._groups: asyncio.Queue[Group | None] = asyncio.Queue()
+        self._numbers = itertools.count()
+        self._stack = AsyncExitStack()
+        self.url = ""
+        """For clients of OpenAI's protocol."""
+        self.judged = 0
+        """Sessions that were judged, and became groups."""
+        self.forgotten = 0
+        """Sessions that nobody judged in time."""
+        self.unmatched = 0
+        """Feedback on what there is not: unknown, judged before, or forgotten."""
+
+    async def __aenter__(self) -> Served:
+        self.url = f"{self._endpoint.listen()}/v1"
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for session in [*self._endpoint.sessions.values()]:
+            session.llm.end()
+        await self._endpoint.close()
+        self._groups.put_nowait(None)
+
+    @property
+    def sessions(self) -> Mapping[str, EndpointSession]:
+        """Those that are open, by name: what `X-Session-Id` or `/s/NAME/v1` says, else one per conversation."""
+        return self._endpoint.sessions
+
+    # What is learned from ---------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> AsyncIterator[Group]:
+        return self
+
+    async def __anext__(self) -> Group:
+        """The next session that was judged.
+
+        Raises:
+            StopAsyncIteration: it is closed, and all were taken.
+        """
+        group = await self._groups.get()
+        if group is None:
+            self._groups.put_nowait(None)  # for others who wait, too
+            raise StopAsyncIteration
+        return group
+
+    def feedback(
+        self,
+        reward: float,
+        *,
+        response: str | None = None,
+        session: str | None = None,
+        choice: int = 0,
+        end: bool | None = None,
+    ) -> bool:
+        """Say how good an answer was, or a session as a whole.
+
+        Args:
+            reward: the higher the better.
+            response: id of a response.
+            session: name of a session, which is over with this.
+            choice: which answer of the response.
+            end: the session is over; None: once each of its last answers was judged.
+
+        Returns:
+            Whether there is one that was not judged before.
+
+        Raises:
+            TypeError, ValueError: no number; not exactly one of response and session.
+        """
+        value = number(reward, "served.feedback")
+        if (response is None) == (session is None):
+            raise WrongType("served.feedback: say either response=… or session=…")
+        if session is not None:
+            found = self._endpoint.sessions.get(session)
+            if found is None or not found.llm.trajectories.turns:
+                self.unmatched += 1
+                return False
+            self._over(found, found.llm.samples(value))
+            return True
+        found = self._endpoint.of_response(str(response))
+        answers = [] if found is None else found.answers[str(response)]
+        if found is None or not 0 <= choice < len(answers) or answers[choice].turn.reward is not None:
+            self.unmatched += 1
+            return False
+        answers[choice].turn.reward = value
+        leaves = [turn for turn in found.llm.trajectories.turns if not turn.goes_on]
+        if end or (end is None and all(turn.reward is not None for turn in leaves) and not found.asking):
+            self._over(found, [sample for sample in found.llm.samples() if sample.reward is not None])
+        return True
+
+    def _over(self, session: EndpointSession, samples: Sequence[Sample]) -> None:
+        """A session was judged: it ends, and is a group."""
+        session.llm.end()
+        if not samples:
+            return
+        prompt = replace(samples[0].prompt, id=next(self._numbers))
+        made = tuple(
+            replace(sample, index=index, prompt=replace(sample.prompt, id=prompt.id) if index else prompt)
+            for index, sample in enumerate(samples)
+        )
+        self.judged += 1
+        self._groups.put_nowait(Group(prompt, made))
+
+    def _answered(self) -> None:
+        """Forget sessions that were asked too long ago; whenever there is an answer."""
+        oldest = asyncio.get_running_loop().time() - self._idle
+        for session in [*self.sessions.values()]:
+            if session.used >= oldest:
+                break  # those behind it were asked later
+            if not session.asking:
+                session.llm.end()
+                self.forgotten += 1
+
+    async def _posted(self, call: Any) -> Any:
+        """`POST /v1/feedback`."""
+        body = call.body
+        response, session = body.text("response"), body.text("session")
+        reward = body.wanted("reward", body.number("reward", -1e9, 1e9))
+        choice, end = body.whole("choice", 0) or 0, body.any("end")
+        if end not in (None, True, False):
+            raise invalid("end", "end must be true or false")
+        body.done()
+        if body.unheeded:
+            unknown = next(iter(body.unheeded))
+            raise ApiError(400, f"unknown parameter: {unknown}", code="unknown_parameter", param=unknown)
+        if (response is None) == (session is None):
+            raise invalid("response", "say either response or session")
+        if not self.feedback(reward, response=response, session=session, choice=choice, end=end):
+            what = f"session {shown(session)}" if response is None else f"response {shown(response)}"
+            raise ApiError(404, f"there is no {what} that waits for feedback", code="not_found")
+        return call.json({"object": "feedback", "reward": reward})
+
+
+def serving_config(config: EndpointConfig, given: Mapping[str, Any]) -> EndpointConfig:
+    """What `session.serve` was given, over what the run says.
+
+    Raises:
+        UserError: there is no such setting, or anybody could use it from elsewhere.
+    """
+    if unknown := sorted(given.keys() - vars(config).keys()):
+        raise UserError(f"session.serve: there is no {', '.join(unknown)}; there is {', '.join(vars(config))}")
+    made = replace(config, **given)
+    made = replace(made, host=made.host.strip("[]"))
+    if made.token is None and made.host not in ("localhost", "::1") and not made.host.startswith("127."):
+        raise UserError(
+            f"session.serve: whoever reaches {made.host} could use the model and teach it; set token=…, or "
+            "agent.endpoint.token"
+        )
+    return made

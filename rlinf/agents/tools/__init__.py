@@ -6,19 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlinf.agents.tools.arithmetic import calculator
-    from rlinf.agents.tools.calls import CallFormat, Parsed, ToolCall, call_format
+    from rlinf.agents.tools.calculator import calculator
+    from rlinf.agents.tools.formats import CallFormat, Parsed, ToolCall, call_format
     from rlinf.agents.tools.tool import Tool, ToolFailed, Tools
 
 _HOME = {
-    "CallFormat": "calls",
-    "Parsed": "calls",
+    "CallFormat": "formats",
+    "Parsed": "formats",
     "Tool": "tool",
-    "ToolCall": "calls",
+    "ToolCall": "formats",
     "ToolFailed": "tool",
     "Tools": "tool",
-    "calculator": "arithmetic",
-    "call_format": "calls",
+    "calculator": "calculator",
+    "call_format": "formats",
 }
 
 __all__ = ["CallFormat", "Parsed", "Tool", "ToolCall", "ToolFailed", "Tools", "calculator", "call_format"]

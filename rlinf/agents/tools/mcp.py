@@ -23,8 +23,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import IO, Any
 
-from rlinf.agents.checks import WrongValue
-from rlinf.agents.tools.calls import typed
+from rlinf.agents.arguments import WrongValue
+from rlinf.agents.tools.formats import typed
 from rlinf.agents.tools.tool import Tool, ToolFailed, Tools, output_text
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import finish

@@ -20,9 +20,9 @@ from rlinf.cli.conversion.convert import THEIRS_OF, Conversion, convert
 from rlinf.cli.conversion.reading import read
 from rlinf.cli.conversion.writing import as_table, as_yaml, summary
 from rlinf.config.importing import look_in_working_directory
-from rlinf.config.loading import ConfigError, InputError
+from rlinf.config.load import ConfigError, InputError
 from rlinf.config.schema import nearest
-from rlinf.job.validate import load_config, load_embodied
+from rlinf.runs.rules import load_config, load_embodied
 
 
 def main(arguments: Sequence[str]) -> int:

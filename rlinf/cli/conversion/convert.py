@@ -15,7 +15,7 @@ from typing import Any
 from rlinf.cli.conversion.implied import acting, engine_devices, to_be_written
 from rlinf.cli.conversion.reading import Read
 from rlinf.cli.conversion.rules import Absent, Given, Outcome, Rule, Same, Table, rule_of
-from rlinf.config.loading import InputError
+from rlinf.config.load import InputError
 from rlinf.config.schema import leaves
 from rlinf.config.text import RunConfig
 

@@ -16,7 +16,7 @@ from rlinf.cli.conversion.tables.shared import DEVICES, NODES
 _MODE, _ROLLOUT, _TRAINER = "placement.mode", "placement.rollout", "placement.trainer"
 _SPLIT = "rollout.engine_args.tensor_parallel"
 _RANGE = re.compile(r"(\d+)-(\d+)")
-_LIBERO_CLASS = "rlinf.envs.libero.Libero"
+_LIBERO_CLASS = "rlinf.envs.adapters.libero.Libero"
 _LIBERO = re.compile(r"libero_(?:spatial|object|goal|10|90)")
 
 

@@ -21,7 +21,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlinf.config.loading import InputError
+from rlinf.config.load import InputError
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "subtract": lambda one, other: one - other,

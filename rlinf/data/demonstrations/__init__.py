@@ -2,9 +2,8 @@
 them: decisions to learn from, batches in an order drawn from a seed, statistics of features. All of it blocks.
 """
 
-from rlinf.data.demonstrations.episode import Decisions, Demonstration, Window, decisions, joined
+from rlinf.data.demonstrations.episode import Decisions, Demonstration, Window, decisions, joined, write_demonstrations
 from rlinf.data.demonstrations.load import Shown, first_demonstration, open_episodes, open_parts, read_demonstrations
-from rlinf.data.demonstrations.records import write_demonstrations
 from rlinf.data.demonstrations.stream import DecisionStream
 
 __all__ = [

@@ -2,16 +2,33 @@
 
 In: whole episodes, of any format. Out: a `Window` of them, of which any decisions are cut out as a batch, with chunks
 of actions as long as the policy's. Nobody waits here.
+
+What every format of demonstrations is read as: episodes that are told of at once and read one at a time.
+
+In: a directory or file. Out: an `About` of every episode, without its tensors, and any episode whole.
+
+The format of `rlinf.flows.record`: a directory with two files for each episode.
+
+`episode_000000.safetensors` holds its tensors (`observation.NAME`, `actions`, `rewards`, `valid`), and
+`episode_000000.json` how it ended and what was to be done. The second is written last, so an episode without it is
+incomplete and is not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from rlinf.config.reading import parse_json
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,3 +240,295 @@ def _check(shown: Demonstration, first: Demonstration, number: int, chunk: int) 
         )
     if (mistake := mistake_between(shown, first)) is not None:
         raise ValueError(f"demonstrations: episode {number} does not go with the others: {mistake}")
+
+
+STATE, RGB, ACTIONS, REWARDS = "state", "rgb", "actions", "rewards"
+"""Our names for what formats call differently; every other name is an array of the observation as it stands."""
+IGNORED = ""
+"""Name of a feature that is left out."""
+NOTHING = "nothing"
+"""Stands in the place of an observation of which only pictures are known, where they are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What is known of an episode before it is read."""
+
+    rows: int
+    """Recorded rows, T: actions, or chunks of actions."""
+    success: bool | None
+    """The task was solved at some time; None if nobody says."""
+    instruction: str | tuple[str, ...] | None
+    """What was to be done, in words."""
+
+
+class Episodes(ABC):
+    """The episodes of a data set.
+
+    Args:
+        path: of the data set.
+        names: our name for each of its features (`state`, `rgb`, `actions`, `rewards`, or any other array of the
+            observation); features of one name are joined along their last axis, in this order, as cameras are. None
+            takes the format's own choice.
+    """
+
+    format: ClassVar[str]
+    """Name of the format, as `--format` takes it."""
+    abouts: Sequence[About]
+    """Of every episode, in the order of the data set."""
+
+    def __init__(self, path: Path, names: Mapping[str, str] | None = None):
+        self.path, self.names = path, names
+
+    def __len__(self) -> int:
+        return len(self.abouts)
+
+    @abstractmethod
+    def read(self, index: int, *, pictures: bool = True) -> Demonstration:
+        """An episode, by its place in `abouts`.
+
+        Args:
+            index: its place.
+            pictures: with them; without, where numbers alone are wanted, it is quicker.
+
+        Raises:
+            ValueError: a file of it is broken; the text names the file and the field.
+        """
+
+    def chosen(self, solved: bool = True) -> list[int]:
+        """Places of the episodes that are learned from.
+
+        Args:
+            solved: leave out those of which somebody says that they did not solve their task.
+
+        Raises:
+            ValueError: none is left.
+        """
+        found = [place for place, about in enumerate(self.abouts) if not (solved and about.success is False)]
+        if not found:
+            raise ValueError(
+                f"{self.path}: none of its {len(self)} episodes solved its task, so there is nothing to imitate"
+            )
+        return found
+
+
+@contextmanager
+def broken(path: Path, field: str) -> Iterator[None]:
+    """Whatever goes wrong inside becomes a ValueError that names the file and the field.
+
+    Args:
+        path: of the file that is read.
+        field: what is read of it.
+    """
+    try:
+        yield
+    except MissingPackage:
+        raise
+    except Exception as error:  # of files that may hold anything
+        told = f"{path}: {field}"
+        if isinstance(error, FileNotFoundError):
+            raise ValueError(f"{told}: the file is missing") from error
+        said = f"there is no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise ValueError(said if said.startswith(f"{path}: ") else f"{told}: {said}") from error
+
+
+class MissingPackage(ImportError):
+    """A format needs a package that is not installed; the text says which command brings it."""
+
+
+@contextmanager
+def needs(what: str) -> Iterator[None]:
+    """Imports inside bring a package of the extra `demonstrations`.
+
+    Args:
+        what: cannot be done without, for the error.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackage(f"{what} needs {error.name}: pip install 'rlinf[demonstrations]'") from error
+
+
+def assembled(
+    arrays: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    rows: int,
+    about: About,
+    terminated: bool,
+    *,
+    pictures: bool = True,
+) -> Demonstration:
+    """An episode of single actions from features under the names of their data set.
+
+    Args:
+        arrays: T or T + 1 rows each; where the observation after the last action is not recorded, the last one that
+            is stands in its place.
+        names: our name for each.
+        rows: T.
+        about: of the episode.
+        terminated: the task ended with it.
+        pictures: they must be there; without, features that are missing are passed over.
+
+    Raises:
+        ValueError: a feature is missing, or there are no actions or observations among them.
+    """
+    grouped: dict[str, list[Tensor]] = {}
+    for feature, name in names.items():
+        if name != IGNORED:
+            if feature not in arrays and not pictures:
+                continue
+            if feature not in arrays:
+                raise ValueError(
+                    f"there is no feature {feature!r}, of which {name!r} is made; there are {sorted(arrays)}"
+                )
+            grouped.setdefault(name, []).append(_with_axis(arrays[feature], feature, rows, name))
+    actions = _one(grouped, ACTIONS)
+    rewards = grouped.pop(REWARDS, [torch.zeros(rows, 1)])[0]
+    observation = {name: _joined(name, parts) for name, parts in grouped.items()}
+    if not observation and not pictures:
+        observation = {NOTHING: torch.zeros(rows + 1, 0)}
+    if not observation:
+        raise ValueError(f"no feature is an observation: name one of {sorted(arrays)}")
+    whole = {name: torch.cat([part, part[-1:]]) if len(part) == rows else part for name, part in observation.items()}
+    return Demonstration(
+        whole,
+        actions[:rows, None].float(),
+        rewards[:rows].float(),
+        torch.ones(rows, 1, dtype=torch.bool),
+        terminated,
+        about.success,
+        about.instruction,
+    )
+
+
+def _with_axis(array: Tensor, feature: str, rows: int, name: str) -> Tensor:
+    """Rows of numbers: a feature of single numbers has one in each; observations as the policies take them."""
+    if len(array) not in (rows, rows + 1):
+        raise ValueError(f"feature {feature!r} has {len(array)} rows, and the episode {rows} actions")
+    array = array[:, None] if array.ndim == 1 else array
+    if name == STATE:
+        return array.flatten(1).float()
+    return array.float() if array.dtype == torch.float64 else array
+
+
+def _one(grouped: dict[str, list[Tensor]], name: str) -> Tensor:
+    if name not in grouped:
+        raise ValueError(f"no feature is {name!r}: say which one by `names`")
+    return _joined(name, grouped.pop(name))
+
+
+def _joined(name: str, parts: Sequence[Tensor]) -> Tensor:
+    shapes = {tuple(part.shape[:-1]) for part in parts}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"the features of {name!r} cannot be joined: they are {[list(part.shape[1:]) for part in parts]}"
+        )
+    return torch.cat(list(parts), -1)
+
+
+def plain(shown: Demonstration, form: str) -> Demonstration:
+    """An episode of single actions, as foreign formats keep them.
+
+    Raises:
+        ValueError: it was recorded in chunks.
+    """
+    if shown.actions.shape[1] != 1:
+        raise ValueError(
+            f"{form} keeps single actions, and this episode was recorded in chunks of {shown.actions.shape[1]}, "
+            "between which nothing was seen: record it action by action, or keep it in rlinf's format"
+        )
+    return shown
+
+
+def text_of(value: Any) -> str:
+    """A text from what files keep as one: str, bytes, or an array of one of them."""
+    value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+_NAME = "episode_{:06d}"
+_PREFIX = "observation."
+PATTERN = "episode_*.json"
+"""Files that a directory of this format holds."""
+
+
+class Records(Episodes):
+    """Episodes that `write_demonstrations` wrote. `names` renames arrays of the observation."""
+
+    format = "rlinf"
+
+    def __init__(self, path: Path, names: Mapping[str, str] | None = None):
+        super().__init__(path, names)
+        self._files = sorted(path.glob(PATTERN))
+        if not self._files:
+            raise FileNotFoundError(
+                f"{path} holds no {PATTERN}: record demonstrations there first, with `rlinf record`"
+            )
+        self._read = [_about(file) for file in self._files]
+        self.abouts = [about for about, _ in self._read]
+
+    def read(self, index: int, *, pictures: bool = True) -> Demonstration:
+        file, (about, terminated) = self._files[index].with_suffix(".safetensors"), self._read[index]
+        with broken(file, "tensors"):
+            tensors = load_file(file)  # mapped into memory: what is left out is not read
+        seen = {name.removeprefix(_PREFIX): rows for name, rows in tensors.items() if name.startswith(_PREFIX)}
+        names = {name: name for name in seen} if self.names is None else self.names
+        with broken(file, "observation"):
+            seen = {ours: seen[theirs] for theirs, ours in names.items() if ours != IGNORED}
+        if not pictures:
+            seen = {name: rows for name, rows in seen.items() if rows.dtype != torch.uint8}
+            seen = seen or {NOTHING: torch.zeros(about.rows + 1, 0)}
+        with broken(file, "actions, rewards, valid"):
+            parts = (tensors["actions"], tensors["rewards"], tensors["valid"])
+            return Demonstration(seen, *parts, terminated, about.success, about.instruction)
+
+
+def _about(file: Path) -> tuple[About, bool]:
+    with broken(file, "the text"):
+        about = parse_json(file.read_text(encoding="utf-8"))
+    checked = {}
+    for name, kinds in (
+        ("chunks", int),
+        ("terminated", bool),
+        ("success", bool | None),
+        ("instruction", str | list | None),
+    ):
+        with broken(file, name):
+            if not isinstance(about, dict) or not isinstance(about[name], kinds):  # type: ignore[arg-type]
+                raise ValueError(f"{about[name]!r:.60} is not of the kind {kinds}")
+            checked[name] = about[name]
+    with broken(file, "instruction"):
+        words = instruction_from(checked["instruction"])
+    return About(checked["chunks"], checked["success"], words), checked["terminated"]
+
+
+def write_demonstrations(directory: Path, demonstrations: Iterable[Demonstration]) -> int:
+    """Add episodes to a directory, which is made if it is not there.
+
+    Args:
+        directory: episodes that are there stay, and new ones are numbered after them.
+        demonstrations: what is added.
+
+    Returns:
+        How many were added.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    first = max((int(path.stem.rpartition("_")[2]) + 1 for path in directory.glob("episode_*")), default=0)
+    number = first
+    for shown in demonstrations:
+        name = _NAME.format(number)
+        tensors = {"actions": shown.actions, "rewards": shown.rewards, "valid": shown.valid}
+        tensors |= {f"observation.{each}": rows for each, rows in shown.observation.items()}
+        save_file({each: rows.contiguous() for each, rows in tensors.items()}, directory / f"{name}.safetensors")
+        about = {
+            "chunks": len(shown.actions),
+            "return": float(shown.rewards[shown.valid].double().sum()),
+            "terminated": shown.terminated,
+            "success": shown.success,
+            "instruction": shown.instruction,
+        }
+        unfinished = directory / f".{name}.json"
+        unfinished.write_text(json.dumps(about) + "\n", encoding="utf-8")
+        unfinished.replace(directory / f"{name}.json")  # so that it is there whole, or not at all
+        number += 1
+    return number - first

@@ -17,17 +17,19 @@ import torch
 from torch import Tensor
 
 from rlinf.config.reading import parse_json
-from rlinf.data.demonstrations.episode import Demonstration, instruction_from, mistake_between
-from rlinf.data.demonstrations.source import (
+from rlinf.data.demonstrations.episode import (
     ACTIONS,
     IGNORED,
     REWARDS,
     RGB,
     STATE,
     About,
+    Demonstration,
     Episodes,
     assembled,
     broken,
+    instruction_from,
+    mistake_between,
     needs,
     plain,
 )

@@ -23,17 +23,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.demonstrations.episode import Demonstration, instruction_of
-from rlinf.data.demonstrations.source import (
+from rlinf.data.demonstrations.episode import (
     ACTIONS,
     IGNORED,
     REWARDS,
     RGB,
     STATE,
     About,
+    Demonstration,
     Episodes,
     assembled,
     broken,
+    instruction_of,
     plain,
     text_of,
 )

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.data.demonstrations.episode import Decisions, Demonstration, Window, joined
-from rlinf.data.demonstrations.source import ACTIONS, Episodes
+from rlinf.data.demonstrations.episode import ACTIONS, Decisions, Demonstration, Episodes, Window, joined
 from rlinf.data.demonstrations.statistics import statistics_of
 from rlinf.data.rng import mix, permutation
 

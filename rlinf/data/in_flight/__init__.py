@@ -6,17 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlinf.data.in_flight.admission import Batch, Kept, Made, Rules
     from rlinf.data.in_flight.in_flight import InFlight
-    from rlinf.data.in_flight.ledger import Ledger
-    from rlinf.data.in_flight.rules import Batch, Kept, Made, Rules
+    from rlinf.data.ledger import Ledger
 
 _HOME = {
-    "Batch": "rules",
-    "InFlight": "in_flight",
-    "Kept": "rules",
+    "Batch": "in_flight.admission",
+    "InFlight": "in_flight.in_flight",
+    "Kept": "in_flight.admission",
     "Ledger": "ledger",
-    "Made": "rules",
-    "Rules": "rules",
+    "Made": "in_flight.admission",
+    "Rules": "in_flight.admission",
 }
 
 __all__ = ["Batch", "InFlight", "Kept", "Ledger", "Made", "Rules"]
@@ -26,4 +26,4 @@ def __getattr__(name: str) -> Any:
     """Import public names at first use: `rlinf ledger` reads books in seconds, since it needs no torch."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"rlinf.data.{_HOME[name]}"), name)

@@ -14,15 +14,32 @@ This is the condition for unit jobs on one machine (Jackson's rule, earliest due
 in flight; a prompt is admitted only if it still holds then, and younger answers overtake older ones only if it still
 holds for those. So it holds always: no answer ever comes too late, in whatever order answers are finished, and a step
 waits only for answers that would be too old in the next one.
+
+Which groups give a gradient, and dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) over groups that come as
+they are finished.
+
+`teaches` is the one definition, for what is drawn, what is counted as uniform, and what is trained on.
+
+Which tokens are too old to be learned, and what becomes of the answers that have some.
+
+What may be in flight, what a step gets of it, and whom it asks: the plain data of `in_flight.py`.
 """
 
 from __future__ import annotations
 
 import heapq
+import operator
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from rlinf.algos.algorithms import AlgorithmSpec, DynamicSampling, shaped
+from rlinf.data.sample import Group, Sample
+from rlinf.runtime.streams.stream import Stream
 
 WATCHED = 4
 """Steps in a row that have answers to spare before fewer are begun early: a single one may have had short answers."""
@@ -266,3 +283,273 @@ class Admission:
         if not self._due[entry.deadline]:
             del self._due[entry.deadline]
         self._answers -= entry.size
+
+
+Teaches = Callable[[Group], bool]
+"""Says of a judged group that it gives a gradient."""
+
+
+def unequal(group: Group) -> bool:
+    """Rewards of the group's answers differ: the definition for whoever knows no algorithm."""
+    return len(set(group.rewards)) > 1
+
+
+def teaches(spec: AlgorithmSpec, group: Group) -> bool:
+    """A group gives a gradient: an answer of it is learned, and its rewards differ as the algorithm compares them.
+
+    That is after shaping, so a penalty for length can make a difference where there was none, and can take one away.
+    Under dynamic sampling rewards must differ before shaping, too: DAPO keeps groups of which some answers are right
+    and some wrong (equation 11), whatever their lengths, for if penalties alone were learned from, a policy that finds
+    nothing right would learn to write nothing. (verl's `filter_groups.metric: acc` is the same.)
+
+    Args:
+        spec: the algorithm.
+        group: judged.
+    """
+    if spec.sampling is not None and not unequal(group):
+        return False
+    scored = group.scored
+    if not any(sample.learned_tokens and not (spec.truncated == "mask" and sample.truncated) for sample in scored):
+        return False
+    return len(set(shaped_rewards(spec, group))) > 1
+
+
+def shaped_rewards(spec: AlgorithmSpec, group: Group) -> list[float]:
+    """Reward of each scored answer of a group, after shaping."""
+    if spec.shaping is None:
+        return group.rewards
+    lengths = torch.tensor([sample.generated_tokens for sample in group.scored])
+    found: list[float] = shaped(spec, torch.tensor(group.rewards, dtype=torch.float64), lengths).tolist()
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class Choosing:
+    """What one step has looked at."""
+
+    sampling: DynamicSampling | None
+    """None takes everything."""
+    wanted: int
+    """Groups of a full batch."""
+    teaches: Teaches = unequal
+    """Which groups give a gradient."""
+    offered: int = 0
+    """Groups seen."""
+    kept: int = 0
+    """Groups taken."""
+    rewards: list[float] = field(default_factory=list)
+    """Of all that were seen."""
+    even: list[tuple[Entry, Sequence[Any]]] = field(default_factory=list)
+    """Those that give no gradient."""
+
+    @property
+    def over(self) -> bool:
+        """So many were looked at that the batch goes on as it is."""
+        return self.sampling is not None and self.offered >= self.sampling.max_rounds * self.wanted
+
+    def keep(self, entry: Entry, results: Sequence[Any]) -> bool:
+        """Whether the step learns from this."""
+        self.offered += 1
+        if self.sampling is None:
+            self.kept += 1
+            return True
+        groups = [group for group in results if isinstance(group, Group)]
+        self.rewards += [reward for group in groups for reward in group.rewards]
+        if not any(map(self.teaches, groups)):
+            self.even.append((entry, results))
+            return False
+        self.kept += 1
+        return True
+
+    def instead(self) -> list[tuple[Entry, Sequence[Any]]]:
+        """What goes to the trainer where not one group gives a gradient: it learns nothing, but tells of them."""
+        if self.kept:
+            return []
+        chosen, self.even = self.even[: self.wanted], self.even[self.wanted :]
+        return chosen
+
+    def metrics(self) -> dict[str, float]:
+        """As those of `flows.parts.dynamic_sampling`; nothing without it."""
+        if self.sampling is None:
+            return {}
+        told = {
+            "sampling/rounds": float(-(-self.offered // max(self.wanted, 1))),
+            "sampling/drawn": float(self.offered),
+            "sampling/dropped": float(self.offered - self.kept),
+            "sampling/kept": float(self.kept),
+        }
+        return told | ({"sampling/reward/mean": sum(self.rewards) / len(self.rewards)} if self.rewards else {})
+
+
+Mode = Literal["drop", "mask", "resample"]
+"""What becomes of an answer with tokens that are too old: it is not learned from; those tokens are read and not
+learned; or its prompt is answered again."""
+
+
+@dataclass(slots=True)
+class Fresh:
+    """What became of the tokens of a batch that were too old."""
+
+    masked: int = 0
+    """Tokens that are read, and not learned."""
+    dropped: int = 0
+    """Tokens of answers that are not learned from, young ones too."""
+    resampled: int = 0
+    """Tokens of answers whose prompts are answered again."""
+    lost: list[tuple[int, int, int]] = field(default_factory=list)
+    """Answers that are not learned from: prompt id, index, tokens."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of a step."""
+        return {
+            "staleness/masked": float(self.masked),
+            "staleness/dropped": float(self.dropped),
+            "staleness/resampled": float(self.resampled),
+        }
+
+
+def oldest(results: Sequence[Any]) -> tuple[int | None, int]:
+    """The oldest version that made a learned token of groups, None if nobody knows; and how many those tokens are."""
+    versions = [sample.learned(sample.versions) for one in results if isinstance(one, Group) for sample in one.samples]
+    joined = np.concatenate([np.empty(0, np.int32), *versions])  # one minimum over all costs a tenth of one for each
+    return (int(joined.min()) if len(joined) else None), len(joined)
+
+
+def without_old(results: Sequence[Any], version: int, mode: Mode, found: Fresh) -> list[Any]:
+    """Results without what was made by weights older than `version`, see `fresh`; those without versions stay."""
+    kept = [fresh(one, version, mode, found) if isinstance(one, Group) else one for one in results]
+    return [one for one in kept if one is not None]
+
+
+def fresh(group: Group, version: int, mode: Mode, found: Fresh) -> Group | None:
+    """A group without what was made by weights older than `version`; None if nothing is left of it.
+
+    Args:
+        group: of which nothing was learned yet.
+        version: the oldest that may be learned.
+        mode: `mask` keeps answers, and learns their other tokens; `drop` leaves out whole answers.
+        found: counts what became of old tokens.
+    """
+    kept: list[Sample] = []
+    for sample in group.samples:
+        old = sample.versions < version
+        if sample.loss_mask is not None:
+            old &= sample.loss_mask
+        if not (count := int(np.count_nonzero(old))):
+            kept.append(sample)
+        elif mode == "mask":
+            learned = np.ones(len(old), bool) if sample.loss_mask is None else sample.loss_mask
+            kept.append(replace(sample, loss_mask=learned & ~old, too_old=sample.too_old + count))
+            found.masked += count
+        else:
+            found.dropped += sample.learned_tokens
+            found.lost.append((group.prompt.id, sample.index, sample.learned_tokens))
+    if len(kept) == len(group.samples) and all(map(operator.is_, kept, group.samples)):
+        return group
+    return Group(group.prompt, tuple(kept)) if kept else None
+
+
+Answers = Callable[[Any], AsyncIterable[Any]]
+"""From a stream of what was drawn to what came of it, in any order: `Group`s, or `Made`."""
+Draw = Callable[[int], Awaitable[Sequence[Any]]]
+"""Draws so many more prompts; fewer where there are no more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rules:
+    """What may be in flight, and what becomes of what is too old."""
+
+    staleness: int = 0
+    """By how many versions tokens may be older than the weights that learn from them. 0: nothing begins early."""
+    batch: int = 0
+    """Prompts of a step; 0: as many as the step brings."""
+    mode: Mode = "mask"
+    """What becomes of answers with tokens that are too old all the same."""
+    carry: int | None = None
+    """By how many versions an answer may be carried over before a step waits for it; None: `staleness`."""
+    extra: int | None = None
+    """Prompts in flight beside those of the step in hand; None: `staleness` batches."""
+    partial: bool = False
+    """Groups of which some answers are complete are learned from in parts, where a step would have to wait."""
+    between: bool = False
+    """One thing is made after the other, and weights are switched only between two."""
+    sampling: DynamicSampling | None = None
+    """Drop groups that give no gradient, and learn from others in their place."""
+    teaches: Teaches = unequal
+    """Which groups give one, for `sampling`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Made:
+    """What came of one thing that was drawn, where that is no single group."""
+
+    id: int
+    """Of what was drawn."""
+    results: tuple[Any, ...]
+    """To learn from; none, where nothing came of it."""
+    dropped: str = ""
+    """Why, if nothing came of it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What a step learns from."""
+
+    groups: Stream[Any]
+    """As they are chosen, the oldest first."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """How they were found, complete once `groups` has ended: `in_flight/prompts` that are under way for later steps,
+    and `in_flight/ready` of those, which are complete; `staleness/dropped` and `staleness/masked`, tokens that were too
+    old; with dynamic sampling, what `flows.parts.dynamic_sampling` tells."""
+
+
+class Books(Protocol):
+    """What is told of everything that is drawn and not learned from."""
+
+    def drawn(self, ids: Iterable[int], answers: int) -> None:
+        """Prompts were drawn, for so many answers each."""
+
+    def dropped(self, prompt_id: int, reason: str, indices: Iterable[int] | None = None, tokens: int = 0) -> None:
+        """Answers will not be learned from, None: all that there are."""
+
+    def masked(self, tokens: int) -> None:
+        """So many tokens are read, and not learned."""
+
+
+class Keeper(Protocol):
+    """What makes the answers, as far as it knows what it has begun."""
+
+    async def version(self) -> int:
+        """Of the weights in use."""
+
+    async def partials(self) -> Mapping[int, tuple[Any, ...]]:
+        """What was begun and is not settled, by id: given in place of what was drawn, one after the other, it goes on
+        from there."""
+
+    async def settled(self, ids: Sequence[int]) -> None:
+        """These have been received, and need not be kept."""
+
+    async def drop(self, ids: Sequence[int]) -> int:
+        """Give these up; returns how many tokens there were of them."""
+
+    async def split(self) -> None:
+        """Let the complete answers of groups under way come by themselves."""
+
+    def rest(self, partial: tuple[Any, ...], samples: Collection[int]) -> tuple[Any, ...]:
+        """What was begun of one thing, without these of its samples, which have been received as a part of it."""
+
+    async def pause(self) -> None:
+        """Make nothing more, and keep what there is."""
+
+    async def unpause(self) -> None:
+        """Go on after `pause`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """What a checkpoint keeps."""
+
+    version: int
+    """How many times weights had been published."""
+    entries: tuple[Entry, ...] = ()
+    """What was in flight, in the order in which it was drawn."""

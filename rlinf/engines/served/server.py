@@ -2,21 +2,268 @@
 
 Flows in: requests as plain token ids, weights. Flows out: chunks of tokens. Nobody waits here: the methods are awaited
 by the engine, which supervises the server's process, keeps all tokens and decides when an answer has ended.
+
+The files of a model that a server reads, and what arriving weights must look like.
+
+In: where a model comes from. Out: a directory of checkpoint files, its own or one made for the purpose; shapes by name.
+Blocking, and all memory is given back: shapes are found without a model.
+
+HTTP to a server on this machine: JSON in, JSON or a stream of JSON events out, by aiohttp.
+
+In: paths and bodies. Out: decoded replies; `Refused` for 4xx, `Lost` for everything else that goes wrong. Each request
+has a deadline: in all, or for streams from event to event.
+
+The child process of a server: its interpreter, its address, its log, and the health that the supervisor asks for.
+
+Flows in: a `Server`, the files of its model. Flows out: a server that is up and has the right weights, or `ChildDied`
+with the end of its log. Who wakes whom: the supervisor (`runtime/processes/supervisor.py`) starts a life and asks
+`_healthy` until it says yes; that is what `up` waits for. A life is healthy only after `prepare`, so nobody ever gets
+an answer of a server that was restarted and has not got its weights back.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
+from rlinf.data.images import FAMILIES, auto_class
+from rlinf.data.routes import experts_of
 from rlinf.data.sample import ImageRef
+from rlinf.data.tokenizer import pretrained, without_own_code
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Sampling
-from rlinf.engines.served.http import Http, Lost, Refused
+from rlinf.engines.base import EngineSetup, Sampling
+from rlinf.runtime.base.progress import work
+from rlinf.runtime.base.tasks import OwnDirectory
+from rlinf.runtime.processes.supervisor import Child, ChildDied
+
+if TYPE_CHECKING:
+    import aiohttp
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a mixture, as its configuration counts them."""
+
+    layers: int
+    """Of the model, those without experts among them."""
+    top_k: int
+    """Experts that each token goes to."""
+    count: int
+    """Experts of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a server starts from."""
+
+    directory: Path
+    """With config.json and safetensors."""
+    own: OwnDirectory | None
+    """The same where it was made for this server; `remove` deletes it."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of each tensor of the model, by the name that trainers publish it under."""
+    vocabulary: int
+    """Tokens from 0 that it can read."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Of tensors that have another name in files than in memory, by the latter: servers know those of files."""
+    experts: Experts | None = None
+    """Of a mixture."""
+
+    def as_saved(self, weights: Weights) -> Weights:
+        """Weights by the names that their tensors have in files."""
+        if not self.names:
+            return weights
+        layout = tuple(replace(slot, name=self.names.get(slot.name, slot.name)) for slot in weights.layout)
+        return replace(weights, layout=layout)
+
+    def remove(self) -> None:
+        """Delete what was made for the server."""
+        if self.own is not None:
+            self.own.remove()
+
+
+def model_files(setup: EngineSetup) -> ModelFiles:
+    """The files of the model of a setup: those of a directory, or of a new model, which is made and saved.
+
+    Raises:
+        ValueError: it is no language model that transformers knows.
+    """
+    if isinstance(setup.model, str) and Path(setup.model).is_dir():
+        config = pretrained(AutoConfig, setup.model)
+        with torch.device("meta"):
+            empty = without_own_code(auto_class(config), config)
+        directory = Path(setup.model).absolute()
+        return ModelFiles(directory, None, _shapes(empty), _vocabulary(config), _names(empty), _experts(config))
+    own = OwnDirectory("model")
+    directory = own.path
+    try:
+        with setup.build_model() as model:
+            model.save_pretrained(directory)
+            shapes, config, names = _shapes(model), model.config, _names(model)
+        if setup.tokenizer is not None:
+            with contextlib.suppress(AttributeError):  # a decoder that is no tokenizer of transformers
+                setup.tokenizer.save_pretrained(directory)
+        if setup.pictures is not None:
+            setup.pictures.save(directory)
+    except BaseException:
+        own.remove()
+        raise
+    return ModelFiles(directory, own, shapes, _vocabulary(config), names, _experts(config))
+
+
+def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _names(model: PreTrainedModel) -> dict[str, str]:
+    """Names in files of the tensors of a model that reads pictures, where they are others: transformers reads these
+    models by older names than it gives their parts. Those that it joins or splits besides keep theirs."""
+    if model.config.model_type not in FAMILIES:
+        return {}
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    saved = revert_weight_conversion(model, dict(model.named_parameters()))
+    found = {own[id(tensor)]: name for name, tensor in saved.items() if id(tensor) in own}
+    return {name: other for name, other in found.items() if name != other}
+
+
+def _vocabulary(config: PretrainedConfig) -> int:
+    return int(config.get_text_config().vocab_size)
+
+
+def _experts(config: PretrainedConfig) -> Experts | None:
+    text = config.get_text_config()
+    count, top_k = experts_of(text), getattr(text, "num_experts_per_tok", None)
+    return Experts(int(text.num_hidden_layers), int(top_k), count) if count and top_k else None
+
+
+_SHOWN = 2000
+"""Characters of a server's error text that an error of ours repeats."""
+_LINE = 64 << 20
+"""Bytes of one event at most; an answer of a million tokens with log-probs in one piece stays below."""
+_KEPT = 2.0
+"""Seconds for which a connection without requests is used again. Servers close theirs after 5 s (uvicorn's default),
+and a request that meets that on its way would look like a server that died."""
+
+
+class Refused(ValueError):
+    """The server will not do what it was asked (4xx): asked again, it would say the same."""
+
+
+class Lost(RuntimeError):
+    """The server did not finish what it was asked: it is gone, hangs or failed (5xx). Asked again, it may."""
+
+
+class Http:
+    """Requests to one server; needs a running loop. Connections are kept and are as many as there are requests.
+
+    Args:
+        url: of the server, such as "http://127.0.0.1:8000".
+        kind: what messages call the server.
+        silence: seconds without an event after which a stream counts as lost.
+    """
+
+    def __init__(self, url: str, kind: str, *, silence: float = 300.0) -> None:
+        import aiohttp  # here: the package is used by served engines alone
+
+        self.url, self.kind = url, kind
+        self._silence = silence
+        self._aiohttp = aiohttp
+        self._session = aiohttp.ClientSession(
+            url, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT), read_bufsize=1 << 20,
+            trust_env=False, auto_decompress=False,
+        )  # fmt: skip
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, seconds: float = 60.0) -> Any:
+        """POST JSON; returns the decoded reply, or its text where that is no JSON.
+
+        Args:
+            path: such as "/generate".
+            body: what is sent.
+            seconds: deadline of the whole request.
+
+        Raises:
+            Refused: the server says 4xx.
+            Lost: it says 5xx, or nothing by the deadline, or cannot be reached.
+        """
+        return await self._request("POST", path, body, seconds)
+
+    async def get(self, path: str, *, seconds: float = 10.0) -> Any:
+        """GET; otherwise as `post`."""
+        return await self._request("GET", path, None, seconds)
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+        """POST JSON and yield what is streamed back: the `data:` lines of server-sent events, decoded, up to `[DONE]`.
+
+        Raises:
+            Refused, Lost: as `post`; Lost also if the stream ends without `[DONE]`.
+        """
+        timeout = self._aiohttp.ClientTimeout(total=None, sock_read=self._silence)
+        with self._named(path, self._silence):
+            async with self._session.post(path, json=body, timeout=timeout, read_bufsize=_LINE) as reply:
+                await self._check(path, reply)
+                async for line in reply.content:
+                    if line.startswith(b"data: [DONE]"):
+                        return
+                    if line.startswith(b"data:"):
+                        yield json.loads(line[5:])
+        raise self._lost(f"{path}: the stream ended in mid-answer")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
+        timeout = self._aiohttp.ClientTimeout(total=seconds)
+        with self._named(path, seconds):
+            async with self._session.request(method, path, json=body, timeout=timeout) as reply:
+                await self._check(path, reply)
+                text = await reply.text()
+        with contextlib.suppress(ValueError):
+            return json.loads(text)
+        return text
+
+    async def _check(self, path: str, reply: aiohttp.ClientResponse) -> None:
+        if reply.status < 400:
+            return
+        text = f"{self.kind} {path} says {reply.status}: {_message(await reply.text())[:_SHOWN]}"
+        raise Refused(text) if reply.status < 500 else self._lost(text)
+
+    @contextlib.contextmanager
+    def _named(self, path: str, seconds: float) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise self._lost(f"{path}: no answer for {seconds:g} s") from None
+        except (self._aiohttp.ClientError, ConnectionError, json.JSONDecodeError) as error:
+            raise self._lost(f"{path}: {type(error).__name__}: {error}") from error
+
+    def _lost(self, text: str) -> Lost:
+        return Lost(text if text.startswith(self.kind) else f"{self.kind} {text}")
+
+
+def _message(text: str) -> str:
+    """What an error body says, without its wrapping."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        found = json.loads(text)
+        found = found.get("error", found)
+        return str(found if isinstance(found, str) else found["message"])
+    return text
+
 
 __all__ = ["Ask", "Chunk", "Lost", "Refused", "Server"]
 
@@ -109,3 +356,160 @@ class Server(Protocol):
 
     def close(self) -> None:
         """Let go of what it holds on this side, such as shared memory. The process has ended."""
+
+
+_TORCHRUN = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV",
+)  # fmt: skip
+"""Variables that are about our processes: a server that sees them takes itself for one of our ranks."""
+
+
+def environment_of(kind: str, python: str | None, variable: str, directory: str, target: str) -> str:
+    """The interpreter of a server's own environment.
+
+    Args:
+        kind: what messages call the server.
+        python: `rollout.engine_args.python`, if it was set.
+        variable: environment variable that names the interpreter too.
+        directory: of the environment, beside the project, such as `.venv-sglang`.
+        target: make's target that creates it.
+
+    Raises:
+        ValueError: there is none; the text says how to make it.
+    """
+    project = Path(__file__).parents[3]  # of a checkout
+    places = [Path.cwd() / directory / "bin/python", project / directory / "bin/python"]
+    named = python or os.environ.get(variable)
+    tried = [Path(named)] if named else list(dict.fromkeys(places))
+    for path in tried:
+        if os.access(path, os.X_OK):
+            return str(path.absolute())  # not resolved: a link to an interpreter is what makes an environment
+    raise ValueError(
+        f"{kind} lives in an environment of its own, and there is none at {' or '.join(map(str, tried))}: make it by "
+        f"`make {target}`, or name its interpreter by rollout.engine_args.python or ${variable}"
+    )
+
+
+class ServerChild:
+    """A server that is kept running.
+
+    Args:
+        server: its kind.
+        model: directory of the model's files.
+        name: what messages and logs call it.
+        prepare: awaited with every new life's connection once it is up, before anybody may use it.
+        busy: whether something other than answers goes on with the server, which then need not be asked for its health.
+        log: file that its output is appended to; None keeps the last lines.
+        start_deadline, health_interval, health_deadline, max_restarts, backoff: see `Child`.
+        silence: seconds without a token after which an answer counts as lost.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        model: Path,
+        name: str,
+        prepare: Callable[[Http], Awaitable[None]],
+        busy: Callable[[], bool],
+        *,
+        log: Path | None = None,
+        start_deadline: float = 600.0,
+        health_interval: float = 10.0,
+        health_deadline: float = 60.0,
+        max_restarts: int = 3,
+        backoff: tuple[float, float, float] = (0.5, 2.0, 30.0),
+        silence: float = 300.0,
+    ) -> None:
+        self.server, self._prepare, self._busy = server, prepare, busy
+        host, port = _free_address()
+        self.http = Http(f"http://{host}:{port}", server.kind, silence=silence)
+        self._prepared: int | None = None  # process id of the life that has its weights
+        self._scratch = Path(tempfile.mkdtemp(prefix="rlinf-"))  # of its sockets, which it leaves behind when killed
+        environment: Mapping[str, str | None] = {
+            **dict.fromkeys(_TORCHRUN), "TMPDIR": str(self._scratch), **server.environment(),
+        }  # fmt: skip
+        self.child = Child(
+            server.command(model, host, port),
+            name=name,
+            env=environment,
+            health=self._healthy,
+            start_deadline=start_deadline,
+            health_interval=health_interval,
+            health_deadline=health_deadline,
+            max_restarts=max_restarts,
+            backoff=backoff,
+            stop_deadline=0.0,  # it has nothing to save, and some take long to find that out
+            log=log,
+        )
+
+    async def start(self) -> None:
+        """Start it, and wait until it is up.
+
+        Raises:
+            ChildDied: it ended or was not up in time; with the end of its log.
+        """
+        try:
+            with work(f"starting {self.server.kind}"):
+                await self.child.start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def up(self) -> None:
+        """Wait until it is up and has its weights. Raises `ChildDied` if it is not started again."""
+        await self.child.ready()
+
+    async def after(self, lost: Lost, pause: float) -> None:
+        """Wait until it is up after a request was lost: until the next life, if this one ends within `pause` seconds;
+        otherwise it lives, and failed that request alone.
+
+        Raises:
+            ChildDied: there is no next life.
+        """
+        life = self.child._life
+        if life is not None:
+            await asyncio.wait([life.exited], timeout=pause)
+        try:
+            await self.child.ready()
+        except ChildDied as died:
+            died.__cause__ = died.__cause__ or lost
+            raise
+
+    async def restart(self) -> None:
+        """Replace the process, which hangs or holds what nobody wants."""
+        await self.child.restart()
+
+    async def stop(self) -> None:
+        """End the process, and let go of the connections."""
+        await self.child.stop()
+        await self.http.close()
+        self.server.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    async def _healthy(self, child: Child) -> bool:
+        pid = child.pid
+        if pid is None:
+            return False
+        if pid != self._prepared:
+            await self.server.greet(self.http)
+            await self._prepare(self.http)
+            self._prepared = pid
+        elif not self._busy():
+            await self.server.healthy(self.http)
+        return True
+
+
+def _free_address() -> tuple[str, int]:
+    """A port of this machine that nobody else can reach, at an address that scans of 127.0.0.1 do not find."""
+    draw = random.SystemRandom()
+    host = f"127.{draw.randrange(1, 255)}.{draw.randrange(256)}.{draw.randrange(1, 255)}"
+    for address in (host, "127.0.0.1"):  # some systems have the latter alone
+        with socket.socket() as probe:
+            try:
+                probe.bind((address, 0))
+            except OSError:
+                continue
+            return address, int(probe.getsockname()[1])
+    raise OSError("no port is free on 127.0.0.1")

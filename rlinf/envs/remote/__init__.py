@@ -11,7 +11,7 @@ __all__ = ["Remote"]
 def __getattr__(name: str) -> Any:
     """Import our side when it is asked for, so that `python -m rlinf.envs.remote.serve` does not need it."""
     if name == "Remote":
-        from rlinf.envs.remote.simulator import Remote
+        from rlinf.envs.remote.client import Remote
 
         return Remote
     raise AttributeError(name)

@@ -248,7 +248,7 @@ class Session:
             raise PermissionError("the token is wrong")
         made = self._make(num_envs=num_envs, **(options or {}))
         if hasattr(made, "action_spec"):  # of rlinf's own kind, which is here then
-            made = importlib.import_module("rlinf.envs.remote.of_rlinf").OfRlinf(made)
+            made = importlib.import_module("rlinf.envs.remote.client").OfRlinf(made)
         self._simulator = made
         spec = made.observation_spec.items()
         specs = {name: [list(shape), np.dtype(dtype).name] for name, (shape, dtype) in spec}

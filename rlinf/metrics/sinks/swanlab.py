@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import swanlab
 
-from rlinf.metrics.tracking import Rows, Tracked
+from rlinf.metrics.trackers import Rows, Tracked
 
 
 class SwanLabSink:

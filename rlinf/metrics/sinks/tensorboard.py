@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch.utils.tensorboard import SummaryWriter
 
-from rlinf.metrics.tracking import Rows, Tracked
+from rlinf.metrics.trackers import Rows, Tracked
 
 
 class TensorBoardSink:

@@ -8,7 +8,7 @@ from typing import Any
 
 import wandb
 
-from rlinf.metrics.tracking import Rows, Tracked
+from rlinf.metrics.trackers import Rows, Tracked
 
 NUMBERS = ("reward", "advantage", "length")
 COLUMNS = ("step", "kind", "prompt", "response", "answer", *NUMBERS, "outcome", "scores", "remark")

@@ -3,22 +3,144 @@
 In: a `PolicyModel`, a `Layout`. Out: the same module; where it lies in slices, its parameters are `DTensor`s.
 Gradients are *summed* over ranks, never averaged, since the optimizer step divides once by the tokens of all ranks
 together: those of a copy's slices by FSDP2 in every backward pass, those of the copies by the optimizer step, once.
+
+Which ranks have which part of a model, and of the data.
+
+In: how a model lies, how one copy is split, where the ranks are. Out: the ranks of each copy, and of each rank which
+share of the data it computes. Ranks that compute a micro-batch together are neighbours, tensor ranks the nearest.
+
+Whether a model can be split over ranks as it is asked for: everything that is wrong, at once.
+
+In: a model, which may be without memory, and how it is to be split. Out: sentences.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import lcm
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
 
-from rlinf.models.language.parallel.tokens import Division
+from rlinf.config.learning import ParallelConfig
+from rlinf.models.language.moe import experts_of
 from rlinf.models.language.policy_model import PolicyModel, blocks
+from rlinf.models.language.tensor_parallel import Division, plan_of
+
+Sharding = Literal["shard", "replicate", "hybrid"]
+"""One copy in slices over all ranks (FSDP2); a whole copy on every rank (data parallel), or on those that compute
+together; one copy per machine, in slices over its ranks (HSDP)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Ranks and their parts."""
+
+    copies: tuple[tuple[int, ...], ...]
+    """The ranks of each copy of the model."""
+    shares: tuple[int, ...]
+    """Of each rank, which share of a round of micro-batches it computes, from 0."""
+    together: tuple[tuple[int, ...], ...]
+    """The ranks of each share, tensor ranks next to each other."""
+
+    def copy_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the copy that a rank has a part of."""
+        return next(copy for copy in self.copies if rank in copy)
+
+    def alike(self, rank: int) -> list[int]:
+        """The ranks that have the same part of other copies, one per copy, this one among them."""
+        place = self.copy_of(rank).index(rank)
+        return [copy[place] for copy in self.copies]
+
+
+def arranged(sharding: Sharding, machines: Sequence[Hashable], parallel: ParallelConfig) -> Arrangement:
+    """Arrange ranks.
+
+    Args:
+        sharding: how the model lies.
+        machines: of each rank, where it is.
+        parallel: how one copy is split.
+
+    Raises:
+        ValueError: there is no such sharding, or so many ranks cannot be arranged so.
+    """
+    if sharding not in get_args(Sharding):
+        raise ValueError(f"sharding={sharding!r} is none of {list(get_args(Sharding))}")
+    at_once = parallel.tensor * parallel.context
+    least = lcm(at_once, parallel.expert)
+    if sharding == "hybrid":
+        found: dict[Hashable, list[int]] = {}
+        for rank, machine in enumerate(machines):
+            found.setdefault(machine, []).append(rank)
+        copies = [tuple(ranks) for ranks in found.values()]
+        counts = [len(ranks) for ranks in copies]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"sharding='hybrid' needs as many ranks on every machine, and there are {counts}: place them so, or "
+                "take 'shard' or 'replicate'"
+            )
+        _check(counts[0], least, parallel, "processes per machine, each of which has a copy (sharding: hybrid)")
+    else:
+        _check(len(machines), least, parallel, "processes")
+        size = len(machines) if sharding == "shard" else least
+        copies = [tuple(range(start, start + size)) for start in range(0, len(machines), size)]
+    together = [copy[start : start + at_once] for copy in copies for start in range(0, len(copy), at_once)]
+    shares = [0] * len(machines)
+    for number, ranks in enumerate(together):
+        for rank in ranks:
+            shares[rank] = number
+    return Arrangement(tuple(copies), tuple(shares), tuple(together))
+
+
+def _check(ranks: int, least: int, parallel: ParallelConfig, what: str) -> None:
+    if ranks % least:
+        split = [f"{name} {size}" for name in ("tensor", "context") if (size := getattr(parallel, name)) > 1]
+        parts = [f"a copy of the model is split over {' x '.join(split)} processes"] if split else []
+        parts += [f"its experts over {parallel.expert}"] if parallel.expert > 1 else []
+        raise ValueError(
+            f"trainer.parallel: {', '.join(parts)}, so the number of processes must be a multiple of {least}, and "
+            f"there are {ranks} {what}"
+        )
+
+
+def mistakes_in(model: PreTrainedModel, parallel: ParallelConfig, *, adapters: bool) -> Iterator[str]:
+    """What is wrong with a way to split a model.
+
+    Args:
+        model: the plain model, such as one on the meta device.
+        parallel: how a copy is to be split.
+        adapters: it is to be trained by adapters.
+    """
+    yield from stages_refused(parallel)
+    checks: tuple[tuple[Callable[[PreTrainedModel, int], Any], int], ...] = (
+        (plan_of, parallel.tensor),
+        (experts_of, parallel.expert),
+    )
+    for check, parts in checks:
+        try:
+            if parts > 1:
+                check(model, parts)
+        except ValueError as error:
+            yield str(error)
+    if adapters and parallel.tensor > 1:
+        yield (
+            f"trainer.parallel.tensor={parallel.tensor}: matrices with adapters (model.lora) are not split; "
+            "trainer.parallel.context splits the tokens instead"
+        )
+
+
+def stages_refused(parallel: ParallelConfig) -> Iterator[str]:
+    """What of `parallel` is for other back ends."""
+    for name in ("pipeline", "interleave"):
+        if (size := getattr(parallel, name)) > 1:
+            yield f"trainer.parallel.{name}={size}: fsdp has no stages; take tensor and context, or megatron"
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What a model may be computed in; its weights and its optimizer are float32 whatever this is."""

@@ -2,29 +2,338 @@
 
 A policy on top says what its features are; actor, critic and distribution are here. Real numbers are drawn from normal
 distributions, whose standard deviation is a parameter; choices from categorical ones (`distributions.py`).
+
+Layers that policies share: perceptrons with orthogonal first weights, and the running scale of states.
+
+Statistics of the scale are buffers, so they are saved and published with the weights. They change in `update` alone,
+never by being used: within an update of the weights they stand still.
+
+What each number of an action is drawn from: a normal distribution, or a choice among a few.
+
+In: what a network says of N chunks of actions. Out: draws from uniform numbers, their log-probs and entropies, all
+[N, C, A], by the same operations for drawing and for scoring. "made" is an action in the policy's own terms, which
+trainers store; `actions` turns it into numbers for the environment.
+
+What a policy remembers of an episode: a gated recurrent unit, and where episodes begin in what it is given.
+
+Memories travel with observations: a policy says what it remembers behind a decision, the environments' actor shows it
+again with the next observation, and forgets it where an episode ended. So nobody else has to know of it, checkpoints of
+environments have it, and a trainer finds it with the rows that it learns from.
+
+A policy on the state alone: perceptrons, whose standard deviation does not depend on what is seen.
+
+A policy on pictures, and on the state where there is one: convolutions, then perceptrons as in `mlp`.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rlinf.algos.advantages import Reduce
-from rlinf.algos.validation import one_of
-from rlinf.models.policy.base import Drawn, Evaluated, Observation, Policy, PolicyConfig, Stored
-from rlinf.models.policy.layers import RunningNorm, perceptron
-from rlinf.models.policy.parts.distributions import Categorical, Distribution, Normal, check_choices, chosen
-from rlinf.models.policy.parts.memory import MEMORY, Memory
+from rlinf.algos.loss_sum import one_of
+from rlinf.models.policy.base import Drawn, Evaluated, Observation, Policy, PolicyConfig, Stored, looked_at, normals
+
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
+
+GAIN = math.sqrt(2.0)
+"""Of hidden layers (Saxe et al., arXiv:1312.6120; usual in PPO, arXiv:2005.12729 section 3)."""
+
+_LEAST_VARIANCE = 1e-8  # a number that never varies is centred, and divided by 1e-4 at the most
+
+
+def linear(inputs: int, outputs: int, gain: float = GAIN) -> nn.Linear:
+    """A layer with orthogonal weights of that gain, and no offset."""
+    return orthogonal(nn.Linear(inputs, outputs), gain)
+
+
+def orthogonal(layer: Layer, gain: float = GAIN) -> Layer:
+    """The layer, started with orthogonal weights of that gain, and no offset."""
+    nn.init.orthogonal_(layer.weight, gain)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def perceptron(
+    inputs: int, hidden: Sequence[int], outputs: int | None, *, gain: float, activation: Callable[[], nn.Module]
+) -> nn.Sequential:
+    """Layers of `hidden` units, each followed by the activation.
+
+    Args:
+        inputs: width of what comes in.
+        hidden: widths of the hidden layers.
+        outputs: width of a last layer without activation; None for none.
+        gain: of the last layer's first weights; 0 starts it as the constant 0.
+        activation: makes one.
+    """
+    layers: list[nn.Module] = []
+    for width in hidden:
+        layers += [linear(inputs, width), activation()]
+        inputs = width
+    if outputs is not None:
+        layers.append(linear(inputs, outputs, gain))
+    return nn.Sequential(*layers)
+
+
+class Exact(nn.Module):
+    """A module whose buffers keep their dtype when the model around it is computed in another one."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # what `to`, `half`, `cuda` call
+        def moved(tensor: Tensor) -> Tensor:
+            found = fn(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        return super()._apply(moved, recurse)
+
+
+class RunningNorm(Exact):
+    """(x - mean) / sqrt(max(variance, 1e-8)), cut off at +-limit. Before the first update: x, cut off.
+
+    Args:
+        size: numbers in a row.
+        limit: what the result is cut off at; a constant that jumps for the first time would else be enormous.
+    """
+
+    count: Tensor
+    """Rows seen, float64 []."""
+    mean: Tensor
+    """Of each number, float64 [size]."""
+    squares: Tensor
+    """Sum of squared distances from the mean, float64 [size]."""
+
+    def __init__(self, size: int, limit: float = 10.0):
+        super().__init__()
+        self.limit = limit
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("squares", torch.zeros(size, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise rows, float32 [N, size]."""
+        scale = self.variance.clamp(min=_LEAST_VARIANCE).rsqrt()
+        return ((x - self.mean.to(x.dtype)) * scale.to(x.dtype)).clamp(-self.limit, self.limit)
+
+    @property
+    def variance(self) -> Tensor:
+        """Of each number, float64 [size]; 1 before the first update."""
+        return torch.where(self.count > 0, self.squares / self.count.clamp(min=1.0), 1.0)
+
+    @torch.no_grad()
+    def update(self, x: Tensor, mask: Tensor | None = None, reduce: Reduce | None = None) -> None:
+        """Take more rows in (Chan, Golub and LeVeque, 1979: sums about the old mean, moved to the new one).
+
+        Args:
+            x: [N, size].
+            mask: which rows count, bool [N]; None for all.
+            reduce: adds a float64 tensor of sums up over ranks; None if this is all. Ranks that hold the same
+                statistics before hold the same ones after.
+        """
+        rows = (x if mask is None else x[mask.bool()]).double() - self.mean
+        sums = torch.cat([rows.new_tensor([len(rows)]), rows.sum(0), rows.square().sum(0)])
+        sums = sums if reduce is None else reduce(sums)
+        count, total, squares = sums[0], *sums[1:].chunk(2)
+        if count == 0:
+            return
+        # Old rows have sum 0 about the old mean; so do all together about the new one, `shift` further on.
+        everything = self.count + count
+        shift = total / everything
+        self.squares += squares - everything * shift.square()
+        self.squares.clamp_(min=0.0)  # rounding
+        self.mean += shift
+        self.count.copy_(everything)
+
+
+_HALF_LOG_TAU = 0.5 * math.log(2.0 * math.pi)
+_IMPOSSIBLE = -1e9
+"""Logit of a choice that a number does not have: its probability is exactly 0, and 0 times it is no NaN."""
+
+
+class Distribution(ABC):
+    """Independent distributions of all numbers in N chunks of actions."""
+
+    @abstractmethod
+    def likeliest(self) -> Tensor:
+        """What `drawn` returns most often, [N, C, A]."""
+
+    @abstractmethod
+    def drawn(self, noise: Tensor) -> Tensor:
+        """Draw from uniform numbers in [0, 1), float64 [N, C x A]; [N, C, A]."""
+
+    @abstractmethod
+    def actions(self, made: Tensor) -> Tensor:
+        """What was drawn as numbers for the environment, in [-1, 1], float32 [N, C, A]."""
+
+    @abstractmethod
+    def logprobs(self, made: Tensor) -> Tensor:
+        """Log-prob or log-density of each number that was drawn, nats, [N, C, A]."""
+
+    @abstractmethod
+    def entropy(self) -> Tensor:
+        """Of each number's distribution, nats, [N, C, A]."""
+
+
+class Normal(Distribution):
+    """Normal distributions. A draw is cut to [-1, 1] for the environment alone: its density is that of the uncut
+    number, so the surrogate's gradient needs no correction for the cut.
+
+    Args:
+        mean: [N, C, A].
+        log_std: logarithm of the standard deviations, [C, A].
+    """
+
+    def __init__(self, mean: Tensor, log_std: Tensor):
+        self._mean, self._log_std = mean, log_std
+
+    def likeliest(self) -> Tensor:
+        return self._mean
+
+    def drawn(self, noise: Tensor) -> Tensor:
+        return self._mean + self._log_std.exp() * normals(noise).view_as(self._mean)
+
+    def actions(self, made: Tensor) -> Tensor:
+        return made.clamp(-1.0, 1.0)
+
+    def logprobs(self, made: Tensor) -> Tensor:
+        """log N(x; mean, sigma^2) = -((x - mean) / sigma)^2 / 2 - log sigma - log(2 pi) / 2"""
+        away = (made - self._mean) * torch.exp(-self._log_std)
+        return torch.addcmul(-_HALF_LOG_TAU - self._log_std, away, away, value=-0.5)  # the constants once, not by row
+
+    def entropy(self) -> Tensor:
+        """1/2 log(2 pi e sigma^2), whatever is seen."""
+        return (self._log_std + (0.5 + _HALF_LOG_TAU)).expand_as(self._mean)
+
+
+class Categorical(Distribution):
+    """A choice for each number of an action: choice k of n is the number (2 k + 1) / n - 1, the middle of the k-th of n
+    equal parts of [-1, 1].
+
+    Args:
+        logits: [N, C, A, K], K being the largest n; those of choices that a number does not have are not looked at.
+        counts: n of each number, int64 [A].
+    """
+
+    def __init__(self, logits: Tensor, counts: Tensor):
+        there = torch.arange(logits.shape[-1], device=logits.device) < counts[:, None]
+        self._log = torch.where(there, logits, _IMPOSSIBLE).log_softmax(-1)
+        self._counts = counts
+
+    def likeliest(self) -> Tensor:
+        return self._log.argmax(-1)
+
+    def drawn(self, noise: Tensor) -> Tensor:
+        """By the inverse of the distribution function: the choice below which the probabilities sum up to the noise."""
+        sums = self._log.double().exp().cumsum(-1)
+        below = (sums <= noise.view(sums.shape[:-1])[..., None]).sum(-1)
+        return torch.minimum(below, self._counts - 1)  # where rounding leaves the whole sum below 1
+
+    def actions(self, made: Tensor) -> Tensor:
+        return (2 * made + 1) / self._counts - 1.0
+
+    def logprobs(self, made: Tensor) -> Tensor:
+        return self._log.gather(-1, made[..., None]).squeeze(-1)
+
+    def entropy(self) -> Tensor:
+        return -(self._log.exp() * self._log).sum(-1)
+
+
+def chosen(actions: Tensor, counts: Tensor) -> Tensor:
+    """The choices that numbers stand for, the inverse of `Categorical.actions`, int64.
+
+    Args:
+        actions: in [-1, 1], [..., A].
+        counts: choices of each number, int64 [A].
+    """
+    parts = torch.floor((actions.double() + 1.0) / 2.0 * counts).long()
+    return torch.minimum(parts.clamp(min=0), counts - 1)
+
+
+def check_choices(choices: Sequence[int], action_size: int) -> None:
+    """Check the counts of choices.
+
+    Raises:
+        ValueError: there are not as many as numbers in an action, or one is less than 1.
+    """
+    if len(choices) != action_size or min(choices, default=1) < 1:
+        raise ValueError(
+            f"policy: choices={list(choices)} must say for each of the action_size={action_size} numbers of an action "
+            f"how many choices it has, at least 1"
+        )
+
+
+MEMORY = "memory"
+"""Name in observations and stored rows, float32 [N, M + 1]: M numbers, and how many decisions of its episode they are
+of. Nothing is remembered where that count is 0, as at the beginning, where it may be missing altogether."""
+
+
+class Memory(nn.Module):
+    """h_t = GRU(x_t, h_{t-1}) (Cho et al., arXiv:1406.1078), where h is 0 when an episode begins.
+
+    Args:
+        features: width of x.
+        units: width of h, M.
+    """
+
+    def __init__(self, features: int, units: int):
+        super().__init__()
+        self.units = units
+        self.cell = nn.GRUCell(features, units)
+        nn.init.orthogonal_(self.cell.weight_ih)
+        nn.init.orthogonal_(self.cell.weight_hh)
+        nn.init.zeros_(self.cell.bias_ih)
+        nn.init.zeros_(self.cell.bias_hh)
+
+    def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """One decision.
+
+        Args:
+            x: float32 [N, features].
+            before: what was remembered, [N, M + 1].
+
+        Returns:
+            h, [N, M]; what is remembered now, [N, M + 1].
+        """
+        count = before[:, -1:]
+        h = self.cell(x, torch.where(count > 0, before[:, :-1], 0.0))
+        return h, torch.cat([h, count + 1.0], 1)
+
+    def along(self, x: Tensor, before: Tensor) -> Tensor:
+        """Several decisions in a row, from what was remembered at the first: gradients go back that far.
+
+        Args:
+            x: float32 [B, L, features].
+            before: what was remembered at each when it was decided, [B, L, M + 1]; of all but the first only the counts
+                are looked at, to begin anew where an episode began.
+
+        Returns:
+            h after each, [B, L, M].
+        """
+        found = []
+        remembered = before[:, 0]
+        for time in range(x.shape[1]):
+            remembered = torch.cat([remembered[:, :-1], before[:, time, -1:]], 1)
+            h, remembered = self(x[:, time], remembered)
+            found.append(h)
+        return torch.stack(found, 1)
+
+    def shown(self, observation: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """The memory that comes with an observation of N rows, like `like`; nothing where there is none."""
+        found = observation.get(MEMORY)
+        return (
+            like.new_zeros(len(like), self.units + 1, dtype=torch.float32) if found is None else found.to(like.device)
+        )
+
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _LOG_STD = (-5.0, 2.0)  # beyond, ratios of neighbouring policies are numbers without meaning, or actions are noise
 
-_LEAST_VARIANCE = 1e-4  # of returns; a critic of returns that hardly differ is to stay as it is
+_LEAST_SPREAD = 1e-4  # of returns; a critic of returns that hardly differ is to stay as it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +470,7 @@ class ActorCritic(Policy):
     def _scale_of_returns(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation, float32 []."""
         assert self.returns is not None
-        return self.returns.mean[0].float(), self.returns.variance[0].clamp(min=_LEAST_VARIANCE).sqrt().float()
+        return self.returns.mean[0].float(), self.returns.variance[0].clamp(min=_LEAST_SPREAD).sqrt().float()
 
     def scaled(self, state: Tensor) -> Tensor:
         """The state at a scale that layers like, float32 [N, state_size]."""
@@ -214,3 +523,84 @@ class ActorCritic(Policy):
             mean, scale = self._scale_of_returns()
             values = mean + scale * values
         return values if self.config.value_level == "action" else values[:, 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpConfig(ActorCriticConfig):
+    """Of `MlpPolicy`."""
+
+    state_size: int
+    """Numbers in the observation's "state", S."""
+
+
+class MlpPolicy(ActorCritic):
+    """Looks at "state", float32 [N, S]."""
+
+    Config: ClassVar[type[PolicyConfig]] = MlpConfig
+
+    def __init__(self, config: MlpConfig):
+        if config.state_size < 1:
+            raise ValueError(f"policy mlp: state_size={config.state_size} must be at least 1")
+        super().__init__(config, features=config.state_size, state_size=config.state_size)
+
+    def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
+        """The state as it came."""
+        state = looked_at(observation, "state", (self.config.state_size,), "policy mlp").float()
+        return self.looked({"state": state}, observation)
+
+    def features(self, inputs: Stored) -> Tensor:
+        """The state at the running scale."""
+        return self.scaled(inputs["state"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CnnConfig(ActorCriticConfig):
+    """Of `CnnPolicy`."""
+
+    image: tuple[int, int, int]
+    """Height, width and channels of the observation's "rgb": 3 for one camera, 6 for two."""
+    state_size: int = 0
+    """Numbers in the observation's "state"; 0 does not look at it."""
+    channels: tuple[int, ...] = (16, 32, 64)
+    """Of the convolutions; each halves height and width."""
+    picture_features: int = 128
+    """Numbers that a picture comes down to."""
+    activation: Literal["tanh", "relu", "silu"] = "relu"
+    """Between layers."""
+
+
+class CnnPolicy(ActorCritic):
+    """Looks at "rgb", uint8 [N, H, W, 3 k], and at "state", float32 [N, S], if `state_size` is not 0.
+
+    The convolutions serve actor and critic alike, also where `shared` gives each its own hidden layers.
+    """
+
+    Config: ClassVar[type[PolicyConfig]] = CnnConfig
+
+    def __init__(self, config: CnnConfig):
+        height, width, channels = config.image
+        least = 2 ** len(config.channels)
+        if min(height, width) < least or channels < 1 or not config.channels:
+            raise ValueError(
+                f"policy cnn: image={list(config.image)} must be at least {least} pixels high and wide, since each of "
+                f"the {len(config.channels)} convolutions (channels={list(config.channels)}) halves it"
+            )
+        super().__init__(config, features=config.picture_features + config.state_size, state_size=config.state_size)
+        layers: list[nn.Module] = []
+        for outputs in config.channels:
+            layers += [orthogonal(nn.Conv2d(channels, outputs, kernel_size=3, stride=2, padding=1)), nn.ReLU()]
+            channels, height, width = outputs, -(-height // 2), -(-width // 2)
+        flat = channels * height * width
+        self.eyes = nn.Sequential(*layers, nn.Flatten(), linear(flat, config.picture_features), nn.ReLU())
+
+    def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
+        """Pictures as bytes, a quarter of their size as numbers; the state as it came."""
+        found = {"rgb": looked_at(observation, "rgb", self.config.image, "policy cnn")}
+        if self.config.state_size:
+            found["state"] = looked_at(observation, "state", (self.config.state_size,), "policy cnn").float()
+        return self.looked(found, observation)
+
+    def features(self, inputs: Stored) -> Tensor:
+        """What the picture shows, and the state at the running scale."""
+        seen: Tensor = self.eyes(inputs["rgb"].movedim(-1, 1).float() / 127.5 - 1.0)
+        return torch.cat([seen, self.scaled(inputs["state"])], 1) if self.config.state_size else seen

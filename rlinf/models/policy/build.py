@@ -39,18 +39,18 @@ from rlinf.models.policy.published import (
 )
 
 POLICIES = {
-    "mlp": "rlinf.models.policy.mlp.MlpPolicy",
-    "cnn": "rlinf.models.policy.cnn.CnnPolicy",
-    "vla": "rlinf.models.policy.vla.model.VlaPolicy",
-    "soft": "rlinf.models.policy.off_policy.soft.SoftPolicy",
-    "soft_pixels": "rlinf.models.policy.off_policy.pixels.SoftPixelsPolicy",
-    "flow": "rlinf.models.policy.vla.flow.mlp_flow.MlpFlowPolicy",
-    "steered": "rlinf.models.policy.off_policy.steered.SteeredPolicy",
-    "openvla": "rlinf.models.policy.vla.openvla.policy.OpenVlaPolicy",
-    "openvla-oft": "rlinf.models.policy.vla.openvla.oft.OpenVlaOftPolicy",
-    "pi0": "rlinf.models.policy.vla.flow.pi0.Pi0Policy",
-    "pi05": "rlinf.models.policy.vla.flow.pi05.Pi05Policy",
-    "gr00t": "rlinf.models.policy.vla.gr00t.policy.Gr00tPolicy",
+    "mlp": "rlinf.models.policy.actor_critic.MlpPolicy",
+    "cnn": "rlinf.models.policy.actor_critic.CnnPolicy",
+    "vla": "rlinf.models.policy.vla.tokens.VlaPolicy",
+    "soft": "rlinf.models.policy.sac.SoftPolicy",
+    "soft_pixels": "rlinf.models.policy.sac.SoftPixelsPolicy",
+    "flow": "rlinf.models.policy.vla.flow.MlpFlowPolicy",
+    "steered": "rlinf.models.policy.sac.SteeredPolicy",
+    "openvla": "rlinf.models.policy.vla.openvla.OpenVlaPolicy",
+    "openvla-oft": "rlinf.models.policy.vla.openvla.OpenVlaOftPolicy",
+    "pi0": "rlinf.models.policy.vla.pi0.Pi0Policy",
+    "pi05": "rlinf.models.policy.vla.pi0.Pi05Policy",
+    "gr00t": "rlinf.models.policy.vla.gr00t.Gr00tPolicy",
 }
 """By short name; imported when asked for, since transformers takes seconds."""
 

@@ -11,17 +11,15 @@ import pickle
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from rlinf.runtime.actor.actor import begin, end, name_on
 from rlinf.runtime.base.calls import SERVICE, ActorId, Call, Key, current_call
 from rlinf.runtime.base.errors import RemoteError
-from rlinf.runtime.transport.messages import CANCELLED, ERROR, HELD, KEEP, OK, REPLY, WANT
+from rlinf.runtime.transport.link import CANCELLED, ERROR, HELD, KEEP, OK, REPLY, WANT
 from rlinf.runtime.values.codec import Payload, is_plain
-from rlinf.runtime.values.dereference import ATOMS, holds_promise, resolve
-from rlinf.runtime.values.promise import Promise
-
-from .invocation import begin, end, name_on
+from rlinf.runtime.values.promise import ATOMS, Promise, holds_promise, resolve
 
 if TYPE_CHECKING:
-    from .host import Host
+    from rlinf.runtime.actor.host import Host
 
 
 async def serve(host: Host, call: Call, actor: ActorId, method: str, payload: Payload, flags: int) -> None:

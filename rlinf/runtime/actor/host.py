@@ -16,14 +16,15 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from rlinf.runtime.actor.actor import Cell
+from rlinf.runtime.actor.dispatch import serve, serve_local
 from rlinf.runtime.base.calls import SERVICE, ActorId, Call, Gang, Key, waiter
 from rlinf.runtime.base.clock import is_virtual
 from rlinf.runtime.base.errors import ActorDied, RemoteError
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.observe.dataflow import FlowBook
 from rlinf.runtime.observe.spans import Tracer
-from rlinf.runtime.transport.link import Link, Respond, Transport
-from rlinf.runtime.transport.messages import (
+from rlinf.runtime.transport.link import (
     CALL,
     CANCEL,
     CANCELLED,
@@ -35,17 +36,17 @@ from rlinf.runtime.transport.messages import (
     OK,
     REPLY,
     Frame,
+    Link,
     Message,
+    Respond,
+    Transport,
 )
 from rlinf.runtime.values.codec import Payload, Place, is_plain
 from rlinf.runtime.values.object_store import Values
 from rlinf.runtime.values.promise import LOCAL, QUEUED, Promise, Sent, promise_of
 
-from .actor import Cell
-from .dispatch import serve, serve_local
-
 if TYPE_CHECKING:
-    from rlinf.runtime.base.ports import System
+    from rlinf.runtime.base.calls import System
 
 LATE = 1.0
 """Seconds that tasks get to end when their host closes."""

@@ -2,6 +2,16 @@
 
 Flows in: the start and end of calls. Flows out: their names, for errors, traces and stall reports, and the host that
 the running code is on. Nobody is woken.
+
+How finely an actor that shares its devices takes them: the two numbers that a plan sets.
+
+Flows in: a plan's wish, at `spawn`. Flows out: when `device_lease.py` asks for devices and offers them. Nobody is
+woken.
+
+What the lower rooms know of the upper ones: protocols of a host, the system, a group, a scope, a lease.
+
+A room imports only rooms below it, for types too. Where a value or a queue must speak of the host that it is on, it
+says so in terms of this file; `actor/host.py` and its peers are what stands behind.
 """
 
 from __future__ import annotations
@@ -12,12 +22,37 @@ import functools
 import sys
 import weakref
 from asyncio import _get_running_loop
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from .ports import DeviceLease, Host, Scope
+from rlinf.runtime.base.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Granularity:
+    """When an actor's device calls ask for its devices, and for how long they keep them.
+
+    Raises:
+        UserError: a number below 1.
+    """
+
+    items: int = 1
+    """A call that takes a stream asks for its devices only when so many of its items are at hand, or it has ended."""
+    lease_items: int | None = None
+    """A call with work at hand offers its devices to those who wait after so many items, not earlier. None: a map when
+    its quantum of seconds is over, any other call when it would wait."""
+
+    def __post_init__(self) -> None:
+        for name in ("items", "lease_items"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UserError(f"{name}={value!r}: give a whole number of items, at least 1")
+        if self.items is None:
+            raise UserError("items=None: give a whole number of items, at least 1")
+
 
 R = TypeVar("R")
 ActorId = tuple[int, int]
@@ -174,3 +209,124 @@ def waiter() -> str:
         name, own = FLOW, None if host is None else host.flow
     task = None if own is None else current_task()  # in the flow of a test there may be none of its own
     return name if task is own or task is None else f"{name}/{task.get_name()}"
+
+
+class Lane(Protocol):
+    """The way to one other host; see `transport/link.py`."""
+
+    def post(self, entry: Any) -> None: ...
+    def post_lazily(self, entry: Any) -> None: ...
+    def hold_back(self, ready: asyncio.Future[None]) -> None: ...
+
+
+class Host(Protocol):
+    """One process of the system, as rooms below `actor/` see it; see `actor/host.py`."""
+
+    rank: int
+    loop: asyncio.AbstractEventLoop
+    now: Callable[[], float]
+    """Its clock, seconds."""
+    closed: bool
+    flow: asyncio.Task[Any] | None
+    lost_hosts: dict[int, str]
+    arrived: dict[int, int]
+    tracer: Any
+    flows: Any
+    values: Any
+    codec: Any
+    places: Any
+    transport: Any
+    cells: Any
+
+    @property
+    def system(self) -> System: ...
+    def number(self) -> Key: ...
+    def call(
+        self, host: int, actor: ActorId, method: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
+    def cast(self, host: int, actor: ActorId, method: str, *args: Any) -> None: ...
+    def link(self, host: int) -> Lane: ...
+    def own(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
+    def soon(self, fn: Callable[[], object]) -> None: ...
+    def on_loop(self, fn: Callable[[], object]) -> None: ...
+    def complain(self, message: str, error: BaseException | None = None) -> None: ...
+
+    # for promises, which are calls seen from their caller
+    sent: dict[int, Any]
+
+    def bring(self, promise: Any) -> None: ...
+    def cancel(self, promise: Any) -> None: ...
+    def drop(self, owner: int, key: Key) -> None: ...
+
+
+class System(Protocol):
+    """All hosts, seen from one of them; see `system/system.py`, where each method has its words."""
+
+    leases: Any
+    queues: Any
+    service: Any
+
+    @property
+    def host(self) -> int: ...
+    @property
+    def hosts(self) -> int: ...
+    @property
+    def collectives(self) -> Any: ...
+    async def spawn(self, cls: type[Any], *, hosts: Sequence[int] | None = None, **options: Any) -> Any: ...
+    async def get(self, name: str) -> Any: ...
+    async def channel(self, name: str, *, capacity: int | None = None) -> Any: ...
+    def places_known(self) -> None: ...
+    async def kill(self, group: Any) -> None: ...
+    async def stall_report(self) -> str: ...
+    def scope(self) -> Any: ...
+
+
+class Group(Protocol):
+    """Actors of one class, one per rank; see `system/handles.py`."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __getitem__(self, rank: Any) -> Any: ...
+    def __getattr__(self, endpoint: str) -> Any: ...
+
+
+class Scope(Protocol):
+    """Owns what is made in it; see `system/scope.py`."""
+
+    def add(self, what: Any) -> None: ...
+    def forget(self, what: Any) -> None: ...
+    def adopt(self, queue: Any) -> None: ...
+    async def close(self) -> None: ...
+
+
+class DeviceLease(Protocol):
+    """The devices of one running call or map stage; see `devices/device_lease.py`."""
+
+    puts: bool
+    stage: bool
+    role: str
+
+    @property
+    def away(self) -> bool: ...
+    @property
+    def blocked(self) -> bool: ...
+    def done(self, items: int) -> None: ...
+    def give(self) -> None: ...
+    def close(self) -> None: ...
+    async def enough(self, items: int, look: Callable[[int], Coroutine[Any, Any, None]]) -> None: ...
+    def use(
+        self, items: int, look: Callable[[int], Coroutine[Any, Any, None]]
+    ) -> AbstractAsyncContextManager[None]: ...
+    async def offer(self) -> None: ...
+    async def ensure(self) -> None: ...
+    async def resume(self) -> None: ...
+    def take_among(self, gang: Gang | None) -> None: ...
+    def computing(self) -> AbstractAsyncContextManager[None]: ...
+    def waiting(self) -> AbstractAsyncContextManager[None]: ...
+
+
+class Readable(Protocol):
+    """A stream's queue, as far as devices care: whether items are at hand; see `streams/channel.py`."""
+
+    def rebind(self, host: Any) -> Readable: ...
+    async def at_hand(self, token: Key, least: int) -> None: ...

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .memory import DeviceMemory, LeaseError, Move, Residency, Statistics, Tenant
+from rlinf.runtime.devices.memory import DeviceMemory, LeaseError, Move, Residency, Statistics, Tenant
 
 __all__ = ["Claim", "DeviceMemory", "Lease", "LeaseError", "LeaseManager", "Statistics", "Tenant"]
 

@@ -16,8 +16,7 @@ from typing import Any
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.calls import SERVICE, ActorId, Gang, Key
 from rlinf.runtime.base.errors import UserError
-
-from .lease_manager import DeviceMemory, Lease, LeaseError, LeaseManager, Tenant
+from rlinf.runtime.devices.lease_manager import DeviceMemory, Lease, LeaseError, LeaseManager, Tenant
 
 MOVES = 10_000
 """Moves that are remembered: far more than a step has."""

@@ -1,14 +1,88 @@
 """What happened when: typed spans of calls, computations, waits, leases, moves and payloads.
 
 Flows in: finished spans, a tuple appended to a ring each. Flows out: the spans of a step, or all of them. Nobody waits.
+
+Comparing the clocks of two machines. Flows in: answers with the other one's time. Nobody is woken.
+
+Sets of time as intervals in order: united, taken apart, cut. Pure.
+
+When each actor was busy with which endpoint, read off the spans of a host. Pure; flows and metrics build on it.
+
+What the actors of a host did since a moment ago, what they are still at included. Pure.
+
+Flows in: spans that ended since then, and spans of what is under way, which end now. Flows out: times by actor and
+endpoint. Nobody is woken.
+
+One step of a flow as it was seen on all hosts: who was busy, what went from whom to whom, who was loaded and parked.
+
+Plain data, which pages and planners read without a runtime.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
+
+PINGS = 5
+"""Questions by which a clock on another machine is compared; the quickest answer counts."""
+
+
+async def best_offset(now: Callable[[], float], ask: Callable[[], Awaitable[float]]) -> float:
+    """Seconds to add to another machine's clock to get this one's: right to half a round trip.
+
+    Args:
+        now: this clock.
+        ask: gets the time of the other one.
+    """
+    tries = []
+    for _ in range(PINGS):
+        asked = now()
+        theirs = await ask()
+        answered = now()
+        tries.append((answered - asked, (asked + answered) / 2 - theirs))
+    return min(tries)[1]
+
+
+Interval = tuple[float, float]
+"""Start and end, seconds."""
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time as intervals in order that neither overlap nor touch."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def without(intervals: Iterable[Interval], others: Sequence[Interval]) -> Iterator[Interval]:
+    """What is left of `intervals` outside `others`; both in order and apart, so that one pass over both is enough."""
+    position = 0
+    for start, end in intervals:
+        while position < len(others) and others[position][1] <= start:
+            position += 1
+        at = position
+        while at < len(others) and others[at][0] < end:
+            if start < others[at][0]:
+                yield start, others[at][0]
+            start = max(start, others[at][1])
+            at += 1
+        position = max(position, at - 1)  # the last hole may reach into the next interval, those before it cannot
+        if start < end:
+            yield start, end
+
+
+def clip(intervals: Iterable[Interval], start: float, end: float, ahead: float = 0.0) -> tuple[Interval, ...]:
+    """What lies between two times, once `ahead` is added."""
+    moved = ((max(begin + ahead, start), min(finish + ahead, end)) for begin, finish in intervals)
+    return tuple((begin, finish) for begin, finish in moved if begin < finish)
+
 
 RING = 200_000
 """Spans a host remembers; at about 200 bytes each that is 40 MB at worst, and hours of training."""
@@ -93,3 +167,171 @@ class Tracer:
             if len(spans) < count or spans[-1][5] < since:
                 return [span for span in spans if span[5] >= since]
             count *= 2
+
+
+UNKNOWN = "compute"
+"""Stands for the endpoint where an actor computes while none of its calls runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """When an actor was busy with calls of one of its endpoints."""
+
+    actor: str
+    """Such as "rollout[0]"."""
+    endpoint: str
+    """Such as "generate"."""
+    intervals: tuple[Interval, ...]
+    """In order, apart from each other; seconds of the clock of whoever asked."""
+
+
+def busy(spans: Iterable[Span]) -> list[Busy]:
+    """When each actor was busy, read off its spans.
+
+    An endpoint that computes is busy while it computes: its calls may otherwise be waiting for their streams. One that
+    never computes, because a child process or a server does its work, is busy while a call runs and waits for no queue,
+    value or device. Of a mapped endpoint the calls for single items count, not the one that hands them out.
+    """
+    times, waited = sorted_out(spans)
+    return [
+        Busy(actor, endpoint, tuple(busy_times(kinds, waited.get(actor, []))))
+        for (actor, endpoint), kinds in times.items()
+    ]
+
+
+def sorted_out(
+    spans: Iterable[tuple[Any, ...]],
+) -> tuple[dict[tuple[str, str], dict[Kind, list[Interval]]], dict[str, list[Interval]]]:
+    """What spans tell of work, by actor and endpoint and by kind; and when each actor waited.
+
+    Args:
+        spans: as `Span` or plain tuples.
+    """
+    times: dict[tuple[str, str], dict[Kind, list[Interval]]] = {}
+    waits: dict[str, list[Interval]] = defaultdict(list)
+    for kind, actor, endpoint, _, start, end, _ in spans:
+        if kind == "wait":
+            waits[actor].append((start, end))
+        elif kind in ("call", "item", "move", "compute"):
+            kinds = times.setdefault((actor, endpoint or UNKNOWN), {})
+            kinds.setdefault(kind, []).append((start, end))
+    waited = {actor: union(intervals) for actor, intervals in waits.items()}
+    return times, waited
+
+
+def busy_times(times: dict[Kind, list[Interval]], waited: list[Interval]) -> Iterable[Interval]:
+    """The busy times of one endpoint of an actor; see `busy`.
+
+    Args:
+        times: of its spans by kind, of which there is at least one.
+        waited: when the actor waited.
+    """
+    for kind in ("compute", "item"):
+        if kind in times:
+            return union(times[kind])
+    return without(union(times.get("call") or times["move"]), waited)
+
+
+CALLED = ""
+"""Stands for the endpoint where a `Busy` tells of all calls of an actor, working or waiting."""
+GAP = 0.02
+"""Seconds; shorter gaps are closed: an engine computes some hundred times a second, and a minute of lanes is a thousand
+dots wide."""
+_FINEST: tuple[Kind, ...] = ("call", "item", "compute")
+"""How exactly spans tell of an endpoint's work, the last the most."""
+
+Seen = dict[tuple[str, str], Kind]
+"""By actor and endpoint, the finest kind of its spans so far."""
+
+
+def recent(spans: Iterable[tuple[Any, ...]], start: float, end: float, seen: Seen) -> list[Busy]:
+    """Who was busy between two times, and when there were calls of each actor at all.
+
+    Args:
+        spans: that reach into that time, as `Span` or plain tuples.
+        start, end: seconds of the host's clock.
+        seen: kept by the caller from one time to the next. A call of an endpoint that computes waits while it does not
+            compute, as `busy` has it; within a second it may not have computed once, so that must be remembered.
+
+    Returns:
+        Times by actor and endpoint, and for each actor those under `CALLED`.
+    """
+    times, waited = sorted_out(spans)
+    found: list[Busy] = []
+    called: dict[str, list[Interval]] = defaultdict(list)
+    for (actor, endpoint), kinds in times.items():
+        finest = seen.get((actor, endpoint), "call")
+        for kind in _FINEST:
+            if kind in kinds and _FINEST.index(kind) > _FINEST.index(finest):
+                seen[actor, endpoint] = finest = kind
+        for intervals in kinds.values():
+            called[actor] += intervals
+        known = {kind: own for kind, own in kinds.items() if kind in ("move", finest)}
+        if known:
+            busy = busy_times(known, waited.get(actor, []))
+            found.append(Busy(actor, endpoint, clip(closed(busy), start, end)))
+    found += [Busy(actor, CALLED, clip(closed(intervals), start, end)) for actor, intervals in called.items()]
+    return [part for part in found if part.intervals]
+
+
+def closed(intervals: Iterable[Interval], gap: float = GAP) -> list[Interval]:
+    """The same time as intervals in order, those that are less than a gap apart as one."""
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and (start <= joined[-1][1] or start - joined[-1][1] < gap):
+            if end > joined[-1][1]:
+                joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What went from one endpoint to another in a step, on all hosts and from all ranks together.
+
+    Arguments are seen, and streams wherever they are read. A value that the flow function awaited and passed on is a
+    value like any other, and is not.
+    """
+
+    source: str
+    """Such as "rollout.generate"; "flow" for the flow function itself."""
+    target: str
+    """Such as "judge.score"; "flow" for the flow function itself."""
+    items: int
+    """Items of streams that the target took, and promises that it got."""
+    released: tuple[float, ...] = ()
+    """When items of those streams left the source, seconds since the step's start; ascending. For more than 256 items
+    they are thinned to as many, evenly, the last item's among them. Empty for promises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The lease manager had an actor loaded or parked."""
+
+    actor: str
+    """Such as "trainer[0]"."""
+    what: str
+    """Either "onload" or "offload"."""
+    start: float
+    """Seconds of the clock of whoever asked."""
+    end: float
+    """Seconds of the clock of whoever asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """One step of a flow, on all hosts."""
+
+    start: float
+    """Seconds of the controller's clock."""
+    end: float
+    """Seconds of the controller's clock."""
+    busy: tuple[Busy, ...]
+    """Who was busy with what; within the step, and empty where tracing is switched off."""
+    flows: tuple[Flow, ...] = ()
+    """What went from whom to whom; empty where tracing is switched off."""
+    moves: tuple[Moved, ...] = ()
+    """Who was loaded and parked, as far as within the step; in order of their ends."""
+    parts: tuple[Span, ...] = ()
+    """What actors told of parts of their work (`Actor.note`); seconds of the controller's clock."""

@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import os
 import sys
-
-if __name__ == "__main__" and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
-    del sys.path[0]  # running a file by path puts its folder first, where our module names would hide the stdlib's
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import signal
     import socket
     from collections.abc import Callable
+
+if __name__ == "__main__" and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+    del sys.path[0]  # running a file by path puts its folder first, where our module names would hide the stdlib's
+
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36

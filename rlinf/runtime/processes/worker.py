@@ -21,10 +21,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rlinf.runtime.base.errors import RemoteError, RuntimeFault, UserError
-
-from .keeper import PAUSE, RESUME
-from .process import Process, TooLong, receive, send
-from .supervisor import Child, how_it_ended
+from rlinf.runtime.processes.keeper import PAUSE, RESUME
+from rlinf.runtime.processes.supervisor import Child, Process, TooLong, how_it_ended, receive, send
 
 _LARGE = 1 << 20
 """Bytes from which an answer is read in a thread, so that the loop stays free."""

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from rlinf.runtime.base.tensor_bytes import flat_bytes
-from rlinf.runtime.gpu.own_device import device_of_threads, work_on
+from rlinf.runtime.base.tensors import device_of_threads, flat_bytes, work_on
 
 THREADS = 4
 """Of them a process has at most so many, and no more than cores: that many fill the memory bus of most machines."""

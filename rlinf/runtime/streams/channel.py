@@ -3,30 +3,206 @@
 Flows in: `put`. Flows out: `get`. Who wakes whom: see `item_queue.py`, where the items and their states live;
 here are the handles by which other hosts reach them. Small items travel with their queue entry, unread by the hosts
 between; big ones stay where they were made until their consumer fetches them.
+
+Queue items that their queue's host does not open: small ones ride along as bytes, big ones stay at their producer.
+
+Flows in: bytes, or where a value is kept. Flows out: the value, on the host that consumes it. Who wakes whom: the end
+of an item at its queue tells the producer's host that it need not be kept any more.
+
+The queues that live on one host, by id, and how many handles elsewhere hold each.
+
+Flows in: queues as streams and channels are made; word from other hosts that a handle came or went. Flows out: the
+queue of an id. Nobody is woken.
+
+A host that has put into a queue without bound may feed it from then on: its items are on their way when `put` returns,
+without an answer, but for every `UNANSWERED`-th. To close such a queue, its host tells all feeders so, and closes it
+when each has said that it knows: by then all that they had put has arrived, for messages between two hosts keep their
+order. So nothing is lost, whoever learns by whatever way that somebody has put, and closes the queue.
 """
 
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.actor.actor import Actor, endpoint, show_wait
 from rlinf.runtime.actor.dispatch import travelling
-from rlinf.runtime.actor.invocation import show_wait
-from rlinf.runtime.base.calls import SERVICE, Key, current_call, waiter
+from rlinf.runtime.base.calls import SERVICE, Key, current_call, current_scope, waiter
 from rlinf.runtime.base.errors import QueueClosed
 from rlinf.runtime.observe.dataflow import Origin
+from rlinf.runtime.streams.item_queue import ItemQueue, Taken, Token
 from rlinf.runtime.values.codec import ValueRef, reading_codec
-from rlinf.runtime.values.dereference import holds_promise, resolve
-from rlinf.runtime.values.promise import Promise
-
-from .envelope import Sealed, is_kept, opened
-from .item_queue import ItemQueue, Taken, Token
-from .registry import queues_of
+from rlinf.runtime.values.promise import Promise, holds_promise, resolve
 
 if TYPE_CHECKING:
     from rlinf.runtime.actor.host import Host
+    from rlinf.runtime.base.calls import Host as HostPort
+
+
+class Sealed:
+    """An item as its queue has it. What travels on to the consumer is a copy that keeps nothing.
+
+    Args:
+        host: the queue's; None for a copy.
+        blob: the item, if it rode along.
+        ref: where it is kept otherwise.
+    """
+
+    __slots__ = ("blob", "host", "ref")
+
+    def __init__(self, host: Host | None, blob: bytes | None, ref: ValueRef | None):
+        self.host = host
+        self.blob = blob
+        self.ref = ref
+
+    def __reduce__(self) -> Any:
+        return Sealed, (None, self.blob, self.ref)
+
+    def __del__(self) -> None:
+        if self.host is not None and self.ref is not None:
+            self.host.drop(self.ref.owner, self.ref.key)
+
+
+async def opened(value: Any, host: Host) -> Any:
+    """The value of an item (or of a list of items), on the host where it is consumed."""
+    if type(value) is Sealed:
+        if value.ref is not None:
+            return await host.values.fetch(value.ref)
+        assert value.blob is not None
+        return host.codec.unseal(value.blob)
+    if type(value) is list and any(type(each) is Sealed for each in value):
+        return [await opened(each, host) for each in value]
+    return await resolve(value) if holds_promise(value) else value
+
+
+def is_kept(value: Any) -> bool:
+    """Whether opening it means fetching it from its producer."""
+    if type(value) is list:
+        return any(type(each) is Sealed and each.ref is not None for each in value)
+    return type(value) is Sealed and value.ref is not None
+
+
+UNANSWERED = 256
+"""Items that a feeder sends without an answer at most: more would gather in memory, and hold up its loop."""
+
+
+class QueueRegistry:
+    """One per host, at `host.system.queues`. Holds no queue alive, but for those that others hold."""
+
+    def __init__(self) -> None:
+        self.queues: weakref.WeakValueDictionary[Key, ItemQueue] = weakref.WeakValueDictionary()
+        self.held: dict[ItemQueue, int] = {}
+        """Queues of streams that left as results, and how many handles elsewhere hold each."""
+        self.feeders: dict[Key, set[int]] = {}
+        """Hosts that feed the queues of this one."""
+        self.feeding: dict[Key, int] = {}
+        """Queues of other hosts that this one feeds, and how many items without an answer are left to each."""
+
+    def add(self, id: Key, queue: ItemQueue, *, scoped: bool = False) -> None:
+        """Register a queue; `scoped`: the scope in which it is made abandons it at its end."""
+        self.queues[id] = queue
+        if scoped and (scope := current_scope.get()) is not None:
+            scope.adopt(queue)
+
+    def get(self, id: Key) -> ItemQueue | None:
+        """The queue of this id, if it still exists."""
+        return self.queues.get(id)
+
+    def find(self, id: Key, name: str = "the channel or stream") -> ItemQueue:
+        """The queue of this id.
+
+        Raises:
+            QueueClosed: it is gone; `name` is what the text calls it.
+        """
+        queue = self.queues.get(id)
+        if queue is None:
+            raise QueueClosed(f"{name} is gone: its owner dropped it")
+        return queue
+
+    def hold(self, id: Key, change: int) -> None:
+        """One more handle on another host holds the queue, or one fewer."""
+        queue = self.queues.get(id)
+        if queue is not None:
+            self.held[queue] = count = self.held.get(queue, 0) + change
+            if not count:
+                del self.held[queue]
+            queue.hold(change)
+
+    def lost(self, host: int, reason: str) -> None:
+        """A host is gone: what its consumers held goes back."""
+        for queue in self.all():
+            queue.leave(lambda token: isinstance(token, tuple) and token[0] == host)
+        for id in list(self.feeders):
+            self.drained(id, host)
+        for id in [id for id in self.feeding if id[0] == host]:
+            del self.feeding[id]
+
+    # Feeding -----------------------------------------------------------------------------------------------------
+
+    def let_feed(self, host: HostPort, id: Key, feeder: int) -> None:
+        """Another host has put into a queue of this one that has no bound."""
+        feeders = self.feeders.get(id)
+        if feeders is None:
+            feeders = self.feeders[id] = set()
+            self.queues[id].on_end.append(lambda: self._tell_closing(host, id, self.feeders.pop(id, ())))
+        if feeder not in feeders:
+            feeders.add(feeder)
+            host.cast(feeder, SERVICE, "queue_opened", id)
+
+    def opened(self, id: Key) -> None:
+        """This host may feed a queue of another."""
+        self.feeding[id] = UNANSWERED
+
+    def may_feed(self, id: Key) -> bool:
+        """Whether an item may be put without waiting for an answer."""
+        left = self.feeding.get(id)
+        if left is None:
+            return False
+        self.feeding[id] = left - 1 if left else UNANSWERED
+        return left > 0
+
+    def close(self, host: HostPort, id: Key) -> None:
+        """Close a queue of this host, once all that was put has arrived."""
+        queue = self.queues.get(id)
+        if queue is None or queue.closing:
+            return
+        if feeders := self.feeders.get(id):
+            queue.closing = True
+            self._tell_closing(host, id, feeders)
+        else:
+            queue.close()
+
+    def _tell_closing(self, host: HostPort, id: Key, feeders: Iterable[int]) -> None:
+        for feeder in feeders:
+            host.cast(feeder, SERVICE, "queue_closing", id)
+
+    def closing(self, id: Key) -> None:
+        """A queue that this host may feed begins to close, or has ended."""
+        self.feeding.pop(id, None)
+
+    def drained(self, id: Key, feeder: int) -> None:
+        """All that another host has put into a queue is here, and it will put no more."""
+        feeders = self.feeders.get(id)
+        if feeders is None or feeder not in feeders:
+            return
+        feeders.remove(feeder)
+        if not feeders:
+            del self.feeders[id]
+            queue = self.queues.get(id)
+            if queue is not None and queue.closing:
+                queue.close()
+
+    def all(self) -> list[ItemQueue]:
+        """All queues that exist at this moment."""
+        return list(self.queues.values())
+
+
+def queues_of(host: HostPort) -> QueueRegistry:
+    """The registry of a host."""
+    registry: QueueRegistry = host.system.queues
+    return registry
 
 
 class QueueHandle:

@@ -15,17 +15,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Hashable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from rlinf.runtime.actor.invocation import show_wait
-from rlinf.runtime.base.calls import SERVICE, Call, current_call, here
-from rlinf.runtime.base.ports import DeviceLease
+from rlinf.runtime.actor.actor import show_wait
+from rlinf.runtime.base.calls import SERVICE, Call, DeviceLease, current_call, here
 from rlinf.runtime.observe.dataflow import Counter, amount
-from rlinf.runtime.transport.messages import CAST, Message
-
-from .channel import QueueHandle
-from .item_queue import Taken, Token
+from rlinf.runtime.streams.channel import QueueHandle
+from rlinf.runtime.streams.item_queue import Taken, Token
+from rlinf.runtime.transport.link import CAST, Message
 
 if TYPE_CHECKING:
-    from .stream import Stream
+    from rlinf.runtime.streams.stream import Stream
 
 T = TypeVar("T")
 

@@ -18,9 +18,7 @@ from typing import Any, Unpack
 
 from rlinf.runtime.base.errors import QueueClosed, again
 from rlinf.runtime.observe.dataflow import Counter
-
-from .queue_types import Item, Items, PutIds, Running, Taken, Token, Wishes
-from .waiting import Putter, Taker, Waiting
+from rlinf.runtime.streams.queue_state import Item, Items, PutIds, Putter, Running, Taken, Taker, Token, Waiting, Wishes
 
 __all__ = ["ItemQueue", "Taken", "Token"]
 

@@ -14,19 +14,15 @@ from contextlib import aclosing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlinf.runtime.actor.actor import Actor, Cell, endpoint
-from rlinf.runtime.actor.invocation import Running, show_wait
-from rlinf.runtime.base.calls import ActorId, Call, current_call, waiter
+from rlinf.runtime.actor.actor import Actor, Cell, Running, endpoint, show_wait
+from rlinf.runtime.base.calls import ActorId, Call, DeviceLease, current_call, waiter
 from rlinf.runtime.base.errors import ActorDied, QueueClosed, UserError
-from rlinf.runtime.base.ports import DeviceLease
 from rlinf.runtime.base.tasks import all_or_none
-from rlinf.runtime.devices import device_lease
-from rlinf.runtime.values.dereference import holds_promise, resolve
-from rlinf.runtime.values.promise import Promise
-
-from .channel import QueueHandle
-from .consumer import Consumer
-from .stream import Stream
+from rlinf.runtime.devices import lease as device_lease
+from rlinf.runtime.streams.channel import QueueHandle
+from rlinf.runtime.streams.consumer import Consumer
+from rlinf.runtime.streams.stream import Stream
+from rlinf.runtime.values.promise import Promise, holds_promise, resolve
 
 if TYPE_CHECKING:
     from rlinf.runtime.actor.host import Host

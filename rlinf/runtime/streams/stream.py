@@ -5,24 +5,168 @@ the consumers that compete for them. Who wakes whom: see `item_queue.py`; `stage
 
 The host that made a stream has its queue. When the last handle that holds the stream is dropped (that of its maker, or
 of whoever got it as a result), or any is closed, the stages that feed the stream are cancelled, and theirs in turn.
+
+What streams become on their owner's host: batches, first items, copies, shares.
+
+Flows in: a consumer of a stream. Flows out: items in one or more queues, which close with the source. Each is a task of
+the host: it ends with its source, fails its sinks when it fails, and is cancelled when nobody reads them any more. Who
+wakes whom: an item at the source wakes the stage; space in a sink lets it go on.
+
+Plain batches, copies and shares pass items on unread; weights are computed here, so those items are opened here.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from rlinf.runtime.base.calls import current_call, current_host, here
+from rlinf.runtime.base.calls import Call, current_call, current_host, here, waiter
+from rlinf.runtime.base.errors import QueueClosed
 from rlinf.runtime.observe.dataflow import Origin
-
-from . import operators
-from .channel import QueueHandle
-from .consumer import Consumer
-from .item_queue import ItemQueue
-from .registry import queues_of
+from rlinf.runtime.streams.channel import QueueHandle, queues_of
+from rlinf.runtime.streams.consumer import Consumer
+from rlinf.runtime.streams.item_queue import ItemQueue
 
 if TYPE_CHECKING:
     from rlinf.runtime.actor.host import Host
+
+
+def run(
+    host: Host,
+    work: Callable[[], Coroutine[Any, Any, None]],
+    sinks: Sequence[ItemQueue],
+    name: str,
+    source: Consumer[Any] | None = None,
+) -> None:
+    """Run what fills queues, in a task of the host; they close when it ends and fail when it fails.
+
+    Args:
+        source: what it consumes; left when it ends.
+    """
+    call = Call(name, host.rank, host.number()[1], waiter(), None, host.now())
+    call.helps(current_call.get())
+
+    async def stage() -> None:
+        current_call.set(call)  # whose waits these are, for the stall report
+        try:
+            await work()
+        except asyncio.CancelledError:
+            for queue in sinks:
+                queue.fail(QueueClosed(f"{queue.name}: its source {name} was cancelled"))
+            raise
+        except BaseException as error:  # it belongs to whoever consumes the stream
+            for queue in sinks:
+                queue.fail(error)
+        else:
+            for queue in sinks:
+                queue.close()
+        finally:
+            for queue in sinks:
+                queue.producers.pop(call.label, None)
+            if source is not None:
+                source.close()
+
+    def stop_unless_used() -> None:
+        if all(queue.error is not None for queue in sinks):
+            task.cancel()
+
+    task = host.own(stage())
+    for queue in sinks:
+        queue.producers[call.label] = stop_unless_used
+
+
+async def feed(items: Any, sink: ItemQueue) -> None:
+    if not isinstance(items, AsyncIterable):
+        for item in items:
+            await sink.put(item, name=waiter())
+        return
+    async with contextlib.AsyncExitStack() as stack:
+        if isinstance(items, AsyncGenerator):
+            await stack.enter_async_context(aclosing(items))
+        async for item in items:
+            await sink.put(item, name=waiter())
+
+
+async def batch(source: Consumer[Any], sink: ItemQueue, n: int) -> None:
+    source.most = n
+    while taken := await source.take():
+        await sink.put([value for _, value in taken], name=waiter())
+
+
+async def batch_by_weight(source: Consumer[Any], sink: ItemQueue, weight: Callable[[Any], float], limit: float) -> None:
+    gathered: list[Any] = []
+    total = 0.0
+    while taken := await source.take():
+        item = taken[0][1]
+        heavy = weight(item)
+        if gathered and total + heavy > limit:
+            await sink.put(gathered, name=waiter())
+            gathered, total = [], 0.0
+        gathered.append(item)
+        total += heavy
+    if gathered:
+        await sink.put(gathered, name=waiter())
+
+
+async def take(source: Consumer[Any], sink: ItemQueue, n: int) -> None:
+    for _ in range(n):
+        taken = await source.take()
+        if not taken:
+            return
+        await sink.put(taken[0][1], name=waiter())
+    source.leave()
+    source.abandon()  # whoever else holds the stream
+
+
+async def tee(source: Consumer[Any], sinks: Sequence[ItemQueue]) -> None:
+    while taken := await source.take():
+        for sink in sinks:
+            _put(sink, taken[0][1])
+        await _space_in_any(sinks)
+
+
+async def deal(
+    source: Consumer[Any], sinks: Sequence[ItemQueue], weight: Callable[[Any], float] | None, pad: Any
+) -> None:
+    source.most = len(sinks)
+    dealt = [0.0] * len(sinks)
+    while taken := await source.take():
+        weighed = sorted(
+            ((weight(v) if weight else 1.0, i) for i, (_, v) in enumerate(taken)), key=lambda w: (-w[0], w[1])
+        )
+        lightest_first = sorted(range(len(sinks)), key=lambda i: (dealt[i], i))
+        for position, sink in enumerate(lightest_first):
+            if position < len(weighed):
+                heavy, index = weighed[position]
+                dealt[sink] += heavy
+                _put(sinks[sink], taken[index][1])
+            else:
+                _put(sinks[sink], pad)
+        await _space_in_any(sinks)
+
+
+def _put(sink: ItemQueue, item: Any) -> None:
+    """Put into one of several sinks: those that nobody reads any more are passed over."""
+    with contextlib.suppress(QueueClosed):
+        sink.put_nowait(item, force=True)
+
+
+async def _space_in_any(sinks: Sequence[ItemQueue]) -> None:
+    """Wait until somebody needs more, so that the stage runs ahead of its slowest reader only as far as its fastest."""
+    used = [sink for sink in sinks if sink.error is None]
+    if not used or any(sink.has_space for sink in used):
+        return
+    waits = [asyncio.ensure_future(sink.space(waiter())) for sink in used]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
 
 __all__ = ["CAPACITY", "Consumer", "Stream"]
 
@@ -80,7 +224,7 @@ class Stream(Generic[T]):
             queue.close()
         else:
             source = items if isinstance(items, AsyncIterable) else iter(items)
-            operators.run(host, lambda: operators.feed(source, queue), [queue], f"source of {queue.name}")
+            run(host, lambda: feed(source, queue), [queue], f"source of {queue.name}")
         return stream
 
     @staticmethod
@@ -135,13 +279,13 @@ class Stream(Generic[T]):
         if n is not None and n < 1:
             raise ValueError(f"batch needs at least one item per list, got {n}")
         if n is not None:
-            (lists,) = self._stage("batch", 1, lambda source, sinks: operators.batch(source, sinks[0], n))
+            (lists,) = self._stage("batch", 1, lambda source, sinks: batch(source, sinks[0], n))
             return lists
         assert weight is not None
         assert limit is not None
 
         def by_weight(source: Consumer[Any], sinks: Sequence[ItemQueue]) -> Coroutine[Any, Any, None]:
-            return operators.batch_by_weight(source, sinks[0], weight, limit)
+            return batch_by_weight(source, sinks[0], weight, limit)
 
         (lists,) = self._stage("batch", 1, by_weight, unread=False)
         return lists
@@ -150,14 +294,14 @@ class Stream(Generic[T]):
         """The first `n` items; then whoever feeds the stream is stopped."""
         if n < 0:
             raise ValueError(f"take needs a number of items, got {n}")
-        (first,) = self._stage("take", 1, lambda source, sinks: operators.take(source, sinks[0], n))
+        (first,) = self._stage("take", 1, lambda source, sinks: take(source, sinks[0], n))
         return first
 
     def tee(self, n: int = 2) -> tuple[Stream[T], ...]:
         """`n` streams that each get every item. Items wait for the slowest; the fastest decides how many are made."""
         if n < 1:
             raise ValueError(f"tee needs at least one stream, got {n}")
-        return self._stage("tee", n, operators.tee)
+        return self._stage("tee", n, tee)
 
     def deal(self, n: int, *, weight: Callable[[T], float] | None = None, pad: Any = None) -> tuple[Stream[T], ...]:
         """`n` streams of equal length, balanced by weight, for consumers that must work in step.
@@ -167,9 +311,7 @@ class Stream(Generic[T]):
         """
         if n < 1:
             raise ValueError(f"deal needs at least one stream, got {n}")
-        return self._stage(
-            "deal", n, lambda source, sinks: operators.deal(source, sinks, weight, pad), unread=weight is None
-        )
+        return self._stage("deal", n, lambda source, sinks: deal(source, sinks, weight, pad), unread=weight is None)
 
     def _stage(
         self,
@@ -192,7 +334,7 @@ class Stream(Generic[T]):
         sinks: list[Stream[Any]] = [Stream.new(host, name, origin=origin) for _ in range(n)]
         queues = [sink._owned for sink in sinks]
         source: Consumer[Any] = Consumer(self, prefetch=True, unread=unread, passing=True)
-        operators.run(host, lambda: work(source, queues), queues, name, source)
+        run(host, lambda: work(source, queues), queues, name, source)
         return tuple(sinks)
 
     # Handles -----------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlinf.runtime.actor.host import Host
 from rlinf.runtime.base.errors import HostLost
-from rlinf.runtime.base.shutdown import ASKING
-from rlinf.runtime.transport.heartbeat import Heartbeat
+from rlinf.runtime.base.tasks import ASKING
+from rlinf.runtime.transport.network import Heartbeat
 
 if TYPE_CHECKING:
     from rlinf.runtime.transport.link import Transport

@@ -14,13 +14,12 @@ from rlinf.runtime.actor.host import Host
 from rlinf.runtime.base.calls import CONTROLLER
 from rlinf.runtime.observe.stalls import HostReport
 from rlinf.runtime.shm.arena import Arena
-from rlinf.runtime.system.introspection import report_host
-from rlinf.runtime.transport.link import LocalTransport, check_hosts
-from rlinf.runtime.transport.messages import Frame
+from rlinf.runtime.system.host_service import report_host
+from rlinf.runtime.transport.link import Frame, LocalTransport, check_hosts
 from rlinf.runtime.values.codec import Place
 
 if TYPE_CHECKING:
-    from .system import ActorSystem
+    from rlinf.runtime.system.system import ActorSystem
 
 MOST_LOCAL_HOSTS = 4096
 
@@ -83,7 +82,7 @@ class LocalNetwork:
 
 
 def _copied(frame: Frame) -> Frame:
-    from rlinf.runtime.transport.messages import pack, unpack
+    from rlinf.runtime.transport.link import pack, unpack
 
     return unpack(*pack(frame))
 

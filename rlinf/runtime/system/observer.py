@@ -21,19 +21,15 @@ from typing import TYPE_CHECKING, Any
 from rlinf.runtime.base.calls import FLOW
 from rlinf.runtime.base.errors import StallError
 from rlinf.runtime.base.tasks import few_at_once
-from rlinf.runtime.observe.busy import Busy
 from rlinf.runtime.observe.dataflow import edges
-from rlinf.runtime.observe.intervals import clip
-from rlinf.runtime.observe.lap import Flow, Lap, Moved
+from rlinf.runtime.observe.perfetto import SMALL, ask, offsets
+from rlinf.runtime.observe.spans import Busy, Flow, Lap, Moved, clip
 from rlinf.runtime.observe.stalls import HostReport, Progress, render
-from rlinf.runtime.observe.tracing import SMALL, ask, offsets
+from rlinf.runtime.system.host_service import MOMENT, ActorState, LookBack, QueueState
 from rlinf.runtime.values.promise import Promise
 
-from .host_service import MOMENT
-from .introspection import ActorState, LookBack, QueueState
-
 if TYPE_CHECKING:
-    from .system import ActorSystem
+    from rlinf.runtime.system.system import ActorSystem
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,45 +2,203 @@
 
 Flows in: a program's wishes. Flows out: groups of actors, channels, a trace. Who wakes whom: leaving a scope ends what
 was spawned in it; the loss of a host fails the system.
+
+Scopes: who ends what.
+
+Flows in: groups, channels, streams, meshes and further scopes, each noted by the scope in which it was made. Flows
+out: their end, the youngest first, however the scope is left. Who wakes whom: leaving wakes everything that still runs
+in it, with a cancellation.
+
+What is settled before a group of actors is made: whether it can be, and what it will take of its devices.
+
+Flows in: the arguments of `ActorSystem.spawn`. Flows out: one message that says what to change, or what the lease
+manager is told. Nobody is woken.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
+import weakref
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rlinf.runtime.actor.actor import Actor, Cell
 from rlinf.runtime.actor.host import Host
-from rlinf.runtime.base import ports
-from rlinf.runtime.base.calls import CONTROLLER, SERVICE, Gang, current_scope, enter, enter_host
+from rlinf.runtime.base import calls as ports
+from rlinf.runtime.base.calls import CONTROLLER, SERVICE, Gang, Granularity, current_scope, enter, enter_host
 from rlinf.runtime.base.errors import ActorDied, UserError
-from rlinf.runtime.base.lease_policy import Granularity
 from rlinf.runtime.base.tasks import all_or_none, finish
-from rlinf.runtime.devices.lease_client import LeaseClient
-from rlinf.runtime.devices.memory import DeviceMemory
-from rlinf.runtime.gpu.own_device import enter_device
-from rlinf.runtime.observe.perfetto import MOST_SPANS
+from rlinf.runtime.base.tensors import enter_device
+from rlinf.runtime.devices.lease import LeaseClient
+from rlinf.runtime.devices.memory import DeviceMemory, Tenant
+from rlinf.runtime.observe.perfetto import MOST_SPANS, write_trace
 from rlinf.runtime.observe.stalls import render
-from rlinf.runtime.observe.tracing import write_trace
-from rlinf.runtime.streams.channel import Channel, QueueHandle
+from rlinf.runtime.streams.channel import Channel, QueueHandle, QueueRegistry
 from rlinf.runtime.streams.item_queue import ItemQueue
-from rlinf.runtime.streams.registry import QueueRegistry
-from rlinf.runtime.transport.groups.registry import Collectives
-from rlinf.runtime.transport.rendezvous import job_store
+from rlinf.runtime.system.ending import Preemption
+from rlinf.runtime.system.handles import ActorGroup, ActorRef
+from rlinf.runtime.system.host_service import CALLS_DEADLINE, CLOSE_DEADLINE, MOMENT, Service
+from rlinf.runtime.system.local_network import LocalNetwork
+from rlinf.runtime.system.observer import fail_when_stalled, reports
+from rlinf.runtime.transport.collectives import Collectives
+from rlinf.runtime.transport.link import check_hosts
+from rlinf.runtime.transport.network import job_store
 from rlinf.runtime.values.p2p import GroupBulk
 from rlinf.runtime.values.promise import Promise
 
-from .ending import Preemption
-from .handles import ActorGroup, ActorRef
-from .host_service import CALLS_DEADLINE, CLOSE_DEADLINE, MOMENT, Service
-from .local_network import LocalNetwork
-from .observer import fail_when_stalled, reports
-from .scope import Scope
-from .spawning import check_spawn, tenants
+
+class Closable(Protocol):
+    """What ends itself: a scope, a device mesh."""
+
+    async def close(self) -> None: ...
+
+
+Owned = ActorGroup | Channel | Closable
+
+
+class Scope:
+    """Owns what is made in it: leaving it ends its actors, channels and streams, whatever happened.
+
+    Example:
+        >>> async with system.scope():                                    # doctest: +SKIP
+        ...     judge = await system.spawn(Judge, name="judge")
+        >>> await system.spawn(Judge, name="judge")                       # doctest: +SKIP
+    """
+
+    def __init__(self, system: ActorSystem):
+        self._system = system
+        self._owned: list[Owned] = []
+        self._owner: ports.Scope | None = None
+        self._token: Any = None
+        self.queues: weakref.WeakSet[ItemQueue] = weakref.WeakSet()
+        """Of the streams made in it."""
+
+    def adopt(self, queue: ItemQueue) -> None:
+        """Abandon a stream's queue with this scope."""
+        self.queues.add(queue)
+
+    def add(self, what: Owned) -> None:
+        """End `what` with this scope."""
+        self._owned.append(what)
+
+    def forget(self, what: Owned) -> None:
+        """It has ended already."""
+        if what in self._owned:
+            self._owned.remove(what)
+
+    def groups(self) -> list[ActorGroup]:
+        """All groups in it and in its scopes, the oldest first."""
+        found: list[ActorGroup] = []
+        for what in self._owned:
+            found += what.groups() if isinstance(what, Scope) else [what] if isinstance(what, ActorGroup) else []
+        return found
+
+    async def __aenter__(self) -> Scope:
+        self._owner = current_scope.get() or self._system.root
+        self._owner.add(self)
+        self._token = current_scope.set(self)
+        return self
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        with contextlib.suppress(ValueError):  # left in another context than entered
+            current_scope.reset(self._token)
+        closing = self._system._host.own(self.close())
+        try:
+            await finish(closing)
+        finally:
+            if self._owner is not None:
+                self._owner.forget(self)
+        failure = None if closing.cancelled() else closing.exception()
+        if failure is not None and error is None:
+            raise failure
+        if failure is not None:  # what went wrong first is what the user gets to see
+            self._system._host.complain("while a scope was left", failure)
+
+    async def close(self) -> None:
+        """End everything in it, the youngest first.
+
+        Raises:
+            Exception: the first that an actor's `close` raised; all the others have been closed all the same.
+        """
+        for queue in list(self.queues):
+            queue.abandon()
+        await self._system.stop_calls(self.groups())  # all at once, so that waiting for the slow ones is not a sum
+        first: Exception | None = None
+        while self._owned:
+            youngest = self._owned.pop()
+            try:
+                if isinstance(youngest, ActorGroup):
+                    await self._system.kill(youngest)
+                elif isinstance(youngest, Channel):
+                    self._system.withdraw(youngest)
+                else:
+                    await youngest.close()
+            except Exception as error:  # the others must be closed, too
+                first = first or error
+        if first is not None:
+            raise first
+
+
+RESERVED = frozenset({"each", "any", "names", "hosts"})
+"""Names that groups use, so that no endpoint may have them."""
+
+
+def check_spawn(
+    system: ActorSystem,
+    cls: Any,
+    hosts: Sequence[int],
+    name: str,
+    devices: Sequence[Any] | None,
+    kwargs: dict[str, Any],
+) -> None:
+    """See that a group can be made as asked.
+
+    Raises:
+        UserError: it cannot; the text says what to change.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Actor)):
+        raise UserError(f"spawn needs a subclass of rlinf.Actor, got {cls!r}")
+    if not hosts:
+        raise UserError(f"{name}: hosts is empty; name at least one host")
+    complaint = system._network.want(hosts) if system._network else check_hosts(hosts, system.hosts)
+    if complaint:
+        fix = "" if system._network else f"; start more processes (torchrun --nproc-per-node {max(hosts) + 1})"
+        raise UserError(f"{name}: {complaint}{fix}")
+    if devices is not None and len(devices) != len(hosts):
+        raise UserError(f"{name}: devices has {len(devices)} entries for {len(hosts)} ranks; give one per rank")
+    if bad := RESERVED & set(cls.endpoints):
+        raise UserError(f"{cls.__name__}: an endpoint cannot be called {sorted(bad)[0]!r}, groups use that name")
+    abroad = [h for h in hosts if not system._host.codec.by_reference(h)]
+    if abroad and "<locals>" in cls.__qualname__:
+        raise UserError(
+            f"{cls.__qualname__} is defined inside a function, so host {abroad[0]} cannot import it: "
+            "move the class to the top level of a module"
+        )
+    try:
+        inspect.signature(cls.setup).bind(None, **kwargs)
+    except TypeError as error:
+        raise UserError(
+            f"{cls.__name__}.setup{inspect.signature(cls.setup)} does not fit spawn's arguments: {error}"
+        ) from None
+
+
+def tenants(
+    group: ActorGroup, devices: Sequence[int | Iterable[int]], resident_bytes: int, parked_bytes: int
+) -> list[tuple[Tenant, int, Any]]:
+    """The ranks of a group as the lease manager knows them, with host and id of each; arguments as of `spawn`."""
+    return [
+        (
+            Tenant(ref._name, frozenset([on] if isinstance(on, int) else on), resident_bytes, parked_bytes),
+            ref._host,
+            ref._actor,
+        )
+        for ref, on in zip(group, devices, strict=True)
+    ]
+
 
 A = TypeVar("A", bound=Actor)
 K = TypeVar("K")

@@ -19,17 +19,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlinf.runtime.actor.host import Host
 from rlinf.runtime.base.calls import CONTROLLER, SERVICE, current_scope, enter_host
 from rlinf.runtime.base.errors import ActorDied, HostLost, StallError, UserError
-from rlinf.runtime.base.shutdown import ASKING, Threads, ends_process
-from rlinf.runtime.base.tasks import cancel_all
-from rlinf.runtime.gpu.own_device import device_id, enter_device
-from rlinf.runtime.transport.heartbeat import HOST_TIMEOUT
-from rlinf.runtime.transport.interfaces import bind_interface
+from rlinf.runtime.base.tasks import ASKING, Threads, cancel_all, ends_process
+from rlinf.runtime.base.tensors import device_id, enter_device
+from rlinf.runtime.system.ending import GO_ON, GRACE, End, Preemption, Stopped, conduct, ending, heartbeat, on_signals
+from rlinf.runtime.system.local_network import here
+from rlinf.runtime.system.observer import fail_when_stalled
+from rlinf.runtime.system.system import ActorSystem
+from rlinf.runtime.transport.network import HOST_TIMEOUT, bind_interface
 from rlinf.runtime.values.promise import Promise
-
-from .ending import GO_ON, GRACE, End, Preemption, Stopped, conduct, ending, heartbeat, on_signals
-from .local_network import here
-from .observer import fail_when_stalled
-from .system import ActorSystem
 
 if TYPE_CHECKING:
     from rlinf.runtime.transport.link import Transport

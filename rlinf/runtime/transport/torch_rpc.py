@@ -25,11 +25,9 @@ from torch.distributed import rpc
 
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import in_thread, settle
-
-from . import doors
-from .link import Receiver
-from .messages import Frame, Packed, pack, unpack
-from .rendezvous import SCHEME
+from rlinf.runtime.transport import network
+from rlinf.runtime.transport.link import Frame, Packed, Receiver, pack, unpack
+from rlinf.runtime.transport.network import SCHEME
 
 NOTHING: Packed = (b"", [])
 PULSE = torch.zeros(())
@@ -77,9 +75,9 @@ class RpcTransport:
         )
         with warnings.catch_warnings():  # of init_rpc, about init_rpc
             warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
-            with doors.noticing() as opened:
+            with network.noticing() as opened:
                 rpc.init_rpc(_name(host), rank=host, world_size=hosts, rpc_backend_options=options)
-        doors.close_to_strangers(opened, host, hosts, _reach, timeout)
+        network.close_to_strangers(opened, host, hosts, _reach, timeout)
 
     def bind(self, receiver: Receiver) -> None:
         self._receiver = receiver

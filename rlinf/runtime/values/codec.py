@@ -34,31 +34,35 @@ import torch
 from rlinf.runtime.base.errors import RuntimeFault
 from rlinf.runtime.base.tasks import together
 from rlinf.runtime.shm import copies
-from rlinf.runtime.shm.arena import Arena, ArenaFull
-from rlinf.runtime.shm.views import ArenaReader, SlotRef
-
-from .dereference import holds_promise, resolve
-from .ipc import Handles, unshareable
-from .parts import Bulk, GroupRef, IpcRef, Payload, Place, Staged, Unsent, ValueRef
-from .pickle_errors import unpicklable
-from .pickler import (
+from rlinf.runtime.shm.arena import Arena, ArenaFull, ArenaReader, SlotRef
+from rlinf.runtime.values.p2p import Handles, unshareable
+from rlinf.runtime.values.pickler import (
     BULK_BYTES,
     COPY_BYTES,
     HERE,
     INLINE_BYTES,
     SEALED,
     SEALED_BYTES,
+    Bulk,
+    GroupRef,
+    IpcRef,
+    Payload,
     Pickler,
+    Place,
+    Staged,
     TooBig,
+    Unsent,
+    ValueRef,
     is_plain,
     load,
     reading_codec,
+    unpicklable,
 )
+from rlinf.runtime.values.promise import holds_promise, resolve
 
 if TYPE_CHECKING:
-    from rlinf.runtime.base.ports import Host
-
-    from .promise import Promise
+    from rlinf.runtime.base.calls import Host
+    from rlinf.runtime.values.promise import Promise
 
 __all__ = ["SEALED_BYTES", "Codec", "Payload", "Place", "ValueRef", "is_plain", "reading_codec"]
 

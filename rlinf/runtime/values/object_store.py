@@ -15,17 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf.runtime.base.calls import SERVICE, Key, waiter
 from rlinf.runtime.base.errors import ActorDied, UserError
-from rlinf.runtime.shm.arena import Arena
-from rlinf.runtime.shm.views import ArenaReader
-
-from .codec import Codec
-from .ipc import Handles
-from .parts import Place, ValueRef
-from .promise import KEPT, QUEUED, Promise
-from .relay import Relay
+from rlinf.runtime.shm.arena import Arena, ArenaReader
+from rlinf.runtime.values.codec import Codec
+from rlinf.runtime.values.p2p import Handles
+from rlinf.runtime.values.pickler import Place, ValueRef
+from rlinf.runtime.values.promise import KEPT, QUEUED, Promise
+from rlinf.runtime.values.relay import Relay
 
 if TYPE_CHECKING:
-    from rlinf.runtime.base.ports import Host
+    from rlinf.runtime.base.calls import Host
 
 _GONE = "a promised value is gone: its handle was dropped, or the host that had it died, before the value was fetched"
 

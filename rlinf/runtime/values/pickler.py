@@ -2,30 +2,159 @@
 
 Flows in: a value, or bytes and what was beside them. Flows out: bytes, references, and what is still to be done before
 they may leave: copies, sends, handles to be made. Nobody waits here; user code runs (its `__reduce__`).
+
+What stands in a message for something that travels beside it, and where hosts live. Knows how nothing of it moves.
+
+Flows in: what a codec finds in a value. Flows out: small picklable references. Nobody waits here.
+
+Which part of a value cannot be sent, for an error that says so.
+
+Flows in: a value that did not pickle. Flows out: an error that names the part and its place. Nobody waits here.
 """
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import io
 import pickle
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
-from rlinf.runtime.base.tensor_bytes import flat_bytes
+from rlinf.runtime.base.calls import Key
+from rlinf.runtime.base.errors import RuntimeFault, UserError
+from rlinf.runtime.base.tensors import flat_bytes
 from rlinf.runtime.shm import copies
-from rlinf.runtime.shm.arena import ArenaFull
-from rlinf.runtime.shm.views import SlotRef
-
-from .parts import GroupRef, Staged, ValueRef
+from rlinf.runtime.shm.arena import ArenaFull, SlotRef
 
 if TYPE_CHECKING:
-    from .codec import Codec
-    from .promise import Promise
+    from rlinf.runtime.values.codec import Codec
+    from rlinf.runtime.values.promise import Promise
+
+Payload = tuple[Any, ...]
+"""(value,) by reference; (value, None) short atoms; (blob, refs, parts) anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRef:
+    """Where a promised value is kept: `key` on host `owner`."""
+
+    owner: int
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRef:
+    """A tensor that the sender hands to a process group: who sends, under which tag, and what to expect."""
+
+    source: int
+    tag: int
+    device: str
+    """The type of device it comes from and goes to."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IpcRef:
+    """A CUDA tensor of this GPU: what opens it. It must be opened or refused once, or its owner keeps the memory."""
+
+    owner: int
+    """Rank of the host whose memory it is."""
+    number: int
+    """Below 0; unique over the owner's life."""
+    rebuild: Callable[..., torch.Tensor]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A CUDA tensor that travels as a copy in CPU memory."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """In place of a part that could not be copied at the sender: why."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a host lives, as far as payload routes care."""
+
+    host: int
+    process: str
+    """Equal for hosts that share an address space."""
+    machine: str
+    """Equal for hosts that can map each other's memory."""
+    device: str = "cpu"
+    """The GPU's unique id, or "cpu"."""
+    node: str = "localhost"
+    pid: int = 0
+
+
+class Bulk(Protocol):
+    """Moves a tensor between two hosts through a process group (see `p2p.py`).
+
+    Sends to a host happen in the order of the calls of `send`, receives from a host in the order of `receive`.
+    """
+
+    def announce(self, tensor: torch.Tensor) -> GroupRef: ...
+    def send(self, tensor: torch.Tensor, ref: GroupRef, host: int, after: asyncio.Future[None] | None) -> None: ...
+    def receive(self, ref: GroupRef) -> asyncio.Future[torch.Tensor]: ...
+
+
+def unpicklable(value: Any, error: Exception) -> Exception:
+    """What to raise when pickling `value` has raised `error`."""
+    if isinstance(error, RuntimeFault):  # it says itself what to do
+        return error
+    where, culprit = _culprit(value)
+    kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
+    return UserError(
+        f"cannot send {where}a {kind} ({str(culprit)[:80]}) to another process: {error}. "
+        "Send plain data and tensors, or classes and functions defined at the top level of a module."
+    )
+
+
+def _culprit(value: Any, where: str = "") -> tuple[str, Any]:
+    """The smallest part of `value` that does not pickle, and where it sits, as "[0]['fn'].hook: "."""
+    children: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        children = [(f"[{key!r}]", child) for key, child in value.items()]
+    elif isinstance(value, (list, tuple)):
+        children = [(f"[{i}]", child) for i, child in enumerate(value)]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        children = [(f".{f.name}", getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+    for step, child in children:
+        if where.count("[") + where.count(".") < 8 and not _pickles(child):
+            return _culprit(child, where.removesuffix(": ") + step + ": ")
+    return where, value
+
+
+class _Trial(pickle.Pickler):
+    """Pickles all but what the real one would replace, and what would be replaced is fine."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (torch.Tensor, np.ndarray)) or hasattr(type(obj), "__lend__"):
+            return str, ()
+        return NotImplemented
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        _Trial(io.BytesIO(), protocol=5).dump(value)
+    except Exception:  # any failure at all means "not this one"
+        return False
+    return True
+
 
 INLINE_BYTES = 64 << 10
 """Below this a tensor rides in the pickled message: a slot's bookkeeping costs about as much as copying that much. So

@@ -24,12 +24,11 @@ import numpy as np
 import torch
 
 from rlinf.runtime.base.calls import SERVICE, Key
-
-from .codec import Codec
-from .parts import Place, ValueRef
+from rlinf.runtime.values.codec import Codec
+from rlinf.runtime.values.pickler import Place, ValueRef
 
 if TYPE_CHECKING:
-    from rlinf.runtime.base.ports import Host
+    from rlinf.runtime.base.calls import Host
 
 RELAY_BYTES = 1 << 20
 """A value with fewer bytes in tensors goes straight from its owner to all: one more question costs about as much."""

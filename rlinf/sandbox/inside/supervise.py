@@ -7,6 +7,10 @@ Four processes: *supervisor → holder → first → program*. The holder makes 
 the maps of users; it lives as long as the supervisor, so that the number of the first process stays taken. The first
 process of the namespace buries orphans; with its end the kernel kills whatever else is in it. Where there are no
 namespaces (`weak`), the supervisor starts the program itself and adopts its orphans.
+
+What processes use: read from /proc, whose descriptor is all that the supervisor has of the machine's files.
+
+In: a process. Out: it and those below it, their processor time, their memory.
 """
 
 from __future__ import annotations
@@ -23,14 +27,80 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from rlinf.sandbox.inside import confine, landlock, program, usage
+from rlinf.sandbox.inside import confine, program
+
+_CHUNK = 1 << 16
+_TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+
+
+def used(proc: int, root: int, ours: int) -> tuple[float, int]:
+    """Processor time in seconds, and resident memory in bytes, of a process and all below it.
+
+    Args:
+        proc: a descriptor of /proc.
+        root: the process.
+        ours: how many of the first ones do not count for memory.
+    """
+    clock, memory = 0.0, 0
+    for place, pid in enumerate(tree(proc, root)):
+        fields = _stat(proc, pid)
+        if fields is not None:
+            clock += sum(int(text) for text in fields[11:15]) / _TICKS  # its own, and of its dead children
+            memory += int(fields[21]) * _PAGE if place >= ours else 0
+    return clock, memory
+
+
+def tree(proc: int, root: int) -> list[int]:
+    """`root` and the processes below it, parents before their children."""
+    found, todo = [], [root]
+    while todo:
+        pid = todo.pop()
+        found.append(pid)
+        text = _text(proc, f"{pid}/task")
+        for thread in text.split():
+            todo += [int(child) for child in _text(proc, f"{pid}/task/{thread}/children").split()]
+    return found
+
+
+def _text(proc: int, path: str) -> str:
+    """The content of a file below /proc, or the names in a directory; empty if it is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY, dir_fd=proc)
+    except OSError:
+        return ""
+    try:
+        if path.endswith("/task"):
+            return " ".join(os.listdir(descriptor))
+        return os.read(descriptor, _CHUNK).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
+
+
+def _stat(proc: int, pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat after the name, the third of man 5 proc first."""
+    text = _text(proc, f"{pid}/stat")
+    return text.rpartition(")")[2].split() or None
+
+
+def processes_of_user(proc: int) -> int:
+    """Processes and threads of this user on the machine."""
+    user, count = os.getuid(), 0
+    for entry in os.listdir(proc):
+        try:
+            if entry.isdigit() and os.stat(entry, dir_fd=proc).st_uid == user:
+                count += len(os.listdir(f"/proc/{entry}/task"))
+        except OSError:
+            continue
+    return count
+
 
 LENGTH = 8
 """Bytes of the big-endian length that goes before a request, and before each part of an answer."""
 _LOOK_EVERY = 0.05
 """Seconds between looks at memory and processor time. The kernel tells nobody of sums over processes outside of control
 groups, which most containers may not write; a program that is done sooner is never looked at."""
-_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +251,7 @@ def _unheld(server: Server, run: _Run, ends: tuple[int, ...], directory: str) ->
             confine.become(confine.UNPRIVILEGED, True)
         confine.end_with_parent()
         os.setsid()
-        _program(server, run, ends, usage.processes_of_user(server.proc))  # the limit counts all of a user
+        _program(server, run, ends, processes_of_user(server.proc))  # the limit counts all of a user
     except OSError as error:
         os.write(ends[3], f"!{error}".encode())
     finally:
@@ -205,7 +275,7 @@ def _program(server: Server, run: _Run, ends: tuple[int, ...], others: int) -> N
         os.closerange(last + 1, 4096)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if server.weak:
-            landlock.install((*server.shown, *server.packages), os.getcwd())
+            confine.confine_files((*server.shown, *server.packages), os.getcwd())
         confine.restrict(request["limits"], others)
         os.close(last)
     except OSError as error:
@@ -286,7 +356,7 @@ def _drain(run: _Run, descriptors: list[int], most: int) -> None:
 def _exceeds(server: Server, run: _Run, root: int) -> bool:
     """Whether all processes together use more than they may; then `run.outcome` says what."""
     limits = run.request["limits"]
-    clock, memory = usage.used(server.proc, root, 0 if server.weak else 2)  # holder and first are ours
+    clock, memory = used(server.proc, root, 0 if server.weak else 2)  # holder and first are ours
     if memory > limits["memory_bytes"]:
         run.outcome = "memory"
     elif clock > limits["cpu_seconds"]:
@@ -305,7 +375,7 @@ def _end(server: Server, root: int) -> None:
         except ProcessLookupError:
             return
     while True:
-        for pid in usage.tree(server.proc, os.getpid())[1:]:
+        for pid in tree(server.proc, os.getpid())[1:]:
             try:
                 os.kill(pid, signal.SIGKILL)
             except OSError:

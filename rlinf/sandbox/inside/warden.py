@@ -20,7 +20,7 @@ import socket
 import sys
 import traceback
 
-from rlinf.sandbox.inside import confine, landlock, seccomp
+from rlinf.sandbox.inside import confine
 from rlinf.sandbox.inside.supervise import Server, supervise
 
 _PRELOADED = (
@@ -52,7 +52,7 @@ def main(descriptor: int, settings: str) -> None:
     except Exception as error:
         control.send(json.dumps({"refused": f"{error}", "trace": traceback.format_exc()}).encode())
         return
-    control.send(json.dumps({"filter": seccomp.available(), "landlock": landlock.version()}).encode())
+    control.send(json.dumps({"filter": confine.available(), "landlock": confine.version()}).encode())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries supervisors
     gc.collect()
     gc.freeze()  # a program's collections do not write to, and so copy, what it shares with us

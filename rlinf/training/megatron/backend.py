@@ -20,26 +20,20 @@ from rlinf.data.packing import Packed
 from rlinf.data.rng import ONE_AT_A_TIME
 from rlinf.data.tokenizer import pretrained, without_own_code
 from rlinf.data.weights import Export
-from rlinf.models.language.build import saved_files
+from rlinf.models.language.attention import checkpoint_blocks
+from rlinf.models.language.build import build_model, own_dtype, saved_files
 from rlinf.models.language.fsdp import dtype_of
-from rlinf.models.language.kernels.blocks import checkpoint_blocks
-from rlinf.models.language.load import build_model, own_dtype
 from rlinf.models.language.lora import POLICY
-from rlinf.models.language.value_model import HEAD, without_head
+from rlinf.models.language.policy_model import HEAD, without_head
 from rlinf.training.backend import HostCopy, ModelSettings, Optimization, Outputs, Ranks
-from rlinf.training.megatron import families
-from rlinf.training.megatron.layers import standins
-from rlinf.training.megatron.layers.stage import Stage, outputs_of
+from rlinf.training.checkpoint import STATE, Restored, Source, StateCopy, held
+from rlinf.training.export import MODEL, SHARD_BYTES, ModelCopy, skeleton_of
+from rlinf.training.megatron import layout, standins
+from rlinf.training.megatron.layers import Stage, outputs_of
 from rlinf.training.megatron.layout import Grid, Groups, grouped
-from rlinf.training.megatron.learner import SplitLearner
-from rlinf.training.megatron.pieces import Files, Piece, fill, pieces_of, sharing
-from rlinf.training.megatron.schedule import Pipeline
-from rlinf.training.megatron.state import copy_split_state, load_split_state
-from rlinf.weights.hf_export import MODEL, SHARD_BYTES, ModelCopy, skeleton_of
-from rlinf.weights.parts import Held, Scattered
-from rlinf.weights.publish import gathered
-from rlinf.weights.state_tensors import held
-from rlinf.weights.train_state import STATE, Restored, Source, StateCopy
+from rlinf.training.megatron.schedule import Pipeline, SplitLearner
+from rlinf.training.megatron.state import Files, Piece, copy_split_state, fill, load_split_state, pieces_of, sharing
+from rlinf.training.weight_sync import Held, Scattered, gathered
 
 
 class MegatronBackEnd:
@@ -82,13 +76,13 @@ class MegatronBackEnd:
             files = saved_files(model.source)
             drawn = None if files else build_model(model.source, tokenizer, seed=model.seed)
             config = pretrained(AutoConfig, str(model.source)) if drawn is None else drawn.config
-            if wrong := families.mistakes(config, model.parallel):
+            if wrong := layout.mistakes(config, model.parallel):
                 raise ValueError(f"trainer.backend=megatron: {'; '.join(wrong)}")
             whole = _empty(config, model)
             if drawn is not None:
                 whole.generation_config = drawn.generation_config
             parts = range(model.parallel.interleave) if model.parallel.interleave > 1 else (None,)
-            inner = families.inner_config(config, model.parallel, dtype_of(model.dtype))
+            inner = layout.inner_config(config, model.parallel, dtype_of(model.dtype))
             stages = [Stage(inner, config, groups, part, model.head, model.logprob_chunk) for part in parts]
         for stage in stages:
             if stage.last and model.head == "values":

@@ -5,21 +5,166 @@ In: micro-batches, the same on all ranks of a copy, and what becomes of the last
 With p stages and m micro-batches at once a stage is idle for (p - 1) / (m + p - 1) of the time (GPipe,
 arXiv:1811.06965, section 2.3; the same for 1F1B), interleaved over v parts for (p - 1) / (v m + p - 1)
 (arXiv:2104.04473, section 2.2.2).
+
+A stage that computes in bfloat16 with weights, sums of gradients and an optimizer in float32.
+
+In: the parameters of stages, float32. Out: while a stage computes, copies of them in the other dtype stand in their
+places; the gradient that each micro-batch gives a copy is added to the float32 one of the parameter, and let go. So
+whatever reads or writes weights, between passes, finds float32 alone. Copies are made for the first pass after the
+weights have changed, and cost half of what the weights do until they change again.
+
+What neighbouring stages of a pipeline send each other: hidden states one way, their gradients the other.
+
+In: what Megatron's schedules want sent and received. Out: the tensors of the neighbours. Each way has a group of its
+own: of two stages that are both neighbours of one another twice over, as interleaved ones are, Megatron's own way of
+sending mistakes one for the other over gloo. The shape of a tensor goes before it, since micro-batches are unequal.
+
+Imported by `schedule.py` alone, when a pipeline is run, since Megatron-core takes seconds to import.
+
+Learning where a model is split: whose gradients are added up over which ranks, and who counts them.
+
+In: micro-batches. Out: optimizer steps, by the same optimizer, schedule and bound on the norm as on a whole model
+(`training/learner.py`). Micro-batches wait until there are as many as fill the pipeline, or until the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor, nn
 
-from rlinf.data.packing import Packed
-from rlinf.training.megatron.layers.attention import Reading, read
-from rlinf.training.megatron.layers.stage import Stage
+from rlinf.algos.loss_sum import LossSum
+from rlinf.data.packing import Packed, pack
+from rlinf.models.language.fsdp import Layout
+from rlinf.training.backend import Loss
+from rlinf.training.fsdp import Learner
+from rlinf.training.megatron.layers import Reading, Stage, outputs_of, read
 from rlinf.training.megatron.layout import Groups
-from rlinf.training.megatron.precision import Precision
+from rlinf.training.megatron.state import Sharing
+from rlinf.training.optimizer import optimizer_step, sum_over_copies
+
+
+class Precision:
+    """What stages compute with.
+
+    Args:
+        stages: of one rank.
+    """
+
+    def __init__(self, stages: Sequence[Stage]):
+        self._config = stages[0].config
+        self._places = [place for stage in stages for place in stage.computed_with()]
+        self._copies: list[nn.Parameter] = []
+
+    def forget(self) -> None:
+        """Let go of copies: the weights change, or leave the device."""
+        self._copies = []
+
+    @contextmanager
+    def rounded(self) -> Iterator[None]:
+        """Within, stages have parameters in the dtype that they compute in."""
+        masters = [getattr(module, name) for module, name in self._places]
+        if all(master.dtype == self._config.pipeline_dtype for master in masters):
+            yield
+            return
+        copies = self._copies or [self._copy(master) for master in masters]
+        self._copies = copies
+        self._place(copies)
+        try:
+            yield
+        finally:
+            self._place(masters)
+
+    def _place(self, parameters: Sequence[nn.Parameter]) -> None:
+        for (module, name), parameter in zip(self._places, parameters, strict=True):
+            module._parameters[name] = parameter
+
+    def _copy(self, master: nn.Parameter) -> nn.Parameter:
+        copy = nn.Parameter(master.detach().to(self._config.pipeline_dtype))
+        copy.register_post_accumulate_grad_hook(partial(_add_to, master))
+        return copy
+
+
+@torch.no_grad()
+def _add_to(master: nn.Parameter, copy: Tensor) -> None:
+    """Move a copy's gradient to the parameter's, in float32."""
+    assert copy.grad is not None
+    if master.grad is None:
+        master.grad = copy.grad.to(master.dtype)
+    else:
+        master.grad.add_(copy.grad)
+    copy.grad = None
+
+
+_DIMENSIONS = 3
+"""Tokens, 1, width."""
+
+
+class Exchange(P2PCommunicator):  # type: ignore[misc]
+    """Between this rank's stage and its neighbours.
+
+    Args:
+        groups: this rank's.
+        config: Megatron's.
+        device: where tensors are made.
+    """
+
+    def __init__(self, groups: Groups, config: Any, device: torch.device):
+        super().__init__(groups.group("pipeline"), config)
+        self._ways = groups.group("pipeline"), groups.group("way back")
+        self._device = device
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        onward, back = self._ways
+        asked = (
+            (tensor_send_next, self.next_rank, recv_prev, self.prev_rank, onward),
+            (tensor_send_prev, self.prev_rank, recv_next, self.next_rank, back),
+        )
+        shapes: list[Tensor | None] = [
+            torch.empty(_DIMENSIONS, dtype=torch.int64, device=self._device) if receives else None
+            for _, _, receives, _, _ in asked
+        ]
+        sizes = [
+            None if sent is None else torch.tensor(sent.shape, dtype=torch.int64, device=self._device)
+            for sent, *_ in asked
+        ]
+        self._sent(asked, sizes, shapes)
+        found = [
+            None
+            if shape is None
+            else torch.empty(shape.tolist(), dtype=self.config.pipeline_dtype, device=self._device, requires_grad=True)
+            for shape in shapes
+        ]
+        self._sent(asked, [None if sent is None else sent.detach().contiguous() for sent, *_ in asked], found)
+        return found[0], found[1], None
+
+    def _sent(self, asked: Any, out: list[Tensor | None], into: list[Tensor | None]) -> None:
+        """Send and receive both ways at once."""
+        waiting = []
+        for (_, to, _, source, group), sent, received in zip(asked, out, into, strict=True):
+            operations = [] if sent is None else [dist.P2POp(dist.isend, sent, to, group)]
+            if received is not None:
+                operations.append(dist.P2POp(dist.irecv, received.detach(), source, group))
+            if operations:
+                waiting += dist.batch_isend_irecv(operations)
+        for each in waiting:
+            each.wait()
+
 
 Ended = Callable[[int, Tensor], Tensor | None]
 """Of the number of a micro-batch and what the last stage gave for it: what is differentiated, None for nothing."""
@@ -72,8 +217,6 @@ class Pipeline:
             return
         from megatron.core.pipeline_parallel import schedules
 
-        from rlinf.training.megatron.exchange import Exchange
-
         def forward(numbered: Any, stage: Stage) -> tuple[Tensor, Any]:
             number, reading = next(numbered)
 
@@ -102,3 +245,122 @@ class Pipeline:
                 p2p_communicator=Exchange(self._groups, config, next(self.stages[0].parameters()).device),
                 pg_collection=self._groups.collection(),
             )
+
+
+FILLS = 4
+"""Micro-batches that wait for each other, per stage: with them a pipeline of p stages is idle for less than a fifth of
+the time, and the first gradient comes while others are still being generated."""
+
+NOTHING = LossSum(torch.zeros(()), torch.zeros((), dtype=torch.float64))
+
+
+class SplitLearner(Learner):
+    """Trains a model of which this rank has a part.
+
+    Args:
+        module: the part.
+        pipeline: runs it.
+        shared: who has each of its parameters, by name.
+        groups: this rank's.
+        head: see `ModelSettings.head`.
+        named: gives what this rank has of every tensor of the model, for messages.
+        settings: see `Learner`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        pipeline: Pipeline,
+        shared: dict[str, Sharing],
+        groups: Groups,
+        head: str,
+        named: Callable[[], Iterable[tuple[str, Tensor]]],
+        **settings: Any,
+    ):
+        super().__init__(module, layout=Layout(groups.meshes["data"]), **settings)
+        self._pipeline, self._groups, self._head, self._named = pipeline, groups, head, named
+        self._waiting: list[tuple[Packed, Loss, bool]] = []
+        self._kinds = [(parameter, shared[name]) for name, parameter in module.named_parameters()]
+        self._shared = {id(parameter): who for parameter, who in self._kinds}
+
+    def begin(self) -> None:
+        super().begin()
+        self._waiting = []
+        self._pipeline.precision.forget()
+
+    def accumulate(self, batches: Sequence[Packed], loss: Loss, *, entropy_slope: bool = False) -> None:
+        """Add the gradients of some micro-batches, at the latest with `step`.
+
+        Args:
+            batches: the same on all ranks of a copy; as many on all ranks.
+            loss: called where the outputs are.
+            entropy_slope: it differentiates entropies too.
+        """
+        self._waiting += [(batch, loss, entropy_slope) for batch in batches]
+        most = 1 if self._pipeline.depth == 1 else FILLS * self._pipeline.depth
+        while len(self._waiting) >= most:
+            now, self._waiting = self._waiting[:most], self._waiting[most:]
+            self._run(now)
+
+    def step(self) -> tuple[LossSum, dict[str, float]]:
+        if self._waiting:
+            now, self._waiting = self._waiting, []
+            self._run(now)
+        return super().step()
+
+    def _run(self, now: Sequence[tuple[Packed, Loss, bool]]) -> None:
+        pipeline, device = self._pipeline, next(self.module.parameters()).device
+        blank = -len(now) % pipeline.depth if pipeline.interleaved else 0
+        batches = [batch.to(device) for batch, _, _ in now] + [pack([])] * blank
+
+        def ended(number: int, found: Tensor) -> Tensor | None:
+            if number >= len(now):
+                return None
+            sums = now[number][1](batches[number], outputs_of(found, self._head))
+            part = sums.detach()
+            self._sum = part if self._sum is None else self._sum + part
+            return sums.total
+
+        pipeline.run(batches, ended, learns=True, entropy_slope=any(slope for _, _, slope in now))
+        if not pipeline.last:
+            self._sum = NOTHING  # until the last stage says
+
+    def _taken(self, mine: LossSum) -> tuple[LossSum, float]:
+        self._gather()
+        meshes = self._groups.meshes
+        return optimizer_step(
+            self._told(mine),
+            self._parameters,
+            self.optimizer,
+            ranks=meshes["data"],
+            parts=meshes["copy"],
+            leads=lambda parameter: self._shared[id(parameter)].counts,
+            grad_clip=self._grad_clip,
+            named=self._named(),
+        )
+
+    def _gather(self) -> None:
+        """Add up gradients over the ranks that computed parts of them."""
+        kinds: dict[str, list[Tensor]] = {}
+        for parameter, who in self._kinds:
+            kinds.setdefault(who.summed, []).append(parameter)
+        for kind, parameters in kinds.items():
+            mesh = self._groups.meshes[kind]
+            if mesh is not None:
+                sum_over_copies(parameters, mesh)
+        both = [parameter for parameter, who in self._kinds if who.both_ends]
+        ends = self._groups.meshes["ends"]
+        if both and ends is not None:
+            sum_over_copies(both, ends)
+
+    def _told(self, mine: LossSum) -> LossSum:
+        """What gathered on the last stage, on all stages."""
+        line = self._groups.meshes["pipeline"]
+        if line is None:
+            return mine
+        group = line.get_group()
+        said: list[Any] = [mine if self._pipeline.last else None]
+        last = dist.get_global_rank(group, group.size() - 1)
+        dist.broadcast_object_list(said, last, group=group, device=next(self.module.parameters()).device)
+        told: LossSum = said[0]
+        return told

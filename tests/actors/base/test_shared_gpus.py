@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlinf import ActorSystem
-from rlinf.actors.base.spmd import JointActor
+from rlinf.actors.base import JointActor
 from rlinf.runtime.base.errors import UserError
 from tests.cards import pretend
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rlinf import Actor, ActorSystem, Stream
-from rlinf.actors.base import tail_migration as consolidating
+from rlinf.actors import tail_migration
 from rlinf.actors.rollout import Rollout
-from rlinf.placement.tail_migration import DecodeCost
+from rlinf.placement.rescale import DecodeCost
 from rlinf.runtime.actor.actor import endpoint
 from tests.actors.test_rollout import SHARED, asked, collected, weights
 
@@ -50,7 +50,7 @@ class Moving(Rollout):
 @pytest.fixture(autouse=True)
 def always_worth_it(monkeypatch):
     """Timings of so small a model on shared cores say nothing."""
-    monkeypatch.setattr(consolidating, "fit", lambda sums: DecodeCost(1.0, 1e-6))
+    monkeypatch.setattr(tail_migration, "fit", lambda sums: DecodeCost(1.0, 1e-6))
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlinf.actors.embodied.env import EnvActor
+from rlinf.actors.env import EnvActor
 from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import REACH
 

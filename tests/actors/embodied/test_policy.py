@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
 from rlinf.data.weights import Weights
 from rlinf.models.policy.build import build_policy_model, save_policy
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.weights.receive import LoadError
+from rlinf.training.weight_sync import LoadError
 from tests.actors.programs.control import COUNTING, MLP, REACH, Counting, Played
 
 GO, END = (1.0, False, False), (4.0, True, True)

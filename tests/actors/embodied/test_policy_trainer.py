@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.policy_trainer import PolicyTrainer
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.demonstrations import Demonstration, write_demonstrations
 from rlinf.models.policy.build import load_policy
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.weights.receive import LoadError
+from rlinf.training.weight_sync import LoadError
 from tests.actors.programs.control import MLP, collected
 
 LEARNING = {"lr": 0.03, "epochs": 4, "minibatch": 8, "seed": 4}
@@ -213,7 +213,7 @@ async def test_a_bad_setting_is_named(settings, said):
 
 def test_policies_are_trained_without_importing_language_models():
     """They take seconds to import, in every process of a run."""
-    program = "import sys, rlinf.actors.embodied.policy_trainer, rlinf.actors.embodied.sac_trainer; print(*sys.modules)"
+    program = "import sys, rlinf.actors.policy_trainer, rlinf.actors.off_policy_trainer; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "rlinf.training.optimizer" in found
     assert [name for name in found if name.startswith(("transformers", "rlinf.models.language"))] == []

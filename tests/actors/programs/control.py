@@ -14,17 +14,16 @@ import torch
 from torch import Tensor, nn
 
 import rlinf
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.policy_trainer import PolicyTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.algos import recipes
 from rlinf.envs.base import Transition
 from rlinf.envs.toy import Reach
+from rlinf.models.policy.actor_critic import MlpConfig, MlpPolicy
 from rlinf.models.policy.build import build_policy_model
-from rlinf.models.policy.mlp import MlpConfig, MlpPolicy
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.training.embodied.trajectory import Trajectory, joined
-from rlinf.training.embodied.trajectory_batch import TrajectoryBatch, batch_of
+from rlinf.training.embodied.trajectories import Trajectory, TrajectoryBatch, batch_of, joined
 from tests.actors.programs.spread import BLOCKS, spread_over
 from tests.envs.scripted import Scripted
 

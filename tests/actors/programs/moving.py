@@ -9,11 +9,11 @@ import torch
 
 import rlinf
 from rlinf import Stream, endpoint
-from rlinf.actors.base import tail_migration as consolidating
+from rlinf.actors import tail_migration
 from rlinf.actors.rollout import Rollout
-from rlinf.data.datasets.toy_tasks import PromptStream, make_task
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.placement.tail_migration import DecodeCost
+from rlinf.data.toy_tasks import PromptStream, make_task
+from rlinf.placement.rescale import DecodeCost
 from tests.actors import toys
 
 TASK = make_task("copy", digits=2)
@@ -59,5 +59,5 @@ async def main(system: rlinf.ActorSystem) -> None:
 
 
 if __name__ == "__main__":
-    consolidating.fit = lambda sums: DecodeCost(1.0, 1e-6)  # timings of so small a model on shared cores say nothing
+    tail_migration.fit = lambda sums: DecodeCost(1.0, 1e-6)  # timings of so small a model on shared cores say nothing
     rlinf.run(main)

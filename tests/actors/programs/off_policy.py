@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import rlinf
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.sac_trainer import SacTrainer
+from rlinf.actors.off_policy_trainer import SacTrainer
+from rlinf.actors.policy import PolicyActor
 from rlinf.data.step import EmbodiedStep
 from rlinf.flows.record import record
 from rlinf.flows.sac import sac

@@ -14,10 +14,10 @@ import rlinf
 from rlinf import Stream, endpoint
 from rlinf.actors.trainer import Trainer
 from rlinf.algos import recipes
-from rlinf.algos.spec import AlgorithmSpec
+from rlinf.algos.algorithms import AlgorithmSpec
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import build_model
 from tests.actors import toys
 from tests.actors.watched import Watched
 

@@ -13,7 +13,7 @@ from rlinf.agents.agent import AgentLLM
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.endpoint.endpoint import Endpoint
 from rlinf.agents.llm import Setting
-from rlinf.agents.tools.calls import call_format
+from rlinf.agents.tools.formats import call_format
 from rlinf.config.text import EndpointConfig
 from rlinf.engines.base import Completion
 from tests.agents.speaking import STYLES, Style, tokenizer_of

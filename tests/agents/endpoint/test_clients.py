@@ -252,7 +252,7 @@ async def test_json_that_was_asked_for_is_checked():
 
 
 async def test_a_schema_that_takes_forever_is_given_up_and_the_run_goes_on(monkeypatch):
-    monkeypatch.setattr("rlinf.agents.endpoint.asking._SCHEMA_SECONDS", 1.5)
+    monkeypatch.setattr("rlinf.agents.endpoint.requests._SCHEMA_SECONDS", 1.5)
     slow = {"type": "string", "pattern": "^(a+)+$"}
     doubling = {"$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)}}
     doubling |= {"$ref": "#/$defs/d0"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.agents.endpoint.asking import apart
+from rlinf.agents.endpoint.requests import apart
 from tests.agents.endpoint.serving import CALL, THINKING, stand
 from tests.agents.endpoint.test_clients import ADD, anthropic_of, checked, openai_of
 

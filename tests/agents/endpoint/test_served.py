@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rlinf.agents.endpoint.served import Served, serving_config
+from rlinf.agents.endpoint.endpoint import Served, serving_config
 from rlinf.config.text import EndpointConfig
 from rlinf.runtime.base.errors import UserError
 from tests.agents.endpoint.serving import CALL as CALLED

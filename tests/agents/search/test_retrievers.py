@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from rlinf.agents.search.exact_match import exact_match
-from rlinf.agents.search.retrievers import Bm25, Document, HttpRetriever, retriever_of
+from rlinf.agents.search import Bm25, Document, HttpRetriever, exact_match, retriever_of
 from rlinf.runtime.base.errors import UserError
 
 FOUND = {"result": [[{"document": {"id": "1", "contents": '"Oslen"\nA town.'}, "score": 3.5}]]}

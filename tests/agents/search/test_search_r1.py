@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from rlinf.agents.agent import samples_of
 from rlinf.agents.llm import ContextFull
-from rlinf.agents.search.by_tool import search_by_tool
-from rlinf.agents.search.search_r1 import INVALID, action_of, search_r1
+from rlinf.agents.search import INVALID, action_of, search_by_tool, search_r1
 from rlinf.data.sample import Prompt
 from rlinf.runtime.base.errors import UserError
 from tests.agents.acting import TOKENIZER, begun, ids

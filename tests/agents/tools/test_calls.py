@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlinf.agents.tools.calls import FORMATS, MOST_CALLS, CallFormat, Malformed, Read, call_format, typed
+from rlinf.agents.tools.formats import FORMATS, MOST_CALLS, CallFormat, Malformed, Read, call_format, typed
 from rlinf.runtime.base.errors import UserError
 
 NAMES = st.from_regex(r"[a-z][a-z_0-9]{0,8}", fullmatch=True)
@@ -194,7 +194,7 @@ class WatchedPattern:
 
 @pytest.mark.parametrize(("name", "mark"), REPEATED)
 def test_a_mark_that_is_repeated_thousands_of_times_costs_time_in_its_length_and_few_results(name, mark, monkeypatch):
-    monkeypatch.setattr("rlinf.agents.tools.calls._THINKING", WatchedPattern(re.compile("</?think>")))
+    monkeypatch.setattr("rlinf.agents.tools.formats._THINKING", WatchedPattern(re.compile("</?think>")))
     read, looked = format_named(name), []
     monkeypatch.setattr(type(read), "opens", WatchedPattern(read.opens))
     for times in (8_192, 16_384):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.agents.tools.calls import ToolCall
+from rlinf.agents.tools.formats import ToolCall
 from rlinf.agents.tools.mcp import mcp_tools
 from rlinf.runtime.base.errors import UserError
 from tests.runtime.programs.jobs import free_port

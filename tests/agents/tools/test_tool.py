@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlinf
-from rlinf.agents.tools.calls import Parsed, ToolCall
+from rlinf.agents.tools.formats import Parsed, ToolCall
 from rlinf.agents.tools.tool import Tool, ToolFailed, Tools, output_text, tool
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import UserError

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from rlinf.algos.losses import aggregate
-from rlinf.algos.tensor.sequences import ids_of_lengths
+from rlinf.algos import losses
+from rlinf.algos.loss_sum import ids_of_lengths
 
 LOSS = torch.tensor([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0], [5.0, 5.0, 5.0]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])  # sums 3 over two tokens, 10 over one, nothing over none
@@ -21,17 +21,17 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("how", "norm_length", "total", "weight"), BY_HAND)
 def test_totals_and_weights_by_hand(how, norm_length, total, weight):
-    found = aggregate.reduce(LOSS, MASK, how, norm_length)
+    found = losses.reduce(LOSS, MASK, how, norm_length)
     assert (float(found.total), float(found.weight)) == (total, weight)
 
 
 @pytest.mark.parametrize(("how", "norm_length", "total", "weight"), BY_HAND)
 def test_it_is_differentiable_and_the_same_packed(how, norm_length, total, weight):
     loss = LOSS.clone().requires_grad_()
-    found = aggregate.reduce(loss.square(), MASK, how, norm_length)
+    found = losses.reduce(loss.square(), MASK, how, norm_length)
     kept = MASK.bool()
     ids = torch.arange(3)[:, None].expand(3, 3)[kept]
-    flat = aggregate.reduce(loss[kept].square(), torch.ones(3), how, norm_length, sequences=ids)
+    flat = losses.reduce(loss[kept].square(), torch.ones(3), how, norm_length, sequences=ids)
     gradients = [torch.autograd.grad(x.mean(), loss)[0] for x in (found, flat)]
     torch.testing.assert_close(*gradients)
     scale = {"seq-mean-token-mean": torch.tensor([[0.5], [1.0], [0.0]])}.get(how, 1.0)
@@ -39,7 +39,7 @@ def test_it_is_differentiable_and_the_same_packed(how, norm_length, total, weigh
 
 
 def test_a_hidden_nan_does_not_pass():
-    found = aggregate.reduce(torch.where(MASK.bool(), LOSS, math.nan), MASK, "seq-mean-token-mean")
+    found = losses.reduce(torch.where(MASK.bool(), LOSS, math.nan), MASK, "seq-mean-token-mean")
     assert float(found.total) == 11.5
 
 
@@ -61,9 +61,9 @@ def test_ids_of_lengths_may_be_empty_in_between():
 )
 def test_what_does_not_fit_is_named(arguments, text):
     with pytest.raises(ValueError, match=text):
-        aggregate.reduce(LOSS, MASK, **arguments)
+        losses.reduce(LOSS, MASK, **arguments)
 
 
 def test_a_mask_of_another_shape_is_named():
     with pytest.raises(ValueError, match=r"mask \[2, 3\] must have the shape of loss \[3, 3\]"):
-        aggregate.reduce(LOSS, MASK[:2])
+        losses.reduce(LOSS, MASK[:2])

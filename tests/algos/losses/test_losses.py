@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.algos import losses
-from rlinf.algos.losses import LossSum, Max, Mean
+from rlinf.algos.loss_sum import LossSum, Max, Mean
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.algos import losses
-from rlinf.algos.losses import LossSum
+from rlinf.algos.loss_sum import LossSum
 from tests.algos import references
 from tests.algos.cases import AGGREGATIONS, CASES, batch, packed, part, tensors
 
@@ -182,7 +182,7 @@ def test_a_large_micro_batch_is_computed_in_blocks_and_comes_out_the_same(monkey
         whole = case.loss(b)
         expected = torch.autograd.grad(whole.total, b["new"])[0]
         with monkeypatch.context() as patch:
-            patch.setattr("rlinf.algos.losses.base._BLOCK", 20)
+            patch.setattr("rlinf.algos.losses._BLOCK", 20)
             found = case.loss(b)
         torch.testing.assert_close(torch.autograd.grad(found.total, b["new"])[0], expected)
         assert found.values() == pytest.approx(whole.values())

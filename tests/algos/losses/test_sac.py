@@ -8,17 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.algos.losses import sac as control
+from rlinf.algos import critic_losses
 
 EVERY = torch.ones(3)
 
 
 def test_the_smallest_prediction_of_all_or_of_some_critics():
     values = torch.tensor([[1.0, 5.0], [2.0, 4.0], [3.0, 3.0]])
-    assert control.pessimistic(values).tolist() == [1.0, 3.0]
+    assert critic_losses.pessimistic(values).tolist() == [1.0, 3.0]
     possible = [[min(a[0], b[0]), min(a[1], b[1])] for a, b in itertools.combinations(values.tolist(), 2)]
     drawn = [
-        control.pessimistic(values, subset=2, generator=torch.Generator().manual_seed(seed)).tolist()
+        critic_losses.pessimistic(values, subset=2, generator=torch.Generator().manual_seed(seed)).tolist()
         for seed in range(30)
     ]
     assert all(draw in possible for draw in drawn)  # without replacement: never one critic twice
@@ -26,7 +26,7 @@ def test_the_smallest_prediction_of_all_or_of_some_critics():
 
 
 def test_the_target_looks_ahead_unless_the_episode_ended():
-    found = control.soft_target(
+    found = critic_losses.soft_target(
         torch.tensor([1.0, 1.0]),
         torch.tensor([False, True]),
         torch.tensor([4.0, math.nan]),
@@ -40,7 +40,7 @@ def test_the_target_looks_ahead_unless_the_episode_ended():
 
 def test_every_critic_is_drawn_to_the_target():
     values = torch.tensor([[1.0, 2.0, 9.0], [3.0, 2.0, 9.0]], requires_grad=True)
-    found = control.critics(values, torch.tensor([2.0, 2.0, math.nan]), torch.tensor([1, 1, 0]))
+    found = critic_losses.critics(values, torch.tensor([2.0, 2.0, math.nan]), torch.tensor([1, 1, 0]))
     assert (float(found.total.detach()), float(found.weight)) == (1.0, 2.0)  # (1 + 1) / 2 + 0
     assert torch.autograd.grad(found.total, values)[0].tolist() == [[-1, 0, 0], [1, 0, 0]]
     assert found.values() == {"q/mean": 2.0, "target/mean": 2.0}
@@ -49,7 +49,7 @@ def test_every_critic_is_drawn_to_the_target():
 def test_the_policy_trades_value_for_entropy():
     logprobs, values = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True), torch.tensor([1.0, 1.0, 1.0])
     alpha = torch.tensor(0.5, requires_grad=True)
-    found = control.actor(logprobs, values, EVERY, alpha=alpha)
+    found = critic_losses.actor(logprobs, values, EVERY, alpha=alpha)
     assert float(found.mean().detach()) == pytest.approx(0.5 * -2 - 1)
     assert torch.autograd.grad(found.total, logprobs)[0].tolist() == [0.5] * 3
     assert found.values()["entropy"] == 2.0
@@ -58,14 +58,14 @@ def test_the_policy_trades_value_for_entropy():
 def test_the_temperature_rises_where_entropy_is_too_low():
     log_alpha = torch.tensor(0.0, requires_grad=True)
     for logprob, direction in ((-1.0, 1), (-5.0, -1)):  # entropies of 1 and 5 nats; 3 are wanted
-        found = control.temperature(log_alpha, torch.full((3,), logprob), EVERY, target_entropy=3.0)
+        found = critic_losses.temperature(log_alpha, torch.full((3,), logprob), EVERY, target_entropy=3.0)
         slope = torch.autograd.grad(found.mean(), log_alpha)[0]
         assert float(-slope) * direction == pytest.approx(2.0)
     assert found.values()["alpha"] == 1.0
 
 
 def test_a_target_network_follows_slowly():
-    assert control.polyak(torch.tensor([0.0]), torch.tensor([1.0]), tau=0.25).tolist() == [0.25]
+    assert critic_losses.polyak(torch.tensor([0.0]), torch.tensor([1.0]), tau=0.25).tolist() == [0.25]
 
 
 @pytest.mark.parametrize("loss", ["critics", "actor", "temperature"])
@@ -76,9 +76,9 @@ def test_gradients_are_derivatives_and_do_not_depend_on_the_split(loss):
 
     def run(x, rows):
         return {
-            "critics": lambda: control.critics(torch.stack([x, 2 * x])[:, rows], other[rows], mask[rows]),
-            "actor": lambda: control.actor(x[rows], other[rows] * x[rows], mask[rows], alpha=0.3),
-            "temperature": lambda: control.temperature(x[0], other[rows], mask[rows], target_entropy=1.0),
+            "critics": lambda: critic_losses.critics(torch.stack([x, 2 * x])[:, rows], other[rows], mask[rows]),
+            "actor": lambda: critic_losses.actor(x[rows], other[rows] * x[rows], mask[rows], alpha=0.3),
+            "temperature": lambda: critic_losses.temperature(x[0], other[rows], mask[rows], target_entropy=1.0),
         }[loss]()
 
     leaf.requires_grad_()
@@ -90,13 +90,13 @@ def test_gradients_are_derivatives_and_do_not_depend_on_the_split(loss):
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: control.pessimistic(torch.zeros(3)), r"\[critics, batch\], got \[3\]"),
-        (lambda: control.pessimistic(torch.zeros(2, 3), subset=3), "subset=3 must be between 1 and 2"),
-        (lambda: control.soft_target(*[EVERY] * 3, torch.zeros(2), gamma=0.9, alpha=1.0), r"next_logprobs \[2\]"),
-        (lambda: control.soft_target(*[EVERY] * 4, gamma=1.9, alpha=1.0), "gamma=1.9"),
-        (lambda: control.critics(torch.zeros(2, 3), torch.zeros(2), EVERY), r"targets \[2\]"),
-        (lambda: control.actor(EVERY, torch.zeros(2), EVERY, alpha=1.0), r"values \[2\]"),
-        (lambda: control.polyak(EVERY, torch.zeros(2), tau=0.5), r"source \[2\]"),
+        (lambda: critic_losses.pessimistic(torch.zeros(3)), r"\[critics, batch\], got \[3\]"),
+        (lambda: critic_losses.pessimistic(torch.zeros(2, 3), subset=3), "subset=3 must be between 1 and 2"),
+        (lambda: critic_losses.soft_target(*[EVERY] * 3, torch.zeros(2), gamma=0.9, alpha=1.0), r"next_logprobs \[2\]"),
+        (lambda: critic_losses.soft_target(*[EVERY] * 4, gamma=1.9, alpha=1.0), "gamma=1.9"),
+        (lambda: critic_losses.critics(torch.zeros(2, 3), torch.zeros(2), EVERY), r"targets \[2\]"),
+        (lambda: critic_losses.actor(EVERY, torch.zeros(2), EVERY, alpha=1.0), r"values \[2\]"),
+        (lambda: critic_losses.polyak(EVERY, torch.zeros(2), tau=0.5), r"source \[2\]"),
     ],
 )
 def test_what_does_not_fit_is_named(call, text):
@@ -114,7 +114,7 @@ def test_expectile_regression_weighs_what_is_above_and_below(pairs, tau):
     for q, v in zip(targets.tolist(), values.tolist(), strict=True):  # eq. 5, number by number
         found += abs(tau - (1 if q - v < 0 else 0)) * (q - v) ** 2
         total += 1
-    loss = control.expectile(values, targets, torch.ones(len(pairs)), tau=tau)
+    loss = critic_losses.expectile(values, targets, torch.ones(len(pairs)), tau=tau)
     assert float(loss.mean().detach()) == pytest.approx(found / total, rel=1e-5, abs=1e-6)
 
 
@@ -126,7 +126,7 @@ def test_the_value_that_it_is_drawn_to_is_the_expectile_of_the_data(tau, expecte
     low, high = (0.0, 6.0) if tau == 0.5 else (0.0, 5.0)
     for _ in range(200):
         optimizer.zero_grad()
-        control.expectile(values.expand(2), torch.tensor([low, high]), torch.ones(2), tau=tau).mean().backward()
+        critic_losses.expectile(values.expand(2), torch.tensor([low, high]), torch.ones(2), tau=tau).mean().backward()
         optimizer.step()
     assert values.item() == pytest.approx(expected, abs=1e-3)
 
@@ -136,7 +136,7 @@ def test_good_actions_are_imitated_more_than_bad_ones(pairs, beta):
     logprobs = torch.tensor([each for each, _ in pairs], requires_grad=True)
     advantages = torch.tensor([each for _, each in pairs])
     mask = torch.tensor([True] * len(pairs) + [False])
-    loss = control.weighted_likelihood(
+    loss = critic_losses.weighted_likelihood(
         torch.cat([logprobs, torch.tensor([math.nan])]),
         torch.cat([advantages, torch.tensor([math.inf])]),
         mask,

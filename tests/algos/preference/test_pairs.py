@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.algos.preference.pairs import bradley_terry, dpo
+from rlinf.algos.preference import bradley_terry, dpo
 
 NUMBER = st.floats(-30, 30, width=32)
 PAIRS = st.lists(

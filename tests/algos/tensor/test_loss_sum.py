@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.algos import losses
-from rlinf.algos.losses import Explained, LossSum, Mean
+from rlinf.algos.loss_sum import Explained, LossSum, Mean
 
 
 @given(st.integers(0, 2**31), st.integers(0, 12), st.integers(0, 12))

@@ -15,11 +15,11 @@ from rlinf.cli.conversion.convert import convert
 from rlinf.cli.conversion.implied import engine_devices
 from rlinf.cli.conversion.reading import read
 from rlinf.cli.conversion.writing import as_yaml
-from rlinf.config.loading import ConfigError, InputError
+from rlinf.config.load import ConfigError, InputError
 from rlinf.config.schema import leaves
 from rlinf.config.text import RunConfig
-from rlinf.job.validate import load_config, load_embodied
 from rlinf.placement.grammar import parse
+from rlinf.runs.rules import load_config, load_embodied
 
 PUBLISHED = sorted((Path(__file__).parent / "published").glob("*/*.yaml"))
 """Keys and values as their authors have them."""
@@ -123,7 +123,7 @@ def test_rlinf_on_a_robot_is_ours():
 
 def test_a_simulator_that_the_name_of_a_file_says_is_written_and_any_other_is_asked_for():
     libero = found("libero_10_grpo_openvlaoft")
-    assert libero.ours["env.simulator"] == "rlinf.envs.libero.Libero"
+    assert libero.ours["env.simulator"] == "rlinf.envs.adapters.libero.Libero"
     assert (libero.ours["env.options.suite"], libero.ours["policy.settings.embodiment"]) == ("libero_10", "libero")
     assert libero.ours["policy.horizon"] == 512 // 8
     assert not libero.wanted
@@ -160,7 +160,7 @@ def test_the_simulators_file_is_read_where_it_lies_beside_a_configuration_of_rli
     (tmp_path / place / "libero_10.yaml").write_text(LIBERO_FILE)
     converted = convert(read(tmp_path / "theirs.yaml"))
     assert converted.missing == ("env/eval/libero_10",)
-    assert converted.ours["env.simulator"] == "rlinf.envs.libero.Libero"
+    assert converted.ours["env.simulator"] == "rlinf.envs.adapters.libero.Libero"
     assert converted.ours["env.options.suite"] == "libero_object", "the file says it, not its name"
     assert (converted.ours["env.max_steps"], converted.ours["policy.horizon"]) == (320, 320 // 8)
     assert (converted.ours["env.num_envs"], converted.ours["env.group_size"]) == (64, 8)

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from rlinf.cli.runs.trace_command import main
+from rlinf.cli.runs import trace as main
 from tests.spans import call, step, write_trace
 
 

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from rlinf.cli.commands import main
-from rlinf.metrics.web import serve, shelf
-from rlinf.metrics.web.serve import CannotListen, Where
+from rlinf.dashboard import runs, server
+from rlinf.dashboard.server import CannotListen, Where
 from tests.launching import ROOT
 from tests.metrics.web.watching import dead_pid, write_live, write_run
 
@@ -74,7 +74,7 @@ def test_a_page_is_served_until_ctrl_c_which_ends_it_quietly(tmp_path):
 
 def test_neither_the_server_nor_what_it_reads_runs_with_brings_torch():
     program = (
-        "import rlinf.metrics.web.serve, rlinf.metrics.html.state.run_state, sys; assert 'torch' not in sys.modules"
+        "import rlinf.dashboard.server.serve, rlinf.dashboard.state.run_state, sys; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
 
@@ -83,7 +83,7 @@ def test_neither_the_server_nor_what_it_reads_runs_with_brings_torch():
 async def served(directory, where: Where):
     """The lines that a watcher says; until it is told to end, unless it has ended by itself."""
     said: asyncio.Queue[str] = asyncio.Queue()
-    serving = asyncio.create_task(serve.serve([directory], where, said.put_nowait))
+    serving = asyncio.create_task(server.serve([directory], where, said.put_nowait))
     try:
         yield said, serving
     finally:
@@ -96,11 +96,11 @@ async def test_a_second_watcher_takes_another_port_unless_it_is_told_which(tmp_p
     run = write_run(tmp_path / "r")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr(serve, "PORT", port)
+        monkeypatch.setattr(server, "PORT", port)
         async with served(run, Where()) as (said, _):
             assert urlsplit(await said.get()).port != port
         with pytest.raises(CannotListen, match=f"--port {port}: Address already in use"):
-            await serve.serve([run], Where(port=port), print)
+            await server.serve([run], Where(port=port), print)
 
 
 async def test_who_listens_to_the_network_is_told_what_that_means(tmp_path):
@@ -112,7 +112,7 @@ async def test_who_listens_to_the_network_is_told_what_that_means(tmp_path):
 async def test_a_machine_without_a_browser_says_so(tmp_path, monkeypatch):
     asked = []
     monkeypatch.delenv("SSH_CONNECTION", raising=False)
-    monkeypatch.setattr(serve.webbrowser, "open", lambda address: bool(asked.append(address)))
+    monkeypatch.setattr(server.webbrowser, "open", lambda address: bool(asked.append(address)))
     async with served(write_run(tmp_path / "r"), Where(port=0, browser=True)) as (said, _):
         address = await said.get()
         assert await said.get() == "no browser can be opened here: open the address above in one"
@@ -121,8 +121,8 @@ async def test_a_machine_without_a_browser_says_so(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("end", ["in order", "killed"])
 async def test_the_page_of_a_job_stays_a_while_after_the_jobs_end(tmp_path, monkeypatch, end):
-    monkeypatch.setattr(shelf, "TICK", 0.01)
-    monkeypatch.setattr(serve, "LINGER", 0.05)
+    monkeypatch.setattr(runs, "TICK", 0.01)
+    monkeypatch.setattr(server, "LINGER", 0.05)
     run = write_run(tmp_path / "r")
     write_live(run)
     async with served(run, Where(port=0, until_ended=True)) as (said, serving):
@@ -138,10 +138,10 @@ async def test_the_page_of_a_job_stays_a_while_after_the_jobs_end(tmp_path, monk
 
 
 async def test_the_page_of_a_job_does_not_outlive_the_process_that_started_it_for_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(shelf, "TICK", 0.01)
-    monkeypatch.setattr(serve, "LINGER", 0.05)
+    monkeypatch.setattr(runs, "TICK", 0.01)
+    monkeypatch.setattr(server, "LINGER", 0.05)
     (tmp_path / "r").mkdir()  # the job was killed before it had written anything
     parents = iter([7, 7, 1])
-    monkeypatch.setattr(serve.os, "getppid", lambda: next(parents, 1))
+    monkeypatch.setattr(server.os, "getppid", lambda: next(parents, 1))
     async with served(tmp_path / "r", Where(port=0, until_ended=True)) as (_, serving):
         await serving

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlinf.data.conversations.formats import Format, message_of
-from rlinf.data.datasets.rows import DataError
+from rlinf.data.datasets.conversations import Format, message_of
+from rlinf.data.datasets.source import DataError
 
 U, A = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 CHAT = ([], [U, A])

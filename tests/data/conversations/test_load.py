@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rlinf.data.conversations.load import ConversationOptions, load_conversations
-from rlinf.data.datasets.prompt_maker import Room
-from rlinf.data.datasets.rows import DataError
+from rlinf.data.datasets.load import ConversationOptions, load_conversations
+from rlinf.data.datasets.prompts import Room
+from rlinf.data.datasets.source import DataError
 from rlinf.data.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer("abcdefgh")

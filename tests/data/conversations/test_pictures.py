@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rlinf.data.conversations.load import ConversationOptions, load_conversations
-from rlinf.data.datasets.rows import DataError
+from rlinf.data.datasets.load import ConversationOptions, load_conversations
+from rlinf.data.datasets.source import DataError
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.load import pictures_of
+from rlinf.models.language.build import pictures_of
 from tests.pictured import MODELS, TOKENIZER
 
 CAT = Image.fromarray(np.random.default_rng(0).integers(0, 255, (16, 24, 3), dtype=np.uint8))

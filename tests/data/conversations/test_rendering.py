@@ -5,9 +5,9 @@ import string
 import numpy as np
 import pytest
 
-from rlinf.data.conversations.formats import Dialogue
-from rlinf.data.conversations.rendering import Renderer
-from rlinf.data.datasets.rows import DataError
+from rlinf.data.datasets.conversations import Dialogue
+from rlinf.data.datasets.rendering import Renderer
+from rlinf.data.datasets.source import DataError
 from rlinf.data.tokenizer import character_tokenizer
 
 PLAIN = (

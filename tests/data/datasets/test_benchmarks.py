@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.config.loading import ConfigError
+from rlinf.config.load import ConfigError
 from rlinf.data.datasets.benchmarks import KNOWN, SCORED_BY, benchmark_mistakes, benchmark_of, benchmarks_of
 from rlinf.data.datasets.load import load_data
-from rlinf.data.datasets.rows import DataError
+from rlinf.data.datasets.source import DataError
 from rlinf.data.tokenizer import character_tokenizer
-from rlinf.job.validate import load_config
 from rlinf.rewards.regex import regex
+from rlinf.runs.rules import load_config
 from tests.stand_in import TEMPLATE
 
 WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")

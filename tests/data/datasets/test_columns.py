@@ -2,8 +2,7 @@
 
 import pytest
 
-from rlinf.data.datasets.columns import Columns, fields, fill, lookup
-from rlinf.data.datasets.rows import DataError
+from rlinf.data.datasets.source import Columns, DataError, fields, fill, lookup
 
 VERL = {
     "data_source": "openai/gsm8k",

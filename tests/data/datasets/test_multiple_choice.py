@@ -2,8 +2,7 @@
 
 import pytest
 
-from rlinf.data.datasets.multiple_choice import lettered
-from rlinf.data.datasets.rows import DataError
+from rlinf.data.datasets.source import DataError, lettered
 
 OPTIONS = ["red", "green", "blue"]
 LINES = "A) red\nB) green\nC) blue"

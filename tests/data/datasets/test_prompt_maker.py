@@ -2,9 +2,8 @@
 
 import pytest
 
-from rlinf.data.datasets.columns import Columns
-from rlinf.data.datasets.prompt_maker import Drawn, PromptMaker, Room
-from rlinf.data.datasets.rows import DataError, Mismatch
+from rlinf.data.datasets.prompts import Drawn, PromptMaker, Room
+from rlinf.data.datasets.source import Columns, DataError, Mismatch
 from rlinf.data.tokenizer import character_tokenizer
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;?!<>|/+=-_()\n"

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.data.datasets.columns import Columns
-from rlinf.data.datasets.prompt_maker import PromptMaker
-from rlinf.data.datasets.prompt_stream import PromptStream, left_out
-from rlinf.data.datasets.rows import DataError, ListRows
+from rlinf.data.datasets.prompts import PromptMaker
+from rlinf.data.datasets.source import Columns, DataError, ListRows
+from rlinf.data.datasets.stream import PromptStream, left_out
 from rlinf.data.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer("0123456789x")
@@ -162,7 +161,7 @@ def test_what_is_kept_changes_nothing(monkeypatch):
     expected = stream(20, {3, 4}, seed=2)
     found = stream(20, {3, 4}, seed=2)
     texts = [seen(expected.take(7)) for _ in range(20)]
-    monkeypatch.setattr("rlinf.data.datasets.prompt_stream._KEPT", 5)
+    monkeypatch.setattr("rlinf.data.datasets.stream._KEPT", 5)
     assert [seen(found.take(7)) for _ in range(20)] == texts
     assert found.dropped == expected.dropped > 10
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.datasets.rows import (
+from rlinf.data.datasets.source import (
     DataError,
     JoinedRows,
     JsonLines,

@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlinf.data.datasets.rows import DataError, without_arrays
-from rlinf.data.datasets.sources import Iterated, open_rows
+from rlinf.data.datasets.source import DataError, Iterated, open_rows, without_arrays
 
 ROWS = [{"question": f"{i}?", "answer": str(i)} for i in range(6)]
 

@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.datasets.columns import Columns
-from rlinf.data.datasets.prompt_maker import PromptMaker
-from rlinf.data.datasets.rows import DataError
-from rlinf.data.datasets.sources import open_rows
-from rlinf.data.datasets.streaming import IteratedStream, ShuffleBuffer
+from rlinf.data.datasets.prompts import PromptMaker
+from rlinf.data.datasets.source import Columns, DataError, open_rows
+from rlinf.data.datasets.stream import IteratedStream, ShuffleBuffer
 from rlinf.data.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer("0123456789x")
@@ -126,7 +124,7 @@ def test_an_iterator_goes_on_in_its_third_pass_after_a_resume():
 
 
 def test_of_a_long_iterator_no_rows_are_kept(monkeypatch):
-    monkeypatch.setattr("rlinf.data.datasets.sources._REMEMBERED", 11)
+    monkeypatch.setattr("rlinf.data.datasets.source._REMEMBERED", 11)
     source = stream(generate())
     source.take(12)
     with pytest.raises(DataError, match=r"generate gave more than 11 rows.*a function that makes"):
@@ -138,7 +136,7 @@ def test_long_prompts_are_left_out_and_counted(monkeypatch):
     source = stream(lambda: iter(rows), buffer=0)
     assert seen(source.take(2)) == [(1, "1"), (3, "1")]
     assert source.dropped == 2
-    monkeypatch.setattr("rlinf.data.datasets.streaming._MOST_FRUITLESS", 10)
+    monkeypatch.setattr("rlinf.data.datasets.stream._MOST_FRUITLESS", 10)
     with pytest.raises(DataError, match="every prompt is longer"):
         stream(lambda: iter(rows[:1])).take(1)
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from rlinf.data.demonstrations import Shown, open_episodes, open_parts, read_demonstrations
 from rlinf.data.demonstrations.episode import decisions
-from rlinf.data.demonstrations.lerobot.layout import filled
-from rlinf.data.demonstrations.save import WRITTEN, save_demonstrations
+from rlinf.data.demonstrations.lerobot import filled
+from rlinf.data.demonstrations.load import WRITTEN, save_demonstrations
 from tests.data.demonstrations.shown import LOSES_LAST, assert_same, data_sets, episode, without_last
 
 
@@ -96,7 +96,7 @@ def test_what_a_killed_writer_left_is_neither_read_nor_in_the_way(tmp_path):
 
 @pytest.mark.parametrize("form", LOSES_LAST)
 def test_frames_of_videos_are_those_of_their_rows(tmp_path, form, monkeypatch):
-    monkeypatch.setattr("rlinf.data.demonstrations.lerobot.writing._FILE_FRAMES", 8)  # two videos for five episodes
+    monkeypatch.setattr("rlinf.data.demonstrations.lerobot._FILE_FRAMES", 8)  # two videos for five episodes
     shades = torch.arange(0, 250, 8, dtype=torch.uint8)  # no two frames of the data set are alike
 
     def shown(number, rows):

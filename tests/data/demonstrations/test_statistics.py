@@ -9,10 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.data.demonstrations import open_episodes, write_demonstrations
-from rlinf.data.demonstrations.statistics import Accumulator, statistics_of
-from rlinf.data.demonstrations.statistics_files import as_groot, as_openpi, as_openvla, write_statistics
+from rlinf.data.demonstrations.statistics import (
+    Accumulator,
+    as_groot,
+    as_openpi,
+    as_openvla,
+    statistics_of,
+    write_statistics,
+)
 from rlinf.data.demonstrations.stream import Part, bounded
-from rlinf.models.policy.vla.embodiment.statistics import Scaling
+from rlinf.models.policy.vla.robots import Scaling
 from tests.data.demonstrations.shown import episode
 
 

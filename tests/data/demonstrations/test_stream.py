@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.data.demonstrations import decisions, open_episodes, write_demonstrations
-from rlinf.data.demonstrations.source import About, Episodes
+from rlinf.data.demonstrations.episode import About, Episodes
 from rlinf.data.demonstrations.stream import DecisionStream, Part, bounded
 from tests.data.demonstrations.shown import episode
 

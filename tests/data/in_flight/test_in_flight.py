@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlinf.algos.parts import DynamicSampling
+from rlinf.algos.algorithms import DynamicSampling
 from rlinf.data.in_flight import InFlight, Made, Rules
 from rlinf.data.in_flight.admission import Lookahead
 from rlinf.data.sample import Group

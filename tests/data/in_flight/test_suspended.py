@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlinf import ActorSystem
 from rlinf.data.in_flight import InFlight, Rules
-from rlinf.data.in_flight.rules import Made
+from rlinf.data.in_flight.admission import Made
 from rlinf.data.step import Step
 from rlinf.runtime.base.clock import run_virtual
 

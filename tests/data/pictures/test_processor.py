@@ -11,11 +11,10 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
 from rlinf.data.datasets.load import load_data
-from rlinf.data.datasets.rows import DataError, ListRows, fingerprint
-from rlinf.data.pictures.images import image_refs, opened
-from rlinf.data.pictures.processor import GRID, PIXELS
+from rlinf.data.datasets.source import DataError, ListRows, fingerprint
+from rlinf.data.images import GRID, PIXELS, image_refs, opened
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.load import build_model, pictures_of
+from rlinf.models.language.build import build_model, pictures_of
 from tests.pictured import MODELS, TOKENIZER, pictures
 
 CHAT = "{% for m in messages %}{{ m.role[:1] }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"

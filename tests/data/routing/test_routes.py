@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlinf.data.packing import Row, pack
-from rlinf.data.routing.routes import compact_type, fitted, joined, side_by_side
+from rlinf.data.routes import compact_type, fitted, joined, side_by_side
 from rlinf.data.sample import Group, Prompt, Sample, Segment
 
 RNG = np.random.default_rng(5)

@@ -13,10 +13,9 @@ from base64 import b64encode
 import numpy as np
 from aiohttp import web
 
-from rlinf.engines.served.child import ServerChild
 from rlinf.engines.served.engine import ServedEngine
-from rlinf.engines.served.model_files import Experts, ModelFiles
-from rlinf.engines.sglang.server import Options, SGLangServer
+from rlinf.engines.served.server import Experts, ModelFiles, ServerChild
+from rlinf.engines.served.sglang import Options, SGLangServer
 
 VOCABULARY = 11
 EXPERTS = Experts(layers=3, top_k=2, count=16)

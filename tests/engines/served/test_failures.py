@@ -13,13 +13,10 @@ import pytest
 import torch
 
 from rlinf.data.weights import Weights
-from rlinf.engines.base import PartialAnswer, Sampling
-from rlinf.engines.make import EngineSetup
-from rlinf.engines.served import http
-from rlinf.engines.served.child import environment_of
-from rlinf.engines.served.model_files import Experts
-from rlinf.engines.served.rows import Row
-from rlinf.engines.served.server import Chunk
+from rlinf.engines.base import EngineSetup, PartialAnswer, Sampling
+from rlinf.engines.served import server as http
+from rlinf.engines.served.engine import Row
+from rlinf.engines.served.server import Chunk, Experts, environment_of
 from rlinf.runtime.processes.supervisor import ChildDied
 from tests.engines.scripted import answers, request
 from tests.engines.served.imitation import EXPERTS, Imitation, answer, imitated, routes, some_tokens

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rlinf.data.pictures.images import content_of
+from rlinf.data.images import content_of
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Request, Sampling
-from rlinf.engines.make import EngineSetup
-from rlinf.engines.served.model_files import model_files
-from rlinf.engines.served.rows import Row
-from rlinf.engines.sglang.server import Options, SGLangServer
-from rlinf.models.language.load import build_model, pictures_of
+from rlinf.engines.base import EngineSetup, Request, Sampling
+from rlinf.engines.served.engine import Row
+from rlinf.engines.served.server import model_files
+from rlinf.engines.served.sglang import Options, SGLangServer
+from rlinf.models.language.build import build_model, pictures_of
 from tests.pictured import MODELS, TOKENIZER, asked, pictures
 
 

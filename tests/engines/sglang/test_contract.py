@@ -15,9 +15,8 @@ import pytest
 import pytest_asyncio
 
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Request, Sampling
-from rlinf.engines.make import EngineSetup, lacking, make
-from rlinf.engines.sglang.routes import ROUTES
+from rlinf.engines.base import EngineSetup, Request, Sampling, lacking, make
+from rlinf.engines.served.sglang import ROUTES
 from tests.engines.served.imitation import some_tokens
 from tests.engines.transformers.test_engine import VOCABULARY, answers, packed, ragged, request, teacher_forced, tiny
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from rlinf.engines.base import Sampling, StopTexts
-from rlinf.engines.transformers import admission
-from rlinf.engines.transformers import decode_batch as batch
+from rlinf.engines.transformers import batch
+from rlinf.engines.transformers import engine as admission
 from rlinf.runtime.base import clock
 from tests.engines.scripted import Weights, answer, answers, ragged, request, right, scripted, ticks
 

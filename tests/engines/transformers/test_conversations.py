@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.families_shapes import tiny as family
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers.engine import TransformersEngine
-from rlinf.engines.transformers.model_forward import ModelForward, continues
+from rlinf.engines.transformers.model import ModelForward, continues
 from tests.engines.scripted import VOCABULARY, answer, scripted, ticks
 from tests.engines.transformers.test_engine import SHAPES, teacher_forced, tiny
 

@@ -12,20 +12,17 @@ from hypothesis import strategies as st
 
 from rlinf.data.sample import ImageRef
 from rlinf.engines.base import Sampling
-from rlinf.engines.transformers import banded_rows
-from rlinf.engines.transformers import decode_batch as batch
-from rlinf.engines.transformers import kv_cache as cache
-from rlinf.engines.transformers import model_forward as rectangles
+from rlinf.engines.transformers import batch, cache, model
 from tests.engines.scripted import VOCABULARY, Scripted, answers, ragged, request, right, scripted
 
 
 @pytest.fixture
 def tight(monkeypatch):
     """Constants so small that a few rows make bands differ, merge, grow and move up."""
-    monkeypatch.setattr(banded_rows, "_ALIKE", 4)
+    monkeypatch.setattr(batch, "_ALIKE", 4)
     monkeypatch.setattr(cache, "_AHEAD", 3)
-    monkeypatch.setattr(rectangles, "_PADDING", 3)
-    monkeypatch.setattr(rectangles, "_TOKENS", 40)
+    monkeypatch.setattr(model, "_PADDING", 3)
+    monkeypatch.setattr(model, "_TOKENS", 40)
 
 
 work = st.lists(
@@ -116,7 +113,7 @@ async def test_a_reading_serves_several_newcomers():
 def test_prompts_are_read_in_rectangles_with_little_padding():
     rng = np.random.default_rng(0)
     texts = [(np.zeros(length, dtype=np.int64), None) for length in sorted(rng.integers(1, 3000, 60), reverse=True)]
-    runs = list(rectangles.rectangles(texts))
+    runs = list(model.rectangles(texts))
     assert sum(map(len, runs)) == 60
     for run in runs:
         area = len(run) * len(run[0][0])

@@ -8,13 +8,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlinf.data.offload import bytes_of
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers import engine as engines
 from rlinf.engines.transformers.engine import TransformersEngine
-from rlinf.engines.transformers.llama_forward import LeanForward, fastest
-from rlinf.engines.transformers.model_forward import ModelForward
+from rlinf.engines.transformers.model import LeanForward, ModelForward, fastest
+from rlinf.models.offload import bytes_of
 
 VOCABULARY = 23
 SHAPES = {

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rlinf.engines.transformers import kv_cache as cache
-from rlinf.engines.transformers.kv_cache import Band, Layers
+from rlinf.engines.transformers import cache
+from rlinf.engines.transformers.cache import Band, Layers
 from tests.fake_cuda import fake_cuda
 
 HEADS, SIZE = 1, 8

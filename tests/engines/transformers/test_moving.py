@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.engines.base import PartialAnswer, Request, Sampling
-from rlinf.engines.transformers import decode_batch as batch
+from rlinf.engines.transformers import batch
 from rlinf.engines.transformers.engine import TransformersEngine
 from tests.engines.scripted import VOCABULARY, Weights, answers, ragged, request, right, scripted, ticks
 from tests.engines.transformers.test_calls import direct

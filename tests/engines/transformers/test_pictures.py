@@ -8,7 +8,7 @@ from rlinf.data.packing import Row, pack
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers.engine import TransformersEngine
-from rlinf.models.language.load import build_model, pictures_of
+from rlinf.models.language.build import build_model, pictures_of
 from rlinf.models.language.policy_model import PolicyModel
 from tests.pictured import MODELS, TOKENIZER, asked, pictures
 

@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.actors.base.in_flight import PartialGroup
-from rlinf.data.in_flight.admission import Entry
-from rlinf.data.in_flight.kept_files import read_kept, write_kept
-from rlinf.data.in_flight.rules import Kept
+from rlinf.actors.in_flight import PartialGroup
+from rlinf.data.in_flight.admission import Entry, Kept
+from rlinf.data.in_flight.snapshot import read_kept, write_kept
 from rlinf.data.sample import Prompt
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers.engine import TransformersEngine
-from rlinf.job.roles.keeper import KINDS
+from rlinf.runs.roles import KINDS
 from tests.engines.transformers.test_engine import answers, packed, ragged, request, tiny
 
 EXPERTS = {

@@ -15,8 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Request, Sampling
-from rlinf.engines.make import EngineSetup, make
+from rlinf.engines.base import EngineSetup, Request, Sampling, make
 from rlinf.engines.transformers.engine import TransformersEngine
 from rlinf.runtime.processes.supervisor import ChildDied
 from tests.engines.test_engine_contract import ALPHABET, TOKENIZER, begun, expected, rest, right

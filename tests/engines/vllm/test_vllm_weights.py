@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from rlinf.data.weights import Weights
-from rlinf.engines.vllm.server import VllmServer
+from rlinf.engines.served.vllm import VllmServer
 
 
 def test_memory_for_weights_is_reused_and_grows():

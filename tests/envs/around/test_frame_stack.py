@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from rlinf.envs.around.frame_stack import FrameStack
-from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.environment import Environment, FrameStack, Rules
 from rlinf.envs.toy import Reach
 from tests.envs.protocol import ProtocolSuite
 

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from rlinf.envs.around.frame_stack import FrameStack
-from rlinf.envs.around.mixture import Mixture
-from rlinf.envs.around.scored import Scored
-from rlinf.envs.around.wrapper import Wrapper
 from rlinf.envs.base import Simulator
+from rlinf.envs.environment import FrameStack
 from rlinf.envs.toy import Reach
+from rlinf.envs.wrappers import Mixture, Scored, Wrapper
 
 HEARD: list[str] = []
 

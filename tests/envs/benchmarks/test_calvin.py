@@ -5,9 +5,9 @@ import pytest
 import torch
 import yaml
 
+from rlinf.envs.adapters.calvin import Calvin
+from rlinf.envs.adapters.serial import resized
 from rlinf.envs.base import CannotSimulate, WrongOption
-from rlinf.envs.benchmarks.calvin import Calvin
-from rlinf.envs.benchmarks.serial import resized
 from tests.envs.benchmarks.stand_ins import missing, stand_in
 from tests.envs.protocol import ProtocolSuite, begin, everyone
 

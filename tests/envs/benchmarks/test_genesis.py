@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlinf.envs.adapters import genesis
+from rlinf.envs.adapters.genesis import GenesisLift
 from rlinf.envs.base import CannotSimulate, WrongOption
-from rlinf.envs.benchmarks import genesis
-from rlinf.envs.benchmarks.genesis import GenesisLift
 from tests.envs.benchmarks.stand_ins import missing, stand_in
 from tests.envs.protocol import ProtocolSuite, begin, everyone
 

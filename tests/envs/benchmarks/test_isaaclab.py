@@ -6,9 +6,9 @@ import gymnasium
 import pytest
 import torch
 
+from rlinf.envs.adapters import isaaclab
+from rlinf.envs.adapters.isaaclab import IsaacLab
 from rlinf.envs.base import CannotSimulate, WrongOption
-from rlinf.envs.benchmarks import isaaclab
-from rlinf.envs.benchmarks.isaaclab import IsaacLab
 from tests.envs.benchmarks.stand_ins import missing, stand_in
 from tests.envs.protocol import ProtocolSuite, begin, everyone
 

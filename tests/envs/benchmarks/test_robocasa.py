@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf.envs.adapters.robocasa import FELT, RoboCasa
 from rlinf.envs.base import CannotSimulate, WrongOption
-from rlinf.envs.benchmarks.robocasa import FELT, RoboCasa
 from tests.envs.benchmarks.stand_ins import missing, stand_in
 from tests.envs.protocol import ProtocolSuite, begin, everyone
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
+from rlinf.envs.adapters.robotwin import RoboTwin
 from rlinf.envs.base import CannotSimulate, WrongOption
-from rlinf.envs.benchmarks.robotwin import RoboTwin
 from tests.envs.benchmarks.stand_ins import missing, stand_in
 from tests.envs.protocol import ProtocolSuite, begin, everyone
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf.envs.adapters.simpler import Simpler
 from rlinf.envs.base import CannotSimulate, WrongOption
-from rlinf.envs.benchmarks.simpler import Simpler
 from tests.envs.benchmarks.stand_ins import missing, stand_in
 from tests.envs.protocol import ProtocolSuite, begin, everyone
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rlinf.envs.around.rules import Rules
-from rlinf.envs.environment import Environment
-from rlinf.envs.gymnasium.single import Gymnasium
-from rlinf.envs.gymnasium.spaces import actions_of, observations_of
+from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.gymnasium import Gymnasium, actions_of, observations_of
 from tests.envs.protocol import ProtocolSuite, begin, everyone
 
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from rlinf.envs.gymnasium.success import SuccessEntry
+from rlinf.envs.gymnasium import SuccessEntry
 
 
 def told(entry: SuccessEntry, infos: list[dict], caplog: pytest.LogCaptureFixture, episodes: int = 3) -> list[str]:

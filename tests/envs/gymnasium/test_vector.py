@@ -8,10 +8,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from rlinf.envs.around.rules import Rules
-from rlinf.envs.environment import Environment
-from rlinf.envs.gymnasium.single import Gymnasium
-from rlinf.envs.gymnasium.vector import GymnasiumVector
+from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.gymnasium import Gymnasium, GymnasiumVector
 from tests.envs.gymnasium import test_single as test_gymnasium  # registers Noisy-v0
 from tests.envs.protocol import ProtocolSuite, actions_for, begin, everyone, same, scaled
 

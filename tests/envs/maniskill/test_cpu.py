@@ -5,19 +5,17 @@ import importlib.util
 import pytest
 import torch
 
-from rlinf.envs.around.rules import Rules
-from rlinf.envs.environment import Environment
-from rlinf.envs.maniskill import headless as maniskill_headless
-from rlinf.envs.maniskill.cpu import ManiSkill
-from rlinf.envs.maniskill.experts import pull_cube
-from rlinf.envs.maniskill.tasks import MissingAssets, Task, find
+from rlinf.envs import maniskill
+from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.experts import pull_cube
+from rlinf.envs.maniskill import ManiSkill, MissingAssets, Task, find
 from tests.envs.protocol import ProtocolSuite, actions_for, begin, everyone, same, scaled, told
 
 if importlib.util.find_spec("mani_skill") is None:
     pytest.skip("ManiSkill is not installed: pip install 'rlinf[maniskill]'", allow_module_level=True)
 
-DRAWS = maniskill_headless.can_draw()
-drawing = pytest.mark.skipif(not DRAWS, reason=maniskill_headless.NEEDED)
+DRAWS = maniskill.can_draw()
+drawing = pytest.mark.skipif(not DRAWS, reason=maniskill.NEEDED)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:mani_skill.*")
 PULL = {"id": "PullCube-v1", "control": "pd_ee_delta_pos"}
 

@@ -8,8 +8,8 @@ import torch
 if importlib.util.find_spec("mani_skill") is None:
     pytest.skip("ManiSkill is not installed: pip install 'rlinf[maniskill]'", allow_module_level=True)
 
-from rlinf.envs.maniskill import fast_poses as maniskill_poses
-from rlinf.envs.maniskill.cpu import ManiSkill
+from rlinf.envs import maniskill
+from rlinf.envs.maniskill import ManiSkill
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:mani_skill.*")
 
@@ -29,7 +29,7 @@ def pose(monkeypatch):
     ):
         for name in names:
             monkeypatch.setattr(kind, name, kind.__dict__[name])
-    maniskill_poses.quicken()
+    maniskill.quicken()
     return Pose
 
 
@@ -38,7 +38,7 @@ def slow(pose):
     from mani_skill.agents.base_agent import BaseAgent
     from mani_skill.utils.structs.articulation import Articulation
 
-    original = maniskill_poses._original
+    original = maniskill._original
     pose.__mul__, pose.inv, pose.create = original["times"], original["inverse"], classmethod(original["create"])
     BaseAgent.set_action, Articulation.set_joint_drive_targets = original["act"], original["aim"]
 
@@ -76,7 +76,7 @@ def test_a_list_of_one_pose_and_a_pose_become_the_same_row(pose):
     for each in ([given], [given, given], many, many.raw_pose):
         for device in (None, "cpu", torch.device("cpu")):
             quick = pose.create(each, device=device).raw_pose
-            assert torch.equal(quick, maniskill_poses._original["create"](pose, each, device).raw_pose)
+            assert torch.equal(quick, maniskill._original["create"](pose, each, device).raw_pose)
 
 
 def test_an_action_that_is_no_number_is_refused(pose):

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlinf.envs.maniskill import fast_poses, gpu, headless, tasks
-from rlinf.envs.maniskill.gpu import ManiSkillBatched
-from rlinf.envs.pool import EnvironmentPool
-from rlinf.runtime.gpu.own_device import choose_device
+from rlinf.envs import maniskill
+from rlinf.envs.maniskill import ManiSkillBatched
+from rlinf.envs.workers import EnvironmentPool
+from rlinf.runtime.base.tensors import choose_device
 from tests.cards import pretend
 
 
@@ -24,12 +24,12 @@ def made(monkeypatch):
         return SimpleNamespace(close=lambda: None)
 
     spec = SimpleNamespace(default_kwargs={}, max_episode_steps=7, cls=make)
-    monkeypatch.setattr(tasks, "find", lambda *about: spec)
-    monkeypatch.setattr(tasks, "_refuse_missing", lambda *about: None)
-    monkeypatch.setattr(tasks, "observation_spec", lambda env: {})
-    monkeypatch.setattr(tasks, "action_spec", lambda env, name: None)
-    monkeypatch.setattr(headless, "can_draw", lambda: True)
-    monkeypatch.setattr(fast_poses, "quicken", lambda: None)
+    monkeypatch.setattr(maniskill, "find", lambda *about: spec)
+    monkeypatch.setattr(maniskill, "_refuse_missing", lambda *about: None)
+    monkeypatch.setattr(maniskill, "observation_spec", lambda env: {})
+    monkeypatch.setattr(maniskill, "action_spec", lambda env, name: None)
+    monkeypatch.setattr(maniskill, "can_draw", lambda: True)
+    monkeypatch.setattr(maniskill, "quicken", lambda: None)
     return asked
 
 
@@ -45,7 +45,7 @@ def test_it_simulates_and_draws_on_the_gpu_of_its_process(made, monkeypatch):
 
 def test_on_the_cpu_it_names_no_gpu(made, monkeypatch):
     pretend(monkeypatch, rank=3)
-    tasks.make(tasks.Task(id="PullCube-v1", observe="rgb"), 1, "physx_cpu")
+    maniskill.make(maniskill.Task(id="PullCube-v1", observe="rgb"), 1, "physx_cpu")
     assert (made[0]["sim_backend"], made[0]["render_backend"]) == ("physx_cpu", "cpu")
 
 
@@ -111,11 +111,11 @@ class Batched:
 def batched(monkeypatch):
     """A simulator over the stand-in, whose device is the CPU."""
     spec = SimpleNamespace(default_kwargs={}, max_episode_steps=80, cls=lambda **arguments: Batched())
-    monkeypatch.setattr(tasks, "find", lambda *about: spec)
-    monkeypatch.setattr(tasks, "_refuse_missing", lambda *about: None)
-    monkeypatch.setattr(headless, "can_draw", lambda: True)
+    monkeypatch.setattr(maniskill, "find", lambda *about: spec)
+    monkeypatch.setattr(maniskill, "_refuse_missing", lambda *about: None)
+    monkeypatch.setattr(maniskill, "can_draw", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "enter_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(maniskill, "enter_device", lambda: torch.device("cpu"))
     return ManiSkillBatched(3, id="PutOnPlateInScene25Main-v3", observe="rgb", pictures=True)
 
 

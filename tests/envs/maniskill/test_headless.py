@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from rlinf.envs.maniskill import headless as maniskill_headless
-from rlinf.envs.maniskill.headless import _Description
+from rlinf.envs import maniskill
+from rlinf.envs.maniskill import _Description
 
 
 def test_a_stand_in_takes_everything_and_knows_what_it_was_told():
@@ -25,14 +25,14 @@ def test_a_stand_in_is_copied_and_pickled():
 
 def test_descriptions_are_replaced_wherever_they_are_known():
     pytest.importorskip("sapien")
-    if maniskill_headless.can_draw():
+    if maniskill.can_draw():
         pytest.skip("this machine can draw, and goes on with the real ones")
     import sapien
     import sapien.wrapper.urdf_loader
 
-    maniskill_headless.stand_in()
-    maniskill_headless.stand_in()
+    maniskill.stand_in()
+    maniskill.stand_in()
     for module in (sapien.render, sapien.pysapien.render, sapien.wrapper.urdf_loader):
         assert issubclass(module.RenderMaterial, _Description)
     assert isinstance(sapien.render.RenderMaterial(base_color=[0, 0, 0, 1]), _Description)
-    assert not maniskill_headless.can_draw()
+    assert not maniskill.can_draw()

@@ -6,15 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.envs.around.rules import Rules
+from rlinf.envs import metaworld as simulator_module
 from rlinf.envs.base import CannotSimulate, WrongOption
-from rlinf.envs.environment import Environment
-from rlinf.envs.metaworld import MetaWorld
-from rlinf.envs.metaworld import simulator as simulator_module
-from rlinf.envs.metaworld.experts import scripted
-from rlinf.envs.metaworld.pictures import NEEDED, can_draw
-from rlinf.envs.metaworld.simulation import Simulation, goal_vectors
-from rlinf.envs.metaworld.tasks import INSTRUCTIONS, SUITES, chosen_tasks
+from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.experts import scripted
+from rlinf.envs.metaworld import (
+    INSTRUCTIONS,
+    NEEDED,
+    SUITES,
+    MetaWorld,
+    Simulation,
+    can_draw,
+    chosen_tasks,
+    goal_vectors,
+)
 from tests.envs.protocol import ProtocolSuite, actions_for, begin, everyone, same, told
 
 if importlib.util.find_spec("metaworld") is None:

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.envs.around.mixture import Mixture
-from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import CannotSimulate, SimulatorLost, WrongOption
-from rlinf.envs.environment import Environment
-from rlinf.envs.pool import EnvironmentPool
+from rlinf.envs.environment import Environment, Rules
 from rlinf.envs.remote import Remote, serve
-from rlinf.envs.remote.simulator import RemoteError
+from rlinf.envs.remote.client import RemoteError
 from rlinf.envs.toy import Reach
+from rlinf.envs.workers import EnvironmentPool
+from rlinf.envs.wrappers import Mixture
 from tests.envs.protocol import ProtocolSuite, begin, everyone, same
 from tests.envs.remote.arm import Arm
 

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.flows.evaluation.answers import measure
+from rlinf.flows.evaluate import measure
 
 
 def problem(number: int, answers: list[tuple[str, float | None]]) -> Group:

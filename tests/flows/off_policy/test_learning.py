@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from rlinf.actors.embodied.dagger import DaggerPolicy, DaggerTrainer
-from rlinf.actors.embodied.sac_trainer import SacTrainer
+from rlinf.actors.off_policy_trainer import DaggerPolicy, DaggerTrainer, SacTrainer
 from rlinf.data.step import EmbodiedStep
 from rlinf.envs.toy import straight
 from rlinf.flows.embodied import embodied
-from rlinf.flows.off_policy.offline import offline
+from rlinf.flows.offline import offline
 from rlinf.flows.record import record
 from rlinf.models.policy.build import build_policy_model, save_policy
 from rlinf.runtime.actor.actor import endpoint

@@ -2,12 +2,12 @@
 
 import pytest
 
-from rlinf.config.loading import ConfigError, InputError
-from rlinf.job.checks import by_kind as module
-from rlinf.job.checks.by_kind import by_kind, refuse_other_kind
-from rlinf.job.checks.fits import fit
-from rlinf.job.validate import load_config
+from rlinf.config.load import ConfigError, InputError
 from rlinf.placement.seats import TEXT, place
+from rlinf.runs.dry_run import transformer
+from rlinf.runs.dry_run.footprint import fit
+from rlinf.runs.dry_run.transformer import by_kind, refuse_other_kind
+from rlinf.runs.rules import load_config
 from tests.job.checks.tracked import qwen2
 
 KEYS = ("trainer.dtype", "rollout.dtype", "reference.dtype", "trainer.micro_batch_tokens")
@@ -45,7 +45,7 @@ def test_named_teachers_follow_too():
 
 
 def test_the_kind_is_this_machines_unless_it_is_said(monkeypatch):
-    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(transformer.torch.cuda, "is_available", lambda: True)
     assert by_kind(configured(kind="auto"))[0].trainer.dtype == "bfloat16"
     assert by_kind(configured(kind="cpu"))[0].trainer.dtype == "float32"
     refuse_other_kind(configured(kind="auto").placement)
@@ -54,7 +54,7 @@ def test_the_kind_is_this_machines_unless_it_is_said(monkeypatch):
 
 
 def test_a_run_does_not_start_on_devices_that_are_not_there(monkeypatch):
-    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(transformer.torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match="--dry-run alone"):
         refuse_other_kind(configured(kind="cuda").placement)
 

@@ -7,13 +7,12 @@ import json
 import pytest
 import torch
 
-from rlinf.cli.dry_run import describe
-from rlinf.cli.main import main
-from rlinf.config.loading import ConfigError
+from rlinf.cli.main import describe, main
+from rlinf.config.load import ConfigError
 from rlinf.data.demonstrations import Demonstration, write_demonstrations
 from rlinf.envs.base import SerialSimulator
-from rlinf.job.validate import load_embodied
 from rlinf.models.policy.build import build_policy_model, save_policy
+from rlinf.runs.rules import load_embodied
 from tests.launching import ROOT
 
 TOY, PENDULUM, DAGGER, IMITATION, PULL_CUBE = (

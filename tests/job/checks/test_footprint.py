@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from rlinf.data.offload import bytes_of
 from rlinf.data.packing import Row, pack
-from rlinf.job.checks.footprint import complaints, footprints, spread_of
-from rlinf.job.checks.transformer import Shape
-from rlinf.job.validate import load_config
 from rlinf.models.language.policy_model import PolicyModel
+from rlinf.models.offload import bytes_of
 from rlinf.placement.seats import TEXT, place
-from rlinf.weights.publish import publishing_bytes
+from rlinf.runs.dry_run.footprint import complaints, footprints, spread_of
+from rlinf.runs.dry_run.transformer import Shape
+from rlinf.runs.rules import load_config
+from rlinf.training.weight_sync import publishing_bytes
 
 SHAPE = {
     "model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,

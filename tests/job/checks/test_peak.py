@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from rlinf.job.checks.footprint import footprints
-from rlinf.job.validate import load_config
+from rlinf.runs.dry_run.footprint import footprints
+from rlinf.runs.rules import load_config
 from tests.job.checks.tracked import Case, qwen2
 
 SMALL = [

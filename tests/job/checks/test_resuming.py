@@ -5,7 +5,7 @@ import pytest
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.schema import leaves
 from rlinf.config.text import RunConfig
-from rlinf.job.checks.resuming import EMBODIED, TEXT, entry_of, on_resume
+from rlinf.runs.resume import EMBODIED, TEXT, entry_of, on_resume
 
 KINDS = {"text": (RunConfig, TEXT), "embodied": (EmbodiedConfig, EMBODIED)}
 

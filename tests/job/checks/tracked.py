@@ -24,12 +24,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.loss_sum import LossSum
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.models.language.fsdp import Layout, shard
-from rlinf.models.language.kernels.varlen import Kernel
+from rlinf.models.language.kernels import Kernel
 from rlinf.models.language.policy_model import PolicyModel
-from rlinf.training.learner import Learner
+from rlinf.training.fsdp import Learner
 from tests.job.checks.modelled.shapes import model
 
 QWEN2 = {

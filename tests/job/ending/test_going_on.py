@@ -8,17 +8,11 @@ import sys
 import pytest
 
 from rlinf.config.common import CheckpointConfig
-from rlinf.config.loading import InputError, RunFailure
-from rlinf.job.ending.going_on import (
-    beginning_anew,
-    command,
-    going_on,
-    keeping_earlier_run,
-    saying_how_to_go_on,
-)
-from rlinf.job.ending.starting import Starting
-from rlinf.metrics.run_directory import RunDirectory
+from rlinf.config.load import InputError, RunFailure
+from rlinf.runs.resume import beginning_anew, command, going_on, keeping_earlier_run, saying_how_to_go_on
+from rlinf.runs.starting import Starting
 from rlinf.runtime.system.ending import Stopped
+from rlinf.storage.directory import RunDirectory
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf.job.ending.preemption import Leaving
-from rlinf.job.loop import TrainingLoop
+from rlinf.runs.loop import TrainingLoop
+from rlinf.runs.resume import Leaving
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.ending import LEAVING, RESUME_ME, Preemption, Stopped
 

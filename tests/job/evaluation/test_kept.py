@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.config.loading import InputError
+from rlinf.config.load import InputError
 from rlinf.data.datasets.benchmarks import Benchmark
 from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.job.evaluation.kept import KeptAnswers, model_mark
-from rlinf.job.evaluation.named import measured
+from rlinf.runs.evaluation import KeptAnswers, measured, model_mark
 
 ASKED = Benchmark("a.jsonl", samples=2)
 PROMPTS = [Prompt(number, np.array([1, number]), f"{number}?", str(number)) for number in range(4)]

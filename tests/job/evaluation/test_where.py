@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.config.loading import InputError
-from rlinf.job.evaluation.where import new_evaluation
+from rlinf.config.load import InputError
+from rlinf.runs.evaluation import new_evaluation
 
 
 def test_an_evaluation_lies_below_the_run_by_the_step_of_its_checkpoint_and_overwrites_none(tmp_path):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.job.live.controls import Controls
-from rlinf.metrics.web.feed import CONTROLS
+from rlinf.dashboard.events import CONTROLS
+from rlinf.runs.live.controls import Controls
 from rlinf.runtime.base.clock import run_virtual
 
 STEP, SAVING, EVALUATING = 10.0, 3.0, 2.0

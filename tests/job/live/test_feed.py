@@ -8,8 +8,8 @@ import json
 import os
 import stat
 
-from rlinf.job.live import feed as feeds
-from rlinf.job.live.feed import Feed, encoded
+from rlinf.runs.live import feed as feeds
+from rlinf.runs.live.feed import Feed, encoded
 
 
 @contextlib.asynccontextmanager

@@ -10,10 +10,10 @@ import stat
 
 import pytest
 
-from rlinf.config.loading import RunFailure
-from rlinf.job.loop import TrainingLoop
-from rlinf.metrics.run_directory import find_checkpoint
+from rlinf.config.load import RunFailure
+from rlinf.runs.loop import TrainingLoop
 from rlinf.runtime.system.ending import Preemption
+from rlinf.storage.directory import find_checkpoint
 from tests.job.test_loop import SCORES, WHOLE, Toy, run, told
 
 

@@ -8,11 +8,10 @@ import itertools
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.job.live.moments import PATIENCE, Moments, lanes_of
+from rlinf.runs.live.status import PATIENCE, Moments, lanes_of
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import ActorDied
-from rlinf.runtime.observe.busy import Busy
-from rlinf.runtime.observe.recent import CALLED
+from rlinf.runtime.observe.spans import CALLED, Busy
 from rlinf.runtime.system.observer import Watch
 
 
@@ -98,7 +97,7 @@ def test_a_host_that_does_not_answer_is_shown_as_it_was_and_catches_up():
 
 
 def test_of_many_hosts_some_are_asked_at_a_time_and_all_in_turn(monkeypatch):
-    monkeypatch.setattr("rlinf.job.live.moments.MOST_ASKED", 2)
+    monkeypatch.setattr("rlinf.runs.live.status.MOST_ASKED", 2)
     told = looked(5, 6, lambda watch: None)
     asked = [[lane["host"] for lane in lanes["lanes"]] for _, lanes in told]
     assert all(len(each) == 2 for each in asked)

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 
-from rlinf.job.live.page import LOG, MOST_RESTARTS, Page, command
+from rlinf.runs.live.feed import LOG, MOST_RESTARTS, Page, command
 
 
 class Said(asyncio.Queue):

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from rlinf.actors.base.in_flight import PartialGroup
+from rlinf.actors.in_flight import PartialGroup
 from rlinf.data.sample import Prompt
 from rlinf.engines.base import Request, Sampling
-from rlinf.job.roles.keeper import RolloutKeeper
+from rlinf.runs.roles import RolloutKeeper
 
 
 def test_answers_that_came_as_part_of_their_group_are_not_made_again():

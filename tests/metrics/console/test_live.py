@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from rlinf.metrics.console import live
-from rlinf.metrics.console.live import LiveView
-from rlinf.metrics.console.live_picture import BARS, Shown, curve, picture
-from rlinf.metrics.console.progress_lines import clock
-from rlinf.runtime.system.introspection import ActorState, QueueState
+from rlinf.metrics import live
+from rlinf.metrics.live import BARS, LiveView, Shown, curve, picture
+from rlinf.metrics.progress import clock
+from rlinf.runtime.system.host_service import ActorState, QueueState
 from rlinf.runtime.system.observer import Moment
 from tests.metrics.console.terminal import Terminal, plain
 

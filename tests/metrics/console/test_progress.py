@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from rlinf.metrics.console import progress
-from rlinf.metrics.console.live import LiveView
-from rlinf.metrics.console.progress import Progress, progress_shown, shown
-from rlinf.metrics.console.progress_lines import Ongoing, last_line, line, log_lines
+from rlinf.metrics import progress
+from rlinf.metrics.live import LiveView
+from rlinf.metrics.progress import Ongoing, Progress, last_line, line, log_lines, progress_shown, shown
 from rlinf.runtime.base.progress import begun, heard_by, work
 from tests.metrics.console.terminal import Terminal, plain
 

@@ -14,12 +14,11 @@ import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.data.sample import Evaluation, Group, Prompt, Sample
-from rlinf.flows.evaluation.answers import measure
-from rlinf.metrics.console.answers import compared, in_words, rows
-from rlinf.metrics.console.report import LOOK_SECONDS, Report
-from rlinf.metrics.run_directory import RunDirectory
+from rlinf.flows.evaluate import measure
+from rlinf.metrics.report import LOOK_SECONDS, Report, compared, in_words, rows
+from rlinf.runs.library.train import Result
 from rlinf.runtime.system.observer import Watch
-from rlinf.session.result import Result
+from rlinf.storage.directory import RunDirectory
 from tests.metrics.console.terminal import Terminal, plain
 
 STEP = {"reward/mean": 0.5, "timing/step": 2.0, "timing/training": 1.5, "timing/overlap": 0.0, "timing/other": 0.5}
@@ -298,7 +297,7 @@ def test_held_out_problems_are_the_same_ones_each_time():
 
 
 def test_paths_are_shown_as_one_would_type_them(monkeypatch, tmp_path):
-    from rlinf.metrics.console.report import _shown
+    from rlinf.metrics.report import _shown
 
     monkeypatch.chdir(tmp_path)
     assert _shown(tmp_path / "a" / "b") == os.path.join("a", "b")

@@ -11,15 +11,15 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from rlinf.config.loading import InputError
-from rlinf.job.start import locked
-from rlinf.metrics.durable import lock as locks
-from rlinf.metrics.durable.lock import SILENT_AFTER, Held, Lock, Owner, held, lock_file
+from rlinf.config.load import InputError
+from rlinf.runs.start import locked
+from rlinf.storage import directory
+from rlinf.storage.directory import SILENT_AFTER, Held, Lock, Owner, held, lock_file
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from rlinf.metrics.durable.lock import Lock
+from rlinf.storage.directory import Lock
 lock = Lock(Path(sys.argv[1]))
 if sys.argv[2] == "fork" and os.fork() == 0:  # a child that outlives it, with its files
     os.close(1)
@@ -121,7 +121,7 @@ def test_a_lock_that_nobody_signed_belongs_to_nobody(tmp_path, content):
 
 
 def test_where_the_disk_knows_no_locks_the_owner_s_name_decides(tmp_path, holder, monkeypatch):
-    monkeypatch.setattr(locks, "_flock", lambda file: None)
+    monkeypatch.setattr(directory, "_flock", lambda file: None)
     process = holder()
     with pytest.raises(Held, match=f"pid {process.pid}"):
         Lock(tmp_path / "run")
@@ -145,7 +145,7 @@ def test_a_lock_that_is_removed_is_taken_again_and_one_that_is_taken_away_is_not
 
 
 def test_signs_of_life_are_given_while_it_is_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(directory, "HEARTBEAT", 0.01)
     with held(tmp_path / "run") as lock:
         os.utime(lock.path, times=(0, 0))
         end = time.monotonic() + 20

@@ -7,8 +7,8 @@ import zlib
 
 import pytest
 
-from rlinf.metrics.durable.manifest import MANIFEST, Damaged, verify, verify_part, write_manifest
-from rlinf.metrics.run_directory import RunDirectory, find_checkpoint
+from rlinf.storage.directory import RunDirectory, find_checkpoint
+from rlinf.storage.files import MANIFEST, Damaged, verify, verify_part, write_manifest
 
 
 @pytest.fixture

@@ -7,13 +7,12 @@ import pytest
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.text import RunConfig
-from rlinf.job import changes
-from rlinf.job.changes import Changes
-from rlinf.metrics.explain.causes import MICRO_BATCH, Cause
-from rlinf.metrics.explain.explainer import Explainer, in_short
+from rlinf.metrics.explain import MICRO_BATCH, Cause, Explainer, in_short
+from rlinf.placement.costs import Ledger
 from rlinf.placement.hardware import Fleet
-from rlinf.placement.profiling.ledger import Ledger
 from rlinf.placement.seats import Placed
+from rlinf.runs import placement_manager
+from rlinf.runs.placement_manager import Changes
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.observer import Moved, Watch
 
@@ -289,7 +288,7 @@ class TestChanges:
             await env.step(3.0)
             await trainer.train(1.0)
 
-        monkeypatch.setattr(changes, "_CORES", cores)
+        monkeypatch.setattr(placement_manager, "_CORES", cores)
         config = EmbodiedConfig()
         for key, value in {"num_envs": 8, **keys}.items():
             setattr(config.env, key, value)

@@ -8,8 +8,7 @@ import json
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.metrics.html.lanes import actor_lanes, device_lanes
-from rlinf.metrics.html.trace import Trace
+from rlinf.dashboard.lanes import Trace, actor_lanes, device_lanes
 from rlinf.metrics.timing import timing
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.observer import Watch

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rlinf.cli.commands import main
-from rlinf.metrics.files import read_lines
-from rlinf.metrics.html.compare import in_lines
+from rlinf.dashboard.report import in_lines
+from rlinf.storage.files import read_lines
 from tests.metrics.html.test_report import HOSTILE, run_directory
 
 

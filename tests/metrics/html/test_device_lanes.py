@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from docs.pictures.make import MODES, run
-from rlinf.metrics.html.lanes import HELD, LOADING, PARKING, Lanes, device_lanes
-from rlinf.metrics.html.lanes_svg import MOST_LANES, device_lanes_svg
+from rlinf.dashboard.lanes import HELD, LOADING, PARKING, Lanes, device_lanes
+from rlinf.dashboard.lanes_svg import MOST_LANES, device_lanes_svg
 from rlinf.runtime.base.clock import run_virtual
 from tests.spans import call, lease, move, step, wait, wait_for_lease, write_trace
 

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.metrics.files import read_lines
-from rlinf.metrics.html.document import _PAGE, SCRIPTS, STYLES, live_page
-from rlinf.metrics.html.report import write_report
-from rlinf.metrics.html.run_data import MOST_POINTS, read_run
-from rlinf.metrics.html.state.samples import MOST_TEXT
+from rlinf.dashboard.report import _PAGE, SCRIPTS, STYLES, live_page, write_report
+from rlinf.dashboard.state import MOST_POINTS, MOST_TEXT, read_run
+from rlinf.storage.files import read_lines
 from tests.config.test_reading import BOMB
 from tests.spans import call, write_trace
 from tests.spans import step as step_of

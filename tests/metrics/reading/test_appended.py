@@ -1,8 +1,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.metrics.reading import appended
-from rlinf.metrics.reading.appended import Appended
+from rlinf.storage import reading
+from rlinf.storage.reading import Appended
 
 
 class Reader:
@@ -43,7 +43,7 @@ def test_a_line_is_read_once_and_a_half_written_one_waits(tmp_path):
 def test_lines_that_are_too_long_are_left_out_and_read_no_more_than_once(tmp_path_factory, lines, pieces, block):
     path, longest = tmp_path_factory.mktemp("file") / "lines", 16
     whole = b"".join(b"x" * length + b"\n" for length in lines)
-    was, (appended.BLOCK, appended.LONGEST) = (appended.BLOCK, appended.LONGEST), (block, longest)
+    was, (reading.BLOCK, reading.LONGEST) = (reading.BLOCK, reading.LONGEST), (block, longest)
     try:
         found, file, reached = [], Appended(path), 0
         for size in [*pieces, len(whole)]:
@@ -55,7 +55,7 @@ def test_lines_that_are_too_long_are_left_out_and_read_no_more_than_once(tmp_pat
                 assert whole[offset:].startswith(read)
                 found += [len(line) for line in read.splitlines()]
     finally:
-        appended.BLOCK, appended.LONGEST = was
+        reading.BLOCK, reading.LONGEST = was
     assert found == [length for length in lines if length < longest]
     assert file.left_out == sum(length >= longest for length in lines)
 
@@ -109,7 +109,7 @@ def test_a_file_that_was_removed_is_forgotten_once_and_read_when_it_comes_again(
 @given(pieces=st.lists(st.binary(max_size=40), max_size=12), block=st.integers(1, 16))
 def test_whatever_is_written_when_is_read_in_whole_lines(tmp_path_factory, pieces, block):
     path = tmp_path_factory.mktemp("file") / "lines"
-    was, appended.BLOCK = appended.BLOCK, block
+    was, reading.BLOCK = reading.BLOCK, block
     try:
         read, file = b"", Appended(path)
         for piece in pieces:
@@ -120,6 +120,6 @@ def test_whatever_is_written_when_is_read_in_whole_lines(tmp_path_factory, piece
                 assert lines.endswith(b"\n")
                 read += lines
     finally:
-        appended.BLOCK = was
+        reading.BLOCK = was
     whole = b"".join(pieces)
     assert read == whole[: whole.rfind(b"\n") + 1]

@@ -1,7 +1,7 @@
 import json
 
-from rlinf.metrics.files import MetricsFile
-from rlinf.metrics.reading.metric_file import MetricFile
+from rlinf.storage.files import MetricsFile
+from rlinf.storage.reading import MetricFile
 
 
 def test_metrics_are_followed_while_a_run_writes_them(tmp_path):

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.metrics.reading import metric_rows
-from rlinf.metrics.reading.metric_rows import MetricRows
+from rlinf.storage import reading
+from rlinf.storage.reading import MetricRows
 
 VALUES = (
     st.none()
@@ -95,7 +95,7 @@ def test_environment_steps_are_told_where_every_point_has_them():
 
 
 def test_memory_is_bounded_neighbours_of_a_long_run_become_their_mean(monkeypatch):
-    monkeypatch.setattr(metric_rows, "MOST_ROWS", 8)
+    monkeypatch.setattr(reading, "MOST_ROWS", 8)
     table = MetricRows()
     for step in range(1, 10):
         table.add([{"step": step, "m": float(step), **({"rare": 1.0} if step == 4 else {})}])

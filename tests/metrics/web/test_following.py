@@ -11,12 +11,11 @@ import threading
 
 import pytest
 
-from rlinf.metrics.reading import appended
-from rlinf.metrics.web import followed, outbox
-from rlinf.metrics.web.discovery import runs_in
-from rlinf.metrics.web.followed import Followed
-from rlinf.metrics.web.life import Job
-from rlinf.metrics.web.outbox import Outbox, TooSlow, known_steps
+from rlinf.dashboard import events as outbox
+from rlinf.dashboard import runs as followed
+from rlinf.dashboard.events import Job, Outbox, TooSlow, known_steps
+from rlinf.dashboard.runs import Followed, runs_in
+from rlinf.storage import reading
 from tests.metrics.web.watching import add, dead_pid, job, open_page, write_live, write_run
 
 
@@ -341,7 +340,7 @@ async def test_a_trace_is_read_once_for_all_pages_until_it_is_another_one(tmp_pa
 
 
 async def test_a_file_of_one_endless_line_is_said_to_be_and_fills_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(appended, "LONGEST", 1 << 12)
+    monkeypatch.setattr(reading, "LONGEST", 1 << 12)
     run = write_run(tmp_path / "r")
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b"x" * 20_000)

@@ -15,9 +15,8 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from rlinf.metrics.web.guard import Guard
-from rlinf.metrics.web.serve import runner_of
-from rlinf.metrics.web.shelf import Shelf
+from rlinf.dashboard.runs import Shelf
+from rlinf.dashboard.server import Guard, runner_of
 
 
 def write_run(directory: Path, steps: int = 4, planned: int | None = None) -> Path:

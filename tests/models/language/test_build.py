@@ -12,8 +12,8 @@ from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.build import Build, build_policy
 from rlinf.models.language.fsdp import Layout
 from rlinf.models.language.lora import merged_named_parameters
-from rlinf.training.learner import Learner
-from rlinf.training.text.policy_loss import learn_policy
+from rlinf.training.fsdp import Learner
+from rlinf.training.policy import learn_policy
 from tests.actors import toys
 
 TOKENIZER = load_tokenizer(toys.ALPHABET)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from rlinf.config.learning import RewardModelConfig
-from rlinf.config.loading import InputError
+from rlinf.config.load import InputError
 from rlinf.config.text import ModelConfig, RunConfig
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.job.checks.model import policy_model
-from rlinf.models.language.load import build_model, unreadable_weights
-from rlinf.models.scoring.check import mistakes_in_saved
+from rlinf.models.language.build import build_model, unreadable_weights
+from rlinf.models.scoring import mistakes_in_saved
+from rlinf.runs.dry_run.models import policy_model
 from tests.actors import toys
 
 MODEL = toys.configuration()

@@ -15,7 +15,7 @@ from rlinf.models.language.lora import (
     merged_named_parameters,
     using,
 )
-from rlinf.weights.adapter_export import copy_adapter
+from rlinf.training.export import copy_adapter
 
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,

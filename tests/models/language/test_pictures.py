@@ -8,8 +8,7 @@ import torch
 
 from rlinf.data.packing import Row, pack
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.build import Build, build_policy
-from rlinf.models.language.load import build_model, pictures_of
+from rlinf.models.language.build import Build, build_model, build_policy, pictures_of
 from tests.pictured import MODELS, TOKENIZER, asked, pictures
 
 SIZES = (16, 16), (16, 24), (16, 16)

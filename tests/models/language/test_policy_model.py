@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.data.packing import Row, pack
-from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
+from rlinf.models.language.attention import ARGUMENT, Layout, packed_attention
 from rlinf.models.language.lora import add_adapters, start_adapters, using
-from rlinf.models.language.packed_attention import ARGUMENT, Layout, packed_attention
-from rlinf.models.language.policy_model import PolicyModel
+from rlinf.models.language.policy_model import PolicyModel, logprobs_of_logits, token_logprobs
 from tests.actors.toys import VOCABULARY, furthest, gradients, model
 
 RNG = np.random.default_rng(3)

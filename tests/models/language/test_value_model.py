@@ -6,11 +6,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlinf import ActorSystem
-from rlinf.data.offload import shard_of
 from rlinf.data.packing import Row, pack
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.build import Build, build_values
-from rlinf.models.language.value_model import ValueModel
+from rlinf.models.language.policy_model import ValueModel
+from rlinf.models.offload import shard_of
 from tests.actors.toys import ALPHABET, VOCABULARY, configuration, furthest, gradients, model
 
 RNG = np.random.default_rng(3)

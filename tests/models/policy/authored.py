@@ -8,10 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from rlinf.data.safetensors_io import write_tensors
-from rlinf.models.policy.base import Drawn, Evaluated, Policy, PolicyConfig, looked_at
-from rlinf.models.policy.layers import perceptron
-from rlinf.models.policy.noise import normals
-from rlinf.models.policy.parts.distributions import Normal
+from rlinf.models.policy.actor_critic import Normal, perceptron
+from rlinf.models.policy.base import Drawn, Evaluated, Policy, PolicyConfig, looked_at, normals
 from rlinf.models.policy.published import to_be_read
 
 AUTHORED = {"type": "tests.models.policy.authored.AuthoredPolicy", "state_size": 5, "action_size": 3, "width": 16}

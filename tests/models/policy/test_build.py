@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from rlinf.models.policy.actor_critic import MlpPolicy
 from rlinf.models.policy.base import Stored
 from rlinf.models.policy.build import build_policy_model, described, fitted, load_policy
-from rlinf.models.policy.mlp import MlpPolicy
 from tests.models.policy.cases import CNN, MLP, VLA, observed
 
 
@@ -19,7 +19,7 @@ class Doubled(MlpPolicy):
 @pytest.mark.parametrize(("config", "says"), [
     ({}, "type=None must be one of mlp, cnn, vla"),
     ({**MLP, "type": "mpl"}, "did you mean mlp"),
-    ({**MLP, "type": "rlinf.models.policy.mlp.MlpConfig"}, "no class derived from"),
+    ({**MLP, "type": "rlinf.models.policy.actor_critic.MlpConfig"}, "no class derived from"),
     ({**MLP, "hiden": [3]}, "no key 'hiden'; did you mean hidden"),
     ({"type": "mlp", "state_size": 3}, "policy mlp needs action_size"),
     ({**MLP, "hidden": 64}, "hidden=64 must be"),
@@ -39,17 +39,17 @@ def test_what_is_wrong_with_a_configuration_is_said(config, says):
 
 
 def test_a_policy_of_ones_own_is_named_by_its_path_and_saved_like_others(monkeypatch):
-    import rlinf.models.policy.mlp
+    import rlinf.models.policy.actor_critic
 
-    monkeypatch.setattr(rlinf.models.policy.mlp, "Doubled", Doubled, raising=False)
-    monkeypatch.setattr(Doubled, "__module__", "rlinf.models.policy.mlp")
-    config = {**MLP, "type": "rlinf.models.policy.mlp.Doubled", "normalise": False}
+    monkeypatch.setattr(rlinf.models.policy.actor_critic, "Doubled", Doubled, raising=False)
+    monkeypatch.setattr(Doubled, "__module__", "rlinf.models.policy.actor_critic")
+    config = {**MLP, "type": "rlinf.models.policy.actor_critic.Doubled", "normalise": False}
     policy = build_policy_model(config)
     assert type(policy) is Doubled
     plain = build_policy_model({**MLP, "normalise": False})
     halved = {"state": observed(MLP)["state"] / 2}
     assert torch.equal(policy.act(halved, greedy=True).actions, plain.act(observed(MLP), greedy=True).actions)
-    assert described(policy)["type"] == "rlinf.models.policy.mlp.Doubled"
+    assert described(policy)["type"] == "rlinf.models.policy.actor_critic.Doubled"
 
 
 def test_a_configuration_is_completed_by_the_environment_but_not_overruled():

@@ -6,8 +6,8 @@ Instances are in `contract.py`, where a policy joins by one line.
 import pytest
 import torch
 
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.policy_trainer import PolicyTrainer
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.envs.episodes import EnvOutput
 from rlinf.models.policy.build import load_policy
 from rlinf.models.policy.published import matches

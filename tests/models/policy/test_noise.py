@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.data.rng import mix
-from rlinf.models.policy.noise import normals, uniforms
+from rlinf.models.policy.base import normals, uniforms
 
 CPU = torch.device("cpu")
 

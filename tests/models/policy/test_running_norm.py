@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.models.policy.layers import RunningNorm
+from rlinf.models.policy.actor_critic import RunningNorm
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=5), st.integers(0, 2**31), st.floats(-1e3, 1e3))

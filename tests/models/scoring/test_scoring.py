@@ -5,8 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlinf.models.scoring.choices import load_choices
-from rlinf.models.scoring.classifier import load_classifier
+from rlinf.models.scoring import load_choices, load_classifier
 from tests.models.scoring.saved import TOKENIZER, saved_classifier, saved_language_model
 
 SEQUENCES = [np.random.default_rng(n).integers(2, 14, size).tolist() for n, size in enumerate((5, 1, 12, 5, 30, 2))]

@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.placement.asynchronous.handing_over import handed_over
-from rlinf.placement.planner.plan_tree import Leaf, Pair, replay
-from rlinf.placement.planner.search import Found
-from rlinf.placement.profiling.profile import Release
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Workload
+from rlinf.placement.asynchronous import handed_over
+from rlinf.placement.planner import Found, Leaf, Pair, replay
+from rlinf.placement.profile import Release
+from rlinf.placement.workload import Edge, Option, Stage, Workload
 
 ITEMS = 16
 

@@ -10,12 +10,12 @@ from rlinf.flows.embodied_async import embodied_async
 from rlinf.flows.grpo import grpo
 from rlinf.flows.grpo_async import grpo_async
 from rlinf.flows.ppo_async import ppo_async
-from rlinf.placement.asynchronous.steady import steady
-from rlinf.placement.planner.plan_tree import Leaf, Pair, to_plan
-from rlinf.placement.profiling.profile import Release
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Sync, Workload
-from rlinf.placement.simulator.decoding import Company, lengths
-from rlinf.placement.simulator.simulate import rehearse
+from rlinf.placement.asynchronous import steady
+from rlinf.placement.planner import Leaf, Pair, to_plan
+from rlinf.placement.profile import Release
+from rlinf.placement.simulate import rehearse
+from rlinf.placement.simulated_costs import Company, lengths
+from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload
 
 TAIL = Release((0.1, 0.15, 0.2, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 1.0))
 NAMES = ("rollout", "judge", "trainer")

@@ -8,14 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.async_decode import Decoding, Law, period, steps
-from rlinf.placement.asynchronous.recommend import recommend
-from rlinf.placement.asynchronous.split import plan_ahead
-from rlinf.placement.asynchronous.steady import steady
-from rlinf.placement.planner.plan_tree import Leaf, Pair, leaves
-from rlinf.placement.planner.planner import plan
-from rlinf.placement.profiling.bound import bound
-from rlinf.placement.profiling.profile import Release, StageProfile, Timing
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Sync, Workload
+from rlinf.placement.asynchronous import plan_ahead, recommend, steady
+from rlinf.placement.bound import bound
+from rlinf.placement.planner import Leaf, Pair, leaves, plan
+from rlinf.placement.profile import Release, StageProfile, Timing
+from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload
 
 CHUNKS = 4
 

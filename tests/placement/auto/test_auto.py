@@ -7,16 +7,15 @@ from dataclasses import replace
 import pytest
 
 from rlinf.flows.grpo import grpo
-from rlinf.placement.asynchronous.recommend import Recommended, Stale
-from rlinf.placement.auto import auto
-from rlinf.placement.auto.auto import WINDOW, AutoPlacement
-from rlinf.placement.auto.choose import Chosen, Row
+from rlinf.placement import auto
+from rlinf.placement.asynchronous import Recommended, Stale
+from rlinf.placement.auto import WINDOW, AutoPlacement, Chosen, Row
+from rlinf.placement.bound import Bound
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.hardware import Fleet
 from rlinf.placement.plan import Plan, RolePlan
-from rlinf.placement.planner.search import Found
-from rlinf.placement.profiling.bound import Bound
-from rlinf.placement.profiling.profile import BESIDE, Profile, Release, StageProfile, Timing
+from rlinf.placement.planner import Found
+from rlinf.placement.profile import BESIDE, Profile, Release, StageProfile, Timing
 
 TOGETHER = Plan({"rollout": RolePlan((0, 1)), "trainer": RolePlan((0, 1))})
 APART = Plan({"rollout": RolePlan((0,)), "trainer": RolePlan((1,))})

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlinf.placement.auto.choose import choose_for, reason
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Workload
+from rlinf.placement.auto import choose_for, reason
+from rlinf.placement.workload import Edge, Option, Stage, Workload
 
 
 def halves(chunks, switch=0.0):

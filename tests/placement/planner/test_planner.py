@@ -9,13 +9,11 @@ import pytest
 from benchmarks.placement_planned import uneven
 from rlinf.placement.devices import Cluster
 from rlinf.placement.grammar import PlacementError
+from rlinf.placement.pareto import balanced
 from rlinf.placement.plan import complaints
-from rlinf.placement.planner.balance import balanced
-from rlinf.placement.planner.plan_tree import Leaf, Pair, layout, leaves, phases, replay, to_plan
-from rlinf.placement.planner.planner import best_of_each_mode, plan
-from rlinf.placement.planner.search import ideals
-from rlinf.placement.profiling.profile import Footprint, Profile, Release, StageProfile, Timing
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Sync, Workload, from_profile
+from rlinf.placement.planner import Leaf, Pair, best_of_each_mode, ideals, layout, leaves, phases, plan, replay, to_plan
+from rlinf.placement.profile import Footprint, Profile, Release, StageProfile, Timing
+from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload, from_profile
 from tests.placement.exhaustive import all_plans, judge, random_workload
 
 

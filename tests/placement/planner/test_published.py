@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.placement_published import RANKINGS, grpo_7b, moe, ppo_7b
-from rlinf.placement.planner.planner import best_of_each_mode
-from rlinf.placement.profiling.bound import bound
+from rlinf.placement.bound import bound
+from rlinf.placement.planner import best_of_each_mode
 
 
 @pytest.mark.parametrize("name", RANKINGS)

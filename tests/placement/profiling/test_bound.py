@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.placement.planner.planner import plan
-from rlinf.placement.profiling.bound import Bound, bound
-from rlinf.placement.profiling.lost_time import Lane, Losses
-from rlinf.placement.profiling.lost_time import split as split_lanes
-from rlinf.placement.profiling.spans import joined
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Sync, Workload
+from rlinf.placement.bound import Bound, Lane, Losses, bound, joined
+from rlinf.placement.bound import split as split_lanes
+from rlinf.placement.planner import plan
+from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload
 from tests.placement.exhaustive import all_plans, judge, random_workload
 
 

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.placement.profiling.ledger import efficiency
-from rlinf.placement.profiling.profile import Profile, StageProfile, Timing
-from rlinf.placement.profiling.step_costs import observed, see
-from rlinf.runtime.observe.busy import Busy
+from rlinf.placement.costs import efficiency, observed, see
+from rlinf.placement.profile import Profile, StageProfile, Timing
+from rlinf.runtime.observe.spans import Busy
 from rlinf.runtime.system.observer import Flow, Lap, Moved
 
 ABOUT = {"model": "m", "machine": "x", "flow": "f"}

@@ -3,8 +3,7 @@
 import pytest
 
 from rlinf.placement.grammar import PlacementError
-from rlinf.placement.profiling.flow_graph import condense, loops
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Workload
+from rlinf.placement.workload import Edge, Option, Stage, Workload, condense, loops
 
 
 def test_loops_are_found_and_condensed_to_one_node():

@@ -2,12 +2,11 @@
 
 import pytest
 
+from rlinf.placement.bound import bound
 from rlinf.placement.grammar import PlacementError
-from rlinf.placement.planner.planner import best_of_each_mode, plan
-from rlinf.placement.profiling.bound import bound
-from rlinf.placement.profiling.forecast import chunk_choices, workload
-from rlinf.placement.profiling.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing
-from rlinf.placement.profiling.workload import Edge, Sync
+from rlinf.placement.planner import best_of_each_mode, plan
+from rlinf.placement.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing
+from rlinf.placement.workload import Edge, Sync, chunk_choices, workload
 
 
 def profile(**changes):

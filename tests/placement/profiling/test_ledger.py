@@ -6,10 +6,10 @@ import time
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.placement.profiling.ledger import PROFILE, WINDOW, Ledger
-from rlinf.placement.profiling.profile import Footprint, Profile, Release, StageProfile, Timing, load
+from rlinf.placement.costs import PROFILE, WINDOW, Ledger
+from rlinf.placement.profile import Footprint, Profile, Release, StageProfile, Timing, load
 from rlinf.runtime.base.clock import run_virtual
-from rlinf.runtime.observe.busy import Busy
+from rlinf.runtime.observe.spans import Busy
 from rlinf.runtime.system.observer import Flow, Lap, Watch
 
 ABOUT = {"model": "m", "machine": "x", "flow": "f"}

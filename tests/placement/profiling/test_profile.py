@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.placement.profiling.interpolation import OutOfRange
-from rlinf.placement.profiling.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, load, save
+from rlinf.placement.profile import BESIDE, Footprint, OutOfRange, Profile, Release, StageProfile, Timing, load, save
 
 seconds = st.floats(1e-4, 1e4)
 sizes = st.integers(1, 4096)

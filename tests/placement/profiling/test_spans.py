@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.placement.profiling.spans import NEVER, fair_shares, in_turn, joined, length, spans, until
+from rlinf.placement.bound import NEVER, fair_shares, in_turn, joined, length, spans, until
 
 CELLS = 12
 pairs = st.lists(st.tuples(st.integers(0, CELLS), st.integers(0, CELLS)).map(sorted).map(tuple), max_size=6)

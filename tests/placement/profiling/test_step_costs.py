@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 import rlinf.actors
 from rlinf import Actor
 from rlinf.metrics.timing import activity_of
-from rlinf.placement.profiling.profile import BESIDE, Footprint, Timing, load, save
-from rlinf.placement.profiling.step_costs import ASIDE, PUBLISHING, observed, see
-from rlinf.runtime.observe.busy import Busy
+from rlinf.placement.costs import ASIDE, PUBLISHING, observed, see
+from rlinf.placement.profile import BESIDE, Footprint, Timing, load, save
+from rlinf.runtime.observe.spans import Busy
 from rlinf.runtime.system.observer import Flow, Lap, Moved
 
 APART = {"rollout[0]": frozenset({0}), "rollout[1]": frozenset({1}), "trainer[0]": frozenset({2})}

@@ -6,11 +6,11 @@ import inspect
 import pytest
 
 from rlinf.actors.critic import Critic
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
-from rlinf.actors.embodied.policy_trainer import PolicyTrainer
-from rlinf.actors.embodied.sac_trainer import SacTrainer
+from rlinf.actors.env import EnvActor
 from rlinf.actors.judge import Judge
+from rlinf.actors.off_policy_trainer import SacTrainer
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.actors.reference import Reference
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
@@ -18,13 +18,13 @@ from rlinf.flows.embodied import embodied
 from rlinf.flows.grpo import grpo
 from rlinf.flows.ppo import ppo
 from rlinf.flows.sac import sac
-from rlinf.placement.auto.choose import choose_for, stand_in
+from rlinf.placement.auto import choose_for, stand_in
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.plan import EdgePlan, Plan, RolePlan
-from rlinf.placement.profiling.profile import Release
-from rlinf.placement.profiling.workload import Edge, Option, Stage, Sync, Workload
-from rlinf.placement.simulator.endpoints import endpoints_of
-from rlinf.placement.simulator.simulate import rehearse
+from rlinf.placement.profile import Release
+from rlinf.placement.simulate import rehearse
+from rlinf.placement.simulated_actors import endpoints_of
+from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload
 from rlinf.runtime.actor.actor import Actor, endpoint
 
 CHAIN = (Edge("rollout", "judge"), Edge("judge", "trainer"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlinf.flows.embodied import embodied
 from rlinf.flows.grpo import grpo
-from rlinf.flows.parts.interact import interactions
+from rlinf.flows.interact import interactions
 
 HELD = "held"
 """File in `HELD_IN` that says that the step has begun."""

@@ -6,8 +6,8 @@ Its argument is a configuration; each line of standard input is a JSON list: `re
 import json
 import sys
 
-from rlinf.job.start import train
-from rlinf.job.validate import is_embodied, load_config, load_embodied
+from rlinf.runs.rules import is_embodied, load_config, load_embodied
+from rlinf.runs.start import train
 
 if __name__ == "__main__":
     load = load_embodied if is_embodied(sys.argv[1]) else load_config

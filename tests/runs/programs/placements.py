@@ -9,9 +9,9 @@ import os
 import sys
 from pathlib import Path
 
-from rlinf.job.prepare import prepare
-from rlinf.job.start import loop_of, open_run_directory
-from rlinf.job.validate import load_any
+from rlinf.runs.prepare import prepare
+from rlinf.runs.rules import load_any
+from rlinf.runs.start import loop_of, open_run_directory
 from rlinf.runtime.system.torchrun import run
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rlinf.algos import recipes
 from rlinf.models.policy.build import build_policy_model
-from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings, cut
-from rlinf.training.embodied.trajectory_batch import TrajectoryBatch
+from rlinf.training.embodied.ppo import PolicyLearner, PolicySettings, cut
+from rlinf.training.embodied.trajectories import TrajectoryBatch
 from tests.actors.programs.control import MLP
 
 PPO = recipes.get("ppo")

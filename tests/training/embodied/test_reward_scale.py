@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.algos.chunk_advantages import Chunks
-from rlinf.training.embodied.reward_scale import RewardScale
+from rlinf.training.embodied.trajectories import RewardScale
 
 
 def chunks(rewards, ended=None, valid=None):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.embodied.trajectory import joined
+from rlinf.training.embodied.trajectories import joined
 from tests.actors.programs.control import MLP, collected
 
 

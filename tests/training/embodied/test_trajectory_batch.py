@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from rlinf.actors.embodied.env import EnvActor
-from rlinf.actors.embodied.policy import PolicyActor
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
 from rlinf.algos import recipes
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.embodied.trajectory_batch import batch_of, check, counted, metrics_of, summary
+from rlinf.training.embodied.trajectories import batch_of, check, counted, metrics_of, summary
 from tests.actors.programs.control import COUNTING, Played
 
 PPO = recipes.get("ppo", {"advantage": {"gamma": 0.5, "lam": 0.5, "whiten": False}})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlinf.data.weights import BUCKET_BYTES
-from rlinf.weights.publish import PIECE_BYTES
+from rlinf.training.weight_sync import PIECE_BYTES
 from tests.training.programs.split import PUBLISHED_BUCKET
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "split.py"

@@ -14,19 +14,19 @@ import torch
 
 import rlinf
 from rlinf import endpoint
-from rlinf.actors.base.spmd import JointActor
+from rlinf.actors.base import JointActor
 from rlinf.algos.losses import supervised
 from rlinf.config.learning import ParallelConfig
-from rlinf.data.offload import Parking
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import build_model
 from rlinf.models.language.lora import POLICY
+from rlinf.models.offload import Parking
 from rlinf.training.backend import ModelSettings, back_end_of
+from rlinf.training.checkpoint import STATE, StateCopy, write_checkpoint
 from rlinf.training.megatron.backend import MegatronBackEnd
-from rlinf.training.text.policy_loss import learn_policy
-from rlinf.weights.publish import gathered
-from rlinf.weights.train_state import STATE, StateCopy, write_checkpoint
+from rlinf.training.policy import learn_policy
+from rlinf.training.weight_sync import gathered
 from tests.actors import toys
 from tests.actors.watched import Precise, precisely
 from tests.training.plain_backend import PlainBackEnd

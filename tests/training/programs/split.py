@@ -17,18 +17,18 @@ import torch
 
 import rlinf
 from rlinf import endpoint
-from rlinf.actors.base.spmd import JointActor
+from rlinf.actors.base import JointActor
+from rlinf.algos.loss_sum import LossSum
 from rlinf.algos.losses import supervised
-from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.config.learning import ParallelConfig
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.data.weights import BUCKET_BYTES
-from rlinf.models.language.load import build_model
-from rlinf.models.language.value_model import without_head
+from rlinf.models.language.build import build_model
+from rlinf.models.language.policy_model import without_head
+from rlinf.training import weight_sync
 from rlinf.training.backend import ModelSettings, back_end_of
-from rlinf.training.megatron.pieces import fill
-from rlinf.weights import publish
+from rlinf.training.megatron.state import fill
 from tests.actors import toys
 from tests.training.programs.alive import Alive
 
@@ -125,10 +125,10 @@ class Split(JointActor):
         return await self.compute(self._packed, back, build_model(source, self._tokenizer))
 
     def _packed(self, back: Any, net: Any) -> dict[str, Any]:
-        piece = PUBLISHED_BUCKET * publish.PIECE_BYTES // BUCKET_BYTES
+        piece = PUBLISHED_BUCKET * weight_sync.PIECE_BYTES // BUCKET_BYTES
         alive = Alive(back.held())
-        with mock.patch.object(publish, "PIECE_BYTES", piece), alive:
-            packed = publish.pack(
+        with mock.patch.object(weight_sync, "PIECE_BYTES", piece), alive:
+            packed = weight_sync.pack(
                 back.export, 1, lead=self.rank == 0, dtype=torch.bfloat16, bucket_bytes=PUBLISHED_BUCKET,
                 empty=alive.empty,
             )  # fmt: skip
@@ -225,7 +225,7 @@ def sending(back: Any) -> Iterator[set[torch.dtype]]:
     if back._pipeline.depth == 1:
         yield sent
         return
-    from rlinf.training.megatron.exchange import Exchange
+    from rlinf.training.megatron.schedule import Exchange
 
     inner = Exchange._sent
 

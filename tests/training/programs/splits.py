@@ -17,15 +17,15 @@ from transformers import AutoModelForCausalLM
 
 import rlinf
 from rlinf import endpoint
-from rlinf.actors.base.spmd import JointActor
+from rlinf.actors.base import JointActor
 from rlinf.config.learning import ParallelConfig
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.training.backend import ModelSettings, back_end_of
-from rlinf.training.text.policy_loss import learn_policy
-from rlinf.weights.hf_export import MODEL
-from rlinf.weights.publish import gathered
-from rlinf.weights.train_state import STATE, write_checkpoint
+from rlinf.training.checkpoint import STATE, write_checkpoint
+from rlinf.training.export import MODEL
+from rlinf.training.policy import learn_policy
+from rlinf.training.weight_sync import gathered
 from tests.actors import toys
 from tests.actors.watched import whole
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rlinf.algos import recipes
-from rlinf.algos.tensor.experts import drift, load
 from rlinf.data.packing import Row, pack
+from rlinf.models.language.moe import drift, load
 from rlinf.models.language.policy_model import PolicyModel
-from rlinf.training.learner import Learner
-from rlinf.training.text.policy_loss import learn_policy
+from rlinf.training.fsdp import Learner
+from rlinf.training.policy import learn_policy
 from tests.actors.toys import furthest, gradients
 from tests.models.language.mixture.test_replay import chosen, mixture, rows
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.training.text.logprob_pass import LogprobPass
-from rlinf.training.text.micro_batches import InOrder
+from rlinf.training.micro_batches import InOrder
+from rlinf.training.schedule import LogprobPass
 from tests.actors import toys
 
 

@@ -20,10 +20,9 @@ from rlinf.data.packing import Row, cut, pack
 from rlinf.data.sample import Example, Group
 from rlinf.models.language.build import build_model
 from rlinf.models.language.policy_model import PolicyModel
-from rlinf.training.learner import Learner
-from rlinf.training.text.advantage_rows import advantage_rows
-from rlinf.training.text.batch_metrics import describe, rescue
-from rlinf.training.text.policy_loss import learn_answers, learn_policy
+from rlinf.training.batch_metrics import describe, rescue
+from rlinf.training.fsdp import Learner
+from rlinf.training.policy import advantage_rows, learn_answers, learn_policy
 from tests.actors import toys
 from tests.actors.programs import critics
 from tests.actors.watched import Watched

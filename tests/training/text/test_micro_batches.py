@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from rlinf.data.packing import Row
 from rlinf.data.sample import Group, Prompt
-from rlinf.training.text.advantage_rows import advantage_rows
-from rlinf.training.text.commands import ForwardBackward, OptimizerStep, Recompute
-from rlinf.training.text.micro_batches import InOrder, Rounds
-from rlinf.training.text.schedule import BatchSchedule
+from rlinf.training.micro_batches import ForwardBackward, InOrder, OptimizerStep, Recompute, Rounds
+from rlinf.training.policy import advantage_rows
+from rlinf.training.schedule import BatchSchedule
 from tests.actors import toys
 
 

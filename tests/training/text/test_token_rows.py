@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlinf.data.sample import Prompt, Sample, Segment
 from rlinf.data.tokenizer import character_tokenizer, shown_prompt
-from rlinf.training.text.token_rows import MOST, read_spans, token_rows, token_texts
+from rlinf.training.batch_metrics import MOST, read_spans, token_rows, token_texts
 
 CHARACTERS = character_tokenizer("0123456789>")
 

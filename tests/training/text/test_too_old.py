@@ -8,11 +8,10 @@ import pytest
 from rlinf import ActorSystem
 from rlinf.actors.trainer import Trainer
 from rlinf.algos import recipes
-from rlinf.data.in_flight.freshness import Fresh, fresh
+from rlinf.data.in_flight.admission import Fresh, fresh
 from rlinf.data.sample import REWARDS, Group
-from rlinf.training.text.advantage_rows import RETURNS, advantage_rows, value_rows
-from rlinf.training.text.batch_metrics import describe
-from rlinf.training.text.requirements import algorithm_of
+from rlinf.training.batch_metrics import describe
+from rlinf.training.policy import RETURNS, advantage_rows, algorithm_of, value_rows
 from tests.actors import toys
 from tests.actors.watched import Watched
 

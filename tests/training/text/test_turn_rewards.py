@@ -5,7 +5,7 @@ import pytest
 
 from rlinf.algos import recipes
 from rlinf.data.sample import REWARDS, Group, Prompt, Sample
-from rlinf.training.text.advantage_rows import RETURNS, advantage_rows, value_rows
+from rlinf.training.policy import RETURNS, advantage_rows, value_rows
 
 PROMPT = Prompt(0, np.array([1]))
 

@@ -10,7 +10,7 @@ import torch
 import rlinf
 from rlinf import Actor, endpoint
 from rlinf.data.weights import Weights
-from rlinf.runtime.system import torchrun as running
+from rlinf.runtime.system import torchrun
 from tests.weights.programs.remote import Toy
 
 
@@ -55,8 +55,8 @@ async def main(system) -> None:
 
 
 if __name__ == "__main__":
-    real_here = running.here
-    running.here = lambda number, **rest: dataclasses.replace(
+    real_here = torchrun.here
+    torchrun.here = lambda number, **rest: dataclasses.replace(
         real_here(number, **rest), machine=f"machine {number // 2}"
     )
     from tests.weights.programs import relayed  # under its own name, so that what it defines can be sent

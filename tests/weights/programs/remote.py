@@ -10,8 +10,8 @@ import torch
 import rlinf
 from rlinf import endpoint
 from rlinf.data.weights import Weights
-from rlinf.runtime.system import torchrun as running
-from rlinf.weights.receive import LoadRefused, Receiver
+from rlinf.runtime.system import torchrun
+from rlinf.training.weight_sync import LoadRefused, Receiver
 
 
 class Toy(Receiver):
@@ -57,8 +57,8 @@ async def main(system) -> None:
 
 
 if __name__ == "__main__":
-    real_here = running.here
-    running.here = lambda number, **rest: dataclasses.replace(real_here(number, **rest), machine=f"machine {number}")
+    real_here = torchrun.here
+    torchrun.here = lambda number, **rest: dataclasses.replace(real_here(number, **rest), machine=f"machine {number}")
     from tests.weights.programs import remote  # under its own name, so that what it defines can be sent
 
     rlinf.run(remote.main)

@@ -17,16 +17,14 @@ from torch.distributed.fsdp import fully_shard
 
 import rlinf
 from rlinf import endpoint
-from rlinf.actors.base.base_trainer import BaseTrainer
+from rlinf.actors.base import BaseTrainer
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.data.weights import Weights
-from rlinf.models.language.load import build_model
+from rlinf.models.language.build import build_model
 from rlinf.models.language.lora import add_adapters, start_adapters
-from rlinf.weights.hf_export import copy_model
-from rlinf.weights.parked_state import park
-from rlinf.weights.publish import exported, publish
-from rlinf.weights.receive import Receiver
-from rlinf.weights.train_state import Restored, Source
+from rlinf.training.checkpoint import Restored, Source, park
+from rlinf.training.export import copy_model
+from rlinf.training.weight_sync import Receiver, exported, publish
 
 TINY = {
     "model_type": "qwen2", "hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 5,

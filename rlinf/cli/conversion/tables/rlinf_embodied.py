@@ -19,7 +19,7 @@ _POLICIES = {
     "mlp_policy": "mlp",
     "cnn_policy": "cnn",
 }
-_SIMULATORS = {"libero": "rlinf.envs.libero.Libero"}
+_SIMULATORS = {"libero": "rlinf.envs.adapters.libero.Libero"}
 """Those whose options are translated too."""
 _LEVELS = {"token_level": "token", "action_level": "action", "chunk_level": "chunk"}
 

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlinf.cli.conversion.rules import (
-    Ours,
-    Rule,
-    Table,
-    absent,
-    choice,
-    same,
-    to,
-    unless,
-    when,
-)
+from rlinf.cli.conversion.rules import Ours, Rule, Table, absent, choice, same, to, unless, when
 from rlinf.cli.conversion.tables.shared import (
     AGGREGATIONS,
     DEVICES,

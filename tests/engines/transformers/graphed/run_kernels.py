@@ -10,7 +10,7 @@ from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
-from rlinf.engines.transformers.graphed import attention, kernels
+from rlinf.engines.transformers import paged_attention, paged_kernels
 
 TYPES = {
     "place": "*i64",
@@ -49,8 +49,10 @@ def forms(kernel, name, values):
 
 
 def compiles():
-    assert forms(kernels._attend, "width", [1, 9, 16, 144]) == 1  # the table grows, and no other kernel has to be made
-    assert forms(kernels._turn, "turning_row", [1, 9, 16, 144]) == 3
+    assert (
+        forms(paged_kernels._attend, "width", [1, 9, 16, 144]) == 1
+    )  # the table grows, and no other kernel has to be made
+    assert forms(paged_kernels._turn, "turning_row", [1, 9, 16, 144]) == 3
     for dtype, group, size, heads, shares, window in [
         ("bf16", 6, 128, 2, 32, 0),  # Qwen2.5-1.5B
         ("bf16", 7, 128, 4, 1, 0),  # Qwen2.5-7B
@@ -60,16 +62,21 @@ def compiles():
         sizes = max(16, triton.next_power_of_2(size))
         more = {"PAGE": 64, "HEADS": heads, "GROUP": group, "WINDOW": window, "GROUPS": 16}
         precision = "ieee" if dtype == "fp32" else "tf32"
-        made = compiled(kernels._attend, dtype, SIZE=size, SHARES=shares, SIZES=sizes, PRECISION=precision, **more)
+        made = compiled(
+            paged_kernels._attend, dtype, SIZE=size, SHARES=shares, SIZES=sizes, PRECISION=precision, **more
+        )
         assert "cubin" in made.asm
         assert made.metadata.shared < SHARED
         assert made.asm["ptx"].count("cp.async.cg.shared.global") >= 4, (
             "keys and values are not read ahead, 16 bytes each"
         )
         assert "st.local" not in made.asm["ptx"], "registers are spilled"
-        assert "cubin" in compiled(kernels._turn, dtype, QUERIES=group * heads, HEADS=heads, SIZE=size, SIZES=sizes).asm
+        assert (
+            "cubin"
+            in compiled(paged_kernels._turn, dtype, QUERIES=group * heads, HEADS=heads, SIZE=size, SIZES=sizes).asm
+        )
         if shares > 1:
-            assert "cubin" in compiled(kernels._join, dtype, SIZE=size, SHARES=shares, SIZES=sizes).asm
+            assert "cubin" in compiled(paged_kernels._join, dtype, SIZE=size, SHARES=shares, SIZES=sizes).asm
 
 
 def computes():
@@ -87,7 +94,7 @@ def computes():
         (torch.float32, 3, 2, 3, 80, 16, 20, 24),
         (torch.float16, 4, 2, 2, 16, 16, 0, 8),
     ]:
-        kernels._PROGRAMS = programs
+        paged_kernels._PROGRAMS = programs
         keys, values = (torch.randn(page * 40, heads, size).to(dtype) for _ in range(2))
         keys[:page] = values[:page] = torch.nan  # nobody's page is never looked at
         query = torch.randn(rows, heads * group, size).to(dtype)
@@ -95,9 +102,12 @@ def computes():
         lengths = torch.randint(0, 6 * page + 1, (rows,))
         lengths[0], lengths[1], table[0] = 0, 6 * page, 0
         asked = (query, keys, values, table, lengths, page, window, size**-0.5)
-        expected = attention.paged_attention(*(part.float() for part in asked[:3]), *asked[3:])
+        expected = paged_attention.paged_attention(*(part.float() for part in asked[:3]), *asked[3:])
         torch.testing.assert_close(
-            kernels.paged_attention(*asked).float(), expected, atol=1e-6 if dtype == torch.float32 else 2e-3, rtol=1e-5
+            paged_kernels.paged_attention(*asked).float(),
+            expected,
+            atol=1e-6 if dtype == torch.float32 else 2e-3,
+            rtol=1e-5,
         )
         assert not expected[0].any()
         turns(dtype, rows, heads, group, size)
@@ -110,7 +120,7 @@ def turns(dtype, rows, heads, group, size):
     cos, sin = (torch.randn(rows, 1, size).to(dtype) for _ in range(2))
     place = torch.randperm(20)[:rows]
     found, expected = [], []
-    for told, turn in ((found, kernels.turn_and_keep), (expected, attention.turn_and_keep)):
+    for told, turn in ((found, paged_kernels.turn_and_keep), (expected, paged_attention.turn_and_keep)):
         pools = [torch.zeros(20, heads, size, dtype=dtype) for _ in range(2)]
         told += [turn(turning, fresh, cos, sin, place, *pools, heads * group), *pools]
     torch.testing.assert_close(found, expected, atol=1e-6 if dtype == torch.float32 else 5e-3, rtol=1e-5)

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.data.offload import bytes_of
 from rlinf.engines.base import Sampling
-from rlinf.engines.transformers import decode_batch
+from rlinf.engines.transformers import batch, paged_attention
+from rlinf.engines.transformers import graphs as graphed_rows
+from rlinf.engines.transformers import graphs as reading
 from rlinf.engines.transformers.engine import TransformersEngine
-from rlinf.engines.transformers.graphed import graphed_rows, paged_cache, reading
-from rlinf.engines.transformers.graphed.graphed_rows import row_sizes
+from rlinf.engines.transformers.graphs import row_sizes
+from rlinf.models.offload import bytes_of
 from tests.engines.transformers.test_engine import VOCABULARY, answers, packed, ragged, request, tiny
 
 
@@ -206,8 +207,8 @@ async def test_who_shares_a_step_depends_on_requests_and_not_on_timing(monkeypat
             return result
 
         if not quick:
-            monkeypatch.setattr(decode_batch, "_LONGEST", longest)
-            monkeypatch.setattr(decode_batch, "_QUIET", longest)
+            monkeypatch.setattr(batch, "_LONGEST", longest)
+            monkeypatch.setattr(batch, "_QUIET", longest)
             engine._compute = compute
         await answers(engine, requests)
         steps.append(seen)
@@ -270,7 +271,7 @@ def test_pages_are_nobody_elses():
     @settings(max_examples=60)
     def check(changes):
 
-        cache = paged_cache.PagedCache(2, 1, 4, 6, torch.float32, torch.device("cpu"), page=16)
+        cache = paged_attention.PagedCache(2, 1, 4, 6, torch.float32, torch.device("cpu"), page=16)
         lengths = np.zeros(6, dtype=np.int64)
         for what, slot, tokens in changes:
             if what == "release":
@@ -297,7 +298,7 @@ def test_pages_are_nobody_elses():
 def test_the_pool_grows_ahead_up_to_its_bound_and_beyond_it_by_what_is_needed():
     found = {}
     for bound in (None, 640):
-        cache = paged_cache.PagedCache(1, 1, 4, 2, torch.float32, torch.device("cpu"), 16, bound)
+        cache = paged_attention.PagedCache(1, 1, 4, 2, torch.float32, torch.device("cpu"), 16, bound)
         found[bound] = []
         for tokens in (16, 20 * 16, 30 * 16, 42 * 16, 60 * 16):
             cache.extend(np.array([tokens]), np.array([0]))

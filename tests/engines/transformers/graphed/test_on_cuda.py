@@ -18,12 +18,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlinf.engines.base import Request, Sampling
-from rlinf.engines.transformers.conversations import Reader
-from rlinf.engines.transformers.graphed import choice
-from rlinf.engines.transformers.graphed.graphed_rows import GraphedRows
-from rlinf.engines.transformers.graphed.recording import CudaRecorder, ReadBack, upload
-from rlinf.engines.transformers.llama_forward import LeanForward
-from rlinf.engines.transformers.slots import Slots
+from rlinf.engines.transformers import graphs
+from rlinf.engines.transformers.batch import Reader
+from rlinf.engines.transformers.graphs import CudaRecorder, GraphedRows, ReadBack, upload
+from rlinf.engines.transformers.model import LeanForward
+from rlinf.engines.transformers.sampling import Slots
 from tests.engines.transformers.test_engine import tiny
 from tests.fake_cuda import fake_cuda
 
@@ -211,21 +210,21 @@ def test_arrays_are_uploaded_through_page_locked_memory(no_events):
 
 def test_the_way_is_chosen_by_device_and_model(monkeypatch):
     own = LeanForward(tiny(), 0)
-    assert choice.rows_for(own, 4)[1] == "step by step on cpu"
+    assert graphs.rows_for(own, 4)[1] == "step by step on cpu"
     with pytest.raises(ValueError, match="graphs='on' must be one of auto, off, rehearse"):
-        choice.rows_for(own, 4, "on")
+        graphs.rows_for(own, 4, "on")
     monkeypatch.setattr(own, "device", torch.device("cuda", 0))
     for off in ("off", False):  # as which YAML reads it
-        assert choice.rows_for(own, 4, off)[1] == "step by step on cuda"
+        assert graphs.rows_for(own, 4, off)[1] == "step by step on cuda"
     with pytest.raises(ValueError, match="on the CPU"):
-        choice.rows_for(own, 4, "rehearse")
+        graphs.rows_for(own, 4, "rehearse")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "Triton" in choice.rows_for(own, 4)[1]
+    assert "Triton" in graphs.rows_for(own, 4)[1]
 
 
 def test_steps_that_compute_something_else_are_not_taken(monkeypatch):
-    monkeypatch.setattr(choice, "difference", lambda forward, rows: 0.5)
-    rows, name = choice.rows_for(LeanForward(tiny(), 0), 4, "rehearse")
+    monkeypatch.setattr(graphs, "difference", lambda forward, rows: 0.5)
+    rows, name = graphs.rows_for(LeanForward(tiny(), 0), 4, "rehearse")
     assert type(rows).__name__ == "BandedRows"
     assert "off by 50.0%" in name
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from rlinf.cli.dry_run import describe
-from rlinf.config.loading import ConfigError
-from rlinf.job.checks.acting.footprint import control_footprints
-from rlinf.job.validate import load_embodied
+from rlinf.cli.main import describe
+from rlinf.config.load import ConfigError
 from rlinf.models.policy.build import build_policy_model
-from rlinf.training.embodied.preparing import Preparation
+from rlinf.runs.dry_run.footprint import control_footprints
+from rlinf.runs.rules import load_embodied
+from rlinf.training.embodied.ppo import Preparation
 from tests.launching import ROOT
 from tests.models.policy.authored import AUTHORED
 from tests.models.policy.cases import MLP

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rlinf.cli.dry_run import describe
-from rlinf.config.loading import ConfigError
-from rlinf.job.checks.acting.seconds import acted
-from rlinf.job.checks.embodied import seconds_of
-from rlinf.job.validate import load_embodied
+from rlinf.cli.main import describe
+from rlinf.config.load import ConfigError
 from rlinf.models.policy.build import build_policy_model, fitted
 from rlinf.placement.hardware import KNOWN
 from rlinf.placement.seats import CONTROL, place
+from rlinf.runs.dry_run.embodied import seconds_of
+from rlinf.runs.dry_run.estimate import acted
+from rlinf.runs.rules import load_embodied
 from tests.launching import ROOT
 
 LIBERO = "openvla_oft_libero130_grpo"

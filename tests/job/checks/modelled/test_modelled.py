@@ -12,15 +12,12 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from rlinf.config.learning import ParallelConfig
 from rlinf.flows.grpo import grpo
-from rlinf.job.checks.fits import fit
-from rlinf.job.checks.footprint import footprints
-from rlinf.job.checks.modelled.layout import part_of
-from rlinf.job.checks.modelled.seconds import SPREAD, Work, generation, passes
-from rlinf.job.checks.modelled.step import modelled, work_of, workload_of
-from rlinf.job.checks.transformer import Shape
-from rlinf.job.validate import load_config
 from rlinf.placement.hardware import KNOWN
 from rlinf.placement.seats import TEXT, place
+from rlinf.runs.dry_run.estimate import SPREAD, Work, generation, modelled, passes, work_of, workload_of
+from rlinf.runs.dry_run.footprint import fit, footprints
+from rlinf.runs.dry_run.transformer import Shape, part_of
+from rlinf.runs.rules import load_config
 from tests.job.checks.modelled.shapes import SHAPES, model
 from tests.job.checks.test_peak import measured
 from tests.job.checks.tracked import Case

@@ -16,9 +16,9 @@ from typing import Any
 from aiohttp import web
 from PIL import Image
 
-from rlinf.metrics.html.document import live_page
-from rlinf.metrics.html.state.run_state import run_state
-from rlinf.metrics.web.feed import CONTROLS
+from rlinf.dashboard.events import CONTROLS
+from rlinf.dashboard.report import live_page
+from rlinf.dashboard.state import run_state
 from tests.metrics.html.test_report import answer, run_directory
 
 ROLES = ("rollout", "judge", "trainer", "reference")

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import rlinf.metrics.html
+import rlinf.dashboard.report
 
-CSS = (Path(rlinf.metrics.html.__file__).parent / "page" / "page.css").read_text()
+CSS = (Path(rlinf.dashboard.report.__file__).parent / "page" / "page.css").read_text()
 SEEN_BY = {
     "all cones": np.eye(3),
     "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],

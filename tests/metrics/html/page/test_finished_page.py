@@ -8,9 +8,8 @@ import json
 import pytest
 import pytest_asyncio
 
-from rlinf.metrics.files import read_lines
-from rlinf.metrics.html.compare import write_comparison
-from rlinf.metrics.html.report import write_report
+from rlinf.dashboard.report import write_comparison, write_report
+from rlinf.storage.files import read_lines
 from tests.browser import CHROMIUM, MISSING, Browser
 from tests.metrics.html.page.rich import rich_run
 from tests.metrics.html.test_report import HOSTILE, run_directory

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from rlinf.metrics.files import METRICS, read_lines
-from rlinf.metrics.html.lanes import Lane, Lanes, Stretch
-from rlinf.metrics.html.state.run_state import FINEST, causes, lanes_json, run_state
+from rlinf.dashboard.lanes import Lane, Lanes, Stretch
+from rlinf.dashboard.state import FINEST, causes, lanes_json, run_state
 from rlinf.metrics.verdict import over
+from rlinf.storage.files import METRICS, read_lines
 from tests.metrics.html.test_report import run_directory
 
 

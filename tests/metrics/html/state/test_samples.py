@@ -2,7 +2,7 @@
 
 import json
 
-from rlinf.metrics.html.state.samples import MOST_TEXT, MOST_TOKENS, Samples
+from rlinf.dashboard.state import MOST_TEXT, MOST_TOKENS, Samples
 
 
 def row(step, response, **more):

@@ -7,11 +7,9 @@ from torch import Tensor
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from rlinf.data.packing import Row, pack
-from rlinf.models.language.kernels.head import scores, slopes_alone
-from rlinf.models.language.kernels.varlen import Kernel
+from rlinf.models.language.kernels import Kernel, scores, slopes_alone
 from rlinf.models.language.lora import add_adapters, start_adapters
-from rlinf.models.language.policy_model import PolicyModel
-from rlinf.models.language.value_model import ValueModel
+from rlinf.models.language.policy_model import PolicyModel, ValueModel
 from tests.actors.toys import VOCABULARY, furthest, gradients, model
 
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from rlinf.models.language.kernels.compiling import Compiled
-from rlinf.models.language.kernels.head import FusedHead, scores
-from rlinf.models.language.logprob_head import token_logprobs
+from rlinf.models.language.kernels import Compiled, FusedHead, scores
+from rlinf.models.language.policy_model import token_logprobs
 
 WIDTH, VOCABULARY = 6, 37
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.attention.varlen as torch_varlen
 
 from rlinf.data.packing import pack
-from rlinf.job.validate import ConfigError, load_config
-from rlinf.models.language.kernels import varlen
-from rlinf.models.language.kernels.varlen import kernel_of
-from rlinf.models.language.packed_attention import ARGUMENT, Layout, packed_attention
+from rlinf.models.language import kernels
+from rlinf.models.language.attention import ARGUMENT, Layout, packed_attention
+from rlinf.models.language.kernels import kernel_of
 from rlinf.models.language.policy_model import PolicyModel
+from rlinf.runs.rules import ConfigError, load_config
 from tests.actors.toys import furthest, gradients, model
 from tests.models.language.test_policy_model import ROWS
 
@@ -77,9 +77,9 @@ def module(name, **members):
 @pytest.fixture(params=["torch 2.11", "torch 2.13", "FlashAttention 2", "FlashAttention 3"])
 def kernel(request, monkeypatch):
     """A kernel of each kind, which a stand-in computes."""
-    monkeypatch.setattr(varlen, "_torch_kernel", varlen._torch_kernel.__wrapped__)
-    monkeypatch.setattr(varlen, "_flash_kernel", varlen._flash_kernel.__wrapped__)
-    monkeypatch.setattr(varlen, "_hopper", lambda device: request.param == "FlashAttention 3")
+    monkeypatch.setattr(kernels, "_torch_kernel", kernels._torch_kernel.__wrapped__)
+    monkeypatch.setattr(kernels, "_flash_kernel", kernels._flash_kernel.__wrapped__)
+    monkeypatch.setattr(kernels, "_hopper", lambda device: request.param == "FlashAttention 3")
     two = module("flash_attn", flash_attn_varlen_func=of_flash_attention_2, __version__="2.8.3")
     three = module("flash_attn_interface", flash_attn_varlen_func=of_flash_attention_3)
     monkeypatch.setitem(sys.modules, "flash_attn", two)
@@ -136,7 +136,7 @@ def test_a_kernel_that_refuses_is_passed_over_and_the_reason_kept(monkeypatch, a
     def refuses(*_):
         raise TypeError("no such argument")
 
-    monkeypatch.setattr("rlinf.models.language.packed_attention._by_rectangles", refuses)
+    monkeypatch.setattr("rlinf.models.language.attention._by_rectangles", refuses)
     policy = PolicyModel(model(), attention=attention)
     if packs is None:
         with pytest.raises(ValueError, match=r"cannot be run so on cpu: Qwen2Attention: no such argument. Padded pads"):
@@ -159,7 +159,7 @@ def test_memory_that_runs_out_and_faults_of_devices_are_no_refusals(monkeypatch,
     def fails(*_):
         raise error
 
-    monkeypatch.setattr("rlinf.models.language.packed_attention._by_rectangles", fails)
+    monkeypatch.setattr("rlinf.models.language.attention._by_rectangles", fails)
     with pytest.raises(type(error)) as caught:
         PolicyModel(model(), attention="any").settle()
     assert caught.value is error

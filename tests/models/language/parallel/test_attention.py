@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from rlinf.data.packing import Row, pack
-from rlinf.models.language.kernels.varlen import Kernel, kernel_of
-from rlinf.models.language.packed_attention import _CAUSAL, Rule, _Scores
-from rlinf.models.language.parallel.attention import by_kernel, of_pieces
-from rlinf.models.language.parallel.tokens import Division, zigzag
+from rlinf.models.language.attention import _CAUSAL, Rule, _Scores, by_kernel, of_pieces
+from rlinf.models.language.kernels import Kernel, kernel_of
+from rlinf.models.language.tensor_parallel import Division, zigzag
 
 HEADS, KEYS, SIZE = 4, 2, 16
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlinf.data.packing import Row, pack
-from rlinf.models.language import packed_attention
+from rlinf.models.language import attention as packed_attention
 from rlinf.models.language.fsdp import shard
 from rlinf.models.language.policy_model import PolicyModel
 from tests.actors import toys

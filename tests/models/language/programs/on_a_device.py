@@ -19,12 +19,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from rlinf.algos import recipes
 from rlinf.algos.losses import supervised
 from rlinf.data.packing import Row, pack
-from rlinf.models.language.policy_model import PolicyModel
-from rlinf.models.language.value_model import ValueModel
-from rlinf.training.learner import Learner
-from rlinf.training.text.advantage_rows import advantage_rows
-from rlinf.training.text.policy_loss import learn_policy
-from rlinf.training.text.requirements import own_columns
+from rlinf.models.language.policy_model import PolicyModel, ValueModel
+from rlinf.training.fsdp import Learner
+from rlinf.training.policy import advantage_rows, learn_policy, own_columns
 from tests.actors import toys
 
 _setup_privateuseone_for_python_backend("card")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rlinf.models.policy.build import build_policy_model, load_policy, save_policy
-from rlinf.training.embodied.off_policy.sac_step import SacLearner
-from rlinf.training.embodied.off_policy.settings import SacSettings
+from rlinf.training.embodied.replay import SacSettings
+from rlinf.training.embodied.sac import SacLearner
 
 PIXELS = {"type": "soft_pixels", "image": [8, 8, 3], "action_size": 1, "hidden": [16], "channels": [4, 8],
           "picture_features": 6}  # fmt: skip

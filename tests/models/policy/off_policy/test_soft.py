@@ -5,10 +5,10 @@ import torch
 from torch.nn import functional
 
 from rlinf.models.policy.build import build_policy_model, described, load_policy, save_policy
-from rlinf.models.policy.off_policy.soft import Ensemble
+from rlinf.models.policy.sac import Ensemble
 
 SOFT = {
-    "type": "rlinf.models.policy.off_policy.soft.SoftPolicy",
+    "type": "rlinf.models.policy.sac.SoftPolicy",
     "state_size": 3,
     "action_size": 2,
     "chunk": 2,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rlinf.models.policy.build import build_policy_model, described, load_policy, save_policy
-from rlinf.training.embodied.off_policy.sac_step import SacLearner
-from rlinf.training.embodied.off_policy.settings import SacSettings
+from rlinf.training.embodied.replay import SacSettings
+from rlinf.training.embodied.sac import SacLearner
 
 FLOW = {"type": "flow", "state_size": 2, "action_size": 1, "chunk": 2, "hidden": [16], "value_level": None}
 MLP = {"type": "mlp", "state_size": 2, "action_size": 1, "chunk": 2, "hidden": [8]}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from rlinf.models.policy.actor_critic import Memory
 from rlinf.models.policy.build import build_policy_model
-from rlinf.models.policy.parts.memory import Memory
 from tests.models.policy.cases import CNN, MLP, observed, rough
 
 REMEMBERING = {**MLP, "memory": 6, "chunk": 2, "level": "action", "value_level": "action", "sequence": 4}

@@ -3,7 +3,7 @@
 import torch
 
 from rlinf.models.policy.build import make_policy
-from rlinf.models.policy.vla.openvla.tiny import write_tiny
+from rlinf.models.policy.vla.tiny import write_tiny_openvla as write_tiny
 from tests.models.policy.contract import Instance
 
 CPU = torch.device("cpu")

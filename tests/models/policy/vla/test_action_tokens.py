@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.models.policy.vla.action_tokens import ActionTokens
-from rlinf.models.policy.vla.byte_tokenizer import END, PAD, ByteTexts
+from rlinf.models.policy.vla.tokens import END, PAD, ActionTokens, ByteTexts
 
 numbers = st.lists(st.floats(-1.5, 1.5), min_size=1, max_size=20)
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from rlinf.algos import apply, recipes
+from rlinf.algos import algorithms, recipes
 from rlinf.algos.chunk_advantages import Chunks, advantages_of_chunks, rows
-from rlinf.algos.tensor.batches import MicroBatch
+from rlinf.algos.loss_sum import MicroBatch
 from rlinf.models.policy.build import build_policy_model
 from tests.models.policy.cases import VLA
 
@@ -28,7 +28,7 @@ def test_a_vla_learns_by_ppo_to_say_how_bright_a_picture_is():
         old = rows(found.values, act.logprobs[None], found.mask)
         for _ in range(4):
             now = policy.evaluate(act.stored)
-            loss = apply.loss_of(
+            loss = algorithms.loss_of(
                 algorithm,
                 MicroBatch(
                     logprobs=now.logprobs.flatten(1),
@@ -37,7 +37,7 @@ def test_a_vla_learns_by_ppo_to_say_how_bright_a_picture_is():
                     mask=old["mask"],
                 ),
             ).mean()
-            critic = apply.value_loss_of(
+            critic = algorithms.value_loss_of(
                 algorithm, now.values[:, None], act.values[:, None], found.returns.view(64, 1), old["mask"]
             )
             optimizer.zero_grad()

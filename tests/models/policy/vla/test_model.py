@@ -6,7 +6,7 @@ from torch.distributions import Categorical
 
 from rlinf.models.language.lora import add_adapters, is_adapter, start_adapters
 from rlinf.models.policy.build import build_policy_model
-from rlinf.models.policy.vla.action_tokens import picked_by
+from rlinf.models.policy.vla.tokens import picked_by
 from tests.models.policy.cases import VLA, observed, rough
 
 CHUNKED = {**VLA, "chunk": 2}

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from rlinf.models.policy.base import uniforms
 from rlinf.models.policy.build import build_policy_model
-from rlinf.models.policy.noise import uniforms
-from rlinf.models.policy.off_policy.critics import BatchRenorm
-from rlinf.training.embodied.off_policy.iql_step import IqlLearner
-from rlinf.training.embodied.off_policy.sac_step import CrossQLearner, SacLearner
-from rlinf.training.embodied.off_policy.settings import IqlSettings, SacSettings
+from rlinf.models.policy.sac import BatchRenorm
+from rlinf.training.embodied.replay import IqlSettings, SacSettings
+from rlinf.training.embodied.sac import CrossQLearner, IqlLearner, SacLearner
 
 SOFT = {"type": "soft", "state_size": 1, "action_size": 1, "hidden": [32, 32]}
 

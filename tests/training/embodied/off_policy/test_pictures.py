@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from rlinf.training.embodied.off_policy.pictures import shifted
+from rlinf.training.embodied.replay import shifted
 
 
 @given(st.integers(0, 4), st.integers(0, 2**31))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.training.embodied.off_policy.replay_buffer import ReplayBuffer
+from rlinf.training.embodied.replay import ReplayBuffer
 
 
 def rows(first, count):

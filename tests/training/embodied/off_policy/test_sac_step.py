@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rlinf.models.policy.build import build_policy_model
-from rlinf.training.embodied.off_policy.sac_step import SacLearner
-from rlinf.training.embodied.off_policy.settings import SacSettings
+from rlinf.training.embodied.replay import SacSettings
+from rlinf.training.embodied.sac import SacLearner
 
-SOFT = {"type": "rlinf.models.policy.off_policy.soft.SoftPolicy", "state_size": 1, "action_size": 1, "hidden": [16]}
+SOFT = {"type": "rlinf.models.policy.sac.SoftPolicy", "state_size": 1, "action_size": 1, "hidden": [16]}
 
 
 def learner(policy=None, **settings):

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.actors.embodied.policy import PolicyActor
+from rlinf.actors.policy import PolicyActor
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.embodied.off_policy.transitions import several_steps, transitions
+from rlinf.training.embodied.replay import several_steps, transitions
 from tests.flows.reaching import SOFT, environments, policy_for
 
 

@@ -5,9 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.models.policy.vla.embodiment.actions import RobotActions
-from rlinf.models.policy.vla.embodiment.statistics import Scaling
-from rlinf.models.policy.vla.embodiment.table import TABLE, Embodiment
+from rlinf.models.policy.vla.robots import TABLE, Embodiment, RobotActions, Scaling
 
 numbers = st.floats(-3, 3)
 widths = st.floats(0.1, 4)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.models.policy.vla.flow.matching import (
+from rlinf.models.policy.vla.flow import (
     METHODS,
     Denoising,
     Field,

@@ -101,7 +101,7 @@ def test_what_is_imitated_comes_back():
 
 def test_the_loss_of_imitation_is_the_distance_to_the_published_target():
     """Against the definition, with the numbers that the seeds give: (v(x_t, t) - (noise - actions))^2."""
-    from rlinf.models.policy.noise import normals, uniforms
+    from rlinf.models.policy.base import normals, uniforms
 
     policy = rough(build_policy_model(FLOW))
     actions = torch.linspace(-1, 1, 36).view(6, 3, 2)

@@ -11,11 +11,13 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from rlinf.data.rng import mix
 from rlinf.models.policy.build import build_policy_model, load_policy, make_policy, save_policy
-from rlinf.models.policy.vla.flow.gemma import AdaptiveNorm, Gemma
-from rlinf.models.policy.vla.flow.matching import follow, sinusoids
-from rlinf.models.policy.vla.flow.prompts import Prompts, written
-from rlinf.models.policy.vla.flow.tiny import SIZES, tokenizer, write_tiny
-from rlinf.training.embodied.preparing import Preparation, choose
+from rlinf.models.policy.vla.flow import follow, sinusoids
+from rlinf.models.policy.vla.gemma import AdaptiveNorm, Gemma
+from rlinf.models.policy.vla.pi0 import Prompts, written
+from rlinf.models.policy.vla.tiny import SIZES
+from rlinf.models.policy.vla.tiny import flow_tokenizer as tokenizer
+from rlinf.models.policy.vla.tiny import write_tiny_flow as write_tiny
+from rlinf.training.embodied.ppo import Preparation, choose
 from tests.models.policy.cases import rough
 
 CPU = torch.device("cpu")
@@ -439,7 +441,7 @@ def test_at_their_real_size_they_have_the_published_shapes():
 
 
 def build_noise():
-    from rlinf.models.policy.vla.flow.policy import NoiseNet
+    from rlinf.models.policy.vla.flow import NoiseNet
 
     with torch.device("meta"):
         return NoiseNet(1024, 32, (0.08, 0.16))

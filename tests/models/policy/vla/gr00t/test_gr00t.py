@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlinf.models.policy.build import build_policy_model, load_policy, save_policy
-from rlinf.models.policy.vla.gr00t.action_head import ActionHead
-from rlinf.models.policy.vla.gr00t.config import EAGLE_CONFIG, ROBOTS
-from rlinf.models.policy.vla.gr00t.prompts import Prompts
-from rlinf.models.policy.vla.gr00t.transformer import Attention, DiffusionTransformer, TimeEncoder
+from rlinf.models.policy.vla.gr00t import EAGLE_CONFIG, ROBOTS, Prompts
+from rlinf.models.policy.vla.gr00t_transformer import ActionHead, Attention, DiffusionTransformer, TimeEncoder
 from tests.models.policy.vla.gr00t.tiny import GIVEN, HEAD, MODEL, STATISTICS, publish
 
 WORDS = ["Put it there.", "go", "x y z"]

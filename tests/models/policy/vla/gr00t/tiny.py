@@ -10,8 +10,7 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 
 from rlinf.data.safetensors_io import write_tensors
-from rlinf.models.policy.vla.gr00t.config import EAGLE
-from rlinf.models.policy.vla.gr00t.prompts import BEGIN, END, PICTURE
+from rlinf.models.policy.vla.gr00t import BEGIN, EAGLE, END, PICTURE
 
 HEAD: dict[str, Any] = {
     "action_dim": 8, "action_horizon": 6, "max_state_dim": 10, "hidden_size": 24, "input_embedding_dim": 32,

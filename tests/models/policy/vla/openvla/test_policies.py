@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from rlinf.models.policy.vla.openvla.tiny import write_tiny
-from rlinf.training.embodied.preparing import learns
+from rlinf.models.policy.vla.tiny import write_tiny_openvla as write_tiny
+from rlinf.training.embodied.ppo import learns
 from tests.models.policy.vla.openvla_case import loaded, seen, shaken, told
 
 KINDS = ("openvla", "openvla-oft", "official")

@@ -1,0 +1,232 @@
+"""Environments in an actor, in slices that are acted on independently.
+
+Consumes actions, produces what the environments show; unblocked by its worker processes. Slices wait for each other
+only where they share a worker, so while one is simulated the policy can decide for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from rlinf.data.rng import mix, mixed
+from rlinf.envs.base import Observation
+from rlinf.envs.environment import Rules
+from rlinf.envs.episodes import Decision, EnvOutput, remembered
+from rlinf.envs.video import Recording
+from rlinf.envs.workers import EnvironmentPool, told_by
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.errors import RuntimeFault
+
+T = TypeVar("T")
+
+
+class EnvActor(Actor):
+    """Environments of one simulator on each rank."""
+
+    async def setup(  # type: ignore[override]
+        self,
+        *,
+        simulator: str,
+        options: Mapping[str, Any] | None = None,
+        num_envs: int = 1,
+        workers: int = 1,
+        slices: int = 1,
+        seed: int = 0,
+        group_size: int = 1,
+        auto_reset: bool = True,
+        chunks: int | None = None,
+        ignore_terminations: bool = False,
+        max_steps: int | None = None,
+        frame_stack: int = 1,
+        held_out: bool = False,
+        recording: Recording | None = None,
+        step_timeout: float = 60.0,
+        start_timeout: float = 300.0,
+    ) -> None:
+        """Start the workers; returns when their simulators are made.
+
+        Args:
+            simulator: dotted path of the adapter's class.
+            options: its keyword arguments.
+            num_envs: environments on this rank.
+            workers: child processes that they are divided over; 0 simulates in a thread of this process.
+            slices: parts that are acted on independently.
+            seed: of the episodes' starts and of what policies draw; each rank draws others.
+            group_size, auto_reset, chunks, ignore_terminations, max_steps, frame_stack, held_out: see `Rules`.
+            recording: which episodes become videos; None for none.
+            step_timeout, start_timeout: seconds, see `EnvironmentPool`.
+
+        Raises:
+            UserError: the environments cannot be divided evenly.
+            ChildDied: a worker cannot be started; the text has what it said last.
+        """
+        self._seed = mix(seed, self.rank)
+        rules = Rules(
+            seed=self._seed >> 33,
+            group_size=group_size,
+            auto_reset=auto_reset,
+            chunks=chunks,
+            ignore_terminations=ignore_terminations,
+            max_steps=max_steps,
+            frame_stack=frame_stack,
+            held_out=held_out,
+        )
+        self._pool = EnvironmentPool(
+            simulator,
+            options,
+            num_envs=num_envs,
+            workers=workers,
+            slices=slices,
+            rules=rules,
+            recording=recording,
+            name=f"{self.group.names[self.rank]} simulator",
+            step_timeout=step_timeout,
+            start_timeout=start_timeout,
+        )
+        await self._pool.start()
+        self._epochs = [0] * slices
+        self._times = [0] * slices
+        self._now: list[tuple[Observation, tuple[str, ...] | None] | None] = [None] * slices
+
+    async def close(self) -> None:
+        """End the workers."""
+        await self._pool.stop()
+
+    @endpoint
+    async def shapes(self) -> dict[str, Any]:
+        """What a policy must fit: `shapes` of a row of each observed array by name, `action_size`; `choices` of
+        each of its numbers (None where they are real), and their `bounds` (least and greatest, in the simulator's
+        units); and `max_steps` of an episode (None for no limit)."""
+        pool = self._pool
+        bounds = pool.action_spec.low.tolist(), pool.action_spec.high.tolist()
+        return {
+            "shapes": {name: tuple(spec.shape) for name, spec in pool.observation_spec.items()},
+            "action_size": pool.action_spec.size,
+            "choices": pool.action_spec.choices,
+            "bounds": bounds,
+            "max_steps": pool.max_steps,
+        }
+
+    @endpoint(device=True)
+    async def reset(self, number: int, epoch: int) -> EnvOutput:
+        """Begin new episodes in a slice.
+
+        Args:
+            number: of the slice.
+            epoch: what the starts follow from, together with the seed.
+        """
+        start = await self._said(self._pool.slices[number].reset(epoch))
+        self._epochs[number], self._times[number] = epoch, 0
+        return self._output(number, start.observation, start.instructions, None)
+
+    @endpoint(device=True)
+    async def observe(self, number: int, epoch: int) -> EnvOutput:
+        """What a slice shows where it stands; new episodes of that epoch, if it has none yet.
+
+        Args:
+            number: of the slice.
+            epoch: see `reset`.
+        """
+        now = self._now[number]
+        if now is None:
+            return await self.reset(number, epoch)
+        return self._output(number, *now, None)
+
+    @endpoint(device=True)
+    async def step(self, number: int, actions: Tensor | Decision) -> EnvOutput:
+        """Do a chunk of actions in a slice.
+
+        Args:
+            number: of the slice.
+            actions: in [-1, 1], float32 [N, C, A]; of a policy with a memory together with that.
+
+        Raises:
+            EnvironmentLost: a worker's simulator died or hung too often, dropped every episode, or raised.
+        """
+        actions, memory = (actions.actions, actions.memory) if isinstance(actions, Decision) else (actions, None)
+        chunk = await self._said(self._pool.slices[number].step(actions))
+        chunk = chunk if memory is None else remembered(chunk, memory)
+        self._times[number] += 1
+        return self._output(number, chunk.observation, chunk.instructions, chunk)
+
+    @endpoint
+    async def weigh(self, weights: Sequence[float]) -> None:
+        """Choose the tasks of episodes to come by other weights.
+
+        Args:
+            weights: of each task of the mixture.
+        """
+        for part in self._pool.slices:
+            await part.weigh(weights)
+
+    @endpoint
+    async def watch(self, number: int, envs: Sequence[int]) -> None:
+        """Keep videos of some environments of a slice alone from now on.
+
+        Args:
+            number: of the slice.
+            envs: counted over all slices; () for none.
+        """
+        await self._pool.slices[number].watch(envs)
+
+    @endpoint(device=True)
+    async def state(self) -> list[dict[str, Any]]:
+        """All that the next steps depend on, one part per slice, for `restore`."""
+        return [
+            {
+                "epoch": epoch,
+                "time": time,
+                "environments": None if now is None else await part.state_dict(),
+                "memory": None if now is None else now[0].get("memory"),
+            }
+            for epoch, time, now, part in zip(self._epochs, self._times, self._now, self._pool.slices, strict=True)
+        ]
+
+    @endpoint(device=True)
+    async def restore(self, state: list[dict[str, Any]]) -> None:
+        """Go on from a saved state.
+
+        Raises:
+            ValueError: it was saved from other environments.
+        """
+        if len(state) != len(self._pool.slices):
+            raise ValueError(f"{len(state)} slices of environments were saved, and there are {len(self._pool.slices)}")
+        for number, part in enumerate(state):
+            self._epochs[number], self._times[number] = part["epoch"], part["time"]
+            if part["environments"] is not None:
+                start = await self._pool.slices[number].load_state_dict(part["environments"])
+                memory = {} if part.get("memory") is None else {"memory": part["memory"]}
+                self._now[number] = ({**start.observation, **memory}, start.instructions)
+
+    async def offload(self) -> None:
+        """Give device memory back, keeping all episodes."""
+        for part in self._pool.slices:
+            await part.offload()
+
+    async def onload(self) -> None:
+        """Be ready again after `offload`."""
+        for part in self._pool.slices:
+            await part.onload()
+
+    async def _said(self, call: Awaitable[T]) -> T:
+        """The result of a call of a slice.
+
+        Raises:
+            EnvironmentLost: what the simulator raised, by the name of this actor and with one traceback.
+        """
+        try:
+            return await call
+        except RuntimeFault:
+            raise
+        except Exception as error:  # of code that users write
+            raise told_by(self.group.names[self.rank], error) from error
+
+    def _output(self, number: int, observation: Observation, instructions: Any, chunk: Any) -> EnvOutput:
+        self._now[number] = (observation, instructions)
+        part = self._pool.slices[number]
+        envs = range(part.first, part.first + part.num_envs)
+        seeds = mixed(self._seed, self._epochs[number], envs, self._times[number])
+        return EnvOutput(observation, instructions, chunk, seeds, part.first)

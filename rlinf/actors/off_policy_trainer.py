@@ -1,0 +1,464 @@
+"""A trainer that remembers: a replay buffer beside the weights, in checkpoints and wherever the trainer moves.
+
+Consumes trajectories, keeps rows of them, and learns from rows drawn; what rows are is said by the trainers that derive
+from it (`sac_trainer.py`, `dagger.py`). Every rank has all rows.
+
+The trainer of off-policy learning, from a replay buffer: soft actor-critic, REDQ, RLPD, CrossQ, IQL.
+
+Consumes trajectories as they come, produces metrics, versioned weights and checkpoints; unblocked by the flow's calls.
+Every rank has all transitions, draws the same batches and computes on its share of each, so all take the same steps.
+
+DAgger (arXiv:1011.0686): the policy acts, an expert says what it would have done, and the policy learns that.
+
+Consumes what slices of environments show; trajectories carry the expert's answers beside the policy's actions. The
+trainer keeps all answers so far and takes supervised steps on them. Unblocked by the compute threads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.actors.base import HostCopy, at_least_one, settings_of
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
+from rlinf.algos.loss_sum import LossSum, one_of
+from rlinf.config.importing import resolve
+from rlinf.data.demonstrations import decisions, read_demonstrations
+from rlinf.data.rng import mix, uniforms
+from rlinf.envs.episodes import EnvOutput
+from rlinf.models.policy.base import Act, Stored
+from rlinf.models.policy.build import load_policy
+from rlinf.models.policy.sac import SoftPolicy
+from rlinf.runtime.actor.actor import endpoint
+from rlinf.training.checkpoint import OpenState, Restored, Source, StateCopy
+from rlinf.training.embodied.cloning import demonstrated_transitions
+from rlinf.training.embodied.replay import ReplayBuffer, Rows, transitions
+from rlinf.training.embodied.sac import CrossQLearner, IqlLearner, SacLearner
+from rlinf.training.embodied.trajectories import Trajectory, ages_of, joined, summary, summary_by_task
+from rlinf.training.optimizer import adamw_of_parts, minimize, share_of
+
+REPLAY = "replay"
+"""Directory of a checkpoint with the replay buffer."""
+
+
+class RememberingTrainer(PolicyTrainer):
+    """Owns the weights of a policy, and a replay buffer."""
+
+    _replay: ReplayBuffer
+    _updates: int
+    """Optimizer steps so far, from which follows what is drawn next."""
+
+    @endpoint(device=True, joint=True)
+    async def remember(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Put trajectories into the replay buffer, without learning from them yet.
+
+        Args:
+            trajectories: of all slices of all environments, in any order.
+
+        Returns:
+            Metrics of the trajectories.
+
+        Raises:
+            ValueError: there are none, or they do not fit those before.
+        """
+        return await self.computed_jointly(self._remember, list(trajectories))
+
+    @endpoint(device=True, joint=True)
+    async def learn(self) -> dict[str, float]:
+        """Take the optimizer steps that are due for what is remembered; none during the warm-up.
+
+        Returns:
+            Metrics; the weights' version has gone up by one.
+
+        Raises:
+            FloatingPointError: a loss or its gradient is not finite; that step was not taken.
+        """
+        return await self.computed_jointly(self._catch_up)
+
+    def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """What `train` does: both."""
+        return {**self._remember(trajectories), **self._catch_up()}
+
+    def _remember(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        raise NotImplementedError
+
+    def _catch_up(self) -> dict[str, float]:
+        raise NotImplementedError
+
+    def _learned(self, parts: Sequence[LossSum]) -> dict[str, float]:
+        """Count the steps that were taken as one version."""
+        self.version += 1
+        found = sum(parts[1:], parts[0]).values() if parts else {}
+        return {**found, "optimizer_steps": float(len(parts))}
+
+    def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
+        if self.rank == 0:  # at once: a copy could take as much memory as the buffer itself
+            self._replay.write(directory / REPLAY)
+        return super()._copies(directory)
+
+    def _extra(self) -> Mapping[str, Any]:
+        return {"updates": self._updates}
+
+    def _read(self, directory: Path) -> Restored:
+        found = super()._read(directory)
+        self._replay.read(directory / REPLAY)
+        return found
+
+    def _exported(self) -> StateCopy:
+        state = super()._exported()
+        if self.rank:  # all have the same
+            return state
+        # not copied: this actor ends before it could write to them again
+        replay = {f"{REPLAY}.{name}": tensor for name, tensor in self._replay.tensors().items()}
+        offsets = {key: (0,) * tensor.dim() for key, tensor in replay.items()}
+        return dataclasses.replace(state, shards={**state.shards, **replay}, offsets={**state.offsets, **offsets})
+
+    def _take_parked(self, source: OpenState) -> Restored:
+        found = super()._take_parked(source)
+        self._replay.take(source.whole(f"{REPLAY}."))
+        return found
+
+    def _take(self, source: Path | Source) -> Restored:
+        found = super()._take(source)
+        self._updates = int(found.extra["updates"])
+        return found
+
+
+LEARNERS: Mapping[str, Any] = {"sac": SacLearner, "crossq": CrossQLearner, "iql": IqlLearner}
+"""Who takes the optimizer steps of each algorithm."""
+
+
+class SacTrainer(RememberingTrainer):
+    """Owns the weights of a policy, its critics, and a replay buffer."""
+
+    async def setup(  # type: ignore[override]
+        self,
+        *,
+        policy: Mapping[str, Any],
+        path: str | None = None,
+        algorithm: str = "sac",
+        seed: int = 0,
+        batch: int = 256,
+        capacity: int = 1_000_000,
+        warmup: int = 1_000,
+        utd: float = 1.0,
+        actor_every: int = 1,
+        n_step: int = 1,
+        solved_only: bool = False,
+        demonstrations: str | None = None,
+        demo_share: float = 0.5,
+        failed_demonstrations: bool = False,
+        offline_updates: int = 1_000,
+        **settings: Any,
+    ) -> None:
+        """Make the policy and its optimizer.
+
+        Args:
+            policy: its configuration, see `models.policy.build`; a `SoftPolicy`.
+            path: directory of a saved one that is taken instead.
+            algorithm: of `LEARNERS`.
+            seed: of batches and of what is drawn in learning.
+            batch: transitions per optimizer step, over all ranks.
+            capacity: transitions in the replay buffer.
+            warmup: transitions that are collected before the first step.
+            utd: optimizer steps of the critics per transition that came after the warm-up.
+            actor_every: steps of the critics for each of the actor.
+            n_step: decisions that a transition spans.
+            solved_only: remember only episodes that were solved, and that ended in the step in which they began.
+            demonstrations: directory of demonstrations that a part of each batch is drawn from (RLPD); None for none.
+            demo_share: that part, 0 to 1.
+            failed_demonstrations: learn from those that did not solve their task, too.
+            offline_updates: optimizer steps of each `study`.
+            settings: of the algorithm's `Settings`.
+
+        Raises:
+            ValueError: a policy or settings that cannot be had, or two ranks on a host.
+            FileNotFoundError: the directory holds no demonstrations.
+        """
+        one_of("trainer", "algorithm", algorithm, LEARNERS)
+        learner = LEARNERS[algorithm]
+        learning = settings_of(learner.Settings, settings)
+        at_least_one("trainer", batch=batch, actor_every=actor_every, n_step=n_step, offline_updates=offline_updates)
+        if not 0.0 <= demo_share <= 1.0 or utd <= 0.0 or warmup < 0:
+            raise ValueError(
+                f"trainer: demo_share={demo_share} must be from 0 to 1, {utd=} above 0, {warmup=} not below"
+            )
+        await self._open_mesh()
+        self.policy = await self._made(policy, path)
+        if not isinstance(self.policy, SoftPolicy):
+            raise ValueError(
+                f"trainer: a {type(self.policy).__name__} has no critics of actions; take policy.type="
+                "rlinf.models.policy.sac.SoftPolicy, or a class derived from it"
+            )
+        self._sac: Any = learner(self.policy, learning, self.mesh)
+        self._own(self._sac.module, self._sac.optimizer)
+        self._replay = ReplayBuffer(capacity)
+        self._seed, self._batch, self._warmup, self._utd = seed, batch, warmup, utd
+        self._actor_every, self._updates = actor_every, 0
+        self._n_step, self._solved_only = n_step, solved_only
+        self._demos: ReplayBuffer | None = None
+        self._from_demos = 0
+        self._per_study, self._studied = offline_updates, 0
+        if demonstrations is not None:
+            self._demos = await self.compute(self._read_demos, Path(demonstrations), not failed_demonstrations)
+            self._from_demos = round(demo_share * batch)
+
+    @endpoint(device=True, joint=True)
+    async def study(self) -> dict[str, float]:
+        """Learn from demonstrations alone: `offline_updates` optimizer steps.
+
+        Returns:
+            Metrics; the weights' version has gone up by one.
+
+        Raises:
+            ValueError: there are no demonstrations.
+            FloatingPointError: a loss or its gradient is not finite; that step was not taken.
+        """
+        return await self.computed_jointly(self._study)
+
+    def _study(self) -> dict[str, float]:
+        if self._demos is None:
+            raise ValueError("trainer: there are no demonstrations to learn from: set off_policy.demonstrations")
+        parts: list[LossSum] = []
+        for _ in range(self._per_study):
+            seed = mix(self._seed, self._studied, 1)
+            self._studied += 1
+            drawn = self._demos.draw(self._batch, seed)
+            parts.append(self._sac.learn(drawn, seed, actor=self._studied % self._actor_every == 0))
+        return {**self._learned(parts), **self._sac.numbers()}
+
+    def _remember(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        whole, rows = transitions(trajectories, n_step=self._n_step, solved_only=self._solved_only)
+        if len(rows["steps"]):
+            self._replay.add(rows)
+        valid = whole.chunks.valid.bool()
+        steps = float(valid.sum())
+        earned = torch.where(valid, whole.chunks.rewards, 0.0).sum()
+        return {
+            "env_steps": steps,
+            "decisions": float(valid.any(-1).sum()),
+            "reward/step": float(earned) / max(steps, 1.0),
+            "episodes/lost": float(whole.lost),
+            **ages_of(trajectories, self.version),
+            "replay/rows": float(len(self._replay)),
+            **summary(whole.episodes),
+            **summary_by_task(whole.episodes),
+        }
+
+    def _catch_up(self) -> dict[str, float]:
+        due = int(self._utd * max(0, self._replay.added - self._warmup)) - self._updates
+        parts: list[LossSum] = []
+        for _ in range(max(0, due)):
+            seed = mix(self._seed, self._updates)
+            self._updates += 1
+            parts.append(self._sac.learn(self._drawn(seed), seed, actor=self._updates % self._actor_every == 0))
+        return {**self._learned(parts), **self._sac.numbers()}
+
+    def _drawn(self, seed: int) -> Rows:
+        """A batch, the demonstrations' part last."""
+        own = self._batch - self._from_demos
+        parts = [self._replay.draw(own, seed, 0)] if own else []
+        if self._demos is not None and self._from_demos:
+            parts.append(self._demos.draw(self._from_demos, seed, 1))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _read_demos(self, directory: Path, solved: bool) -> ReplayBuffer:
+        found = read_demonstrations(directory.expanduser(), solved=solved)
+        rows = demonstrated_transitions(self.policy, found, self.device, n_step=self._n_step)
+        demos = ReplayBuffer(len(rows["steps"]))
+        demos.add(rows)
+        return demos
+
+    def _extra(self) -> Mapping[str, Any]:
+        return {**super()._extra(), "studied": self._studied}
+
+    def _take(self, source: Path | Source) -> Restored:
+        found = super()._take(source)
+        self._studied = int(found.extra.get("studied", 0))  # checkpoints of earlier versions have none
+        return found
+
+
+Expert = Callable[[Mapping[str, Tensor], Sequence[str] | None], Tensor]
+"""From N observations and instructions to chunks of actions in [-1, 1], float32 [N, C, A]."""
+
+
+class DaggerPolicy(PolicyActor):
+    """Acts greedily, or now and then as the expert says, and asks the expert about everything that is seen."""
+
+    async def setup(  # type: ignore[override]
+        self,
+        *,
+        policy: Mapping[str, Any],
+        expert: str,
+        path: str | None = None,
+        beta: float = 0.0,
+        decay: float = 0.5,
+    ) -> None:
+        """Make the policy and the expert.
+
+        Args:
+            policy, path: see `PolicyActor.setup`.
+            expert: dotted path of an `Expert`, or the directory of a saved policy.
+            beta: share of decisions in which the expert's action is done, at version 0 of the weights.
+            decay: that share falls to this much of itself with each version.
+
+        Raises:
+            ValueError: no such policy or key.
+            FileNotFoundError: a directory holds no policy.
+            ImportError: there is no such function.
+        """
+        await super().setup(policy=policy, path=path)
+        self._expert = await self.compute(expert_of, expert, self.device)
+        self._beta, self._decay = beta, decay
+
+    @endpoint
+    async def ask(self, output: EnvOutput) -> None:
+        """Ask the expert about what a slice shows, so that one that does not fit says so before a run begins.
+
+        Raises:
+            ValueError: it does not know such observations, or its answers are no actions of this policy.
+        """
+        await self.on_model(self._ask, output)
+
+    @torch.no_grad()
+    def _ask(self, output: EnvOutput) -> None:
+        self._decided(self._on_device(output.observation), output, True, True)
+
+    def _decided(self, observation: Mapping[str, Tensor], output: EnvOutput, greedy: bool, keep: bool) -> Act:
+        if not keep:
+            return super()._decided(observation, output, greedy, keep)
+        act = super()._decided(observation, output, True, keep)
+        shown = self._expert(observation, output.instructions).to(act.actions)
+        if shown.shape != act.actions.shape or not bool(shown.isfinite().all()):
+            raise ValueError(
+                f"dagger.expert: it answered {list(shown.shape)}, or numbers that are not finite; wanted are actions "
+                f"{list(act.actions.shape)}: environments, actions of a chunk, numbers of an action"
+            )
+        shown = shown.clamp(-1.0, 1.0)
+        share = self._beta * self._decay**self._version
+        # a place that no policy draws from
+        guided = uniforms(output.seeds[:, None], torch.tensor([-1])) < share
+        actions = torch.where(guided[..., None].to(shown.device), shown, act.actions)
+        inputs = self._policy.inputs(observation, output.instructions)
+        return replace(act, actions=actions, stored={**inputs, "actions": self._policy.encode(shown, inputs)})
+
+
+class DaggerTrainer(RememberingTrainer):
+    """Owns the weights of a policy, and all that the expert ever said."""
+
+    async def setup(  # type: ignore[override]
+        self,
+        *,
+        policy: Mapping[str, Any],
+        path: str | None = None,
+        seed: int = 0,
+        batch: int = 256,
+        capacity: int = 1_000_000,
+        updates: int = 200,
+        demonstrations: str | None = None,
+        failed_demonstrations: bool = False,
+        lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        grad_clip: float = 0.5,
+    ) -> None:
+        """Make the policy and its optimizer.
+
+        Args:
+            policy: its configuration, see `models.policy.build`.
+            path: directory of a saved one that is taken instead.
+            seed: of batches.
+            batch: labelled decisions per optimizer step, over all ranks.
+            capacity: labelled decisions that are kept.
+            updates: optimizer steps per step of the flow.
+            demonstrations: directory of demonstrations to begin with; None for none.
+            failed_demonstrations: begin with those that did not solve their task, too.
+            lr, betas, weight_decay, grad_clip: AdamW.
+
+        Raises:
+            ValueError: a policy or a setting that cannot be had, or two ranks on a host.
+            FileNotFoundError: the directory holds no demonstrations.
+        """
+        at_least_one("trainer", batch=batch, updates=updates)
+        await self._open_mesh()
+        self.policy = await self._made(policy, path)
+        acting = {id(each) for each in self.policy.without_critic()}
+        # A standard deviation that imitates an expert goes to 0, and leaves nothing to explore with afterwards.
+        self._learning = [p for name, p in self.policy.named_parameters() if id(p) in acting and name != "log_std"]
+        optimizer = adamw_of_parts([(self._learning, lr)], betas=betas, weight_decay=weight_decay)
+        self._own(self.policy, optimizer)
+        self._optimizer, self._clip = optimizer, grad_clip
+        self._replay = ReplayBuffer(capacity)
+        self._seed, self._batch, self._per_step, self._updates = seed, batch, updates, 0
+        if demonstrations is not None:
+            await self.compute(self._begin_with, Path(demonstrations), not failed_demonstrations)
+
+    def _begin_with(self, directory: Path, solved: bool) -> None:
+        shown = decisions(read_demonstrations(directory.expanduser(), solved=solved), self.policy.config.chunk)
+        observation = {name: rows.to(self.device) for name, rows in shown.observation.items()}
+        stored = self.policy.demonstrated(observation, shown.actions.to(self.device), shown.instructions)
+        self._keep(stored, shown.valid)
+
+    def _keep(self, stored: Stored, valid: Tensor) -> None:
+        """Take in labelled decisions; what is learned by other means than gradients is learned at once."""
+        self.policy.adapt({name: rows.to(self.device) for name, rows in stored.items()})
+        self._replay.add({**stored, "valid": valid})
+
+    def _remember(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        whole = joined(trajectories)
+        valid = whole.chunks.valid.bool()
+        done = valid.any(-1)
+        if bool(done.any()):  # the expert answered with whole chunks, however much of them was done
+            stored = {name: rows[done] for name, rows in whole.stored.items()}
+            self._keep(stored, torch.ones_like(valid[done]))
+        return {
+            "env_steps": float(valid.sum()),
+            "decisions": float(done.sum()),
+            "dagger/labels": float(self._replay.added),
+            "episodes/lost": float(whole.lost),
+            **ages_of(trajectories, self.version),
+            **summary(whole.episodes),
+        }
+
+    def _catch_up(self) -> dict[str, float]:
+        parts: list[LossSum] = []
+        for _ in range(self._per_step if len(self._replay) else 0):
+            seed = mix(self._seed, self._updates)
+            self._updates += 1
+            parts.append(self._imitated(self._replay.draw(self._batch, seed), seed))
+        found = self._learned(parts)
+        return {**found, **({"dagger/loss": float(sum(parts[1:], parts[0]).mean())} if parts else {})}
+
+    def _imitated(self, drawn: Rows, seed: int) -> LossSum:
+        share, counts = share_of(torch.arange(len(drawn["valid"])), self.mesh)
+        stored = {name: rows[share].to(self.device) for name, rows in drawn.items()}
+        seeds = torch.tensor([mix(seed, row) for row in share.tolist()], device=self.device)
+        loss = self.policy.imitate(stored, stored.pop("valid") & counts, seeds)
+        return minimize(loss, self._learning, self._optimizer, mesh=self.mesh, grad_clip=self._clip)[0]
+
+
+def expert_of(name: str, device: torch.device) -> Expert:
+    """An expert by name: a function's dotted path, or the directory of a saved policy. Blocking.
+
+    Raises:
+        ValueError: the policy looks at more than what is seen now.
+    """
+    if not os.path.isdir(os.path.expanduser(name)):
+        found: Expert = resolve(name)
+        return found
+    policy = load_policy(Path(name).expanduser()).to(device)
+    if getattr(policy.config, "memory", 0):
+        raise ValueError(f"dagger.expert: {name} has a memory, and is asked about single decisions: take another")
+
+    def answer(observation: Mapping[str, Tensor], instructions: Sequence[str] | None) -> Tensor:
+        return policy.act(observation, instructions=instructions, greedy=True).actions
+
+    return answer

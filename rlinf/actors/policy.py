@@ -1,0 +1,310 @@
+"""The policy that acts: decides what environments do, and keeps what came of it until the trainer asks.
+
+Consumes what a slice of environments shows, produces its next actions; unblocked by the compute thread, which small
+policies do without. Everything that happens to a slice passes here, so its trajectory is put together here, and
+observations need not travel twice. New weights arrive through `load`.
+
+Something that acts without weights: a function of what is seen, in the place of a policy.
+
+Consumes what environments show, produces actions; unblocked by the function alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.actors.base import ModelActor
+from rlinf.algos.chunk_advantages import Chunks, without_lost
+from rlinf.config.importing import resolve
+from rlinf.data.weights import Weights, misfits
+from rlinf.envs.episodes import Chunk, Decision, EnvOutput, Episode
+from rlinf.models.policy.base import Act, Policy, Stored
+from rlinf.models.policy.build import make_policy
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.training.checkpoint import held
+from rlinf.training.embodied.ppo import Preparation, origin_of
+from rlinf.training.embodied.trajectories import Trajectory
+from rlinf.training.weight_sync import Receiver
+
+
+class Scripted(Actor):
+    """Answers `act` as a `PolicyActor` does, by a function."""
+
+    async def setup(self, *, function: str) -> None:  # type: ignore[override]
+        """Import the function.
+
+        Args:
+            function: dotted path; called with the observation (arrays of N rows by name) and the instructions (N texts,
+                or None), it gives actions in [-1, 1], float32 [N, C, A] or [N, A].
+        """
+        self._name, self._function = function, resolve(function)
+
+    @endpoint
+    async def act(self, key: Any, output: EnvOutput, *, greedy: bool = False, keep: bool = True) -> Tensor:
+        """Decide what to do.
+
+        Args:
+            key: of the slice; not looked at.
+            output: what it shows.
+            greedy, keep: as for a policy; not looked at.
+
+        Raises:
+            ValueError: what the function gave are no actions of so many environments.
+        """
+        count = len(next(iter(output.observation.values())))
+        found = await self.compute(self._function, output.observation, output.instructions)
+        if isinstance(found, np.ndarray):
+            found = torch.from_numpy(found)
+        if not isinstance(found, Tensor) or found.ndim not in (2, 3) or len(found) != count:
+            told = f"{list(found.shape)}" if isinstance(found, Tensor) else f"{found!r:.60}"
+            raise ValueError(
+                f"{self._name} gave {told}: actions of {count} environments are a tensor or an array [{count}, C, A]"
+            )
+        return (found if found.ndim == 3 else found[:, None]).float()
+
+
+Key = tuple[int, int]
+"""Which slice: rank of the environments' actor, number of the slice."""
+
+
+@dataclass(slots=True, eq=False)
+class _History:
+    """What happened in a slice since its trajectory began."""
+
+    acts: list[Act] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    finals: list[Tensor | None] = field(default_factory=list)
+    """Values of the last observations of episodes that were cut, [N], elsewhere 0; None without a critic."""
+
+
+class PolicyActor(ModelActor, Receiver):
+    """Acts with a whole policy on each rank."""
+
+    async def setup(  # type: ignore[override]
+        self,
+        *,
+        policy: Mapping[str, Any],
+        path: str | None = None,
+        dtype: str = "float32",
+        adapters: str | None = None,
+        keep_following: bool = False,
+    ) -> None:
+        """Make the policy.
+
+        Args:
+            policy: its configuration, see `models.policy.build`.
+            path: directory of a saved one that is taken instead.
+            dtype: what it computes in, as for `Preparation`.
+            adapters: directory of saved low-rank adapters that are added to its weights; None for none.
+            keep_following: trajectories say what followed each chunk, too: `SacTrainer` needs that.
+
+        Raises:
+            ValueError: no such policy or key.
+            FileNotFoundError: the directory holds no policy.
+        """
+        kept = Preparation(dtype=dtype).computes_in
+        self._policy: Policy = await self.compute(make_policy, policy, path, self.device, kept)
+        if adapters is not None:
+            from rlinf.models.language.lora import fold_saved  # imports transformers
+
+            await self.compute(fold_saved, self._policy, adapters)
+        self._origin = origin_of(policy, path)
+        self._keep_following = keep_following
+        self._histories: dict[Key, _History] = {}
+        self._version = 0
+
+    @endpoint(device=True)
+    async def act(self, key: Key, output: EnvOutput, *, greedy: bool = False, keep: bool = True) -> Tensor | Decision:
+        """Decide what the environments of a slice do next.
+
+        Args:
+            key: which slice.
+            output: what it shows, and what its last actions did.
+            greedy: take the likeliest actions instead of drawing.
+            keep: for the trajectory; calls for one slice must come in the order of time then.
+
+        Returns:
+            Chunks of actions in [-1, 1], float32 [N, C, A]; of a policy with a memory together with that.
+        """
+        return await self.compute_briefly(self._parking.needed(self._act), key, output, greedy, keep)
+
+    @endpoint(device=True)
+    async def trajectory(self, key: Key, output: EnvOutput) -> Trajectory:
+        """What happened in a slice since the last call.
+
+        Args:
+            key: which slice.
+            output: what it shows now: values after the last chunk are predicted from it.
+
+        Raises:
+            ValueError: nothing was decided for it.
+        """
+        return await self.on_model(self._trajectory, key, output)
+
+    @endpoint
+    async def version(self) -> int:
+        """Version of the weights in use."""
+        return self._version
+
+    async def check_weights(self, weights: Weights) -> None:
+        left_out = set(weights.left_out)
+        own = {name: tuple(each.shape) for name, each in self._policy.weights().items() if name not in left_out}
+        if problems := misfits(own, weights.shapes):
+            raise ValueError(f"published weights are not those of this policy: {problems}")
+        if left_out and weights.origin != self._origin:
+            raise ValueError(
+                f"weights of version {weights.version} leave out {len(left_out)} tensors that nothing changes, such as "
+                f"{weights.left_out[0]}, and this policy never had those: load trainer.weights(whole=True) first"
+            )
+
+    async def switch_weights(self, weights: Weights) -> None:
+        await self.on_model(self._take, weights)
+        self._version = weights.version
+
+    @torch.no_grad()
+    def _take(self, weights: Weights) -> None:
+        own = self._policy.weights()
+        for name, tensor in weights.named():
+            own[name].copy_(tensor)
+        self._origin = weights.origin
+
+    async def onload(self) -> None:
+        """Bring back what `offload` moved, with new weights at once if such are coming."""
+        if (coming := self.coming) is None:
+            await super().onload()
+        else:
+            await self.compute(self._unpark_with, coming)
+            self._version, self.early = coming.version, coming
+
+    def _unpark_with(self, coming: Weights) -> None:
+        own = self._policy.weights()
+        self._parking.unpark(without=[own[name] for name in coming.shapes])
+        self._take(coming)
+
+    def _held(self) -> Iterable[Tensor]:
+        return held(self._policy)
+
+    def _park(self) -> None:
+        for history in self._histories.values():  # these stay in host memory: trajectories are put together there
+            history.acts = [_on_host(act) for act in history.acts]
+        super()._park()
+
+    @torch.no_grad()
+    def _act(self, key: Key, output: EnvOutput, greedy: bool, keep: bool) -> Tensor | Decision:
+        if keep and output.chunk is not None:
+            self._record(key, output.chunk)
+        elif keep:  # a step begins; what an earlier one left, which was given up half way, belongs to nobody
+            self._histories.pop(key, None)
+        observation = self._on_device(output.observation)
+        act = self._decided(observation, output, greedy, keep)
+        if keep:
+            self._histories.setdefault(key, _History()).acts.append(act)
+        actions = act.actions.cpu()
+        return actions if act.memory is None else Decision(actions, act.memory.cpu())
+
+    def _decided(self, observation: Mapping[str, Tensor], output: EnvOutput, greedy: bool, keep: bool) -> Act:
+        """What the policy does about an observation that is on its device."""
+        return self._policy.act(observation, instructions=output.instructions, generator=output.seeds, greedy=greedy)
+
+    def _record(self, key: Key, chunk: Chunk) -> None:
+        """Add what the last actions of a slice did to its history."""
+        history = self._histories.get(key)
+        if history is None:  # done by actions before the trajectory began
+            return
+        history.chunks.append(chunk)
+        final = torch.zeros(len(chunk.running)) if self._has_critic else None
+        if final is not None and len(chunk.ended) and len(cut := chunk.cut):
+            observation = self._on_device({name: array[cut] for name, array in chunk.final.items()})
+            words = chunk.final_instructions
+            instructions = None if words is None else [words[row] for row in cut.tolist()]
+            final[chunk.ended[cut]] = self._policy.value(observation, instructions).float().cpu()
+        history.finals.append(final)
+
+    @property
+    def _has_critic(self) -> bool:
+        return self._policy.config.value_level is not None
+
+    def _on_device(self, observation: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: array.to(self.device) for name, array in observation.items()}
+
+    @torch.no_grad()
+    def _trajectory(self, key: Key, output: EnvOutput) -> Trajectory:
+        if output.chunk is not None:
+            self._record(key, output.chunk)
+        history = self._histories.pop(key, None)
+        if history is None or not history.chunks:
+            raise ValueError(f"policy: nothing was done in slice {key[1]} of env[{key[0]}] yet")
+        next_values = None
+        if self._has_critic:
+            observation = self._on_device(output.observation)
+            next_values = self._policy.value(observation, output.instructions).float().cpu()
+        following = self._following(history.chunks) if self._keep_following else None
+        return _assembled(key[0], history, output.first, next_values, following, self._version)
+
+    def _following(self, chunks: Sequence[Chunk]) -> Stored:
+        """The policy's inputs after each chunk, before environments began other episodes."""
+        found = [self._policy.inputs(*chunk.following) for chunk in chunks]
+        return {name: _stacked([each[name] for each in found]) for name in found[0]}
+
+
+def _assembled(
+    rank: int, history: _History, first: int, next_values: Tensor | None, following: Stored | None, version: int
+) -> Trajectory:
+    acts, chunks = history.acts, history.chunks
+
+    def rows(name: str) -> Tensor:
+        return torch.stack([getattr(chunk, name) for chunk in chunks]).cpu()
+
+    terminated, truncated, lost = rows("terminated"), rows("truncated"), rows("lost")
+    values = [act.values for act in acts if act.values is not None]
+    finals = [final for final in history.finals if final is not None]
+    episodes = tuple(episode for chunk in chunks for episode in chunk.episodes)
+    return Trajectory(
+        chunks=Chunks(
+            rewards=rows("rewards"),
+            terminated=terminated,
+            truncated=truncated,
+            valid=without_lost(rows("valid"), terminated | truncated, lost),
+            values=_stacked(values).float() if values else None,
+            next_values=next_values,
+            final_values=torch.stack(finals) if finals else None,
+        ),
+        stored={name: _stacked([act.stored[name] for act in acts]) for name in acts[0].stored},
+        logprobs=_stacked([act.logprobs for act in acts]).float(),
+        success=_first_successes(episodes, first, terminated.shape[1]),
+        episodes=episodes,
+        lost=int(lost.sum()),
+        first=first,
+        rank=rank,
+        version=version,
+        following=following,
+    )
+
+
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Rows on the host, of which some may have been there already."""
+    alike = len({row.device for row in rows}) == 1
+    return torch.stack(list(rows)).cpu() if alike else torch.stack([row.cpu() for row in rows])
+
+
+def _on_host(act: Act) -> Act:
+    return replace(
+        act,
+        logprobs=act.logprobs.cpu(),
+        values=None if act.values is None else act.values.cpu(),
+        stored={name: rows.cpu() for name, rows in act.stored.items()},
+    )
+
+
+def _first_successes(episodes: tuple[Episode, ...], first: int, count: int) -> Tensor | None:
+    """Whether the first episode that ended in each environment was solved, bool [N]; one that did not end was not."""
+    if any(episode.success_once is None for episode in episodes):
+        return None
+    firsts = {episode.env - first: bool(episode.success_once) for episode in reversed(episodes)}
+    return torch.tensor([firsts.get(env, False) for env in range(count)], dtype=torch.bool)

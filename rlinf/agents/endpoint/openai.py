@@ -1,0 +1,723 @@
+"""OpenAI's `/v1/chat/completions`, whole or as a stream.
+
+In: a request's fields. Out: what the official clients read. A stream begins when the answer is complete: the engine
+gives whole answers, with the tokens and log-probs that are learned from.
+
+OpenAI's `/v1/completions`: texts and token ids that the model goes on from, as they stand.
+
+In: a request's fields. Out: what the official clients read.
+
+OpenAI's `/v1/responses`, whole or as a stream of events.
+
+In: a request's fields; with `previous_response_id` also what was said up to that response. Out: what the official
+clients read. Responses are kept as long as their session, unless `store` is false.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlinf.agents.endpoint.requests import (
+    LARGEST,
+    ApiError,
+    Asked,
+    Fields,
+    JsonForm,
+    Said,
+    call_message,
+    custom_schema,
+    fields_of,
+    function_schema,
+    invalid,
+    json_form,
+    json_wish,
+    messages_checked,
+    sampling_of,
+    template_arguments,
+    tool_choice,
+    unsupported,
+    words,
+)
+from rlinf.agents.tools.formats import ToolCall
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from rlinf.agents.endpoint.app import Call
+
+IGNORED = (
+    "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "reasoning_effort", "verbosity", "prediction", "prompt_cache_options", "client_metadata",
+)  # fmt: skip
+"""Fields that say nothing about what the answer means."""
+_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_PIECE = 256
+"""Characters of a streamed piece of text."""
+
+
+async def chat_reply(call: Call) -> web.StreamResponse:
+    """Answer a request."""
+    body = call.body
+    model = body.wanted("model", body.text("model"))
+    asked = _asked(body)
+    logprobs, ids = _logprobs(body), body.flag("return_token_ids")
+    options, streamed = body.object("stream_options"), body.flag("stream")
+    with_usage = options is not None and options.flag("include_usage")
+    body.done()
+    call.endpoint.check_model(model)
+    response = f"chatcmpl-{call.id}"
+    head = {"id": response, "created": call.created, "model": model}
+    answers = call.answers(asked, response)
+    if streamed:
+        return await call.stream(answers, lambda said: _chunks(call, head, said, logprobs, with_usage))
+    said = await answers
+    choices = [_choice(call, number, each, logprobs, ids) for number, each in enumerate(said)]
+    whole = {**head, "object": "chat.completion", "choices": choices, "usage": usage(said)}
+    if ids:
+        whole["prompt_token_ids"] = prompt_ids(said[0])
+    return call.json(whole)
+
+
+# What is asked --------------------------------------------------------------------------------------------------------
+
+
+def _asked(body: Fields) -> Asked:
+    for name in ("frequency_penalty", "presence_penalty"):
+        body.neutral(name, 0, 0.0, why="log-probs that are learned from know no penalties")
+    body.neutral("repetition_penalty", 1, 1.0, why="log-probs that are learned from know no penalties")
+    body.neutral("logit_bias", {}, why="log-probs that are learned from know no bias")
+    body.neutral("modalities", ["text"], why="the model writes text alone")
+    for name in ("audio", "functions", "function_call"):
+        body.neutral(name, why="take messages and tools of the type function")
+    body.ignored(*IGNORED)
+    body.wanted("messages", body.any("messages"))
+    messages = [_message(each) for each in body.objects("messages")]
+    tools = [tool for each in body.objects("tools") if (tool := _tool(each)) is not None]
+    choice = tool_choice(body, tools, single=not body.flag("parallel_tool_calls", True))
+    sampling = sampling_of(body, "max_tokens", "stop")
+    if (longest := body.whole("max_completion_tokens", 1)) is not None:
+        sampling["max_new_tokens"] = longest
+    for theirs, ours in (("min_tokens", "min_new_tokens"), ("seed", "seed")):
+        low, high = (-(2**63), 2**63 - 1) if ours == "seed" else (0, 2**31)
+        if (value := body.whole(theirs, low, high)) is not None:
+            sampling[ours] = value
+    if (min_p := body.number("min_p", 0, 1)) is not None:
+        sampling["min_p"] = min_p
+    return Asked(
+        messages_checked(messages, "messages"),
+        tools=tools or None,
+        choice=choice,
+        template=template_arguments(body),
+        stop_shown=body.flag("include_stop_str_in_output"),
+        sampling=sampling,
+        form=_form(body.object("response_format")) or json_wish(body),
+        count=body.whole("n", 1, 128) or 1,
+    )
+
+
+def _message(given: Fields) -> dict[str, Any]:
+    """A message as chat templates take it."""
+    role = given.wanted("role", given.text("role"))
+    if role not in _ROLES:
+        raise invalid(given.path("role"), f"{given.path('role')}: there is no role {role!r:.50}")
+    kinds = ("text", "refusal") if role == "assistant" else ("text",)
+    content = given.any("content")
+    if content is None and role != "assistant":
+        given.wanted("content", None)
+    message: dict[str, Any] = {"role": _ROLES[role], "content": words(content, given.path("content"), kinds)}
+    calls = given.objects("tool_calls")
+    if calls and role != "assistant":
+        raise invalid(given.path("tool_calls"), f"{given.path('tool_calls')}: only the assistant calls tools")
+    if given.any("function_call") is not None:
+        raise unsupported(given.path("function_call"), "take tool_calls")
+    if calls:
+        message["tool_calls"] = [_call(each) for each in calls]
+    if role == "assistant" and (thought := given.any("reasoning_content") or given.any("reasoning")):
+        message["reasoning_content"] = words(thought, given.path("reasoning_content"))
+    if role == "tool":
+        message["tool_call_id"] = given.text("tool_call_id", "")
+    if (name := given.text("name")) is not None:
+        message["name"] = name
+    return message
+
+
+def _call(given: Fields) -> dict[str, Any]:
+    if given.text("type", "function") == "custom":
+        custom = given.wanted("custom", given.object("custom"))
+        written = {"input": custom.text("input", "")}
+        return call_message(custom.any("name"), written, given.any("id"), given.path("custom"))
+    function = given.wanted("function", given.object("function"))
+    return call_message(function.any("name"), function.any("arguments"), given.any("id"), given.path("function"))
+
+
+def _tool(given: Fields) -> dict[str, Any] | None:
+    """A tool as chat templates read it; None for one that the client does not run."""
+    kind = given.text("type", "function")
+    if kind == "custom":
+        custom = given.wanted("custom", given.object("custom"))
+        return custom_schema(custom.any("name"), custom.any("description"), given.path("custom"))
+    if kind != "function":
+        given.note("type", kind)
+        return None
+    function = given.wanted("function", given.object("function"))
+    path = given.path("function")
+    return function_schema(function.any("name"), function.any("description"), function.any("parameters"), path)
+
+
+def customs(body: Fields) -> set[str]:
+    """Names of the tools that take a text of any form."""
+    return {each.given["custom"]["name"] for each in body.objects("tools") if each.given.get("type") == "custom"}
+
+
+def _form(given: Fields | None) -> JsonForm | None:
+    if given is None:
+        return None
+    shape = given.object("json_schema")
+    return json_form(given.any("type"), None if shape is None else shape.any("schema"), "response_format")
+
+
+def _logprobs(body: Fields) -> bool:
+    """Whether log-probs are wanted; at most that of the token itself can be told."""
+    wanted = body.flag("logprobs")
+    if (body.whole("top_logprobs", 0, 20) or 0) > 1:
+        raise unsupported("top_logprobs", "the record has the log-prob of the token that was drawn alone; take 1")
+    if body.any("top_logprobs") and not wanted:
+        raise ApiError(400, "top_logprobs needs logprobs: true", code="invalid_value", param="top_logprobs")
+    return wanted
+
+
+# What is told ---------------------------------------------------------------------------------------------------------
+
+
+def usage(said: list[Said]) -> dict[str, Any]:
+    """Tokens of a response."""
+    written = sum(len(each.reply.ids) for each in said)
+    return {
+        "prompt_tokens": said[0].read,
+        "completion_tokens": written,
+        "total_tokens": said[0].read + written,
+        "prompt_tokens_details": {"cached_tokens": said[0].cached},
+    }
+
+
+def prompt_ids(said: Said) -> list[int]:
+    """All tokens that the model had before an answer."""
+    return [int(token) for token in said.turn.ids()[: said.read]]
+
+
+def call_text(call: ToolCall) -> str:
+    """Arguments of a call, as clients read them."""
+    return json.dumps(call.arguments, ensure_ascii=False)
+
+
+def custom_text(call: ToolCall) -> str:
+    """The text that a custom tool is given."""
+    given = call.arguments.get("input")
+    return given if isinstance(given, str) else call_text(call)
+
+
+def token_logprobs(call: Call, said: Said) -> list[dict[str, Any]]:
+    """Every token of an answer with its log-prob."""
+    assert call.session is not None
+    tokenizer, listed = call.session.llm.trajectories.chat.tokenizer, []
+    for token, logprob in zip(said.reply.ids, said.reply.logprobs, strict=True):
+        text = str(tokenizer.decode([int(token)]))
+        entry = {"token": text, "logprob": max(float(logprob), -9999.0), "bytes": list(text.encode("utf-8", "replace"))}
+        listed.append({**entry, "top_logprobs": [entry]})
+    return listed
+
+
+def _finish(said: Said) -> str:
+    return "tool_calls" if said.calls else "length" if said.cut else "stop"
+
+
+def _call_shown(each: ToolCall, custom: bool) -> dict[str, Any]:
+    """A call, as clients read it."""
+    if custom:
+        return {"id": each.id, "type": "custom", "custom": {"name": each.name, "input": custom_text(each)}}
+    return {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": call_text(each)}}
+
+
+def _choice(call: Call, number: int, said: Said, logprobs: bool, ids: bool) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": said.refusal}
+    if said.reasoning is not None:
+        message["reasoning_content"] = said.reasoning
+    if said.calls:
+        message["content"] = said.text or None
+        message["tool_calls"] = [_call_shown(each, each.name in customs(call.body)) for each in said.calls]
+    told = {"content": token_logprobs(call, said), "refusal": None} if logprobs else None
+    choice = {"index": number, "message": message, "logprobs": told, "finish_reason": _finish(said)}
+    if ids:
+        choice["token_ids"] = said.reply.ids.tolist()
+    return choice
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A text in pieces for a stream."""
+    return (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+
+
+def _chunks(call: Call, head: dict[str, Any], answers: list[Said], logprobs: bool, with_usage: bool) -> Iterable[bytes]:
+    from rlinf.agents.endpoint.app import event
+
+    head = {**head, "object": "chat.completion.chunk"}
+
+    def chunk(number: int, delta: dict[str, Any], finish: str | None = None, told: Any = None) -> bytes:
+        choice = {"index": number, "delta": delta, "logprobs": told, "finish_reason": finish}
+        return event({**head, "choices": [choice], **({"usage": None} if with_usage else {})})
+
+    for number, said in enumerate(answers):
+        told = {"content": token_logprobs(call, said), "refusal": None} if logprobs else None
+        yield chunk(number, {"role": "assistant", "content": "", "refusal": None}, told=told)
+        for piece in pieces(said.reasoning or ""):
+            yield chunk(number, {"reasoning_content": piece})
+        for piece in pieces(said.text):
+            yield chunk(number, {"content": piece})
+        for place, each in enumerate(said.calls):
+            whole = _call_shown(each, each.name in customs(call.body))
+            kind, key = whole["type"], "input" if whole["type"] == "custom" else "arguments"
+            begun = {**whole, "index": place, kind: {**whole[kind], key: ""}}
+            yield chunk(number, {"tool_calls": [begun]})
+            for piece in pieces(whole[kind][key]):
+                yield chunk(number, {"tool_calls": [{"index": place, kind: {key: piece}}]})
+        if said.refusal is not None:
+            yield chunk(number, {"refusal": said.refusal})
+        yield chunk(number, {}, _finish(said))
+    if with_usage:
+        yield event({**head, "choices": [], "usage": usage(answers)})
+    yield b"data: [DONE]\n\n"
+
+
+async def completion_reply(call: Call) -> web.StreamResponse:
+    """Answer a request."""
+    body = call.body
+    model = body.wanted("model", body.text("model"))
+    for name in ("frequency_penalty", "presence_penalty"):
+        body.neutral(name, 0, 0.0, why="log-probs that are learned from know no penalties")
+    body.neutral("logit_bias", {}, why="log-probs that are learned from know no bias")
+    body.neutral("echo", False, why="the prompt is what was sent")
+    body.neutral("suffix", "", why="the model goes on from the prompt alone")
+    count = body.whole("n", 1, 128) or 1
+    body.neutral("best_of", 1, count, why="all answers are told")
+    body.ignored(*IGNORED)
+    sampling = sampling_of(body, "max_tokens", "stop")
+    if (seed := body.whole("seed", -(2**63), 2**63 - 1)) is not None:
+        sampling["seed"] = seed
+    if (wanted := body.whole("logprobs", 0, 20)) is not None and wanted > 1:
+        raise unsupported("logprobs", "the record has the log-prob of the token that was drawn alone; take 1")
+    ids, streamed = body.flag("return_token_ids"), body.flag("stream")
+    options = body.object("stream_options")
+    with_usage = options is not None and options.flag("include_usage")
+    prompts, stop_shown = _prompts(body), body.flag("include_stop_str_in_output")
+    body.done()
+    call.endpoint.check_model(model)
+    response = f"cmpl-{call.id}"
+    head = {"id": response, "object": "text_completion", "created": call.created, "model": model}
+
+    async def answers() -> list[Said]:
+        session = call.session or call.endpoint.conversation([], None)
+        call.session = session
+        chat, asked = session.llm.trajectories.chat, []
+        for prompt in prompts:
+            given = chat.ids(prompt, first=True) if isinstance(prompt, str) else np.asarray(prompt, np.int64)
+            if not len(given):
+                raise invalid("prompt", "prompt has no token; give at least one")
+            asked.append(Asked(ids=given, sampling=sampling, stop_shown=stop_shown, count=count))
+        each = [asyncio.ensure_future(call.answers(one, f"{response}-{n}")) for n, one in enumerate(asked)]
+        try:
+            found = [said for one in each for said in await one]
+        finally:
+            for one in each:
+                one.cancel()
+            await asyncio.gather(*each, return_exceptions=True)
+        call.endpoint.noted(session, response, found, [])
+        return found
+
+    def told(number: int, said: Said) -> dict[str, Any]:
+        choice = {
+            "index": number, "text": said.text, "finish_reason": "length" if said.cut else "stop",
+            "logprobs": None if wanted is None else _completions_logprobs(call, said),
+        }  # fmt: skip
+        return {**choice, "token_ids": said.reply.ids.tolist(), "prompt_token_ids": prompt_ids(said)} if ids else choice
+
+    def chunks(said: list[Said]) -> Iterable[bytes]:
+        from rlinf.agents.endpoint.app import event
+
+        for number, each in enumerate(said):
+            choice = told(number, each)
+            for piece in pieces(each.text):
+                yield event({**head, "choices": [{**choice, "text": piece, "finish_reason": None, "logprobs": None}]})
+            yield event({**head, "choices": [{**choice, "text": ""}]})
+        if with_usage:
+            yield event({**head, "choices": [], "usage": _usage(said, count)})
+        yield b"data: [DONE]\n\n"
+
+    if streamed:
+        return await call.stream(answers(), chunks)
+    said = await answers()
+    choices = [told(number, each) for number, each in enumerate(said)]
+    return call.json({**head, "choices": choices, "usage": _usage(said, count)})
+
+
+def _usage(said: list[Said], count: int) -> dict[str, Any]:
+    """Tokens of a response; a prompt that was answered several times counts once."""
+    read = sum(each.read for each in said[::count])
+    told = usage(said)
+    return {**told, "prompt_tokens": read, "total_tokens": read + told["completion_tokens"]}
+
+
+def _prompts(body: Fields) -> list[str | list[int]]:
+    """The prompts: a text, texts, token ids, or lists of token ids.
+
+    Raises:
+        ApiError: something else.
+    """
+    given = body.wanted("prompt", body.any("prompt"))
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given:
+        if all(map(_is_id, given)):
+            return [given]
+        if len(given) <= 128 and all(isinstance(each, str) for each in given):
+            return given
+        if len(given) <= 128 and all(isinstance(each, list) and each and all(map(_is_id, each)) for each in given):
+            return given
+    raise invalid("prompt", "prompt must be a string, up to 128 strings, an array of token ids, or up to 128 of those")
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
+
+
+def _completions_logprobs(call: Call, said: Said) -> dict[str, Any]:
+    assert call.session is not None
+    tokenizer, at = call.session.llm.trajectories.chat.tokenizer, 0
+    tokens = [str(tokenizer.decode([int(token)])) for token in said.reply.ids]
+    offsets = []
+    for token in tokens:
+        offsets.append(at)
+        at += len(token)
+    values = [max(float(value), -9999.0) for value in said.reply.logprobs]
+    top = [{token: value} for token, value in zip(tokens, values, strict=True)]
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+
+_RESPONSES_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+_PARTS = ("input_text", "output_text", "text", "refusal")
+_INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+_FILLED = {
+    "message": ("content", ""),
+    "reasoning": ("content", ""),
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
+"""Kinds of items: the field that a stream fills, and the events that do it."""
+_SEAL = "rlinf."
+"""Begins our `encrypted_content`; the text of the reasoning follows, in letters that nobody changes."""
+
+
+async def responses_reply(call: Call) -> web.StreamResponse:
+    """Answer a request."""
+    body = call.body
+    model = body.wanted("model", body.text("model"))
+    body.neutral("background", False, why="the answer comes with the response")
+    for name in ("conversation", "prompt"):
+        body.neutral(name, why="give input, instructions and previous_response_id")
+    if body.text("truncation", "disabled") != "disabled":
+        body.note("truncation")  # what was said is never cut
+    if (body.whole("top_logprobs", 0, 20) or 0) > 1:
+        raise unsupported("top_logprobs", "the record has the log-prob of the token that was drawn alone; take 1")
+    body.ignored(*IGNORED, "reasoning", "stream_options")
+    wanted = body.array("include")
+    for each in wanted:
+        if each not in _INCLUDED:
+            body.note("include", each)
+    instructions, tools = body.text("instructions"), _tools(body)
+    schemas = [tool.schema for tool in tools.values()]
+    parallel = body.flag("parallel_tool_calls", True)
+    messages = _said_before(call, body)
+    system = [] if instructions is None else [{"role": "system", "content": instructions}]  # of this response alone
+    asked = Asked(
+        [*system, *messages],
+        tools=schemas or None,
+        choice=tool_choice(body, schemas, single=not parallel),
+        template=template_arguments(body),
+        stop_shown=body.flag("include_stop_str_in_output"),
+        sampling=sampling_of(body, "max_output_tokens", "stop"),
+        form=_responses_form(body.object("text")) or json_wish(body),
+    )
+    keep, streamed = body.any("store") is not False, body.flag("stream")
+    body.done()
+    call.endpoint.check_model(model)
+    shape = {
+        "id": f"resp_{call.id}", "object": "response", "created_at": call.created, "model": model, "error": None,
+        "incomplete_details": None, "instructions": instructions, "metadata": body.given.get("metadata") or {},
+        "parallel_tool_calls": parallel, "tools": body.given.get("tools") or [],
+        "tool_choice": body.given.get("tool_choice") or "auto",
+        "temperature": body.given.get("temperature"), "top_p": body.given.get("top_p"),
+        "max_output_tokens": body.given.get("max_output_tokens"),
+        "previous_response_id": body.given.get("previous_response_id"), "text": body.given.get("text") or
+        {"format": {"type": "text"}}, "truncation": "disabled", "store": keep,
+    }  # fmt: skip
+    answers = call.answers(asked, f"resp_{call.id}", keep=messages if keep else None)
+    showing = _Showing(call, tools, logprobs=_INCLUDED[0] in wanted, sealed=_INCLUDED[1] in wanted)
+    if streamed:
+        return await call.stream(answers, lambda said: _events(showing, shape, said[0]))
+    (said,) = await answers
+    return call.json(_whole(showing, shape, said))
+
+
+# What is asked --------------------------------------------------------------------------------------------------------
+
+
+def _said_before(call: Call, body: Fields) -> list[dict[str, Any]]:
+    """All messages but the instructions: those of the response that is gone on from, and the input's."""
+    before: list[dict[str, Any]] = []
+    if (previous := body.text("previous_response_id")) is not None:
+        session = call.endpoint.of_response(previous)
+        if session is None or previous not in session.whole or call.session not in (None, session):
+            raise ApiError(
+                404, f"there is no response {previous!r:.80}: it was not stored, or its session is over",
+                code="previous_response_not_found", param="previous_response_id",
+            )  # fmt: skip
+        call.session = session
+        before = [dict(message) for message in session.whole[previous]]
+    given = body.wanted("input", body.any("input"))
+    if isinstance(given, str):
+        new = [{"role": "user", "content": given}]
+    elif isinstance(given, list):
+        new = _joined([_item(each) for each in fields_of(given, "input", body.unheeded)])
+    else:
+        raise invalid("input", "input must be a string or an array of items")
+    return [dict(message) for message in messages_checked([*before, *new], "input")]
+
+
+def _item(given: Fields) -> dict[str, Any] | None:
+    """An item as a message; None for one that says nothing."""
+    kind = given.text("type", "message")
+    if kind == "reasoning":
+        thought = _thought(given)
+        return {"role": "assistant", "content": "", "reasoning_content": thought} if thought else None
+    if kind in ("function_call", "custom_tool_call"):
+        within, name = given.text("namespace"), given.any("name")
+        called = name if within is None else f"{within}.{name}"
+        written = {"input": given.text("input", "")} if kind == "custom_tool_call" else given.any("arguments")
+        call = call_message(called, written, given.any("call_id"), given.path("name"))
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        told = words(given.wanted("output", given.any("output")), given.path("output"), _PARTS)
+        return {"role": "tool", "content": told, "tool_call_id": given.text("call_id", "")}
+    if kind == "additional_tools":
+        return None  # see `_tools`
+    if kind != "message":
+        given.note("type", kind)  # of a tool that OpenAI's servers run, or of how they keep a conversation
+        return None
+    role = given.wanted("role", given.text("role"))
+    if role not in _RESPONSES_ROLES:
+        raise invalid(given.path("role"), f"{given.path('role')}: there is no role {role!r:.50}")
+    content = words(given.wanted("content", given.any("content")), given.path("content"), _PARTS)
+    return {"role": _RESPONSES_ROLES[role], "content": content}
+
+
+def _thought(given: Fields) -> str:
+    """The text of a reasoning item: its content, or what we had sealed, or its summary."""
+    if parts := given.objects("content"):
+        return "".join(part.text("text", "") for part in parts)
+    sealed = given.text("encrypted_content", "")
+    if sealed.startswith(_SEAL):
+        try:
+            return base64.urlsafe_b64decode(sealed.removeprefix(_SEAL)).decode()
+        except ValueError:
+            return ""
+    return "".join(part.text("text", "") for part in given.objects("summary"))
+
+
+def _joined(items: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """Messages, with the reasoning before an answer and the calls in it: the protocol has them as items of their
+    own."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        if item is None:
+            continue
+        last = messages[-1] if messages else None
+        if last is None or last["role"] != "assistant" or item["role"] != "assistant":
+            messages.append(item)
+        elif "tool_calls" in item:
+            last["tool_calls"] = [*last.get("tool_calls", ()), *item["tool_calls"]]
+        elif "reasoning_content" in last and not last["content"] and "tool_calls" not in last:
+            last["content"] = item["content"]
+        else:
+            messages.append(item)
+    return messages
+
+
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    """A tool as the model is shown it, and as the client knows it."""
+
+    schema: dict[str, Any]
+    """For the chat template."""
+    name: str
+    """The client's."""
+    namespace: str | None = None
+    """The group in which the client has it; the model reads `namespace.name`."""
+    custom: bool = False
+    """It takes a text of any form."""
+
+
+def _tools(body: Fields) -> dict[str, _Tool]:
+    """The tools that the client runs, by the names that the model reads: those of the request, and those that its
+    items add."""
+    found: dict[str, _Tool] = {}
+
+    def add(given: Fields, namespace: str | None) -> None:
+        kind, name = given.text("type", ""), given.any("name")
+        if kind not in ("function", "custom"):
+            given.note("type", kind)
+            return
+        shown = name if namespace is None or not isinstance(name, str) else f"{namespace}.{name}"
+        if kind == "custom":
+            schema = custom_schema(shown, given.any("description"), given.path("name"))
+        else:
+            schema = function_schema(shown, given.any("description"), given.any("parameters"), given.path("name"))
+        found[shown] = _Tool(schema, name, namespace, kind == "custom")
+
+    items = body.any("input")
+    added = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+    more = [each for each in fields_of(added, "input", body.unheeded) if each.any("type") == "additional_tools"]
+    for given in [tool for holder in (body, *more) for tool in holder.objects("tools")]:
+        if given.any("type") != "namespace":
+            add(given, None)
+            continue
+        for inner in given.objects("tools"):
+            add(inner, given.wanted("name", given.text("name")))
+    return found
+
+
+def _responses_form(given: Fields | None) -> JsonForm | None:
+    if given is None:
+        return None
+    given.ignored("verbosity")
+    form = given.object("format")
+    given.done()
+    return None if form is None else json_form(form.any("type"), form.any("schema"), "text.format")
+
+
+# What is told ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Showing:
+    """How a response is shown to its client."""
+
+    call: Call
+    """The request."""
+    tools: dict[str, _Tool]
+    """By the names that the model reads."""
+    logprobs: bool
+    """Each token with its log-prob."""
+    sealed: bool
+    """Reasoning with a text that a client which keeps nothing else of it sends back."""
+
+
+def _output(showing: _Showing, said: Said) -> list[dict[str, Any]]:
+    call, items = showing.call, list[dict[str, Any]]()
+    if said.reasoning is not None:
+        parts = [{"type": "reasoning_text", "text": said.reasoning}]
+        thought: dict[str, Any] = {"id": f"rs_{call.id}", "type": "reasoning", "summary": [], "content": parts}
+        if showing.sealed:
+            thought["encrypted_content"] = _SEAL + base64.urlsafe_b64encode(said.reasoning.encode()).decode()
+        items.append({**thought, "status": "completed"})
+    if said.text or not said.calls:
+        told = token_logprobs(call, said) if showing.logprobs else []
+        part: dict[str, Any] = {"type": "output_text", "text": said.text, "annotations": [], "logprobs": told}
+        parts = [part] if said.refusal is None else [part, {"type": "refusal", "refusal": said.refusal}]
+        status = "incomplete" if said.cut else "completed"
+        items.append(
+            {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "status": status, "content": parts}
+        )
+    for number, each in enumerate(said.calls):
+        tool = showing.tools.get(each.name)
+        shown: dict[str, Any] = {
+            "id": f"fc_{call.id}{number}", "type": "function_call", "call_id": f"call_{each.id}",
+            "name": each.name if tool is None else tool.name, "arguments": call_text(each), "status": "completed",
+        }  # fmt: skip
+        if tool is not None and tool.namespace is not None:
+            shown["namespace"] = tool.namespace
+        if tool is not None and tool.custom:
+            del shown["arguments"]
+            shown |= {"id": f"ctc_{call.id}{number}", "type": "custom_tool_call", "input": custom_text(each)}
+        items.append(shown)
+    return items
+
+
+def _whole(showing: _Showing, shape: dict[str, Any], said: Said) -> dict[str, Any]:
+    cut = said.cut and not said.calls
+    return {
+        **shape,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": _output(showing, said),
+        "usage": {
+            "input_tokens": said.read,
+            "input_tokens_details": {"cached_tokens": said.cached},
+            "output_tokens": len(said.reply.ids),
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": said.read + len(said.reply.ids),
+        },
+    }
+
+
+def _events(showing: _Showing, shape: dict[str, Any], said: Said) -> Iterable[bytes]:
+    from rlinf.agents.endpoint.app import event
+
+    count = -1
+
+    def told(kind: str, **more: Any) -> bytes:
+        nonlocal count
+        count += 1
+        return event({"type": kind, "sequence_number": count, **more}, kind)
+
+    begun = {**shape, "status": "in_progress", "output": [], "usage": None}
+    yield told("response.created", response=begun)
+    yield told("response.in_progress", response=begun)
+    whole = _whole(showing, shape, said)
+    for place, item in enumerate(whole["output"]):
+        here: dict[str, Any] = {"item_id": item["id"], "output_index": place}
+        key, kind = _FILLED[item["type"]]
+        empty = {key: [] if key == "content" else ""}
+        yield told("response.output_item.added", output_index=place, item={**item, "status": "in_progress", **empty})
+        if key == "content":
+            for number, part in enumerate(item["content"]):
+                yield from _part_events(told, {**here, "content_index": number}, part)
+        else:
+            for piece in pieces(item[key]):
+                yield told(f"response.{kind}.delta", **here, delta=piece)
+            named = {"name": item["name"]} if key == "arguments" else {}
+            yield told(f"response.{kind}.done", **here, **named, **{key: item[key]})
+        yield told("response.output_item.done", output_index=place, item=item)
+    yield told(f"response.{whole['status']}", response=whole)
+
+
+def _part_events(told: Any, here: dict[str, Any], part: dict[str, Any]) -> Iterable[bytes]:
+    """A part of a message or of reasoning: added, filled, done."""
+    name = part["type"]
+    if name == "reasoning_text":
+        for piece in pieces(part["text"]):
+            yield told("response.reasoning_text.delta", **here, delta=piece)
+        yield told("response.reasoning_text.done", **here, text=part["text"])
+        return
+    key, more = ("text", {"logprobs": part["logprobs"]}) if name == "output_text" else ("refusal", {})
+    empty = {**part, key: "", **({"logprobs": []} if more else {})}
+    yield told("response.content_part.added", **here, part=empty)
+    for piece in pieces(part[key]):
+        yield told(f"response.{name}.delta", **here, delta=piece, **({"logprobs": []} if more else {}))
+    yield told(f"response.{name}.done", **here, **{key: part[key]}, **more)
+    yield told("response.content_part.done", **here, part=part)

@@ -1,1 +1,0 @@
-"""One protocol per module: what a request asks for, and what its clients read."""

@@ -1,1 +1,0 @@
-"""Learning from what people say of answers after they were served."""

@@ -1,0 +1,361 @@
+"""What an episode returned, as samples, and those of a task as groups; why an episode failed.
+
+In: what the user's program returned or raised. Out: samples, groups, remarks. Nobody waits here.
+
+One play of a task while it goes on, and which one the running code plays.
+
+What became of episodes, counted and told.
+
+In: every episode's end. Out: metrics of a step, warnings and notes for people.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from rlinf.agents.agent import AgentLLM
+from rlinf.agents.arguments import WrongType, number, shown
+from rlinf.agents.conversation import Conversation
+from rlinf.agents.llm import Setting
+from rlinf.agents.record import Record, RecordedModel
+from rlinf.data.sample import Group, Prompt, Sample
+from rlinf.runtime.base.errors import INSTALLED, PACKAGE, UserError, line_of
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """One play of a task, while it goes on: what a conversation that begins in it belongs to."""
+
+    task: int
+    """Number of the task."""
+    index: int
+    """Which of its episodes."""
+    seed: tuple[int, ...]
+    """What its randomness depends on, besides its index."""
+    prompt: Prompt | None
+    """The task itself, if it is a prompt."""
+    sampling: Mapping[str, Any]
+    """How its conversations sample where they do not say."""
+    conversations: list[Conversation] = field(default_factory=list)
+    """Those that began in it."""
+    llm: AgentLLM | None = None
+    """The model as its agents call it, if it is played by agents."""
+    record: Record = field(default_factory=Record)
+    """What it asked of the model."""
+
+    def sibling(self, index: int, record: Record) -> Episode:
+        """Another episode of the same task.
+
+        Args:
+            index: which.
+            record: of its calls.
+        """
+        return replace(self, index=index, conversations=[], llm=None, record=record)
+
+    def recorded(self, setting: Setting) -> Setting:
+        """The setting with the model's calls going into the episode's record."""
+        return replace(setting, llm=RecordedModel(setting.llm, self.record))
+
+    def said(self) -> int:
+        """How much was said so far: answers of the model to agents, messages of conversations."""
+        by_agents = 0 if self.llm is None else self.llm.counts().calls
+        return by_agents + sum(len(conversation.messages) for conversation in self.conversations)
+
+    def end(self) -> None:
+        """It is over: the engine need keep nothing of it."""
+        for conversation in self.conversations:
+            conversation.end()
+        if self.llm is not None:
+            self.llm.end()
+        self.record.end()
+
+
+here: ContextVar[Episode | None] = ContextVar("episode", default=None)
+"""The episode that the running code plays."""
+
+
+def unjudged(sample: Sample) -> bool:
+    """Nobody has said how good it is."""
+    return sample.reward is None and sample.outcome is None
+
+
+def samples_of(returned: Any, episode: Episode, judged: bool) -> list[Sample]:
+    """What an episode returned, as samples that share its weight.
+
+    Args:
+        returned: by the user's program.
+        episode: the record of it.
+        judged: samples without a reward will get one.
+
+    Raises:
+        TypeError, ValueError, UserError: it returned something else.
+    """
+    samples = [returned] if isinstance(returned, Sample) else returned
+    if isinstance(samples, (list, tuple)) and samples and all(isinstance(each, Sample) for each in samples):
+        if not judged and any(unjudged(sample) for sample in samples):
+            raise UserError(_no_reward(samples, by_agent=episode.llm is not None))
+        count = Counter(sample.agent for sample in samples)
+        return [replace(sample, weight=sample.weight / count[sample.agent]) for sample in samples]
+    if isinstance(returned, Conversation) or returned is None or isinstance(returned, (str, list, tuple, dict)):
+        raise WrongType(
+            f"episode: it returned {shown(returned)}; return c.trajectory(reward=…), a list of those, or a number"
+        )
+    reward = number(returned, "episode")
+    if len(episode.conversations) != 1:
+        raise UserError(
+            f"episode: it returned a number and began {len(episode.conversations)} conversations; a number is the "
+            "reward of exactly one: return c.trajectory(reward=…), or a list of those"
+        )
+    return [episode.conversations[0].trajectory(reward)]
+
+
+def _no_reward(samples: Sequence[Sample], *, by_agent: bool) -> str:
+    """What is said where nobody says how good an episode was."""
+    if not by_agent:
+        return (
+            "episode: its trajectory has no reward; give one by c.trajectory(reward=…) or c.reward(…), or give the "
+            "session a reward function: rewards=…"
+        )
+    names = sorted({sample.agent for sample in samples if unjudged(sample)})
+    whose = f" for {', '.join(map(repr, names))}" if any(names) else ""
+    return (
+        f"agent: it returned no reward{whose}, and nobody chose a reward function: is a `return` missing? Return a "
+        "number (or {agent's name: number}), call llm.reward(value), or choose a function: reward.function, rewards=…"
+    )
+
+
+def groups_of(found: Mapping[int, Sequence[Sample]]) -> list[Group]:
+    """A group for each agent: its samples, numbered from 0; those that begin alike share their prompt."""
+    ordered = [replace(sample, attempt=attempt) for attempt, own in sorted(found.items()) for sample in own]
+    names = dict.fromkeys(sample.agent for sample in ordered)
+    return [_group([sample for sample in ordered if sample.agent == name]) for name in names]
+
+
+def _group(ordered: Sequence[Sample]) -> Group:
+    first = ordered[0].prompt
+    samples = tuple(
+        replace(
+            sample,
+            index=index,
+            prompt=first if (sample.prompt.prefix_key, sample.prompt.text) == (first.prefix_key, first.text) else
+            replace(sample.prompt, id=first.id),
+        )
+        for index, sample in enumerate(ordered)
+    )  # fmt: skip
+    return Group(first, samples)
+
+
+def way_outside(error: BaseException) -> TracebackType | None:
+    """The part of an error's way that is the user's own code."""
+    way = error.__traceback__
+    while way is not None and way.tb_frame.f_code.co_filename.startswith(PACKAGE):
+        way = way.tb_next
+    return way
+
+
+class OutOfTime(TimeoutError):
+    """An episode took longer than it may; the text says for what it waited then."""
+
+
+def out_of_time(playing: Any, timeout: float) -> OutOfTime:
+    """The error of an episode whose time is over.
+
+    Args:
+        playing: its coroutine, not cancelled yet.
+        timeout: seconds that it had.
+    """
+    at, awaiting = "", playing
+    while awaiting is not None:
+        frame = getattr(awaiting, "cr_frame", None)
+        if frame is not None and not frame.f_code.co_filename.startswith(INSTALLED):
+            at = f", and waited at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        awaiting = getattr(awaiting, "cr_await", None)
+    return OutOfTime(f"it took longer than timeout={timeout:g} s{at}")
+
+
+class Stopped(BaseException):
+    """Thrown into code that keeps the event loop from going on; no `except Exception` of a library takes it.
+
+    Args:
+        why: what the episode fails with.
+    """
+
+    def __init__(self, why: UserError | OutOfTime) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
+def blocking_line(frame: FrameType | None) -> str:
+    """File and line of the user's own code that called what a thread does now; "" where it is not called by such code,
+    or by way of ours.
+
+    Args:
+        frame: the innermost of the thread's.
+    """
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+        if not frame.f_code.co_filename.startswith(INSTALLED):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def remark_on(error: BaseException, program: str = "") -> str:
+    """Why an episode failed, and where in the user's own code.
+
+    Args:
+        error: what it raised.
+        program: `path:line` of what was played, which is where no line of it raised.
+    """
+    if isinstance(error, OutOfTime):
+        return str(error)
+    error, others = _leaf(error)
+    said = " ".join(str(error).split())
+    if isinstance(error, AttributeError) and isinstance(error.obj, Prompt):
+        columns = [f"task.row[{str(name)!r}]" for name in error.obj.row]
+        said += f"; a task has {', '.join(['task.text', 'task.answer', *columns])}"
+    line = line_of(error) or program
+    where = f" ({line.rpartition('/')[2]})" if line else ""
+    where += f", and {others} more" if others else ""
+    return f"{type(error).__name__}: {said}{where}" if said else f"{type(error).__name__}{where}"
+
+
+def _leaf(error: BaseException) -> tuple[BaseException, int]:
+    """The first exception of a group, and how many others there are in it; any other error itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error, 0
+    leaves = [_leaf(each) for each in error.exceptions]
+    return leaves[0][0], len(leaves) - 1 + sum(others for _, others in leaves)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of episodes."""
+
+    played: int = 0
+    """How many ended."""
+    failures: int = 0
+    """Of those, how many raised, took too long or returned no sample."""
+    failed: list[tuple[int, int]] = field(default_factory=list)
+    """Which, unless somebody else tells of them: number of the task, and which attempt at it."""
+    timeouts: int = 0
+    """Of those, how many took too long."""
+    remark: str = ""
+    """Why the first of them failed."""
+    cause: BaseException | None = None
+    """The same as an exception."""
+    calls: int = 0
+    """Answers of the model to agents."""
+    branches: int = 0
+    """How often an agent's history was rewritten or forked; see `trajectories`."""
+    by_agent: Counter[str] = field(default_factory=Counter)
+    """Answers of the model to each agent that has a name."""
+    blocked: float = 0.0
+    """Seconds of the longest time in which an episode kept all others waiting; 0 where none did for long."""
+    went_on: int = 0
+    """Episodes of an earlier process that ended here, and asked nothing else than they had asked there."""
+    anew: Counter[str] = field(default_factory=Counter)
+    """Those that asked something else, by what was not the same."""
+    taken: int = 0
+    """Tokens of their records that were not made again."""
+    dropped: int = 0
+    """Tokens of their records that were of no use."""
+
+    def failure(self, episode: Episode, error: BaseException, remark: str) -> None:
+        """An episode failed."""
+        self.failures += 1
+        self.failed.append((episode.task, episode.index))
+        self.timeouts += isinstance(error, TimeoutError)
+        if not self.remark:
+            self.remark, self.cause = remark, error.with_traceback(way_outside(error))
+
+    def ended(self, episode: Episode) -> None:
+        """An episode is over, however it went."""
+        self.played += 1
+        record = episode.record
+        if record.resumed:
+            self.went_on += not record.anew
+            self.anew[record.anew] += bool(record.anew)
+            self.taken += record.taken
+            self.dropped += record.dropped
+        if episode.llm is not None:
+            counts = episode.llm.counts()
+            self.calls += counts.calls
+            self.branches += counts.branches
+            for name, agent in episode.llm.agents.items():
+                if name:
+                    self.by_agent[name] += agent.trajectories.counts.calls
+
+    def add(self, other: Tally) -> None:
+        """Take in what became of other episodes."""
+        self.played += other.played
+        self.failures += other.failures
+        self.failed += other.failed
+        self.timeouts += other.timeouts
+        self.calls += other.calls
+        self.branches += other.branches
+        self.by_agent += other.by_agent
+        self.blocked = max(self.blocked, other.blocked)
+        self.went_on += other.went_on
+        self.anew += other.anew
+        self.taken += other.taken
+        self.dropped += other.dropped
+        if not self.remark:
+            self.remark, self.cause = other.remark, other.cause
+
+    def nothing_to_learn(self) -> UserError:
+        """Not one episode went well; the error is caused by the first one's."""
+        error = UserError(
+            f"gather: not one of {self.played} episodes went well, so there is nothing to learn from; the first: "
+            f"{self.remark}"
+        )
+        error.__cause__ = self.cause
+        return error
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of a step; nothing if no episode was played."""
+        if not self.played:
+            return {}
+        told = {
+            "episodes": float(self.played),
+            "episodes/failed": self.failures / self.played,
+            "episodes/timeout": self.timeouts / self.played,
+        }
+        if self.calls:
+            told |= {"episodes/calls": self.calls / self.played, "episodes/branches": self.branches / self.played}
+        return told | {f"agent/{name}/calls": count / self.played for name, count in sorted(self.by_agent.items())}
+
+    def warnings(self) -> Iterator[str]:
+        """What a person should know."""
+        if self.failures:
+            failed = f"{self.failures} of {self.played} episodes failed"
+            yield f"{failed} and count as not drawn; the first: {self.remark}"
+        if self.blocked:
+            yield (
+                f"an episode ran for {self.blocked:.1f} s without an await, so that all others stood still: "
+                "the machine is busy with other things, or it blocks; put what blocks in a thread (asyncio.to_thread)"
+            )
+
+    def notes(self) -> Iterator[str]:
+        """What is good to know."""
+        anew = +self.anew
+        if self.went_on or anew:
+            why = "".join(f", {count} began anew ({reason})" for reason, count in sorted(anew.items()))
+            lost = f", {self.dropped:,} were of no use" if self.dropped else ""
+            yield (
+                f"of the checkpoint's open episodes, {self.went_on} went on{why}; {self.taken:,} tokens were taken from"
+                f" their records{lost}"
+            )
+
+
+class Gathered(list[Group]):
+    """All groups of a batch, and what became of its episodes, which may have been played while another was learned."""
+
+    def __init__(self, groups: Iterable[Group], tally: Tally) -> None:
+        super().__init__(groups)
+        self.tally = tally

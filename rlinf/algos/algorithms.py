@@ -1,0 +1,829 @@
+"""The parts of an algorithm, as data: what can stand at each place of an `AlgorithmSpec`.
+
+Each is a frozen dataclass that holds its own hyper-parameters and nothing else, so a key that is accepted is a key that
+is used. Advantages and losses are also functions, called as written in `apply`; a user's own function, or frozen
+dataclass with `__call__`, stands in the same place.
+
+An algorithm as data: a name stands for a frozen `AlgorithmSpec`, any field of which can be changed.
+
+    recipes.get("dapo")
+    recipes.get("dapo", {"loss.clip_high": 0.3, "kl": {"place": "loss", "beta": 0.01}})
+    recipes.get("grpo", {"loss": "sapo", "advantage": my_function})
+
+`recipes` has the named ones, and `apply` turns a spec into advantages and losses. Nothing here reads a file: YAML
+arrives as the mapping that it is.
+
+A spec put to work: advantages for a batch of groups, and the loss of a micro-batch. Pure, without I/O.
+
+Flow: judged groups become one `Answers`; `advantages_of` gives each answer (or token) its advantage; the trainer cuts
+`MicroBatch`es and adds up what `loss_of` says, then divides once by the summed weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlinf.algos import advantages, losses
+from rlinf.algos.advantages import Reduce, at_end, less_kl, uneven
+from rlinf.algos.loss_sum import Advantages, Answers, LossSum, Metric, MicroBatch, one_of, same_shape, within
+from rlinf.algos.losses import (
+    CUT,
+    ERRORS,
+    HOWS,
+    KINDS,
+    LEVELS,
+    RATIOS,
+    Error,
+    How,
+    Kind,
+    Level,
+    Outside,
+    Ratio,
+    check_clip,
+)
+
+# Advantages ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRelative:
+    """The reward relative to the group: `advantages.group_relative`."""
+
+    scale: Literal["std", "none"] = "std"
+    """Divide by the group's standard deviation (GRPO), or not (Dr. GRPO)."""
+
+    def __post_init__(self) -> None:
+        one_of("advantage.group_relative", "scale", self.scale, ("std", "none"))
+
+    def __call__(self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None) -> Tensor:
+        found = advantages.group_relative(
+            _totals(answers, penalty), answers.groups, scale=self.scale, weights=answers.weights
+        )
+        if penalty is None or self.scale == "none":
+            return found
+        # where rewards are equal the penalty alone is left, and the division would make it as large as any difference
+        return torch.where(uneven(answers.rewards, answers.groups), found, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveOneOut:
+    """The reward less the others' mean: `advantages.leave_one_out`."""
+
+    def __call__(self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None) -> Tensor:
+        return advantages.leave_one_out(_totals(answers, penalty), answers.groups, weights=answers.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class ReinforcePP:
+    """The reward to come, whitened over the batch: `advantages.reinforce_pp`."""
+
+    baseline: bool = False
+    """Subtract the group's mean first."""
+
+    def __call__(self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None) -> Tensor:
+        groups = answers.groups if self.baseline else None
+        beta = 0.0 if penalty is None else 1.0  # the penalty comes weighted
+        return advantages.reinforce_pp(
+            answers.rewards,
+            answers.mask,
+            kl=penalty,
+            kl_beta=beta,
+            groups=groups,
+            weights=answers.weights,
+            reduce=reduce,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Gae:
+    """Generalised advantage estimation over tokens, with a critic: `advantages.gae`. Rewards of turns count where they
+    fell."""
+
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 1.0
+    """Weight of longer looks ahead."""
+    whiten: bool = True
+    """Whiten over the batch, once. Where the rewards of all answers are equal, nothing but the critic's noise would be
+    left, for whitening takes the level away: advantages are 0 then, and the critic alone learns."""
+
+    def __post_init__(self) -> None:
+        within("advantage.gae", "gamma", self.gamma, 0.0, 1.0)
+        within("advantage.gae", "lam", self.lam, 0.0, 1.0)
+
+    def __call__(
+        self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None
+    ) -> tuple[Tensor, Tensor]:
+        rewards, fallen = answers.unspent, answers.token_rewards
+        rewards = at_end(rewards if fallen is None else rewards - fallen.sum(1), answers.mask)
+        rewards = rewards if fallen is None else rewards + fallen
+        if penalty is not None:
+            rewards = less_kl(rewards, penalty, answers.mask, beta=1.0)
+        found, returns = advantages.gae_tokens(
+            rewards, answers.need("values"), answers.mask, gamma=self.gamma, lam=self.lam
+        )
+        if not self.whiten:
+            return found, returns
+        if self._says_nothing(answers, reduce):
+            return torch.zeros_like(found), returns
+        return advantages.whiten(found, answers.mask, reduce=reduce), returns
+
+    @staticmethod
+    def _says_nothing(answers: Answers, reduce: advantages.Reduce | None) -> bool:
+        """Rewards are equal, of all answers that count and of all their turns."""
+        counted, fallen = answers.mask.any(1), answers.token_rewards
+        alike = advantages.all_equal(answers.unspent, counted, reduce=reduce)
+        return alike and (fallen is None or advantages.all_equal(fallen, answers.mask.bool(), reduce=reduce))
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """Log-prob of the teacher less the student's, per token: `advantages.distillation`."""
+
+    def __call__(self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None) -> Tensor:
+        found = advantages.distillation(answers.need("teacher_logprobs"), answers.need("logprobs"), answers.mask)
+        return found if penalty is None else found - penalty
+
+
+def _totals(answers: Answers, penalty: Tensor | None) -> Tensor:
+    """Rewards of answers, each less the penalties of its tokens."""
+    return answers.rewards if penalty is None else less_kl(answers.rewards, penalty, answers.mask, beta=1.0)
+
+
+# Losses --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """The clipped surrogate of PPO, GRPO, DAPO and GSPO: `losses.policy`."""
+
+    clip_low: float = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = None
+    """Bound of the loss where A < 0, in units of |A|; more than 1."""
+    ratio: Ratio = "token"
+    """A ratio per token, or one per sequence (GSPO)."""
+
+    def __post_init__(self) -> None:
+        check_clip("loss.clipped", self.clip_low, self.clip_high, self.dual_clip)
+        one_of("loss.clipped", "ratio", self.ratio, RATIOS)
+
+    def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
+        return _surrogate(losses.policy, self, batch, aggregation, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoupled:
+    """Decoupled PPO, for tokens of older policies: `losses.decoupled`."""
+
+    clip_low: float = 0.2
+    """The ratio to the proximal policy is clipped below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """... and above at 1 + clip_high."""
+    dual_clip: float | None = None
+    """Bound of the loss where A < 0, in units of |A|; more than 1."""
+    cap: float = 2.0
+    """Largest weight proximal / behavior."""
+    outside: Outside = "mask"
+    """What becomes of a larger one."""
+    proximal: Literal["recompute", "interpolate"] = "recompute"
+    """Where the proximal log-probs come from: a forward pass before the update, or `importance.interpolate`."""
+
+    def __post_init__(self) -> None:
+        check_clip("loss.decoupled", self.clip_low, self.clip_high, self.dual_clip)
+        losses.check_bounds("loss.decoupled", self.cap, 0.0, self.outside)
+        one_of("loss.decoupled", "proximal", self.proximal, ("recompute", "interpolate"))
+
+    def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
+        if self.proximal == "interpolate":
+            proximal = losses.interpolate(
+                batch.logprobs, batch.need("old_logprobs"), batch.need("versions"), current=batch.next_version()
+            )
+        else:
+            proximal = batch.need("proximal_logprobs")
+        return losses.decoupled(
+            batch.logprobs,
+            proximal,
+            batch.need("old_logprobs"),
+            batch.need("advantages"),
+            batch.mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+            cap=self.cap,
+            outside=self.outside,
+            **_options(batch, aggregation, weights),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cispo:
+    """Clipped weights on the likelihood: `losses.cispo`."""
+
+    clip_low: float = 1.0
+    """The weight is clipped below at 1 - clip_low; 1 for no bound."""
+    clip_high: float = 4.0
+    """The weight is clipped above at 1 + clip_high."""
+
+    def __post_init__(self) -> None:
+        check_clip("loss.cispo", self.clip_low, self.clip_high)
+
+    def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
+        return _surrogate(losses.cispo, self, batch, aggregation, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Sapo:
+    """A soft gate: `losses.sapo`."""
+
+    tau_pos: float = 1.0
+    """How fast the gradient falls off where A > 0."""
+    tau_neg: float = 1.05
+    """... and elsewhere."""
+
+    def __post_init__(self) -> None:
+        for name in ("tau_pos", "tau_neg"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"loss.sapo: {name}={getattr(self, name)} must be more than 0")
+
+    def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
+        return _surrogate(losses.sapo, self, batch, aggregation, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Aipo:
+    """Weights cut from above, for tokens of older policies: `losses.aipo`."""
+
+    cap: float = 4.0
+    """Largest weight; 2 to 10 in the paper."""
+    mask_low: float | None = None
+    """Largest fall in probability of a token with A < 0."""
+    mask_high: float | None = None
+    """Largest rise in probability of a token with A > 0."""
+    drift: float = 0.0
+    """Coefficient of the squared log-ratio."""
+
+    def __post_init__(self) -> None:
+        if not self.cap > 0:
+            raise ValueError(f"loss.aipo: cap={self.cap} must be more than 0")
+        within("loss.aipo", "drift", self.drift, 0.0)
+
+    def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
+        return _surrogate(losses.aipo, self, batch, aggregation, weights)
+
+
+def _surrogate(
+    loss: Callable[..., LossSum], part: Any, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None
+) -> LossSum:
+    """A loss of log-probs, old log-probs, advantages and mask, with the part's fields as its hyper-parameters."""
+    own = {field.name: getattr(part, field.name) for field in fields(part)}
+    tensors = (batch.logprobs, batch.need("old_logprobs"), batch.need("advantages"), batch.mask)
+    return loss(*tensors, **own, **_options(batch, aggregation, weights))
+
+
+def _options(batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> dict[str, Any]:
+    """What every loss takes alike."""
+    return {
+        "weights": weights,
+        "entropy": batch.entropy,
+        "how": aggregation.how,
+        "norm_length": aggregation.norm_length,
+        "sequences": batch.sequences,
+    }
+
+
+# The rest ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregation:
+    """How losses of tokens become one: `aggregate.reduce`."""
+
+    how: How = "token-mean"
+    """token-mean, seq-mean-token-sum, seq-mean-token-mean or seq-mean-token-sum-norm."""
+    norm_length: float | None = None
+    """Constant length, tokens, of seq-mean-token-sum-norm: the longest response allowed. None elsewhere."""
+
+    def __post_init__(self) -> None:
+        one_of("aggregation", "how", self.how, HOWS)
+        if self.norm_length is not None and self.how != "seq-mean-token-sum-norm":
+            raise ValueError(
+                f"aggregation: norm_length={self.norm_length} is used by how='seq-mean-token-sum-norm' only, not by "
+                f"{self.how!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Kl:
+    """A penalty for leaving a reference policy: `kl.estimate`."""
+
+    place: Literal["loss", "reward"] = "loss"
+    """Added to the loss, or taken off the rewards token by token."""
+    kind: Kind = "k3"
+    """Which estimate: k3 or k2 in a loss, k1 in rewards."""
+    beta: float = 0.001
+    """Its weight; above 0."""
+    corrected: bool = False
+    """In the loss: multiply by the ratio to the policy that sampled, which makes it unbiased off-policy."""
+    cut: float | None = CUT
+    """Bound of k3, nats: beyond it a token has no gradient, and `kl/cut` counts it. None for none, as published."""
+
+    def __post_init__(self) -> None:
+        if self.cut is not None and not self.cut > 0:
+            raise ValueError(f"kl: cut={self.cut} must be more than 0 nats; for no bound null")
+        one_of("kl", "place", self.place, ("loss", "reward"))
+        one_of("kl", "kind", self.kind, KINDS)
+        if not self.beta > 0:
+            raise ValueError(f"kl: beta={self.beta} must be more than 0; for no penalty leave the part out (kl: null)")
+        if self.corrected and self.place != "loss":
+            raise ValueError("kl: corrected=true belongs to place='loss'; in rewards the sampling policy is meant")
+        if self.kind == "k1" and self.place == "loss" and not self.corrected:
+            raise ValueError("kl: the gradient of k1 in a loss has mean zero: it penalises nothing; use k2 or k3")
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Importance sampling between engine and trainer: `importance.weights`, `importance.drifted`.
+
+    The old log-probs are then the trainer's own, recomputed before the first update; the engine's are the behaviour.
+    """
+
+    cap: float = 2.0
+    """Largest weight old / behavior."""
+    floor: float = 0.0
+    """Smallest weight."""
+    level: Level = "token"
+    """A weight per token, or one per sequence: the product of its tokens' ratios, or their geometric mean."""
+    outside: Outside = "truncate"
+    """What becomes of a weight beyond the bounds: truncate it (TIS), or mask its token (IcePop)."""
+
+    def __post_init__(self) -> None:
+        losses.check_bounds("correction", self.cap, self.floor, self.outside)
+        one_of("correction", "level", self.level, LEVELS)
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Leaves out sequences that the trainer, before the first update, finds too unlike those it would have drawn:
+    `importance.rejected`."""
+
+    floor: float = 0.5
+    """Smallest geometric mean of the ratios trainer / engine of a sequence's tokens, less than 1."""
+    cap: float = 2.0
+    """The largest, more than 1."""
+    least: float = 0.0
+    """Smallest ratio that any token of it may have; 0 for no bound."""
+
+    def __post_init__(self) -> None:
+        losses.check_rejection("rejection", self.floor, self.cap, self.least)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlong:
+    """A penalty near the length limit: `shaping.overlong`."""
+
+    longest: int = 20480
+    """The limit, tokens."""
+    cache: int = 4096
+    """How many tokens before it the penalty begins."""
+    penalty: float = 0.5
+    """What an answer at the limit loses, in units of reward; above 0. Half of what a right answer is above a wrong one,
+    where those are 1 and 0: with 1 a right answer at the limit would be worth no more than a short wrong one, and
+    answers would only become shorter. DAPO takes 1 off rewards of 1 and -1, which is the same half."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache <= self.longest:
+            raise ValueError(f"shaping: cache={self.cache} must be between 1 and longest={self.longest}")
+        if not self.penalty > 0:
+            raise ValueError(f"shaping: penalty={self.penalty} must be more than 0; for none leave shaping out (null)")
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicSampling:
+    """Drop groups that give no gradient and draw more until the batch is full: `filters.Filling`."""
+
+    max_rounds: int = 10
+    """Rounds of generation per step at most."""
+
+    def __post_init__(self) -> None:
+        if self.max_rounds < 1:
+            raise ValueError(f"sampling: max_rounds={self.max_rounds} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Critic:
+    """The critic's loss: `losses.value`."""
+
+    clip: float | None = 0.2
+    """How far one batch may move a prediction; None for no bound."""
+    error: Error = "huber"
+    """huber or square."""
+    delta: float = 10.0
+    """Where Huber's error turns straight."""
+
+    def __post_init__(self) -> None:
+        one_of("critic", "error", self.error, ERRORS)
+        if not self.delta > 0 or (self.clip is not None and not self.clip > 0):
+            raise ValueError(f"critic: clip={self.clip} and delta={self.delta} must be more than 0")
+
+
+ADVANTAGES = {
+    "group_relative": GroupRelative,
+    "leave_one_out": LeaveOneOut,
+    "reinforce_pp": ReinforcePP,
+    "gae": Gae,
+    "distillation": Distillation,
+}
+"""What can stand at `advantage`, by name."""
+
+LOSSES = {"clipped": Clipped, "decoupled": Decoupled, "cispo": Cispo, "sapo": Sapo, "aipo": Aipo}
+"""What can stand at `loss`, by name."""
+
+
+Resolve = Callable[[str], Any]
+"""Turns a dotted path into what it names."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmSpec:
+    """How judged answers become a gradient."""
+
+    name: str
+    """Of the recipe it came from."""
+    advantage: Callable[..., Any] = GroupRelative()
+    """(Answers, penalty of tokens or None, reduce) -> advantages, or (advantages, returns); one of `ADVANTAGES`."""
+    loss: Callable[..., Any] = Clipped()
+    """(MicroBatch, Aggregation, weights or None) -> LossSum; one of `LOSSES`."""
+    aggregation: Aggregation = Aggregation()
+    """How losses of tokens become one."""
+    kl: Kl | None = None
+    """Penalty for leaving a reference policy."""
+    entropy_bonus: float = 0.0
+    """Weight of the reward for staying undecided, at least 0."""
+    correction: Correction | None = None
+    """Importance sampling between engine and trainer."""
+    rejection: Rejection | None = None
+    """Sequences left out whole, by how far engine and trainer are apart over them."""
+    max_drift: float | None = None
+    """Bad answers that the policy has left further behind are left out, nats per token; None for no bound."""
+    shaping: Overlong | None = None
+    """Penalty near the length limit."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Answers that the length limit cut are learned from like others, or give no gradient."""
+    sampling: DynamicSampling | None = None
+    """Draw more groups in place of those whose rewards are all equal."""
+    critic: Critic | None = None
+    """Train a critic beside the policy."""
+
+    def __post_init__(self) -> None:
+        where = f"algorithm {self.name!r}"
+        one_of(where, "truncated", self.truncated, ("keep", "mask"))
+        within(where, "entropy_bonus", self.entropy_bonus, 0.0)
+        for place, part in (("advantage", self.advantage), ("loss", self.loss)):
+            if not callable(part):
+                raise ValueError(f"{where}: {place}={part!r} is not a function")
+            _check_call(f"{where}: {place}", part, _CALLED_WITH[place])
+        if isinstance(self.advantage, Gae) != (self.critic is not None):
+            raise ValueError(f"{where}: advantage 'gae' and `critic` need each other: set both or neither")
+        if self.correction is not None and isinstance(self.loss, Decoupled):
+            raise ValueError(f"{where}: loss 'decoupled' corrects by itself: leave `correction` out")
+        if self.aggregation.how == "seq-mean-token-sum-norm" and self.aggregation.norm_length is None:
+            raise ValueError(
+                f"{where}: aggregation.norm_length must be set, to the longest response allowed (tokens): it is the "
+                "constant that losses of answers are divided by"
+            )
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Advantages depend on all answers of the step, so training cannot begin before the last one is judged."""
+        whitened = isinstance(self.advantage, Gae) and self.advantage.whiten
+        return whitened or getattr(self.advantage, "needs_whole_batch", isinstance(self.advantage, ReinforcePP))
+
+    @property
+    def compares_within_groups(self) -> bool:
+        """Answers are compared with others to the same prompt, so a single one teaches nothing."""
+        baseline = isinstance(self.advantage, ReinforcePP) and self.advantage.baseline
+        return baseline or isinstance(self.advantage, GroupRelative | LeaveOneOut) or self.sampling is not None
+
+    @property
+    def needs_reference(self) -> bool:
+        """Log-probs of a reference policy are needed."""
+        return self.kl is not None
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Log-probs of a teacher are needed."""
+        return isinstance(self.advantage, Distillation)
+
+    @property
+    def needs_recomputed_logprobs(self) -> bool:
+        """The trainer must compute log-probs with the weights just before the update."""
+        decoupled = isinstance(self.loss, Decoupled) and self.loss.proximal == "recompute"
+        return decoupled or self.correction is not None or self.rejection is not None
+
+
+_CALLED_WITH = {"advantage": ("answers", "penalty", "reduce"), "loss": ("batch", "aggregation", "weights")}
+"""Arguments of the functions at these places, by position."""
+
+
+def _check_call(where: str, function: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+    """See that a function can be called with these arguments; raises `ValueError` if not."""
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(
+            f"{where}: {getattr(function, '__name__', function)} is an `async def`; a plain `def` is called"
+        )
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        name, given = getattr(function, "__name__", type(function).__name__), ", ".join(arguments)
+        raise ValueError(f"{where}: {name} is called as {name}({given}), by position, and: {error}") from None
+
+
+_PARTS: dict[str, Any] = {
+    "aggregation": Aggregation,
+    "kl": Kl,
+    "correction": Correction,
+    "rejection": Rejection,
+    "shaping": Overlong,
+    "sampling": DynamicSampling,
+    "critic": Critic,
+}
+"""Places that one kind of part can stand at."""
+
+_CHOICES: dict[str, dict[str, Any]] = {"advantage": dict(ADVANTAGES), "loss": dict(LOSSES)}
+"""Places that one of several can stand at, by name."""
+
+
+def override(spec: AlgorithmSpec, changes: Mapping[str, Any], *, resolve: Resolve | None = None) -> AlgorithmSpec:
+    """A spec with some fields changed.
+
+    Args:
+        spec: what to start from; not changed.
+        changes: by place. A mapping changes the keys it names: `{"loss": {"clip_high": 0.3}}`, the same as
+            `{"loss.clip_high": 0.3}`. A name takes another part with its defaults: `{"loss": "sapo"}`; a mapping with
+            `name` takes one with these values: `{"loss": {"name": "sapo", "tau_neg": 1.1}}`. None leaves an optional
+            part out. A part or a function stands for itself, and a dotted path for what `resolve` says.
+        resolve: turns a dotted path into the function it names.
+
+    Raises:
+        ValueError: no place, key or choice of that name (the text gives the nearest), or a bad value.
+    """
+    where = f"algorithm {spec.name!r}"
+    places = [field.name for field in dataclasses.fields(spec) if field.name != "name"]
+    changed: dict[str, Any] = {}
+    for place, change in _nested(changes).items():
+        one_of(where, "key", place, places)
+        old = changed.get(place, getattr(spec, place))
+        if place in _CHOICES:
+            changed[place] = _chosen(f"{where}: {place}", old, change, _CHOICES[place], resolve)
+        elif place in _PARTS:
+            changed[place] = _part(f"{where}: {place}", old, change, _PARTS[place], optional=place != "aggregation")
+        else:
+            changed[place] = _value(where, place, change, typing.get_type_hints(AlgorithmSpec)[place])
+    return dataclasses.replace(spec, **changed)
+
+
+def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested mappings, merged with those that are nested already."""
+    nested: dict[str, Any] = {}
+    for key, value in changes.items():
+        place, _, inner = key.partition(".")
+        if inner:
+            held = nested.setdefault(place, {})
+            if not isinstance(held, dict):
+                raise ValueError(f"{key} and {place} are both given: write one of them")
+            held[inner] = value
+        elif isinstance(value, Mapping) and isinstance(nested.get(place, {}), dict):
+            nested[place] = {**nested.get(place, {}), **value}
+        elif place in nested:
+            raise ValueError(f"{place} is given twice: write it once")
+        else:
+            nested[place] = value
+    return nested
+
+
+def _chosen(where: str, old: Any, change: Any, choices: dict[str, Any], resolve: Resolve | None) -> Any:
+    """One of several parts, or a user's own."""
+    if isinstance(change, Mapping):
+        values = dict(change)
+        kind = values.pop("name", None)
+        if kind is None:
+            return _filled(where, old, values)
+        return _filled(where, _chosen(where, old, kind, choices, resolve), values)
+    if isinstance(change, str):
+        if "." in change and resolve is not None:
+            found = resolve(change)
+            return found() if isinstance(found, type) else found
+        one_of(where, "name", change, choices)
+        return choices[change]()
+    return change() if isinstance(change, type) else change
+
+
+def _part(where: str, old: Any, change: Any, kind: Any, *, optional: bool) -> Any:
+    """A part that may be left out."""
+    if isinstance(change, Mapping):
+        return _filled(where, kind() if old is None else old, dict(change))
+    if isinstance(change, kind) or (change is None and optional):
+        return change
+    raise ValueError(
+        f"{where} must be a mapping of {[field.name for field in dataclasses.fields(kind)]}"
+        + (" or null" if optional else "")
+        + f", not {change!r}"
+    )
+
+
+def _filled(where: str, part: Any, values: dict[str, Any]) -> Any:
+    """A part with some of its fields changed."""
+    if not dataclasses.is_dataclass(part) or isinstance(part, type):
+        if not values:
+            return part
+        raise ValueError(f"{where} is a function, {part!r}, without fields to set: {sorted(values)}")
+    hints = typing.get_type_hints(type(part))
+    names = [field.name for field in dataclasses.fields(part)]
+    for key in values:
+        one_of(f"{where} ({type(part).__name__})", "key", key, names)
+    checked = {key: _value(where, key, value, hints[key]) for key, value in values.items()}
+    return dataclasses.replace(part, **checked)
+
+
+def _value(where: str, key: str, value: Any, hint: Any) -> Any:
+    """A plain value of the type that the field has; whole numbers stand for floats."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    for kind in kinds:
+        if value is None and kind is type(None):
+            return None
+        if typing.get_origin(kind) is Literal:
+            one_of(where, key, value, typing.get_args(kind))
+            return value
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if kind in (bool, int, str) and type(value) is kind:
+            return value
+    names = " or ".join("null" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds)
+    raise ValueError(f"{where}: {key}={value!r} must be {names}")
+
+
+def advantages_of(spec: AlgorithmSpec, answers: Answers, reduce: Reduce | None = None) -> Advantages:
+    """The advantages of a batch.
+
+    If `spec.needs_whole_batch`, `answers` must be all answers of an optimizer step (or `reduce` must see the other
+    ranks' shares); otherwise any number of whole groups will do, so that training can begin while others still decode.
+
+    Args:
+        spec: the algorithm.
+        answers: judged answers.
+        reduce: adds a tensor of sums up over ranks; None if this is all.
+
+    Raises:
+        ValueError: a tensor that the spec needs is missing, or shapes do not fit.
+    """
+    per_answer = {"groups": answers.groups, "truncated": answers.truncated, "weights": answers.weights}
+    same_shape("advantages_of", "rewards", answers.rewards, **per_answer)
+    mask = answers.mask.bool()
+    rewards = shaped(spec, answers.rewards, mask.sum(1) if answers.lengths is None else answers.lengths)
+    if spec.truncated == "mask":
+        mask = advantages.whole(mask, answers.need("truncated"))
+    penalty = None
+    if spec.kl is not None and spec.kl.place == "reward":
+        logprobs, reference = answers.need("logprobs").detach(), answers.need("ref_logprobs")
+        ours, theirs = (torch.where(answers.mask.bool(), x, 0.0) for x in (logprobs, reference))
+        penalty = spec.kl.beta * losses.estimate(ours, theirs, kind=spec.kl.kind, cut=spec.kl.cut)
+    counted = mask if answers.weights is None else mask * answers.weights[:, None]
+    found = spec.advantage(replace(answers, rewards=rewards, mask=counted), penalty, reduce)
+    values, returns = found if isinstance(found, tuple) else (found, None)
+    return Advantages(values.float(), mask, rewards, None if returns is None else returns.float())
+
+
+def shaped(spec: AlgorithmSpec, rewards: Tensor, lengths: Tensor) -> Tensor:
+    """Rewards as an algorithm compares them: with its penalty for long answers, if it has one.
+
+    In float64, since rewards may be large numbers that differ little, such as minus nanoseconds.
+
+    Args:
+        spec: the algorithm.
+        rewards: of each answer, [answers].
+        lengths: its generated tokens, [answers].
+    """
+    rewards, part = rewards.detach().double(), spec.shaping
+    if part is None:
+        return rewards
+    return rewards + advantages.overlong(lengths, longest=part.longest, cache=part.cache, penalty=part.penalty)
+
+
+def loss_of(spec: AlgorithmSpec, batch: MicroBatch) -> LossSum:
+    """The loss of a micro-batch: the surrogate with its corrections, plus KL, less the entropy bonus.
+
+    Args:
+        spec: the algorithm.
+        batch: log-probs and what belongs to them.
+
+    Returns:
+        Un-normalised sums, differentiable by `batch.logprobs` (and `batch.entropy`); LossSums of micro-batches and
+        ranks add, and the summed gradient is divided by the summed weight once.
+
+    Raises:
+        ValueError: a tensor that the spec needs is missing, or shapes do not fit.
+    """
+    weights, watched = _weights(spec, batch)
+    surrogate: LossSum = spec.loss(batch, spec.aggregation, weights)
+    if not isinstance(surrogate, LossSum):
+        name = getattr(spec.loss, "__name__", type(spec.loss).__name__)
+        raise TypeError(
+            f"loss {name} returned a {type(surrogate).__name__}, not a LossSum: end it with rlinf.algos.losses.policy "
+            "or its like, or with LossSum of your own sums (docs/algorithms.md)"
+        )
+    loss = surrogate.watching(watched)
+    how: dict[str, Any] = {
+        "how": spec.aggregation.how,
+        "norm_length": spec.aggregation.norm_length,
+        "sequences": batch.sequences,
+    }
+    if spec.kl is not None and spec.kl.place == "loss":
+        old = batch.need("old_logprobs") if spec.kl.corrected else None
+        what: dict[str, Any] = {"kind": spec.kl.kind, "cut": spec.kl.cut, "old_logprobs": old}
+        term = losses.kl(batch.logprobs, batch.need("ref_logprobs"), batch.mask, **what, **how)
+        loss = loss.plus(term, spec.kl.beta)
+    if spec.entropy_bonus:
+        loss = loss.plus(losses.entropy_bonus(batch.need("entropy"), batch.mask, **how), spec.entropy_bonus)
+    return loss
+
+
+def value_loss_of(
+    spec: AlgorithmSpec,
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    sequences: Tensor | None = None,
+) -> LossSum:
+    """The critic's loss of a micro-batch, aggregated as the policy's.
+
+    Args:
+        spec: an algorithm with a critic.
+        values, old_values, returns, mask, sequences: see `losses.value`.
+
+    Raises:
+        ValueError: the spec has no critic, or shapes do not fit.
+    """
+    if spec.critic is None:
+        raise ValueError(f"algorithm {spec.name!r} has no critic: name one (critic: {{}}), or take 'ppo'")
+    return losses.value(
+        values,
+        old_values,
+        returns,
+        mask,
+        clip=spec.critic.clip,
+        error=spec.critic.error,
+        delta=spec.critic.delta,
+        how=spec.aggregation.how,
+        norm_length=spec.aggregation.norm_length,
+        sequences=sequences,
+    )
+
+
+def _weights(spec: AlgorithmSpec, batch: MicroBatch) -> tuple[Tensor | None, dict[str, Metric]]:
+    """Factors of the tokens' losses by `correction`, `rejection` and `max_drift`, and what to watch about them."""
+    weights: Tensor | None = None
+    watched: dict[str, Metric] = {}
+    if spec.correction is not None:
+        weights, watched = losses.weights(
+            batch.need("old_logprobs"),
+            batch.need("behavior_logprobs"),
+            batch.mask,
+            cap=spec.correction.cap,
+            floor=spec.correction.floor,
+            level=spec.correction.level,
+            outside=spec.correction.outside,
+            sequences=batch.sequences,
+        )
+    left_out: list[tuple[Tensor, dict[str, Metric]]] = []
+    if spec.rejection is not None:
+        bounds = {"floor": spec.rejection.floor, "cap": spec.rejection.cap, "least": spec.rejection.least}
+        before, drawn = batch.need("proximal_logprobs"), batch.need("behavior_logprobs")
+        left_out.append(losses.rejected(before, drawn, batch.mask, **bounds, sequences=batch.sequences))
+    if spec.max_drift is not None:
+        left_out.append(
+            losses.drifted(
+                batch.logprobs,
+                batch.need("old_logprobs"),
+                batch.need("advantages"),
+                batch.mask,
+                most=spec.max_drift,
+                sequences=batch.sequences,
+            )
+        )
+    for staying, more in left_out:
+        weights = staying if weights is None else weights * staying
+        watched = {**watched, **more}
+    return weights, watched

@@ -1,0 +1,605 @@
+"""Sums that stay un-normalised until the very end.
+
+A micro-batch flows in as tensors and comes out as a `LossSum`: the sum of a loss over its tokens, and how many tokens
+that were. LossSums add; only the optimizer step divides, once, by the count of the whole batch. So the gradient does
+not depend on how the batch was cut, packed, ordered or spread over ranks.
+
+Errors that say what was wrong and what was probably meant. Names and numbers in, ValueError out.
+
+Masked tensors, and autograd functions with hand-written derivatives, that every loss builds on.
+
+Numbers under the mask may be anything, NaN and inf included, and count for nothing. Everything is float32 inside
+(float64 stays). A loss gives its values and its derivatives side by side, as formulas, and `attach` hands the second
+to autograd. On a CPU that is ten times faster than to let autograd differentiate clamps and maxima, whose backward
+passes select with `where`, at the price of an exponential each.
+
+Which tokens belong to one sequence: rows of a rectangle, or ids beside packed tokens.
+
+A sequence lies whole in one micro-batch, so sums over sequences add over micro-batches and ranks like sums over tokens.
+
+What advantages and losses are computed from: judged answers of whole groups, and tokens of a micro-batch.
+
+Plain data; which tensors an algorithm needs is its own business, and `need` says which is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+def one_of(where: str, argument: str, value: object, choices: Iterable[str]) -> None:
+    """Check that `value` is one of the names.
+
+    Raises:
+        ValueError: it is not; the text names the nearest.
+    """
+    names = list(choices)
+    if value not in names:
+        near = get_close_matches(str(value), names, n=1)
+        raise ValueError(
+            f"{where}: {argument}={value!r} is none of {names}" + (f"; meant {near[0]!r}?" if near else "")
+        )
+
+
+def same_shape(where: str, of: str, like: Tensor, **others: Tensor | None) -> None:
+    """Check that the tensors given (None is not) have the shape of `like`, which the text calls `of`.
+
+    Raises:
+        ValueError: one has not.
+    """
+    for argument, value in others.items():
+        if value is not None and value.shape != like.shape:
+            raise ValueError(f"{where}: {argument} {list(value.shape)} must have the shape of {of} {list(like.shape)}")
+
+
+def within(where: str, argument: str, value: float, low: float = float("-inf"), high: float = float("inf")) -> None:
+    """Check that low <= value <= high, and that it is a number.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not low <= value <= high:
+        bounds = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
+        raise ValueError(f"{where}: {argument}={value} must be {bounds}")
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A metric that is an average: its sum and what to divide it by. Adding two averages over both."""
+
+    total: Tensor
+    """Sum of the values, []."""
+    weight: Tensor
+    """Number of values (or their total weight), []."""
+
+    @property
+    def value(self) -> float:
+        """The average; 0.0 over nothing."""
+        weight = float(self.weight)
+        return float(self.total) / weight if weight else 0.0
+
+    @property
+    def empty(self) -> bool:
+        """Nothing has been added up."""
+        return not float(self.weight)
+
+    def nothing(self) -> Mean:
+        """What adds nothing."""
+        return Mean(torch.zeros_like(self.total), torch.zeros_like(self.weight))
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """A metric that is a maximum. Adding two takes the larger."""
+
+    largest: Tensor
+    """The largest value so far, []; -inf over nothing."""
+
+    @property
+    def value(self) -> float:
+        """The maximum; 0.0 over nothing."""
+        largest = float(self.largest)
+        return largest if largest != float("-inf") else 0.0
+
+    @property
+    def empty(self) -> bool:
+        """Nothing has been compared."""
+        return float(self.largest) == float("-inf")
+
+    def nothing(self) -> Max:
+        """What adds nothing."""
+        return Max(torch.full_like(self.largest, float("-inf")))
+
+    def __add__(self, other: Max) -> Max:
+        return Max(torch.maximum(self.largest, other.largest))
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """How much of the variance of targets a prediction explains: 1 - Var(target - prediction) / Var(target)."""
+
+    moments: Tensor
+    """Number of targets, their sum and sum of squares, then the same two of target - prediction, float64 [5]."""
+
+    @property
+    def value(self) -> float:
+        """1 for a perfect prediction, 0 for a constant one; 0.0 where the targets do not vary."""
+        count, target, target_square, error, error_square = self.moments.tolist()
+        variance = target_square - target * target / count if count else 0.0
+        # Of equal targets only rounding is left, which must not be divided by.
+        if variance <= 1e-12 * max(target_square, error_square):
+            return 0.0
+        return float(1.0 - (error_square - error * error / count) / variance)
+
+    def nothing(self) -> Explained:
+        """What adds nothing."""
+        return Explained(torch.zeros_like(self.moments))
+
+    def __add__(self, other: Explained) -> Explained:
+        return Explained(self.moments + other.moments)
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveSize:
+    """The share of samples that is left when they count with unequal weights: (sum w)^2 / (n sum w^2), of Kish."""
+
+    moments: Tensor
+    """Number of weights, their sum and their sum of squares, float64 [3]."""
+
+    @property
+    def value(self) -> float:
+        """1 where all weights are equal, 1 / n where one has all of it; 1.0 over nothing."""
+        count, total, square = self.moments.tolist()
+        return float(total * total / (count * square)) if square else 1.0
+
+    @property
+    def empty(self) -> bool:
+        """There are no weights."""
+        return not float(self.moments[0])
+
+    def nothing(self) -> EffectiveSize:
+        """What adds nothing."""
+        return EffectiveSize(torch.zeros_like(self.moments))
+
+    def __add__(self, other: EffectiveSize) -> EffectiveSize:
+        return EffectiveSize(self.moments + other.moments)
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Several metrics of the same sums. Adding two adds the sums."""
+
+    sums: Tensor
+    """Of any shape, float64."""
+    told: Callable[[Tensor], Mapping[str, float]]
+    """Metrics by their names, of the sums of the whole batch."""
+
+    def nothing(self) -> Several:
+        """What adds nothing."""
+        return Several(torch.zeros_like(self.sums), self.told)
+
+    def __add__(self, other: Several) -> Several:
+        return Several(self.sums + other.sums, self.told)
+
+
+Metric = Mean | Max | Explained | EffectiveSize | Several
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """A loss before normalisation.
+
+    `total.backward()` on every micro-batch, then dividing the gradient by the summed `weight`, is the gradient of the
+    batch's mean loss.
+    """
+
+    total: Tensor
+    """Sum over tokens of loss x mask (x coefficient, see `aggregate`), [], differentiable."""
+    weight: Tensor
+    """What to divide by: tokens, or sequences, [], float64 so that counting is exact beyond 2^24 tokens."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """What to watch, as sums too; without gradient."""
+
+    def __add__(self, other: LossSum) -> LossSum:
+        metrics = dict(self.metrics)
+        for name, metric in other.metrics.items():
+            metrics[name] = _join(metrics[name], metric) if name in metrics else metric
+        return LossSum(self.total + other.total, self.weight + other.weight, metrics)
+
+    def __radd__(self, other: int) -> LossSum:
+        if other != 0:  # sum() starts from the number 0
+            return NotImplemented
+        return self
+
+    def plus(self, term: LossSum, scale: float = 1.0) -> LossSum:
+        """Another term of the same loss over the same tokens: totals and metrics gather, the weight stays.
+
+        Args:
+            term: such as a KL penalty, aggregated in the same way.
+            scale: what to multiply it by.
+        """
+        return LossSum(self.total + scale * term.total, self.weight, {**self.metrics, **term.metrics})
+
+    def watching(self, metrics: Mapping[str, Metric]) -> LossSum:
+        """The same loss with further metrics."""
+        return LossSum(self.total, self.weight, {**self.metrics, **metrics})
+
+    def mean(self) -> Tensor:
+        """The loss per token (or sequence), []; 0 with a zero gradient if none counts."""
+        return self.total / torch.where(self.weight == 0, 1.0, self.weight).to(self.total.dtype)
+
+    def average(self) -> float:
+        """`mean` as a number."""
+        return float(self.total) / (float(self.weight) or 1.0)
+
+    def detach(self) -> LossSum:
+        """The same sums without the graph that made them, to keep while further micro-batches come."""
+        return LossSum(self.total.detach(), self.weight, self.metrics)
+
+    def told_by_another(self) -> LossSum:
+        """Sums of the same names that add nothing: of a rank that computed the same tokens as another."""
+        none = {name: metric.nothing() for name, metric in self.metrics.items()}
+        return LossSum(torch.zeros_like(self.total), torch.zeros_like(self.weight), none)
+
+    def values(self) -> dict[str, float]:
+        """Every metric as a number; those over nothing are absent, since 0 would look like a measurement."""
+        found: dict[str, float] = {}
+        for name, metric in self.metrics.items():
+            if isinstance(metric, Several):
+                found |= metric.told(metric.sums)
+            elif isinstance(metric, Explained) or not metric.empty:
+                found[name] = metric.value
+        return found
+
+
+def _join(a: Metric, b: Metric) -> Metric:
+    if isinstance(a, Mean) and isinstance(b, Mean):
+        return a + b
+    if isinstance(a, Max) and isinstance(b, Max):
+        return a + b
+    if isinstance(a, Explained) and isinstance(b, Explained):
+        return a + b
+    if isinstance(a, EffectiveSize) and isinstance(b, EffectiveSize):
+        return a + b
+    if isinstance(a, Several) and isinstance(b, Several):
+        return a + b
+    raise TypeError(f"one metric name stands for a {type(a).__name__} and a {type(b).__name__}: give them two names")
+
+
+def mean_of(values: Tensor, mask: Tensor) -> Mean:
+    """The average of `values` where `mask` is true (both of one shape), without gradient."""
+    values = torch.where(mask, values.detach(), values.new_zeros(()))
+    return Mean(values.sum(dtype=torch.float64), mask.sum(dtype=torch.float64))
+
+
+def max_of(values: Tensor, mask: Tensor) -> Max:
+    """The largest of `values` where `mask` is true (both of one shape), without gradient."""
+    if values.numel() == 0:
+        return Max(torch.full((), float("-inf"), dtype=torch.float64, device=values.device))
+    return Max(torch.where(mask, values.detach(), values.new_full((), float("-inf"))).max().double())
+
+
+LOG_RATIO = 20.0
+"""Bound of |log ratio|: exp(20) = 5e8 is beyond every clip and still squares within float32."""
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32, or in float64 if it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Which positions count."""
+
+    mask: Tensor
+    """bool"""
+    number: Tensor | None
+    """The mask as 0 and 1, in the shape of `mask`; None if every position counts."""
+    count: Tensor
+    """How many count, [], float64."""
+    dtype: torch.dtype
+    """Of the numbers: float32 or float64."""
+    weight: Tensor | None = None
+    """How many tokens each position counts as in a mean, in the shape of `mask`, 0 outside it; None: as one."""
+
+    def only(self, x: Tensor) -> Tensor:
+        """`x` (finite, broadcastable to the mask) where it counts, 0 elsewhere."""
+        return x if self.number is None else x * self.number
+
+    def only_(self, x: Tensor) -> Tensor:
+        """`only` in place, for a tensor in the mask's shape."""
+        return x if self.number is None else x.mul_(self.number)
+
+    def clean(self, x: Tensor) -> Tensor:
+        """`x` detached and wide, with something finite under the mask and for -inf; a NaN that counts stays one."""
+        x = wide(x.detach())
+        if not known_finite(x):
+            # A quarter of the range, so that -inf - -inf is 0 and not NaN: two impossible tokens are equally likely.
+            x = torch.where(self.mask, x, 0.0).clamp(min=torch.finfo(x.dtype).min / 4)
+        return x
+
+    def mean(self, x: Tensor) -> Mean:
+        """The metric that averages `x`, which is 0 outside the mask."""
+        return Mean(x.sum().double(), self.count)
+
+
+def keep(mask: Tensor, dtype: torch.dtype) -> Kept:
+    """Read a mask; numbers in `dtype`.
+
+    Args:
+        mask: bool or 0/1. One of floats is also how much each position counts: a loss with 2.0 at all tokens of a
+            sequence is that of a batch which has the sequence twice. Metrics count every position once.
+        dtype: float32 or float64.
+    """
+    weight = mask.to(dtype) if mask.is_floating_point() else None
+    mask = mask if mask.dtype == torch.bool else mask.bool()
+    bytes_ = mask.view(torch.uint8)  # bytes convert, and tell their minimum, in a quarter of the time of bool
+    if mask.device.type == "cpu" and (mask.numel() == 0 or bytes_.amin().item() == 1):
+        return Kept(mask, None, torch.tensor(float(mask.numel()), dtype=torch.float64), dtype, weight)
+    number = bytes_.to(dtype)
+    return Kept(mask, number, number.sum(-1).double().sum(), dtype, weight)  # exact up to 2^24 tokens in a row
+
+
+def known_finite(x: Tensor) -> bool:
+    """Whether all numbers are known to be finite; never on an accelerator, whose queue a question would stop."""
+    # A sum is finite only if all numbers are, and costs a tenth of `where`.
+    return x.device.type == "cpu" and math.isfinite(x.sum().item())
+
+
+def indicator(compare: Callable[..., Any], a: Tensor, b: Tensor | float) -> Tensor:
+    """Where `compare` (such as torch.gt) holds, as 0 and 1 in the dtype of `a`: a third of the price of bool.
+
+    Args:
+        compare: of torch, with an `out`.
+        a, b: what to compare; `b` broadcasts to the shape of `a`.
+    """
+    out: Tensor = compare(a, b, out=torch.empty_like(a, memory_format=torch.contiguous_format))
+    return out
+
+
+def largest(x: Tensor) -> Max:
+    """The metric that is the maximum of `x`."""
+    if x.numel() == 0:
+        return Max(torch.full((), float("-inf"), dtype=torch.float64, device=x.device))
+    return Max(x.amax().double())
+
+
+def log_ratio(logprobs: Tensor, old_logprobs: Tensor, kept: Kept) -> Tensor:
+    """log(new / old) of what counts, clamped to +-20; 0 elsewhere. A new tensor without gradient."""
+    difference = wide(logprobs.detach()) - wide(old_logprobs.detach())
+    if not known_finite(difference):
+        difference = kept.clean(logprobs) - kept.clean(old_logprobs)
+    return kept.only_(difference.clamp_(-LOG_RATIO, LOG_RATIO))
+
+
+def attach(leaf: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+    """`value` with the gradient `slope` towards `leaf`.
+
+    Args:
+        leaf: what is differentiated.
+        value: one number, [], or one per element of `leaf`; detached.
+        slope: d value / d leaf, element by element, in the shape of `leaf`.
+    """
+    attached: Tensor = _Attached.apply(leaf, value, slope)
+    return attached
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        ctx.dtype = leaf.dtype
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return (slope * grad).to(ctx.dtype), None, None
+
+
+_COUNTED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Of ids on accelerators, how many sequences they tell apart; beside the tensor, which losses of any origin hand on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Sums within sequences, and back."""
+
+    ids: Tensor | None
+    """Sequence of each token, int64, in the tokens' shape; None: each row is one."""
+    number: int
+    """How many sequences there are, those without a token that counts included."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum of `x`, [rows, tokens] or the shape of `ids`, within each sequence, [sequences]."""
+        if self.ids is None:
+            return x.sum(1)
+        # float64, since a sum of thousands one after the other would lose digits, other ones for other packings
+        gathered = torch.zeros(self.number, dtype=torch.float64, device=x.device)
+        return gathered.index_add_(0, self.ids.flatten(), x.flatten().double()).to(x.dtype)
+
+    def lengths(self, kept: Kept) -> Tensor:
+        """Tokens that count in each sequence, [sequences]."""
+        if kept.number is not None:
+            return self.sum(kept.number)
+        if self.ids is not None:
+            return torch.bincount(self.ids.flatten(), minlength=self.number).to(kept.dtype)
+        return torch.full((self.number,), kept.mask.shape[1], dtype=kept.dtype, device=kept.mask.device)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """`x`, [sequences], for each token: broadcastable to the tokens' shape."""
+        return x[:, None] if self.ids is None else x.index_select(0, self.ids.flatten()).view(self.ids.shape)
+
+
+def counted(ids: Tensor, number: int) -> Tensor:
+    """The ids, of which it is known that they are from 0 to below `number`, so that no device is asked for the largest.
+
+    Args:
+        ids: int64.
+        number: how many sequences there are.
+    """
+    if ids.device.type != "cpu":
+        _COUNTED[ids] = number
+    return ids
+
+
+def sequences_in(where: str, like: Tensor, ids: Tensor | None) -> Sequences:
+    """The sequences of tokens laid out as `like`.
+
+    Args:
+        where: function to name in errors.
+        like: [rows, tokens], or packed [tokens].
+        ids: in the shape of `like`, whole numbers from 0; None: each row is a sequence.
+
+    Raises:
+        ValueError: packed tokens without ids, or ids that are not whole numbers from 0 in that shape.
+    """
+    if ids is None:
+        if like.ndim != 2:
+            raise ValueError(
+                f"{where}: tokens {list(like.shape)} are packed, so `sequences` must say which sequence each belongs "
+                "to: whole numbers in the same shape (sequences.ids_of_lengths makes them)"
+            )
+        return Sequences(None, like.shape[0])
+    same_shape(where, "the tokens", like, sequences=ids)
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{where}: sequences must be whole numbers from 0, not {ids.dtype}")
+    if ids.device.type != "cpu" and (known := _COUNTED.get(ids)) is not None:
+        return Sequences(ids, known)
+    if ids.numel() == 0:
+        return Sequences(ids.long(), 0)
+    lowest, highest = ids.aminmax()
+    if int(lowest) < 0:
+        raise ValueError(f"{where}: sequences must be whole numbers from 0, found {int(lowest)}")
+    return Sequences(ids.long(), int(highest) + 1)
+
+
+def ids_of_lengths(lengths: Sequence[int] | Tensor) -> Tensor:
+    """The sequence of each token when sequences of these lengths lie one after the other, int64 [tokens]."""
+    lengths = torch.as_tensor(lengths)
+    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """A batch of judged answers; what a spec does not need may be missing."""
+
+    rewards: Tensor
+    """Of each answer, [answers]; an advantage is shown them in float64, after shaping."""
+    groups: Tensor
+    """Which group each belongs to, whole numbers, [answers]."""
+    mask: Tensor
+    """Which tokens count, bool [answers, tokens]; an advantage is shown floats, how much each counts, if there are
+    `weights`."""
+    weights: Tensor | None = None
+    """How many answers each counts as, more than 0, [answers]; None: as one."""
+    truncated: Tensor | None = None
+    """Whether the length limit cut it, bool [answers]."""
+    logprobs: Tensor | None = None
+    """Under the policy that sampled, nats, [answers, tokens]."""
+    ref_logprobs: Tensor | None = None
+    """Under the reference, nats, [answers, tokens]."""
+    teacher_logprobs: Tensor | None = None
+    """Under the teacher, nats, [answers, tokens]."""
+    values: Tensor | None = None
+    """The critic's prediction before each token, [answers, tokens]."""
+    token_rewards: Tensor | None = None
+    """The parts of `rewards` that fell at tokens, [answers, tokens]; what `rewards` is more falls at the last one."""
+
+    lengths: Tensor | None = None
+    """How many tokens were generated for each, [answers]; None: as many as count."""
+    spent: Tensor | None = None
+    """The parts of `rewards` that fell at generated tokens which do not count, [answers]; None: none did."""
+
+    @property
+    def unspent(self) -> Tensor:
+        """What of `rewards` falls at tokens that count, [answers]."""
+        return self.rewards if self.spent is None else self.rewards - self.spent
+
+    def need(self, name: str) -> Tensor:
+        """A tensor that this algorithm cannot do without.
+
+        Raises:
+            ValueError: it was not given.
+        """
+        return _given(self, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """What a batch of answers comes to."""
+
+    values: Tensor
+    """Advantage of each answer, [answers], or of each token, [answers, tokens]; float32, without gradient."""
+    mask: Tensor
+    """Which tokens count in the loss, bool [answers, tokens]."""
+    rewards: Tensor
+    """After shaping, float64 [answers]."""
+    returns: Tensor | None = None
+    """What the critic is to predict, [answers, tokens]."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Tokens to learn from, [rows, tokens] or packed [tokens]; what a spec does not need may be missing."""
+
+    logprobs: Tensor
+    """Under the policy being trained, nats; differentiable."""
+    mask: Tensor
+    """Which tokens count, bool; or, in floats, how much each does."""
+    old_logprobs: Tensor | None = None
+    """Under the policy that the ratio starts from (with `loss.decoupled`: the one that drew the tokens)."""
+    advantages: Tensor | None = None
+    """Per token, or one per row or sequence."""
+    sequences: Tensor | None = None
+    """Sequence of each token, whole numbers from 0; None: each row is one."""
+    entropy: Tensor | None = None
+    """Of each token's distribution, nats; differentiable if the spec has a bonus for it."""
+    ref_logprobs: Tensor | None = None
+    """Under the reference."""
+    behavior_logprobs: Tensor | None = None
+    """The engine's, for `correction` and `rejection`."""
+    proximal_logprobs: Tensor | None = None
+    """Under the weights just before the update, for `loss.decoupled` and `rejection`."""
+    versions: Tensor | None = None
+    """Version of the weights that made each token."""
+    version: int | None = None
+    """Version of the weights being trained, before the update."""
+
+    def need(self, name: str) -> Tensor:
+        """A tensor that this algorithm cannot do without.
+
+        Raises:
+            ValueError: it was not given.
+        """
+        return _given(self, name)
+
+    def next_version(self) -> int:
+        """The version that this update makes.
+
+        Raises:
+            ValueError: `version` was not given.
+        """
+        if self.version is None:
+            raise ValueError("MicroBatch.version is missing, which this algorithm needs")
+        return self.version + 1
+
+
+def _given(holder: Answers | MicroBatch, name: str) -> Tensor:
+    value: Tensor | None = getattr(holder, name)
+    if value is None:
+        raise ValueError(f"{type(holder).__name__}.{name} is missing, which this algorithm needs")
+    return value

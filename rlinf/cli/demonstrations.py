@@ -1,0 +1,276 @@
+"""Brings demonstrations from one format into another, or computes their statistics.
+
+    rlinf convert FROM TO --format lerobot
+    rlinf convert FROM TO --statistics openvla --name my_robot
+
+In: a data set in any format that is read. Out: one in any that is written, complete as soon as it can be seen; or the
+file in which published checkpoints keep statistics. Exit code 0, or 2 with a line that says what is wrong.
+
+Records demonstrations: a policy or a script acts in the environments of a configuration.
+
+    rlinf record --config FILE --episodes 100 --out DIR --model outputs/x/checkpoints/latest/policy
+    rlinf record --config FILE --episodes 100 --out DIR --expert my_robot.scripts.pick --format lerobot
+
+In: a configuration of a run that acts, and who acts. Out: whole episodes in any format, complete as soon as they can be
+seen. Exit code 0; 1 if nothing can be recorded; 2 with a line that says what is wrong with the input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.importing import look_in_working_directory, mistake_in, shipped
+from rlinf.config.load import InputError, RunFailure
+from rlinf.data.demonstrations.episode import ACTIONS, RGB, Episodes
+from rlinf.data.demonstrations.load import FORMATS, WRITTEN, chosen_of, open_episodes, save_demonstrations
+from rlinf.data.demonstrations.statistics import (
+    FILES,
+    GROOT_TAGS,
+    as_groot,
+    as_openpi,
+    as_openvla,
+    statistics_of,
+    write_statistics,
+)
+from rlinf.runs.rules import is_embodied, load_embodied
+from rlinf.runtime.base.errors import HostLost
+from rlinf.runtime.base.progress import counted, work
+
+if TYPE_CHECKING:
+    from rlinf.runtime.system.system import ActorSystem
+
+UNREADABLE = (ValueError, OSError, ImportError)
+"""What data sets and disks are refused with."""
+
+
+def convert(arguments: Sequence[str]) -> int:
+    """Convert a data set; returns the exit code.
+
+    Args:
+        arguments: what follows `convert` on the command line.
+
+    Raises:
+        SystemExit: the arguments are none of the command's.
+    """
+    options = _convert_parser().parse_args(arguments)
+    try:
+        episodes = open_episodes(Path(options.source), options.source_format, names_of(options.names))
+        places = episodes.chosen(options.solved)[: options.episodes]
+        made = _statistics if options.statistics else _converted
+        sys.stdout.write(made(options, episodes, places) + "\n")
+    except (InputError, *UNREADABLE) as error:
+        sys.stderr.write(f"error: rlinf convert: {error}\n")
+        return 2
+    return 0
+
+
+def _convert_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlinf convert",
+        description="Bring demonstrations into another format, or compute their statistics. "
+        "`rlinf convert THEIRS.yaml OURS.yaml` writes a configuration of verl's or RLinf's as one of ours.",
+    )
+    parser.add_argument("source", metavar="FROM", help="directory or file with demonstrations, in any format")
+    parser.add_argument("target", metavar="TO", help="directory that is not there yet")
+    parser.add_argument("--format", choices=WRITTEN, default="rlinf", help="what is written; default: rlinf")
+    parser.add_argument("--source-format", choices=[*FORMATS], help="what is read; default: by its files")
+    parser.add_argument(
+        "--names",
+        nargs="+",
+        metavar="THEIRS=OURS",
+        help="our names of features, such as observation.images.front=rgb observation.state=state action=actions; "
+        "several of one name are joined; default: the format's own choice",
+    )
+    parser.add_argument("--solved", action="store_true", help="leave out episodes that did not solve their task")
+    parser.add_argument("--episodes", type=whole_number, metavar="N", help="no more than the first N")
+    add_format_options(parser)
+    parser.add_argument(
+        "--statistics", choices=[*FILES], help=f"write statistics instead: {', '.join(FILES.values())} into TO"
+    )
+    parser.add_argument("--name", default="data", help="of the data set (openvla), or tag of the robot (groot)")
+    parser.add_argument(
+        "--unmasked",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="PLACE",
+        help="numbers of an action that are not to be normalised, such as -1 for a gripper (openvla)",
+    )
+    return parser
+
+
+def add_format_options(parser: argparse.ArgumentParser) -> None:
+    """What single formats take, for both commands."""
+    parser.add_argument(
+        "--fps", type=_rate, metavar="F", help="rows per second (lerobot, groot); default: 10, or as FROM"
+    )
+    parser.add_argument("--png", action="store_true", help="keep pictures exactly, in rows instead of videos (lerobot)")
+    parser.add_argument("--task", default="unknown", help="name of the environment (maniskill)")
+
+
+def names_of(given: Sequence[str] | None) -> dict[str, str] | None:
+    """Our names by theirs.
+
+    Raises:
+        InputError: one is not THEIRS=OURS.
+    """
+    if given is None:
+        return None
+    pairs = [each.partition("=") for each in given]
+    if odd := [f"{theirs}{sign}{ours}" for theirs, sign, ours in pairs if not (theirs and sign)]:
+        raise InputError(f"--names {odd[0]}: write THEIRS=OURS, such as observation.state=state")
+    return {theirs: ours for theirs, _, ours in pairs}
+
+
+def _converted(options: argparse.Namespace, episodes: Episodes, places: Sequence[int]) -> str:
+    written = save_demonstrations(
+        Path(options.target).expanduser(),
+        chosen_of(episodes, counted(places, f"converting {options.source}", unit="episodes")),
+        options.format,
+        fps=rate_of(options, episodes),
+        videos=not options.png,
+        task=options.task,
+    )
+    left = len(episodes) - written
+    return f"{options.target}: {written} episodes as {options.format}" + (f", {left} left out" if left else "")
+
+
+def _statistics(options: argparse.Namespace, episodes: Episodes, places: Sequence[int]) -> str:
+    found = statistics_of(episodes, places)
+    found[ACTIONS] = found[ACTIONS].masked(options.unmasked)
+    if options.statistics == "openvla":
+        content: Mapping[str, object] = as_openvla(found, options.name, len(places))
+    elif options.statistics == "openpi":
+        content = as_openpi(found)
+    else:
+        shown = episodes.read(places[0]).observation
+        pictures = shown[RGB][0].split(3, -1) if RGB in shown else ()
+        cameras = {f"camera_{number}": tuple(each.shape) for number, each in enumerate(pictures)}
+        content = as_groot(found, options.name, cameras=cameras, fps=rate_of(options, episodes))
+    path = Path(options.target).expanduser() / FILES[options.statistics]
+    write_statistics(path, content)
+    foreign = options.statistics == "groot" and options.name not in GROOT_TAGS
+    remark = f"; NVIDIA's own loader takes {', '.join(GROOT_TAGS)} alone: --name new_embodiment" if foreign else ""
+    return f"{path}: of {found[ACTIONS].count} actions in {len(places)} episodes{remark}"
+
+
+def rate_of(options: argparse.Namespace, episodes: Episodes) -> float:
+    """Rows per second: as asked for, as the data set says, or 10."""
+    said = getattr(getattr(episodes, "info", None), "fps", 10.0)
+    return float(said if options.fps is None else options.fps)
+
+
+def whole_number(text: str) -> int:
+    """A number of things from the command line, at least 1."""
+    found = int(text)
+    if found < 1:
+        raise argparse.ArgumentTypeError("it must be at least 1")
+    return found
+
+
+def _rate(text: str) -> float:
+    found = float(text)
+    if not 0 < found < 1e6:
+        raise argparse.ArgumentTypeError("it must be above 0")
+    return found
+
+
+def record(arguments: Sequence[str]) -> int:
+    """Record a data set; returns the exit code.
+
+    Args:
+        arguments: what follows `record` on the command line.
+
+    Raises:
+        SystemExit: the arguments are none of the command's.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        _record(options)
+    except (InputError, RunFailure) as error:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"error: rlinf record: {error}\n")
+        return 2 if isinstance(error, InputError) else 1
+    except HostLost:
+        return 1  # it has been printed
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from rlinf.data.demonstrations.load import WRITTEN
+
+    parser = argparse.ArgumentParser(
+        prog="rlinf record", description="Record whole episodes of a policy, or of a script, as demonstrations."
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the environments, as in training")
+    parser.add_argument("--episodes", required=True, type=whole_number, metavar="N", help="how many are kept")
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory that is not there yet")
+    parser.add_argument("--format", choices=WRITTEN, default="rlinf", help="default: rlinf")
+    who = parser.add_mutually_exclusive_group()
+    who.add_argument("--model", metavar="DIR", help="saved policy that acts; default: policy.path")
+    who.add_argument(
+        "--expert",
+        metavar="PATH",
+        help="dotted path of a function that acts: of observations and instructions, actions in [-1, 1], [N, C, A]",
+    )
+    parser.add_argument("--all", action="store_true", help="keep episodes that did not solve their task, too")
+    parser.add_argument("--draw", action="store_true", help="draw actions instead of taking the likeliest")
+    add_format_options(parser)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
+    return parser
+
+
+def _record(options: argparse.Namespace) -> None:
+    look_in_working_directory()
+    path = shipped(options.config)
+    if Path(path).is_file() and not is_embodied(path):
+        raise InputError(f"--config {options.config}: it has no section env, so nothing can be acted in")
+    hosts = int(os.environ.get("WORLD_SIZE", "1"))
+    from rlinf.runs.embodied import acting
+
+    config = load_embodied(path, acting(options.model, options.overrides), hosts)
+    if options.expert is not None:
+        if (advice := mistake_in(options.expert)) is not None:
+            raise InputError(f"--expert {options.expert}: {advice}")
+    elif config.policy.path is None:
+        raise InputError("nobody acts: name a saved policy by --model, or a function by --expert")
+    out = Path(options.out).expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"--out {options.out}: it is there and not empty; name another directory, or remove it")
+    _run(options, config, out)
+
+
+def _run(options: argparse.Namespace, config: EmbodiedConfig, out: Path) -> None:
+    from rlinf.runs.recording import Recording, record_episodes
+    from rlinf.runs.resume import check_parts
+    from rlinf.runs.start import run_to_end
+
+    if os.environ.get("RANK", "0") == "0" and options.expert is None:
+        check_parts(config)
+    wanted = Recording(
+        directory=out,
+        episodes=options.episodes,
+        form=options.format,
+        expert=options.expert,
+        solved=not options.all,
+        greedy=not options.draw,
+        fps=10.0 if options.fps is None else options.fps,
+        videos=not options.png,
+        task=options.task,
+    )
+
+    async def recorded(system: ActorSystem) -> None:
+        with work("recording", options.episodes, "episodes") as recording:
+            played = await record_episodes(system, config, wanted, lambda kept, _: recording.at(kept))
+        dated = f"; rows dated {wanted.fps:g} per second (--fps)" if options.format.startswith("lerobot") else ""
+        sys.stdout.write(
+            f"{options.out}: {options.episodes} episodes as {options.format}, of {played} that were played{dated}\n"
+        )
+
+    run_to_end(recorded, config.system)

@@ -1,0 +1,313 @@
+"""The page of runs, live or over.
+
+    rlinf watch DIR [DIR ...] [--port N] [--host ADDRESS] [--open]
+
+In: directories of runs, or of directories of runs. Out: the address of a page, which stays until Ctrl-C.
+
+The ledger of a run, added up: was every sample trained once, dropped with a reason, or is it in flight?
+
+    rlinf ledger DIR [--json]
+
+In: `ledger.jsonl` of a run's directory and its newest checkpoint, while the run goes on or afterwards. Out: a table,
+and exit code 0 if it balances, 1 if not, 2 if there is nothing to add up.
+
+Traces of runs, drawn and summed up.
+
+    rlinf trace plot TRACE [TRACE ...] [-o lanes.svg] [--step N]      devices over time, side by side
+    rlinf trace summary TRACE [TRACE ...] [--step N]                  shares of the time, as tables
+
+A TRACE is the trace.json that a run writes, or the run's directory. In: these files. Out: an SVG, or text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rlinf.config.load import InputError
+from rlinf.dashboard.lanes import Lanes, device_lanes
+from rlinf.dashboard.lanes_svg import device_lanes_svg
+from rlinf.storage.directory import Checkpoint, RunDirectory, find_checkpoint
+from rlinf.storage.files import read_lines
+
+if TYPE_CHECKING:
+    from rlinf.data.ledger import Balance, Held
+
+_BEHIND = 10
+"""By how much a page that a job started stands behind the job's own processes, in the kernel's counting."""
+
+
+def watch(arguments: Sequence[str]) -> int:
+    """Show runs until Ctrl-C; returns the exit code.
+
+    Args:
+        arguments: what follows `watch` on the command line.
+
+    Raises:
+        SystemExit: the arguments are none of the command's.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        _watch(options)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # before it listens for it
+        pass
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlinf watch",
+        description="A page of runs, live or over. Ctrl-C ends it; the runs go on.",
+    )
+    parser.add_argument(
+        "directories", nargs="+", metavar="DIR", help="of a run, or of directories of runs, such as outputs"
+    )
+    parser.add_argument("--port", type=int, metavar="N", help="default: 8265, or any if that is taken; 0: any")
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen at; default: this machine alone"
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    parser.add_argument("--until-ended", action="store_true", help=argparse.SUPPRESS)  # below a job: metrics.web
+    return parser
+
+
+def _watch(options: argparse.Namespace) -> None:
+    if options.port is not None and not 0 <= options.port < 1 << 16:
+        raise InputError(f"--port {options.port}: ports are numbers up to {(1 << 16) - 1}")
+    named = [Path(each) for each in options.directories]
+    for directory in named:
+        _check(directory, begins=options.until_ended)
+    from rlinf.dashboard.server import CannotListen, Where, serve
+
+    if options.until_ended:
+        os.nice(_BEHIND)
+    where = Where(options.host, options.port, options.open, options.until_ended)
+    try:
+        asyncio.run(serve(named, where, lambda line: print(line, flush=True)))
+    except CannotListen as error:
+        raise InputError(str(error)) from None
+
+
+def _check(directory: Path, begins: bool) -> None:
+    """Is there anything to show?
+
+    Args:
+        directory: as it was named.
+        begins: its run is about to begin.
+
+    Raises:
+        InputError: no.
+    """
+    from rlinf.dashboard.runs import runs_in
+
+    if not directory.is_dir():
+        raise InputError(f"{directory}: there is no such directory")
+    if not begins and not runs_in([directory]):
+        raise InputError(f"{directory} is no run's directory and has none in it: there is no metrics.jsonl")
+
+
+HELD = "in_flight.json"
+"""File of a checkpoint with the samples that are in flight."""
+
+
+def ledger(arguments: Sequence[str]) -> int:
+    """Print the balance of a run; returns the exit code.
+
+    Args:
+        arguments: what follows `ledger` on the command line.
+
+    Raises:
+        SystemExit: the arguments are none of the command's.
+    """
+    parser = argparse.ArgumentParser(
+        prog="rlinf ledger",
+        description="What became of every sample that a run has drawn. Exit code 1 if one was lost or trained twice.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="of a run on text, which may still go on")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    options = parser.parse_args(arguments)
+    try:
+        found = account(Path(options.directory))
+    except (InputError, OSError) as error:
+        sys.stderr.write(f"error: rlinf ledger: {error}\n")
+        return 2
+    told = json.dumps(found.plain(), indent=1) if options.json else "\n".join(found.words(options.directory))
+    sys.stdout.write(f"{told}\n")
+    return 0 if found.balances else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a run's ledger and its newest checkpoint say."""
+
+    whole: Balance
+    """Of all lines."""
+    checkpoint: int | None = None
+    """The step of the newest checkpoint; None where there is none, or none that can be read."""
+    kept: Balance | None = None
+    """Of the lines up to there, held against what that checkpoint has in flight; None where it keeps no ledger."""
+    note: str = ""
+    """Why the checkpoint could not be looked at."""
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, in words."""
+        kept = [] if self.kept is None else [each for each in self.kept.problems if each not in self.whole.problems]
+        return [*self.whole.problems, *(f"at the checkpoint of step {self.checkpoint}: {each}" for each in kept)]
+
+    @property
+    def balances(self) -> bool:
+        """Nothing is wrong."""
+        return not self.problems
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        kept = {} if self.kept is None else {"step": self.checkpoint, "in_flight": self.kept.in_flight}
+        whole = replace(self.whole, dropped=dict(self.whole.dropped), tokens=dict(self.whole.tokens))  # type: ignore[arg-type]
+        return {**asdict(whole), "checkpoint": kept or None, "balances": self.balances, "problems": self.problems}
+
+    def words(self, name: str) -> Iterator[str]:
+        """As lines for people."""
+        whole = self.whole
+        if not whole.lines:
+            yield f"{name}: no step is over yet"
+            return
+        yield f"{name}: {_count(whole.lines, 'step')}, up to step {whole.steps}"
+        rows = [("prompts drawn", whole.prompts, ""), ("samples drawn", whole.samples, "")]
+        rows += (
+            [("in flight at the beginning", whole.carried, "from another run's checkpoint")] if whole.carried else []
+        )
+        rows += [("trained", whole.trained, "")]
+        rows += [(f"dropped: {reason}", count, "") for reason, count in sorted(whole.dropped.items())]
+        rows += [("in flight", whole.in_flight, "")] if whole.in_flight or not whole.unknown else []
+        if self.kept is not None:
+            rows += [("in its newest checkpoint", self.kept.in_flight, f"of step {self.checkpoint}")]
+        if whole.unknown or whole.elsewhere:
+            rows += [
+                ("unknown", whole.unknown, "the flow is the user's own, and has not trained them"),
+                ("trained again or from elsewhere", whole.elsewhere, "as the user's own flow chose to"),
+            ]
+        for kind in ("trained", "masked", "dropped"):
+            if kind == "trained" or whole.tokens[kind]:
+                rows.append((f"tokens {kind}", whole.tokens[kind], "of those, too old" if kind == "masked" else ""))
+        width = max(len(f"{count:,}") for _, count, _ in rows)
+        yield from (f"  {what:<32}{count:>{width},}  {remark}".rstrip() for what, count, remark in rows)
+        if self.note:
+            yield f"  not held against a checkpoint: {self.note}"
+        yield from (f"wrong: {problem}" for problem in self.problems)
+        if self.balances:
+            kind = "as far as the flow says" if whole.unknown or whole.elsewhere else "every sample is accounted for"
+            yield f"balances: {kind}"
+
+
+def account(path: Path) -> Account:
+    """Add up the ledger of a run.
+
+    Args:
+        path: the run's directory.
+
+    Raises:
+        InputError: there is no ledger, or it cannot be understood.
+    """
+    directory = RunDirectory(path)
+    if not directory.ledger.is_file():
+        if not path.is_dir():
+            raise InputError(f"{path}: there is no such directory")
+        kind = "the run there began before ledgers, or draws no prompts" if directory.resolved.exists() else "no run"
+        raise InputError(f"{path} has no ledger.jsonl ({kind}); name the directory of a run that answers prompts")
+    from rlinf.data.ledger import balance
+
+    lines = list(read_lines(directory.ledger))
+    try:
+        whole = balance(lines)
+        try:
+            begun = find_checkpoint(path)
+        except ValueError as error:
+            return Account(whole, note=str(error))
+        if begun is None or begun.step not in {line["step"] for line in lines}:
+            return Account(whole)
+        state: Any = begun.queue.get("ledger")
+        if state is None:
+            return Account(whole, begun.step, note=f"{begun.path} keeps no ledger")
+        before = [line for line in lines if line["step"] <= begun.step]
+        return Account(whole, begun.step, balance(before, held_by(begun), state["since"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{directory.ledger} is no ledger that this version can read: {error!r}") from error
+
+
+def held_by(checkpoint: Checkpoint) -> Held:
+    """The samples in flight that a checkpoint holds; none where nothing was."""
+    from rlinf.data.ledger import held_in
+
+    path = checkpoint.path / HELD
+    return held_in(path) if path.exists() else {}
+
+
+def _count(number: int, unit: str) -> str:
+    return f"{number:,} {unit}{'' if number == 1 else 's'}"
+
+
+def trace(arguments: Sequence[str]) -> int:
+    """Run one command; returns the exit code: 2 for what cannot be read or written, with a message.
+
+    Args:
+        arguments: what follows `trace` on the command line.
+
+    Raises:
+        SystemExit: the arguments are none of the commands'.
+    """
+    parser = argparse.ArgumentParser(prog="rlinf trace", description="Draw traces of runs, or sum them up.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    plot = commands.add_parser("plot", help="what each device did over time, several traces side by side")
+    plot.add_argument("-o", "--output", default="lanes.svg", metavar="FILE", help="the SVG to write (lanes.svg)")
+    plot.set_defaults(run=_plot)
+    summary = commands.add_parser("summary", help="the share of the time that each role used each device")
+    summary.set_defaults(run=_summary)
+    for command, default in ((plot, "the one in the middle"), (summary, "all together")):
+        command.add_argument("traces", nargs="+", metavar="TRACE", help="trace.json of a run, or the run's directory")
+        command.add_argument("--step", type=int, metavar="N", help=f"which step of the flow; default: {default}")
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def _plot(options: argparse.Namespace) -> None:
+    output = Path(options.output)
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"--output {output}: there is no directory {output.absolute().parent}")
+    output.write_text(device_lanes_svg([device_lanes(Path(path), options.step) for path in options.traces]), "utf-8")
+    sys.stdout.write(f"{output}\n")
+
+
+def _summary(options: argparse.Namespace) -> None:
+    console = Console()
+    for path in options.traces:
+        console.print(_table(device_lanes(Path(path), options.step, whole=options.step is None)))
+
+
+def _table(read: Lanes) -> Table:
+    shares = read.shares()
+    roles = dict.fromkeys(name for _, own in shares for name in own if name not in ("moves", "idle"))
+    names = [*roles, *(["moves"] if any(own["moves"] for _, own in shares) else []), "idle"]
+    what = f"step {read.step}" if read.step is not None else "all steps"
+    table = Table("host", *names, title=f"{read.title}: {what}, {read.seconds:.2f} s")
+    for host, own in shares:
+        table.add_row(str(host), *(f"{own[name]:.1%}" if own.get(name) else "" for name in names))
+    return table

@@ -1,0 +1,1 @@
+"""The page of runs: the same from files once (`rlinf report`, `rlinf compare`) and live (`rlinf watch`)."""

@@ -1,0 +1,433 @@
+"""From rows to prompts: texts, chats, templates, token ids, limits.
+
+In: rows of a data set. Out: `Prompt`s as the model reads them, and how many were too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, Literal, Protocol
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import TypeVar
+
+from rlinf.data.datasets.conversations import message_of
+from rlinf.data.datasets.source import Columns, DataError, Mismatch, Row, Rows, fill, lookup, unwritable
+from rlinf.data.images import Pictures, image_refs, pictured
+from rlinf.data.sample import Example, ImageRef, Prompt
+
+_ALIEN = 8
+"""Characters that a warning shows of those that a tokenizer does not know."""
+_BEGINNING = 200
+"""Characters of an answer by which it is judged: right answers may be long, such as a program's tests."""
+Overlong = Literal["drop", "truncate", "error"]
+"""What becomes of a prompt that is too long: left out and counted; cut at its beginning and counted; refused."""
+
+Unusable = Literal["drop", "error"]
+"""What becomes of a row that turns out not to fit when its prompt is made: left out and counted; refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a model and its engine take of a text."""
+
+    tokens: int | None = None
+    """The most; None for no limit."""
+    why: str = ""
+    """Where that comes from, in words behind `since`."""
+    ids: int | None = None
+    """The model has token ids below it; None: not known."""
+
+    def limit(self, most: int | None, key: str) -> tuple[int | None, str]:
+        """The lower of this and a limit of the user's, and how a person knows it.
+
+        Args:
+            most: the user's; None for none.
+            key: that has it.
+        """
+        if self.tokens is None or (most is not None and most <= self.tokens):
+            return most, f"{key}={most}"
+        return self.tokens, f"{self.tokens:,} tokens ({self.why})"
+
+    def refusal(self, ids: Sequence[int] | np.ndarray) -> str | None:
+        """Why the model cannot read these tokens; None if it can."""
+        if self.ids is None or not len(ids) or (largest := int(np.max(ids))) < self.ids:
+            return None
+        return (
+            f"the text has the token id {largest}, and the model's embedding ends at {self.ids - 1}: the tokenizer is "
+            "another model's, or has tokens that were added later"
+        )
+
+
+class Numbered(Protocol):
+    """What has a position in a stream."""
+
+    @property
+    def id(self) -> int: ...
+
+
+Item = TypeVar("Item", bound=Numbered, default=Prompt)
+"""What is made of a row: a prompt, or a group to learn from as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A row on its way to become a prompt."""
+
+    id: int
+    """The prompt's."""
+    index: int
+    """The row's number in the data set, from 0."""
+    row: Row
+    """Values by column."""
+    where: str
+    """Where a person finds it."""
+    problem: str = ""
+    """Why it cannot be read, with its place; empty if it can."""
+
+    @staticmethod
+    def of(rows: Rows, id: int, index: int) -> Drawn:
+        """A row by its number, also where it cannot be read."""
+        try:
+            return Drawn(id, index, rows[index], rows.where(index))
+        except DataError as error:
+            return Drawn(id, index, {}, rows.where(index), str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[Item]):
+    """Prompts that were made together."""
+
+    prompts: list[Item]
+    """In the order of their rows."""
+    dropped: int
+    """Rows left out since they were too long."""
+    truncated: frozenset[int]
+    """Ids of the prompts that were cut."""
+    unusable: Mapping[int, str] = field(default_factory=dict)
+    """Why rows were left out that no prompt can be made of, by their ids."""
+    unknown: Mapping[int, str] = field(default_factory=dict)
+    """Words on texts most tokens of which stand for what the tokenizer does not know, by their ids."""
+
+
+class Maker(Protocol[Item]):
+    """Makes prompts, or groups, of rows."""
+
+    @property
+    def limit(self) -> str:
+        """The longest that is made, as a person knows it: `data.max_prompt_tokens=512`."""
+
+    unit: ClassVar[str]
+    """What is made, for errors."""
+    units: ClassVar[str]
+    """Those that are left out as too long, up to the word before the limit."""
+    cut_at: ClassVar[str]
+    """Where longer ones are cut."""
+
+    def make(self, rows: Sequence[Drawn]) -> Batch[Item]: ...
+
+    def numbered(self, made: Item, number: int, /) -> Item: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMaker:
+    """Makes prompts of rows."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """The model's."""
+    columns: Columns
+    """Which column is what."""
+    template: str | None = None
+    """Makes the text from columns, such as "Question: {question}\\nAnswer:"; None takes the prompt column."""
+    chat: bool = False
+    """A plain text is what a user says, to be put into the tokenizer's chat template. Lists of messages always are."""
+    system: str | None = None
+    """System message for chats that have none; makes every prompt a chat."""
+    chat_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template, such as enable_thinking."""
+    max_tokens: int | None = None
+    """Longest prompt; None for as long as there is room for."""
+    overlong: Overlong = "drop"
+    """What becomes of longer ones; those with pictures are left out rather than cut."""
+    unusable: Unusable = "error"
+    """What becomes of rows of which no prompt can be made."""
+    pictures: Pictures | None = None
+    """Reads pictures for the model; None if it reads text alone."""
+    room: Room = Room()
+    """What the model and its engine take of a prompt."""
+    unit: ClassVar[str] = "prompt"
+    units: ClassVar[str] = "prompts longer than"
+    cut_at: ClassVar[str] = "beginning"
+
+    @property
+    def limit(self) -> str:
+        """The longest prompt, as a person knows it."""
+        return self.room.limit(self.max_tokens, "data.max_prompt_tokens")[1]
+
+    def numbered(self, prompt: Prompt, number: int) -> Prompt:
+        """The same prompt at another position of its stream."""
+        return replace(prompt, id=number)
+
+    def make(self, rows: Sequence[Drawn]) -> Batch:
+        """Make prompts; all are encoded at once.
+
+        Raises:
+            Mismatch: pictures, and a model of text alone; a chat, and a tokenizer without a chat template.
+            DataError: a row of which no prompt can be made, or one that is too long, where `unusable` or `overlong` is
+                "error".
+        """
+        texts: list[tuple[Drawn, _Text]] = []
+        unusable: dict[int, str] = {}
+        for drawn in rows:
+            try:
+                texts.append((drawn, self._text(drawn)))
+            except DataError as error:
+                self._leave_out(drawn, error, unusable)
+        prompts: list[Prompt] = []
+        dropped = 0
+        truncated = set()
+        unknown: dict[int, str] = {}
+        for (drawn, text), tokens in zip(texts, self._encode([text for _, text in texts]), strict=True):
+            try:
+                prompt, cut = self._prompt(drawn, text, tokens)
+            except DataError as error:
+                self._leave_out(drawn, error, unusable)
+                continue
+            if prompt is None:
+                dropped += 1
+                continue
+            prompts.append(prompt)
+            if cut:
+                truncated.add(drawn.id)
+            assert isinstance(tokens, list)  # else there was no prompt
+            if (words := unknown_in(self.tokenizer, tokens, text.text) or self._unknown_answer(prompt)) is not None:
+                unknown[drawn.id] = f"{drawn.where}: {words}"
+        return Batch(prompts, dropped, frozenset(truncated), unusable, unknown)
+
+    def _leave_out(self, drawn: Drawn, error: DataError, unusable: dict[int, str]) -> None:
+        """Note why a row is left out; raise that where rows are to be refused, or none is to blame."""
+        if self.unusable == "error" or isinstance(error, Mismatch | _TooLong):
+            raise error
+        unusable[drawn.id] = str(error)
+
+    def _unknown_answer(self, prompt: Prompt) -> str | None:
+        """Words on an answer of which the tokenizer does not know most: it can neither be taught nor sampled."""
+        given = None if self.columns.response is None else lookup(prompt.row, self.columns.response)
+        text = (given if isinstance(given, str) else prompt.answer)[:_BEGINNING]
+        if not text or self.tokenizer.unk_token_id is None:
+            return None
+        words = unknown_in(self.tokenizer, self.tokenizer(text, add_special_tokens=False)["input_ids"], text)
+        return None if words is None else f"of its answer, {words}"
+
+    def _prompt(self, drawn: Drawn, text: _Text, tokens: list[int] | Exception) -> tuple[Prompt | None, bool]:
+        """The prompt of a row, None if it is too long, and whether it was cut."""
+        if isinstance(tokens, Exception):
+            reason = f"{type(tokens).__name__}: {tokens}"
+            raise DataError(f"{drawn.where}: the tokenizer cannot encode its text: {reason}") from tokens
+        if not tokens:
+            raise DataError(f"{drawn.where}: the prompt {text.text!r} has no token for this tokenizer")
+        if (wrong := self.room.refusal(tokens)) is not None:
+            raise DataError(f"{drawn.where}: {wrong}")
+        if self.pictures is not None:
+            try:
+                tokens = self.pictures.expand(tokens, text.images)
+            except DataError as error:
+                raise DataError(f"{drawn.where}: {error}") from error
+        said, cut = text.text, False
+        most, limit = self.room.limit(self.max_tokens, "data.max_prompt_tokens")
+        if most is not None and len(tokens) > most:
+            if self.overlong == "error":
+                raise _TooLong(
+                    f"{drawn.where}: the prompt has {len(tokens)} tokens, more than {limit}; change that, or set "
+                    "data.overlong to drop or truncate"
+                )
+            if self.overlong == "drop" or text.images:
+                return None, False
+            tokens, cut = tokens[-most:], True
+            said = str(self.tokenizer.decode(tokens))
+        rest = self.columns.rest_of(drawn.row)
+        if text.messages is not None:
+            rest.setdefault("messages", text.messages)
+        ids = np.asarray(tokens, dtype=np.int64)
+        return Prompt(drawn.id, ids, said, text.answer, rest, text.images), cut
+
+    def _images(self, drawn: Drawn) -> tuple[ImageRef, ...]:
+        """The pictures of a row."""
+        column = self.columns.images
+        images = () if column is None else image_refs(lookup(drawn.row, column), drawn.where)
+        if images and self.pictures is None:
+            raise Mismatch(
+                f"{drawn.where}: column {column!r} has {len(images)} pictures, and the model reads text alone: take "
+                "one that reads pictures, or leave them out by data.columns: {images: null}"
+            )
+        return images
+
+    def _text(self, drawn: Drawn) -> _Text:
+        """What the model reads of a row."""
+        if drawn.problem:
+            raise DataError(drawn.problem)
+        images = self._images(drawn)
+        row, answer = drawn.row, self.columns.answer_in(drawn.row)
+        choices = self.columns.choices_in(row, drawn.index, drawn.where)
+        if choices is not None:
+            answer = choices[1]
+        if self.template is None:
+            assert self.columns.prompt is not None  # Columns.find saw to it
+            if (wrong := self.columns.problem_in(row)) is not None:
+                raise DataError(f"{drawn.where}: {wrong}")
+            said: Any = lookup(row, self.columns.prompt)
+            if choices is not None:
+                said = _with_choices(said, choices[0], drawn.where)
+        else:
+            prompt = {} if self.columns.prompt is None else {"prompt": lookup(row, self.columns.prompt)}
+            options = {} if choices is None else {"choices": choices[0]}
+            said = fill(self.template, {**row, **prompt, **options}, drawn.where)
+        if (wrong := unwritable(said) or unwritable(answer)) is not None:
+            raise DataError(f"{drawn.where}: {wrong}")
+        if not isinstance(said, str):
+            said = [message_of(each, f"{drawn.where}: column {self.columns.prompt!r}") for each in said]
+        if images and self.pictures is not None:
+            said = pictured(said, len(images), self.pictures)
+        if isinstance(said, str) and not self.chat and self.system is None:
+            return _Text(said, None, answer, images)
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+        if self.system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.system})
+        return _Text(self._chat(messages, drawn.where), messages, answer, images)
+
+    def _chat(self, messages: list[Any], where: str) -> str:
+        if not self.tokenizer.chat_template:
+            name = self.tokenizer.name_or_path or type(self.tokenizer).__name__
+            raise Mismatch(
+                f"{where} is to be put as a chat, and the tokenizer {name} has no chat template: set "
+                "data.chat_template to one (the Jinja text, or a file with it), take a model trained on chats, "
+                "or make plain text of the columns by data.template"
+            )
+        begun = messages[-1]["role"] == "assistant"  # the model goes on with what it is made to begin with
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=not begun,
+                continue_final_message=begun,
+                **self.chat_args,
+            )
+        except Exception as error:  # of Jinja, of the template itself, or of an argument that it does not take
+            told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise DataError(f"data.chat_template: {where} cannot be put into it: {told}") from error
+        return str(text)
+
+    def _encode(self, texts: Sequence[_Text]) -> list[list[int] | Exception]:
+        """Token ids, or why a text has none; plain texts get the tokens that the tokenizer begins with, which chat
+        templates write out."""
+        ids: list[list[int] | Exception] = [[] for _ in texts]
+        for chat in (False, True):
+            which = [index for index, text in enumerate(texts) if (text.messages is not None) == chat]
+            encoded = self._encoded([texts[index].text for index in which], special=not chat)
+            for index, tokens in zip(which, encoded, strict=True):
+                plain = not chat and not isinstance(tokens, Exception)
+                ids[index] = self._open_ended(tokens, texts[index].text) if plain else tokens  # type: ignore[arg-type]
+        return ids
+
+    def _encoded(self, texts: Sequence[str], *, special: bool) -> list[list[int] | Exception]:
+        """Token ids of texts, all at once; one by one where that fails, to know which text is to blame."""
+        if not texts:
+            return []
+        try:
+            return list(self.tokenizer(list(texts), add_special_tokens=special)["input_ids"])
+        except Exception as error:  # a tokenizer's own, of many types
+            if len(texts) == 1:
+                return [error]
+        return [ids for text in texts for ids in self._encoded([text], special=special)]
+
+    def _open_ended(self, tokens: list[int], text: str) -> list[int]:
+        """Without the end token that some tokenizers add: the model is to go on."""
+        end = self.tokenizer.eos_token
+        if tokens and end is not None and tokens[-1] == self.tokenizer.eos_token_id and not text.endswith(str(end)):
+            return tokens[:-1]
+        return tokens
+
+    def worked(self, prompts: Sequence[Prompt], *, learn_prompt: bool = False) -> list[Example]:
+        """Prompts with their worked responses and an end token, for supervised training.
+
+        Args:
+            prompts: made by this.
+            learn_prompt: all but the first token is learned, the question included, as a base model learns from text.
+                Trained on answers alone, a small new model grows so sure of its mistakes that it later learns half as
+                fast by trying. Not where there are pictures, of which a prompt mostly consists.
+
+        Raises:
+            DataError: a prompt has neither response nor answer; the tokenizer has no end token.
+        """
+        if not prompts:
+            return []
+        if self.tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer has no end token (eos_token), so worked responses cannot be ended")
+        encoded = self.tokenizer([self._response(prompt) for prompt in prompts], add_special_tokens=False)["input_ids"]
+        examples = []
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            response = np.asarray([*ids, self.tokenizer.eos_token_id], dtype=np.int64)
+            cut = 1 if learn_prompt and not prompt.images else len(prompt.token_ids)
+            answer = np.concatenate([prompt.token_ids[cut:], response])
+            examples.append(Example(prompt.token_ids[:cut], answer, images=prompt.images))
+        return examples
+
+    def _response(self, prompt: Prompt) -> str:
+        given = None if self.columns.response is None else lookup(prompt.row, self.columns.response)
+        text = prompt.answer if given is None else given
+        if not isinstance(text, str) or not text:
+            column = self.columns.response or "response"
+            raise DataError(f"the prompt {prompt.text[:60]!r} has no worked response: column {column!r} holds {text!r}")
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """What the model reads of a row."""
+
+    text: str
+    """As it is encoded."""
+    messages: list[Any] | None
+    """The chat it was made from, if it was."""
+    answer: str
+    """The right one."""
+    images: tuple[ImageRef, ...]
+    """Its pictures."""
+
+
+def unknown_in(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | np.ndarray, *texts: str) -> str | None:
+    """Words on a text of which the tokenizer does not know most; None if it knows at least half.
+
+    Args:
+        tokenizer: the model's.
+        ids: the text's tokens; special ones do not count.
+        texts: what they were made of, to name the characters.
+    """
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown == tokenizer.eos_token_id:  # of GPT-2, which writes every byte
+        return None
+    tokens = np.asarray(ids, dtype=np.int64)
+    tokens = tokens[~np.isin(tokens, [each for each in tokenizer.all_special_ids if each != unknown])]
+    lost = int((tokens == unknown).sum())
+    if 2 * lost <= len(tokens):
+        return None
+    characters = [each for each in dict.fromkeys("".join(texts)) if not each.isspace()]
+    pieces = tokenizer(characters, add_special_tokens=False)["input_ids"] if characters else []
+    alien = [each for each, piece in zip(characters, pieces, strict=True) if unknown in piece]
+    shown = ", ".join(map(repr, alien[:_ALIEN]))
+    which = f": {shown}{' and others' if len(alien) > _ALIEN else ''}" if alien else ""
+    return (
+        f"{lost} of {len(tokens)} tokens are {tokenizer.unk_token}, which the tokenizer writes for what it lacks{which}"
+    )
+
+
+class _TooLong(DataError):
+    """A prompt is too long, and those are to be refused."""
+
+
+def _with_choices(said: Any, options: str, where: str) -> str:
+    if not isinstance(said, str):
+        raise DataError(f"{where}: options are added to prompts of plain text; this is a list of messages")
+    return f"{said.rstrip()}\n\n{options}"

@@ -1,0 +1,615 @@
+"""Where the versions of SGLang differ, as far as its HTTP interface is used here.
+
+In: a version as the server tells it. Out: what to do. Nobody waits here.
+
+How weights get into an SGLang server: the routes, and which is taken.
+
+Flows in: the buckets of `Weights`, in the trainer's order. Flows out: requests that tell the server where they are. Who
+waits: the caller, for each bucket in turn; the deadline is the engine's. Names are those of the checkpoint; the server
+fuses and shards for itself.
+
+An SGLang server as `served/engine.py` wants one: its command line, its HTTP interface, its weights.
+
+In: what `served/server.py` says. Out: HTTP requests. Nobody waits here but for the server.
+
+Its log-probs are log-softmax(logits / temperature) before top-k, top-p and min-p, which is what ours mean. Its random
+numbers, with `--enable-deterministic-inference`, are a hash of seed and position, so an answer that is continued goes
+on as it would have.
+
+Making the SGLang engine from a configuration.
+
+In: what every engine is made from, and `rollout.engine_args`. Out: an engine whose server is up, or an error that says
+what is missing. Who waits: the caller, for the server's start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import os
+import pickle
+import shutil
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.data.images import content_of
+from rlinf.data.routes import compact_type
+from rlinf.data.safetensors_io import write_tensors
+from rlinf.data.sample import ImageRef
+from rlinf.data.weights import Weights
+from rlinf.engines.base import EngineSetup, Request, RequestRefused
+from rlinf.engines.served import far_side, stand_ins
+from rlinf.engines.served.engine import ServedEngine
+from rlinf.engines.served.server import (
+    Ask,
+    Chunk,
+    Experts,
+    Http,
+    Lost,
+    Refused,
+    ServerChild,
+    environment_of,
+    model_files,
+)
+from rlinf.engines.served.shared_memory import SharedMemory
+from rlinf.runtime.base.tasks import OwnDirectory, in_thread
+from rlinf.runtime.base.tensors import own_device
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What one version wants, and those after it up to the next row of the table."""
+
+    since: tuple[int, ...]
+    """The first version of which this is true."""
+    sessions: bool
+    """New weights go between /begin_weight_update and /end_weight_update; without these they are refused."""
+    run: tuple[str, ...]
+    """Versions that this was tried with."""
+
+
+TABLE = (
+    Differences(since=(0, 5, 12), sessions=False, run=("0.5.20",)),
+    Differences(since=(0, 5, 21), sessions=True, run=()),
+)
+"""Oldest first."""
+
+
+def differences(version: str) -> Differences:
+    """The row of the table for a version such as "0.5.20" or "0.5.20.post1"; of one that cannot be read, the newest.
+
+    Raises:
+        ValueError: it is older than the table.
+    """
+    numbers: list[int] = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    if not numbers:
+        return TABLE[-1]
+    rows = [row for row in TABLE if row.since <= tuple(numbers)]
+    if not rows:
+        oldest = ".".join(map(str, TABLE[0].since))
+        raise ValueError(f"SGLang {version} is older than {oldest}, the oldest version whose interface is known here")
+    return rows[-1]
+
+
+_BUCKET = 600.0
+"""Seconds for one bucket; the deadline of the whole is the engine's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server that takes weights."""
+
+    http: Http
+    """To it."""
+    ranks: int
+    """Processes over which its model is split; each reads everything and keeps its part."""
+    device: str
+    """"cuda" or "cpu"."""
+
+
+class Route(Protocol):
+    """One way in."""
+
+    sessions: bool
+    """It goes between /begin_weight_update and /end_weight_update, where a version has these."""
+
+    async def send(self, target: Target, weights: Weights) -> None:
+        """Have the server use these weights. Raises `Refused` or `Lost`."""
+
+    def close(self) -> None:
+        """Let go of what is held for the server."""
+
+
+class SharedMemoryRoute:
+    """Memory that both processes map: one copy here, while the server reads the bucket before; checksums verified
+    there. For buckets in host memory."""
+
+    sessions = True
+
+    def __init__(self) -> None:
+        self._memory = SharedMemory()
+
+    async def send(self, target: Target, weights: Weights) -> None:
+        """See `Route`."""
+        ready = asyncio.ensure_future(asyncio.to_thread(self._memory.copy, weights, 0))
+        try:
+            for number in range(len(weights.buckets)):
+                manifest = torch.frombuffer(bytearray((await ready).encode()), dtype=torch.uint8)
+                if number + 1 < len(weights.buckets):
+                    ready = asyncio.ensure_future(asyncio.to_thread(self._memory.copy, weights, number + 1))
+                await _update(target, _plain([("manifest", manifest)]), weights, "rlinf_weights.load")
+                if (word := self._memory.word(number)) != "ok":
+                    raise Refused(f"bucket {number} of the weights of version {weights.version}: {word or 'not read'}")
+        finally:
+            await asyncio.wait([ready])  # a thread cannot be stopped, and it writes where the next bucket goes
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory.close()
+
+
+class PickleRoute:
+    """All bytes through HTTP, 4/3 of them by its encoding: works wherever there is a connection."""
+
+    sessions = True
+
+    async def send(self, target: Target, weights: Weights) -> None:
+        """See `Route`."""
+        for number in range(len(weights.buckets)):
+            payload = await asyncio.to_thread(_plain, _bucket(weights, number))
+            await _update(target, payload, weights, None)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class CudaIpcRoute:
+    """Handles of memory of the same GPU, which the server opens: no copy but its own. Not run yet."""
+
+    sessions = True
+
+    async def send(self, target: Target, weights: Weights) -> None:
+        """See `Route`."""
+        from torch.multiprocessing.reductions import init_reductions
+
+        init_reductions()
+        for number in range(len(weights.buckets)):  # each lives until the reply
+            await _update(target, _handles(_bucket(weights, number)), weights, None)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class DiskRoute:
+    """Files that the server reads: the last resort, and the only one that undoes a failure by itself."""
+
+    sessions = False
+
+    def __init__(self) -> None:
+        self._own = OwnDirectory("weights")
+        self._directory = self._own.path
+
+    async def send(self, target: Target, weights: Weights) -> None:
+        """See `Route`."""
+        said = await target.http.get("/server_info")
+        config = Path(said["model_path"]) / "config.json"
+
+        def write() -> None:
+            shutil.copyfile(config, self._directory / "config.json")
+            write_tensors(self._directory / "model.safetensors", {name: one.cpu() for name, one in weights.named()})
+
+        await asyncio.to_thread(write)
+        body = {"model_path": str(self._directory), "flush_cache": False, "weight_version": str(weights.version)}
+        await target.http.post("/update_weights_from_disk", body, seconds=_BUCKET)
+
+    def close(self) -> None:
+        """Delete the files."""
+        self._own.remove()
+
+
+ROUTES: dict[str, Callable[[], Route]] = {
+    "cuda_ipc": CudaIpcRoute,
+    "shared_memory": SharedMemoryRoute,
+    "http": PickleRoute,
+    "disk": DiskRoute,
+}
+"""By the name that `rollout.engine_args.route` takes, the fastest first."""
+
+
+def route_for(named: str | None, weights: Weights, device: str) -> Route:
+    """The route that is named, or the fastest one for buckets where they lie.
+
+    Raises:
+        Refused: there is no such route.
+    """
+    if named is None:
+        there = {bucket.device.type for bucket in weights.buckets}
+        named = "cuda_ipc" if there == {"cuda"} == {device} else "shared_memory"
+    if named not in ROUTES:
+        raise Refused(f"rollout.engine_args.route={named!r} must be one of {', '.join(ROUTES)}")
+    return ROUTES[named]()
+
+
+def _bucket(weights: Weights, number: int) -> list[tuple[str, Tensor]]:
+    """Names and tensors of one bucket, as views."""
+    flat = weights.buckets[number]
+    slots = [slot for slot in weights.layout if slot.bucket == number]
+    return [(slot.name, flat[slot.offset : slot.offset + prod(slot.shape)].view(slot.shape)) for slot in slots]
+
+
+def _plain(named: list[tuple[str, Tensor]]) -> str:
+    """Names and tensors with their bytes, which any server reads. Views are copied, or each would bring its bucket."""
+    return base64.b64encode(pickle.dumps([(name, tensor.cpu().clone()) for name, tensor in named])).decode()
+
+
+def _handles(named: list[tuple[str, Tensor]]) -> str:
+    """Names and tensors as handles of their memory."""
+    from multiprocessing.reduction import ForkingPickler
+
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(named)
+    return base64.b64encode(buffer.getbuffer()).decode()
+
+
+async def _update(target: Target, payload: str, weights: Weights, load_format: str | None) -> None:
+    body: dict[str, Any] = {
+        "serialized_named_tensors": [payload] * target.ranks,
+        "load_format": load_format,
+        "flush_cache": False,  # it is empty, and a flush at the wrong moment ends the server
+        "weight_version": str(weights.version),
+    }
+    said = await target.http.post("/update_weights_from_tensor", body, seconds=_BUCKET)
+    if isinstance(said, dict) and not said.get("success", True):
+        raise Refused(f"SGLang did not take weights of version {weights.version}: {said.get('message')}")
+
+
+_GREETING = 30.0
+"""Seconds for one token of a server that has just said that it is up; the first forward may compile."""
+_NEVER = -1e9
+"""Added to the logits of tokens that are never drawn; JSON has no infinity."""
+_IDLE = 1.0
+"""Seconds for which the server itself waits until it is idle, before it says that it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the server is run."""
+
+    python: str
+    """Interpreter of its environment."""
+    device: str
+    """"cuda" or "cpu"."""
+    first_device: int = 0
+    """Number of the first GPU that it takes."""
+    dtype: str = "float32"
+    """In which it computes."""
+    tensor_parallel: int = 1
+    """GPUs, or processes on a CPU, over which the model is split."""
+    max_rows: int = 128
+    """Answers decoded together."""
+    max_tokens: int | None = None
+    """Tokens of KV cache; None: on a CPU as many as `max_rows` answers may come to, on a GPU what fits."""
+    max_length: int | None = None
+    """Tokens, prompt and answer together; None: what the model's files say."""
+    memory_share: float | None = None
+    """Share of a GPU's memory for weights and KV cache; None: SGLang's own choice."""
+    seeded: bool = True
+    """Seeds count, at some cost in speed on GPUs."""
+    stream_interval: int = 8
+    """Tokens that come in one piece."""
+    seed: int = 0
+    """Of everything else that is random."""
+    route: str | None = None
+    """How weights get in; None: the fastest that works."""
+    experts: Experts | None = None
+    """Of the model, to have it told which ones tokens went to; None: it is not told."""
+    args: tuple[str, ...] = ()
+    """Further words of the command line."""
+
+
+class SGLangServer:
+    """One SGLang server; a `Server`."""
+
+    kind = "SGLang"
+    reads_images = True
+
+    def __init__(self, options: Options) -> None:
+        self.seeded, self.routes = options.seeded, options.experts is not None
+        self.version = "?"
+        """As the server tells it."""
+        self._options = options
+        self._differences: Differences | None = None
+        self._model = Path()
+        self._route: Route | None = None
+        self._held: tuple[Any, ...] | None = None  # `Weights.key` of what it has; None: its model's own
+
+    # The process -------------------------------------------------------------------------------------------------
+
+    def command(self, model: Path, host: str, port: int) -> Sequence[str]:
+        self._model, options = model, self._options
+        words: list[Any] = [
+            options.python, "-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", port,
+            "--device", options.device, "--dtype", options.dtype, "--tp-size", options.tensor_parallel,
+            "--max-running-requests", options.max_rows, "--stream-interval", options.stream_interval,
+            "--random-seed", options.seed, "--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "warning",
+            "--incremental-streaming-output", "--grammar-backend", "none",
+            "--custom-weight-loader", "rlinf_weights.load",
+        ]  # fmt: skip
+        if options.max_length is not None:
+            words += ["--context-length", options.max_length]
+        if options.seeded:
+            words += ["--enable-deterministic-inference"]
+        if options.experts is not None:
+            words += ["--enable-return-routed-experts"]
+        if options.device == "cpu":
+            words += [
+                "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph",
+                "--disable-overlap-schedule", "--mem-fraction-static", "0.1",
+                "--max-total-tokens", options.max_tokens or options.max_rows * min(options.max_length or 2048, 4096),
+            ]  # fmt: skip
+        else:
+            words += ["--base-gpu-id", options.first_device, "--enable-memory-saver"]
+            if options.max_tokens is not None:
+                words += ["--max-total-tokens", options.max_tokens]
+            if options.memory_share is not None:
+                words += ["--mem-fraction-static", options.memory_share]
+        return [*map(str, words), *options.args]
+
+    def environment(self) -> Mapping[str, str | None]:
+        paths = [*far_side.__path__]
+        variables: dict[str, str | None] = {"HF_HUB_OFFLINE": "1"}
+        if self._options.device == "cpu":
+            paths += stand_ins.__path__
+            variables |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+            variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        return {**variables, "PYTHONPATH": os.pathsep.join(paths)}
+
+    async def greet(self, http: Http) -> None:
+        said = await http.get("/server_info")
+        self.version = str(said.get("version", "?"))
+        self._differences = differences(self.version)
+        self._held = None
+        one = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        await http.post("/generate", one, seconds=_GREETING)
+
+    async def healthy(self, http: Http) -> None:
+        await http.get("/health_generate", seconds=60.0)
+
+    # Answers -----------------------------------------------------------------------------------------------------
+
+    async def generate(self, http: Http, ask: Ask) -> AsyncGenerator[Chunk, None]:
+        sampling = ask.sampling
+        rules: dict[str, Any] = {
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "stop_token_ids": list(sampling.stop_ids),
+            "ignore_eos": not sampling.stop_ids,  # an end token of the model's own then passes, too
+        }
+        if ask.banned:
+            rules["logit_bias"] = {str(token): _NEVER for token in ask.banned}
+        if self.seeded:
+            rules["sampling_seed"] = ask.seed
+        body = {
+            "rid": ask.id, "input_ids": list(ask.ids), "sampling_params": rules, "return_logprob": True,
+            "logprob_start_len": -1, "stream": True, "return_routed_experts": self.routes,
+        }  # fmt: skip
+        if ask.images:
+            body["image_data"] = await in_thread(lambda: [_as_url(image) for image in ask.images])
+        got = 0
+        async for event in http.events("/generate", body):
+            if (error := event.get("error")) is not None:
+                text = f"SGLang /generate: {error.get('message', error)}"
+                raise Refused(text) if int(error.get("code") or 500) < 500 else Lost(text)
+            meta = event["meta_info"]
+            # The newest entries are the news, whether the server repeats the others or not.
+            news = int(meta["completion_tokens"]) - got
+            told = meta.get("routed_experts")
+            routes = None if told is None or self._options.experts is None else routes_told(told, self._options.experts)
+            if news > 0 and (entries := (meta.get("output_token_logprobs") or ())[-news:]):
+                got += len(entries)
+                yield Chunk([entry[1] for entry in entries], [entry[0] for entry in entries], routes)
+            elif routes is not None:
+                yield Chunk((), (), routes)
+            reason = meta.get("finish_reason") or {}
+            if reason.get("type") == "abort" and reason.get("status_code"):
+                raise Lost(f"SGLang /generate gave up: {reason.get('message')}")
+
+    async def abort(self, http: Http, ids: Sequence[str] | None) -> None:
+        if ids is None:
+            await http.post("/abort_request", {"abort_all": True})
+            return
+        for id in ids:
+            await http.post("/abort_request", {"rid": id})
+
+    async def quiet(self, http: Http) -> None:
+        pause = 0.01
+        while True:
+            await self.abort(http, None)
+            try:
+                await http.post(f"/flush_cache?timeout={_IDLE}")
+                return
+            except Refused:  # it is not idle yet
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 1.0)
+
+    # Weights and memory ------------------------------------------------------------------------------------------
+
+    async def update(self, http: Http, weights: Weights) -> None:
+        assert self._differences is not None
+        target = Target(http, self._options.tensor_parallel, self._options.device)
+        if self._route is None:
+            self._route = route_for(self._options.route, weights, self._options.device)
+        self._held = ("mixed",)
+        if self._differences.sessions and self._route.sessions:
+            await http.post("/begin_weight_update", {})
+            try:
+                await self._route.send(target, weights)
+            finally:
+                await http.post("/end_weight_update", {})
+        else:
+            await self._route.send(target, weights)
+        self._held = weights.key
+
+    async def release(self, http: Http) -> None:
+        await http.post("/release_memory_occupation", {})
+
+    async def regain(self, http: Http, weights: Weights | None) -> None:
+        await http.post("/resume_memory_occupation", {})
+        lost = self._options.device != "cpu"  # the memory saver is for GPUs; on a CPU nothing was given back
+        if weights is not None and (lost or self._held != weights.key):
+            await self.update(http, weights)
+        elif weights is None and lost:
+            await http.post("/update_weights_from_disk", {"model_path": str(self._model)}, seconds=600.0)
+
+    def close(self) -> None:
+        if self._route is not None:
+            self._route.close()
+
+
+def _as_url(image: ImageRef) -> str:
+    """A picture as text."""
+    return f"data:;base64,{base64.b64encode(content_of(image)).decode()}"
+
+
+def routes_told(told: str, experts: Experts) -> np.ndarray:
+    """Routes as the server writes them: int32 [tokens read, layers of the model, experts per token], in base64.
+
+    Raises:
+        Refused: it has another model than we.
+    """
+    flat = np.frombuffer(base64.b64decode(told), np.int32)
+    if len(flat) % (experts.layers * experts.top_k) or (flat >= experts.count).any():
+        raise Refused(
+            f"SGLang tells of {len(flat)} experts, which are not those of {experts.layers} layers with {experts.top_k} "
+            f"of {experts.count} experts per token: set trainer.router_replay=false"
+        )
+    return flat.reshape(-1, experts.layers, experts.top_k).astype(compact_type(experts.count))
+
+
+def device_here() -> tuple[str, int]:
+    """Where a server of this process computes, and on which GPU first."""
+    device = own_device()
+    return device.type, device.index or 0
+
+
+class SGLangEngine(ServedEngine):
+    """An engine around an SGLang server."""
+
+    def check_request(self, request: Request) -> None:
+        super().check_request(request)
+        if request.sampling.min_p and self.seeded:  # its sampler asserts that there is no seed, and the server ends
+            raise RequestRefused(
+                f"request {request.id} has min_p={request.sampling.min_p}, which SGLang cannot draw by a seed: set "
+                "rollout.min_p=0, or rollout.engine_args.seeded=false"
+            )
+
+
+ENGINE = SGLangEngine
+
+
+def interpreter(python: str | None = None) -> str:
+    """The interpreter of SGLang's environment. Raises ValueError if there is none."""
+    return environment_of("SGLang", python, "RLINF_SGLANG_PYTHON", ".venv-sglang", "sglang")
+
+
+def lacking(args: Mapping[str, Any]) -> str | None:
+    """See `rlinf.engines.base.lacking`."""
+    try:
+        interpreter(args.get("python"))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+async def build(
+    setup: EngineSetup,
+    *,
+    python: str | None = None,
+    tensor_parallel: int = 1,
+    memory_share: float | None = None,
+    seeded: bool = True,
+    stream_interval: int = 8,
+    route: str | None = None,
+    start_deadline: float = 600.0,
+    deadline: float = 300.0,
+    silence: float = 300.0,
+    max_restarts: int = 3,
+    args: Sequence[str] = (),
+) -> SGLangEngine:
+    """Start a server, and make the engine around it; see `make`.
+
+    Args:
+        setup: what every engine is made from.
+        python: interpreter of an environment with SGLang. Default: $RLINF_SGLANG_PYTHON, or .venv-sglang, which `make
+            sglang` creates.
+        tensor_parallel: GPUs, from this rank's on, over which the model is split.
+        memory_share: share of a GPU's memory for weights and KV cache. Default: SGLang's own.
+        seeded: seeds count, so that samples can be repeated and continued; on GPUs this costs speed, and only some
+            attention back ends can.
+        stream_interval: tokens that come in one piece: fewer are kept sooner, more are cheaper.
+        route: how weights get in: cuda_ipc, shared_memory, http or disk. Default: the fastest that works.
+        start_deadline: seconds for the server's start.
+        deadline: seconds for a change of weights, for going to sleep and for waking, each; then it is started again.
+        silence: seconds without a token after which an answer is asked for again.
+        max_restarts: deaths in a row that are followed by a restart.
+        args: further words of the server's command line.
+
+    Raises:
+        ValueError: there is no environment, or an argument is out of range.
+        ChildDied: the server did not come up; with the last lines of its output.
+    """
+    if tensor_parallel < 1 or stream_interval < 1:
+        raise ValueError("rollout.engine_args: tensor_parallel and stream_interval must be at least 1")
+    device, first = device_here()
+    found = interpreter(python)
+    files = await setup.compute(model_files, setup)
+    options = Options(
+        python=found,
+        device=device,
+        first_device=first,
+        dtype=str(setup.dtype).removeprefix("torch."),
+        tensor_parallel=tensor_parallel,
+        max_rows=setup.max_rows,
+        max_tokens=setup.max_tokens,
+        max_length=setup.max_length,
+        memory_share=memory_share,
+        seeded=seeded,
+        stream_interval=stream_interval,
+        seed=setup.seed % (1 << 31),
+        route=route,
+        experts=files.experts if setup.routes else None,
+        args=tuple(map(str, args)),
+    )
+    engine = SGLangEngine(setup, files, deadline=deadline)
+    child = ServerChild(
+        SGLangServer(options),
+        files.directory,
+        f"SGLang of {setup.name}",
+        engine.prepare,
+        engine.busy,
+        log=None if setup.directory is None else Path(setup.directory) / f"sglang-{setup.name}.log",
+        start_deadline=start_deadline,
+        max_restarts=max_restarts,
+        silence=silence,
+    )
+    try:
+        await engine.start(child)
+    except BaseException:
+        files.remove()
+        raise
+    return engine

@@ -1,0 +1,247 @@
+"""How a vLLM server is started and spoken to; the other end is `inside/serve.py`.
+
+Flows in: asks, and weights in host memory. Flows out: chunks of tokens, and weights in memory that the server maps.
+Nobody waits here but for the server's replies; `served/engine.py` awaits all of it.
+
+Making the vLLM engine, `rollout.engine: vllm`.
+
+Flows in: what every engine is made from. Flows out: an engine whose server is up. Nobody waits here but for its start.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.data.weights import Weights
+from rlinf.engines.base import EngineSetup
+from rlinf.engines.served.engine import ServedEngine
+from rlinf.engines.served.server import Ask, Chunk, Http, ServerChild, environment_of, model_files
+from rlinf.runtime.base.tasks import in_thread
+from rlinf.runtime.base.tensors import seen_by_children
+
+_INSIDE = Path(__file__).parent / "vllm_inside"
+
+
+class VllmServer:
+    """A server process around vLLM; see `served/server.py` for what it must do.
+
+    Args:
+        python: interpreter of vLLM's environment.
+        settings: arguments of vLLM's `AsyncEngineArgs`.
+        deadline: seconds for loading weights, and for sleeping and waking.
+    """
+
+    kind = "vLLM"
+    reads_images = False
+    seeded = True
+    routes = False
+
+    def __init__(self, python: str, settings: Mapping[str, Any], deadline: float) -> None:
+        self._python, self._settings, self._deadline = python, dict(settings), deadline
+        self._memory: list[_Memory] = []
+        self.version = ""
+        """Of vLLM, once it is up."""
+
+    def command(self, model: Path, host: str, port: int) -> Sequence[str]:
+        settings = json.dumps({"model": str(model), **self._settings})
+        address = ["--host", host, "--port", str(port)]
+        return [self._python, str(_INSIDE / "serve.py"), *address, "--settings", settings]
+
+    def environment(self) -> Mapping[str, str | None]:
+        return {
+            "HF_HUB_OFFLINE": "1",  # the model lies here
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose logits processors are others than those of `inside/rlinf_draw.py`
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two servers on a machine would share the cores they are bound to
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+            **seen_by_children(int(self._settings.get("tensor_parallel_size", 1))),  # it takes the first that it sees
+        }
+
+    async def greet(self, http: Http) -> None:
+        self.version = (await http.get("/health"))["vllm"]
+
+    async def healthy(self, http: Http) -> None:
+        await http.get("/health", seconds=60.0)  # answered between two steps
+
+    async def generate(self, http: Http, ask: Ask) -> AsyncGenerator[Chunk, None]:
+        sampling = ask.sampling
+        body = {
+            "rid": ask.id,
+            "input_ids": list(ask.ids),
+            "max_new_tokens": sampling.max_new_tokens,
+            "stop_ids": list(sampling.stop_ids),
+            "seed": ask.whole_seed,
+            "answered": ask.answered,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+        }
+        async with aclosing(http.events("/generate", body)) as events:
+            async for event in events:
+                yield Chunk(event["ids"], event["logprobs"])
+
+    async def abort(self, http: Http, ids: Sequence[str] | None) -> None:
+        await http.post("/abort", {} if ids is None else {"rids": list(ids)})
+
+    async def quiet(self, http: Http) -> None:
+        await http.post("/quiet")
+
+    async def update(self, http: Http, weights: Weights) -> None:
+        buckets = await in_thread(lambda: self._shared(weights))
+        await http.post("/load", {"version": weights.version, "buckets": buckets}, seconds=self._deadline)
+
+    async def release(self, http: Http) -> None:
+        await http.post("/sleep", seconds=self._deadline)
+
+    async def regain(self, http: Http, weights: Weights | None) -> None:
+        await http.post("/wake", seconds=self._deadline)
+        if weights is not None:
+            await self.update(http, weights)
+
+    def close(self) -> None:
+        while self._memory:
+            self._memory.pop().close()
+
+    def _shared(self, weights: Weights) -> list[dict[str, Any]]:
+        """Where the server finds weights, which are copied there. Blocking."""
+        tensors: list[list[tuple[str, Sequence[int], int]]] = [[] for _ in weights.buckets]
+        for slot in weights.layout:
+            tensors[slot.bucket].append((slot.name, slot.shape, slot.offset))
+        while len(self._memory) < len(weights.buckets):
+            self._memory.append(_Memory())
+        return [
+            {
+                "path": memory.write(bucket),
+                "bytes": bucket.nbytes,
+                "dtype": str(bucket.dtype).removeprefix("torch."),
+                "checksum": checksum,
+                "tensors": inside,
+            }
+            for memory, bucket, checksum, inside in zip(
+                self._memory, weights.buckets, weights.checksums, tensors, strict=False
+            )
+        ]
+
+
+class _Memory:
+    """Memory that other processes of this user can map by a path. It has no name, so nothing is left of it however
+    this process ends, and it is kept from one version to the next, since new pages cost more than copying."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("rlinf-weights", os.MFD_CLOEXEC)
+        self._bytes = 0
+        self._view: Tensor | None = None
+
+    def write(self, bucket: Tensor) -> str:
+        """Copy a flat tensor there; returns the path."""
+        if self._view is None or self._bytes < bucket.nbytes:
+            os.ftruncate(self._file, bucket.nbytes)
+            self._bytes = bucket.nbytes
+            self._view = torch.frombuffer(mmap.mmap(self._file, self._bytes), dtype=torch.uint8)
+        self._view[: bucket.nbytes].copy_(bucket.detach().view(torch.uint8))
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def close(self) -> None:
+        """Give the memory back, once the server has let go of it too."""
+        self._view = None
+        os.close(self._file)
+
+
+class VllmEngine(ServedEngine):
+    """An engine around a vLLM server. Token k of an answer is drawn by random number k of its seed, as in the
+    `transformers` engine, so both give the same answers up to rounding, and continue each other's."""
+
+
+ENGINE = VllmEngine
+
+
+def interpreter(python: str | None = None) -> str:
+    """The interpreter of vLLM's environment. Raises ValueError if there is none."""
+    return environment_of("vLLM", python, "RLINF_VLLM_PYTHON", ".venv-vllm", "vllm")
+
+
+def lacking(args: Mapping[str, Any]) -> str | None:
+    """See `rlinf.engines.base.lacking`."""
+    try:
+        interpreter(args.get("python"))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+async def build(
+    setup: EngineSetup,
+    *,
+    python: str | None = None,
+    tensor_parallel: int = 1,
+    memory_share: float | None = None,
+    start_deadline: float = 600.0,
+    deadline: float = 300.0,
+    silence: float = 300.0,
+    max_restarts: int = 3,
+    args: Mapping[str, Any] | None = None,
+) -> VllmEngine:
+    """Start a vLLM server, and make the engine around it; see `make`.
+
+    Args:
+        setup: what every engine is made from.
+        python: interpreter of an environment with vLLM and aiohttp. Default: $RLINF_VLLM_PYTHON, or .venv-vllm, which
+            `make vllm` creates.
+        tensor_parallel: GPUs over which the model is split.
+        memory_share: share of a GPU's memory for weights and KV cache. Default: vLLM's own.
+        start_deadline: seconds from the server's start until it must answer.
+        deadline: seconds for a change of weights, for going to sleep and for waking, each; then it is started again.
+        silence: seconds without a token after which an answer is asked for again.
+        max_restarts: deaths in a row that are followed by a restart.
+        args: further arguments of vLLM's `AsyncEngineArgs`, such as `max_num_batched_tokens`.
+
+    Raises:
+        ValueError: there is no such environment, or `args` has what the engine itself sets.
+        ChildDied: the server did not come up; with the last lines of its output.
+    """
+    if setup.pictures is not None:
+        raise ValueError("rollout.engine=vllm reads no pictures, and the model does: take sglang or transformers")
+    own: dict[str, Any] = {
+        "dtype": str(setup.dtype).removeprefix("torch."),
+        "max_num_seqs": setup.max_rows,
+        "max_model_len": setup.max_length,
+        "tensor_parallel_size": tensor_parallel,
+        "gpu_memory_utilization": memory_share,
+    }
+    if taken := sorted(own.keys() & (args or {}).keys()):
+        raise ValueError(
+            f"rollout.engine_args.args: {', '.join(taken)} cannot be given here: the engine sets dtype by "
+            "rollout.dtype, max_num_seqs by rollout.max_rows, max_model_len by the model, tensor_parallel_size and "
+            "gpu_memory_utilization by rollout.engine_args.tensor_parallel and memory_share"
+        )
+    settings = {name: value for name, value in own.items() if value is not None} | dict(args or {})
+    server = VllmServer(interpreter(python), settings, deadline)
+    files = await setup.compute(model_files, setup)
+    engine = VllmEngine(setup, files, deadline=deadline)
+    child = ServerChild(
+        server,
+        files.directory,
+        f"vLLM of {setup.name}",
+        engine.prepare,
+        engine.busy,
+        log=None if setup.directory is None else Path(setup.directory) / f"vllm-{setup.name}.log",
+        start_deadline=start_deadline,
+        max_restarts=max_restarts,
+        silence=silence,
+    )
+    try:
+        await engine.start(child)
+    except BaseException:
+        files.remove()
+        raise
+    return engine

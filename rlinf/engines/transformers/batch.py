@@ -1,0 +1,641 @@
+"""Keys and values of conversations between their turns, so that a turn reads only what is new.
+
+Flows in: what was read of an answer that has ended. Flows out: the same, for a request that goes on from it. Plain
+blocking code that wakes nobody, used by the decode batch in the compute thread.
+
+Rows that are decoded in bands, one call of the model after the other: on CPUs, and for every kind of model.
+
+Flows in: texts to read, and which answers have ended. Flows out: logits after the texts, then a token per row and step.
+Plain blocking code that wakes nobody, used by the decode batch in the compute thread.
+
+The decode batch: rows join, are extended by a token per step, and leave when their answers end.
+
+Flows in: requests (`newcomers`). Flows out: completions (`finished`). Plain blocking code that wakes nobody: every
+method runs in the compute thread, one at a time; the event loop fills and empties the queues, and sets flags, at any
+time.
+
+What a row computes depends, to the last bit, on which rows share its steps; that is a function of the requests and of
+when they joined, counted in steps, never of time: `advance` may return whenever it likes, but comes back for newcomers
+at the very step at which they are due.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.data.sample import PrefixKey
+from rlinf.data.weights import Weights
+from rlinf.engines.base import Completion, Finish, Request, StepStats, StopTexts
+from rlinf.engines.transformers.cache import Band, Layers
+from rlinf.engines.transformers.model import ModelForward, pad_left, rectangles
+from rlinf.engines.transformers.sampling import Drawn, Rules, Slots, choose, to_host
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """What was read of one conversation."""
+
+    ids: np.ndarray
+    """The tokens, int64 [tokens]."""
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    """Their keys and values per layer, each [key-value heads, tokens, head size]."""
+
+    def shared(self, text: np.ndarray) -> int:
+        """With how many of these tokens a text begins; its last token always has to be read, for what follows it."""
+        most = min(len(self.ids), len(text) - 1)
+        equal = self.ids[:most] == text[:most]
+        return most if equal.all() else int(equal.argmin())
+
+
+class Conversations:
+    """The kept caches, the one used longest ago first."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """Of all that is kept."""
+        self._kept: dict[int, Kept] = {}
+
+    def keep(self, conversation: int, kept: Kept) -> None:
+        """Keep this from now on, in place of what was kept of the conversation."""
+        self.take(conversation)
+        self._kept[conversation] = kept
+        self.tokens += len(kept.ids)
+
+    def take(self, conversation: int) -> Kept | None:
+        """Give out what there is of a conversation, and keep it no more."""
+        kept = self._kept.pop(conversation, None)
+        if kept is not None:
+            self.tokens -= len(kept.ids)
+        return kept
+
+    def taken(self, request: Request) -> Kept | None:
+        """Give out what there is of a request's conversation, if it has one, and keep it no more."""
+        return None if request.conversation is None or request.images else self.take(request.conversation)
+
+    def shrink(self, most: int) -> None:
+        """Drop what was used longest ago, until no more than so many tokens are kept."""
+        while self._kept and self.tokens > most:
+            self.take(next(iter(self._kept)))
+
+    def forget(self, conversations: Iterable[int] | None) -> None:
+        """Drop these, or all."""
+        for conversation in list(self._kept) if conversations is None else conversations:
+            self.take(conversation)
+
+
+class Reader(NamedTuple):
+    """A text to be read, once for all answers that begin with it."""
+
+    unread: np.ndarray
+    """What of it has to be read, int64 [unread]."""
+    text: np.ndarray
+    """All of it, int64 [tokens]."""
+    slots: list[int]
+    """Of the answers."""
+    kept: Kept | None
+    """What was read of its beginning."""
+
+    def going_on(self, kept: Kept | None) -> Reader:
+        """The same, reading on from what was kept if that has more of it."""
+        shared = 0 if kept is None else kept.shared(self.text)
+        more = shared > len(self.text) - len(self.unread)
+        return self._replace(unread=self.text[shared:], kept=kept) if more else self
+
+
+def side_by_side(readers: Iterable[Reader], *, pads: bool = True) -> Iterator[list[Reader]]:
+    """Which texts to read together, longest first: alike in what is unread and, where they go on, in all; see
+    `rectangles` for `pads`."""
+
+    def alike(reader: Reader) -> int:
+        return 0 if reader.kept is None else len(reader.text).bit_length()
+
+    ordered = sorted(readers, key=lambda reader: (alike(reader), -len(reader.unread)))
+    for _, some in itertools.groupby(ordered, alike):
+        yield from rectangles(list(some), pads=pads)
+
+
+def laid_out(readers: Sequence[Reader], device: torch.device) -> tuple[Tensor, Tensor | None, Layers | None]:
+    """The tokens to read, which of them and of those before are no padding, and the past, as `ModelForward.read` wants
+    them.
+
+    Of every text that goes on, as many tokens are read as of the one with most unread: so that all keys stand side by
+    side without gaps.
+    """
+    unread = len(readers[0].unread)
+    ids, real = pad_left([reader.text[-unread:] for reader in readers], device)
+    kept = [reader.kept for reader in readers if reader.kept is not None]
+    if not kept:
+        return ids, real, None
+    lengths = np.array([len(reader.text) for reader in readers])
+    columns = int(lengths.max())
+    real = torch.from_numpy(np.arange(columns) >= columns - lengths[:, None]).to(device)
+    return ids, real, _past(kept, lengths - unread, columns - unread)
+
+
+def _past(kept: Sequence[Kept], lengths: np.ndarray, columns: int) -> Layers:
+    """The first tokens of each, so many, aligned at their ends in so many columns."""
+    spans = [(row, one, int(length)) for row, (one, length) in enumerate(zip(kept, lengths, strict=True)) if length > 0]
+
+    def joined(layer: int, which: int) -> Tensor:
+        like = kept[0].pairs[layer][which]
+        wide = like.new_zeros((len(kept), like.shape[0], columns, like.shape[2]))
+        for row, one, length in spans:
+            wide[row, :, columns - length :] = one.pairs[layer][which][:, :length]
+        return wide
+
+    return Layers([(joined(layer, 0), joined(layer, 1)) for layer in range(len(kept[0].pairs))])
+
+
+_BALLAST = 1 / 8
+"""Ended rows are computed on until they are so large a share of their band: then moving others into their place is
+cheaper. Newcomers take the places of those that are left."""
+_ALIKE = 128
+"""Rows no longer than this share a band whatever their lengths: attention over so few columns costs next to nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class _View:
+    """All rows of all bands side by side, made anew when rows join or move."""
+
+    slots: np.ndarray
+    """Slot of each row, -1 once it has ended, int64 [rows]."""
+    ids: Tensor
+    """The token that each reads next, int64 [rows]."""
+    positions: Tensor
+    """Of that token in its text, int64 [rows]."""
+    answered: Tensor
+    """Which token of its answer the row draws next, int64 [rows]."""
+    rules: Rules
+    """How it draws."""
+    ended: list[int] = field(default_factory=list)
+    """Rows that have ended since the last step."""
+
+
+class BandedRows:
+    """The rows of a decode batch, in bands of like length; see `decode_batch.Rows` for what the methods do.
+
+    Args:
+        forward: the model.
+    """
+
+    def __init__(self, forward: ModelForward):
+        self.bands: list[Band] = []
+        """Not empty, each."""
+        self._forward = forward
+        self._view: _View | None = None
+
+    @property
+    def width(self) -> int:
+        return sum(len(band) for band in self.bands)
+
+    def read(self, readers: Iterable[Reader], records: Slots) -> Iterator[tuple[np.ndarray, Tensor, int]]:
+        self._tidy()
+        self._view = None
+        device = self._forward.device
+        for rectangle in side_by_side(readers, pads=self._forward.pads):
+            ids, real, past = laid_out(rectangle, device)
+            images = [records.requests[reader.slots[0]].images for reader in rectangle]
+            logits, read = self._forward.read(ids, real, images, past)
+            if (routes := self._forward.routes()) is not None:
+                of_texts = routes.reshape(*ids.shape, *routes.shape[1:])
+                for reader, of_text in zip(rectangle, of_texts, strict=True):
+                    records.routed(reader.slots, len(reader.text), of_text[-len(reader.text) :])
+            which = np.array([slot for reader in rectangle for slot in reader.slots], dtype=np.int64)
+            lengths = np.array([len(reader.text) for reader in rectangle for _ in reader.slots], dtype=np.int64)
+            source = torch.tensor(
+                [number for number, reader in enumerate(rectangle) for _ in reader.slots], device=device
+            )
+            records.shifts[which] = 0 if read.shifts is None else read.shifts[source.cpu().numpy()]
+            self._band_for(int(lengths.max()), read, records.room(which)).place(which, lengths, read, source)
+            yield which, logits.index_select(0, source), ids.numel()
+
+    def joined(self) -> None:
+        """Make one band of two that have become alike: rows grow by equal lengths, so in proportion they draw near."""
+        merged: list[Band] = []
+        for band in sorted((band for band in self.bands if band.live), key=lambda band: -band.width):
+            if merged and _alike(merged[-1].width, band.width):
+                merged[-1].absorb(band)
+            else:
+                merged.append(band)
+        self.bands = merged
+
+    def step(self, records: Slots) -> Drawn:
+        self._tidy()
+        view = self._view = self._view or self._look(records)
+        if view.ended:  # ballast must not walk off the end of a table of positions
+            view.positions[view.ended] = 0
+            view.ended.clear()
+        for band in self.bands:
+            band.reserve()
+        logits = self._forward.step(view.ids, view.positions, self.bands)
+        if (routes := self._forward.routes()) is not None:
+            records.routed_step(view.slots, routes)
+        for band in self.bands:
+            band.advance()
+        tokens, logprobs = choose(
+            self._forward.allowed(logits), view.rules, view.answered, padding=self._forward.padding
+        )
+        view.ids = tokens
+        view.positions += 1
+        view.answered += 1
+        return Drawn(view.slots, *to_host(tokens, logprobs), self._forward.version)
+
+    def settle(self) -> None:
+        return None
+
+    def end(self, slots: np.ndarray) -> None:
+        for band in self.bands:
+            if len(here := np.flatnonzero(np.isin(band.slots, slots))):
+                band.end(here)
+        if self._view is not None and len(rows := np.flatnonzero(np.isin(self._view.slots, slots))):
+            self._view.slots[rows] = -1
+            self._view.ended += rows.tolist()
+
+    def kept(self, slot: int, tokens: int) -> Sequence[tuple[Tensor, Tensor]]:
+        band, row = next((band, row) for band in self.bands for row in np.flatnonzero(band.slots == slot).tolist())
+        return band.row(row, tokens)
+
+    def forget(self) -> None:
+        self.bands, self._view = [], None
+
+    def park(self) -> None:
+        self.forget()
+
+    def _look(self, records: Slots) -> _View:
+        device = self._forward.device
+        slots = np.concatenate([band.slots for band in self.bands])
+        answered = records.lengths[slots]
+        positions = np.maximum(records.prompts[slots] + answered - 1 + records.shifts[slots], 0)
+        return _View(
+            slots,
+            ids=torch.from_numpy(records.last[slots]).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            answered=torch.from_numpy(answered).to(device),
+            rules=Rules.of(records.draws[slots], device),
+        )
+
+    def _tidy(self) -> None:
+        """Drop the rows that have ended where they have become too many."""
+        for band in self.bands:
+            ended = len(band) - band.live
+            if ended and ended >= _BALLAST * len(band):
+                band.compact()
+                self._view = None
+        if not all(len(band) for band in self.bands):
+            self.bands = [band for band in self.bands if len(band)]
+            self._view = None
+
+    def _band_for(self, width: int, read: Layers, room: int) -> Band:
+        """The band where rows of this width belong."""
+        for band in self.bands:
+            if _alike(band.width, width):
+                return band
+        self.bands.append(Band(read, room))
+        return self.bands[-1]
+
+
+def _alike(one: int, other: int) -> bool:
+    longer = max(one, other)
+    return longer <= _ALIKE or longer <= 2 * min(one, other)
+
+
+_QUIET = 0.002
+"""Seconds for which finished answers may wait in the thread. Handing over to the event loop costs about 0.1 ms."""
+_LONGEST = 0.02
+"""Seconds after which the thread is free for others, whether or not an answer has finished."""
+
+
+class Rows(Protocol):
+    """The answers in flight as the device has them: what was read of each, and one token more for all at a time.
+
+    `BandedRows` decodes any model; `GraphedRows` is for GPUs, and tells a step's tokens while it computes the next.
+    """
+
+    @property
+    def width(self) -> int:
+        """Rows that a step computes, ended ones included."""
+        ...
+
+    def read(self, readers: Iterable[Reader], records: Slots) -> Iterator[tuple[np.ndarray, Tensor, int]]:
+        """Read texts and give each answer a row.
+
+        Yields:
+            Slots, int64 [some], the logits after the text of each, [some, vocabulary], and how many tokens were read.
+        """
+        ...
+
+    def joined(self) -> None:
+        """All newcomers were read."""
+        ...
+
+    def step(self, records: Slots) -> Drawn | None:
+        """Compute one token more for every row; returns the oldest tokens that were not told yet, if there are any.
+
+        Rows that have ended meanwhile have slot -1 there.
+        """
+        ...
+
+    def settle(self) -> Drawn | None:
+        """The tokens that were computed and not told."""
+        ...
+
+    def end(self, slots: np.ndarray) -> None:
+        """These answers have ended, int64 [ended]: nothing more is told of them."""
+        ...
+
+    def kept(self, slot: int, tokens: int) -> Sequence[tuple[Tensor, Tensor]]:
+        """Copies of the keys and values of an answer's text, of so many tokens, each [key-value heads, tokens, head
+        size], per layer."""
+        ...
+
+    def forget(self) -> None:
+        """No row is there any more."""
+        ...
+
+    def park(self) -> None:
+        """The same, and all memory is given back."""
+        ...
+
+
+class Batch:
+    """The state of generation.
+
+    Args:
+        forward: the model; weights may change between steps.
+        rows: decodes it.
+        max_rows: answers in flight at a time.
+        reader: finds stop texts; None where there will be none.
+        max_tokens: of KV cache for answers in flight and for conversations between turns, together; None for no bound.
+        keep_tokens: of KV cache for conversations between turns; None for what answers in flight leave, or as much as
+            `max_rows` of the longest answers may come to where there is no bound.
+    """
+
+    def __init__(
+        self,
+        forward: ModelForward,
+        rows: Rows,
+        max_rows: int,
+        reader: StopTexts | None = None,
+        max_tokens: int | None = None,
+        keep_tokens: int | None = None,
+    ):
+        self.forward = forward
+        self.max_rows = max_rows
+        self.forgotten: deque[Collection[int] | None] = deque()
+        """Conversations, put there by the event loop, of which nothing is to be kept; None for all."""
+        self.finished: deque[tuple[Request, Completion]] = deque()
+        """Answers that have ended, in that order, for the event loop to take."""
+        self.newcomers: deque[Request] = deque()
+        """Put there by the event loop, to join at the beginning of the next `advance`."""
+        self.unwanted: deque[Request] = deque()
+        """Requests, put there by the event loop, that nobody wants answered any more."""
+        self.interrupted = False
+        """Set by anyone to have `advance` return after its step."""
+        self.paused = False
+        """Set by anyone to have `advance` do nothing."""
+        self.asleep = False
+        """Parked: `advance` does nothing."""
+        self.tokens = 0
+        """Of KV cache that the answers in flight may come to."""
+        self.stats = StepStats()
+        """How long steps and reading took; replaced as a whole, so that the event loop may read it at any moment."""
+        self._reader = reader
+        self._slots = Slots(max_rows, reader)
+        self._rows = rows
+        self._unread = False  # the keys and values of what is in flight were given back
+        self._conversations = Conversations()
+        self._max_tokens, self._keep_tokens = max_tokens, keep_tokens
+        self._longest = 0  # that a turn of a conversation came to
+        self._weights = 0  # counts the weights that were loaded
+        self._read_with = np.zeros(max_rows + 1, dtype=np.int64)  # which of them read the text of each slot
+
+    @property
+    def live(self) -> int:
+        """Answers in flight."""
+        return self.max_rows - self._slots.free
+
+    @torch.inference_mode()
+    def advance(self, due: tuple[int, int]) -> None:
+        """Let the newcomers join, then decode until somebody should look.
+
+        Args:
+            due: return at the step that leaves so many rows free, and no more than so many tokens of cache taken.
+        """
+        self.drop()
+        if self.asleep or self.paused:
+            return
+        start = time.perf_counter()
+        if self._unread:
+            self._reread()
+        if self.newcomers:
+            self._join()
+        free, taken = due
+        while self.live and not self.interrupted and not (self._slots.free >= free and self.tokens <= taken):
+            self._step()
+            passed = time.perf_counter() - start
+            if passed > _LONGEST or (self.finished and passed > _QUIET):
+                break
+        self.interrupted = False
+        if not self.live:  # what comes next must not find traces of what was; and the memory is free for others
+            self._forget()
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Have the device idle, and take in the tokens that were computed and not told."""
+        if (drawn := self._rows.settle()) is not None:
+            self._extend(drawn)
+
+    def drop(self) -> None:
+        """Forget the answers and the conversations that nobody wants any more."""
+        while self.forgotten:
+            self._conversations.forget(self.forgotten.popleft())
+        if self.unwanted:
+            self._remove({self.unwanted.popleft() for _ in range(len(self.unwanted))}, None)
+
+    def abort(self, ids: Collection[int] | None) -> None:
+        """End these requests (None: all) where they stand; they count as finished."""
+        self._remove({request for request in self.requests() if ids is None or request.id in ids}, "abort")
+
+    def partial(self, ids: Collection[int]) -> list[Request]:
+        """These requests, those of them that are here, each with its tokens so far."""
+        joined = [self._slots.partial(slot) for slot, request in self._slots.requests.items() if request.id in ids]
+        return [*(request for request in self.newcomers if request.id in ids), *joined]
+
+    def take_out(self, ids: Collection[int]) -> tuple[list[Request], list[Request]]:
+        """Forget these requests; returns them as they came, and with their tokens so far."""
+        partial = self.partial(ids)
+        taken = {request for request in self.requests() if request.id in ids}
+        self._remove(taken, None)
+        return list(taken), partial
+
+    def _remove(self, requests: set[Request], finish: Finish | None) -> None:
+        """End these answers; with a reason they count as finished, without they are forgotten."""
+        for _ in range(len(self.newcomers)):
+            request = self.newcomers.popleft()
+            if request not in requests:
+                self.newcomers.append(request)
+            elif finish is not None:
+                self.finished.append((request, request.ended(finish)))
+        slots = np.array([slot for slot, one in self._slots.requests.items() if one in requests], dtype=np.int64)
+        self._close(slots, [finish or "abort"] * len(slots), keep=finish is not None)
+        self._rows.end(slots)
+        if not self.live:  # nobody may advance for a while, and the memory is free for others
+            self._forget()
+
+    def requests(self) -> list[Request]:
+        """All in flight, newcomers included."""
+        return [*self._slots.requests.values(), *self.newcomers]
+
+    def clear(self) -> list[Request]:
+        """Forget everything, after an error; returns the requests whose answers are lost."""
+        lost = self.requests()
+        self.newcomers.clear()
+        self._conversations.forget(None)
+        self._forget()
+        self._slots = Slots(self.max_rows, self._reader)
+        self.tokens = 0
+        return lost
+
+    def park(self) -> None:
+        """Give back the memory of keys and values, and move the weights to the host's."""
+        self.settle()
+        self._forget()
+        self._rows.park()
+        self._conversations.forget(None)
+        self.asleep = True
+        self.forward.park()
+
+    def unpark(self) -> None:
+        """Undo `park`: move the weights back."""
+        if self.asleep:
+            self.forward.unpark()
+            self.asleep = False
+
+    def load(self, weights: Weights, reread: bool) -> None:
+        """Switch to other weights; if told so, forget the keys and values that the old ones made."""
+        if reread:
+            self.settle()
+        self.forward.load(weights)
+        self._weights += 1
+        self._conversations.forget(None)
+        if reread:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Give back the memory of keys and values: what is still in flight is read again before the next token, once
+        however much happens until then."""
+        self._rows.forget()
+        self._unread = True
+
+    def _reread(self) -> None:
+        """Read all answers in flight anew, with the weights as they are now."""
+        self._unread = False
+        for _ in self._read(list(self._slots.requests)):
+            pass
+
+    def _join(self) -> None:
+        """Read what the newcomers have, and draw the first tokens of those that have only a prompt."""
+        self.settle()
+        requests = [self.newcomers.popleft() for _ in range(len(self.newcomers))]
+        slots = self._slots.open(requests).tolist()
+        self.tokens += sum(request.cache_tokens for request in requests)
+        for some, logits in self._read(slots):
+            if len(new := np.flatnonzero(self._slots.lengths[some] == 0)):
+                if len(new) < len(some):
+                    some, logits = some[new], logits[torch.from_numpy(new).to(logits.device)]
+                rules = Rules.of(self._slots.draws[some], self.forward.device)
+                logits = self.forward.allowed(logits)
+                first = torch.zeros(len(some), dtype=torch.int64, device=logits.device)
+                drawn = choose(logits, rules, first, padding=self.forward.padding)
+                self._extend(Drawn(some, *to_host(*drawn), self.forward.version))
+        self._rows.joined()
+
+    def _step(self) -> None:
+        """One token more for every row."""
+        start = time.perf_counter()
+        drawn = self._rows.step(self._slots)
+        if drawn is not None:  # the first of several is told with the next
+            width = self._rows.width
+            self._extend(drawn)
+            self.stats = self.stats.stepped(width, time.perf_counter() - start)
+
+    def _extend(self, drawn: Drawn) -> None:
+        """Add a token to each answer; those that end leave.
+
+        Raises:
+            FloatingPointError: the model gave logits that are not finite.
+        """
+        slots = drawn.slots
+        if len(lost := slots[~np.isfinite(drawn.logprobs) & (slots >= 0)]):
+            raise FloatingPointError(self._not_finite(lost, drawn.version))
+        ended = self._slots.add(drawn)
+        if ended:
+            gone = slots[[row for row, _ in ended]]
+            self._keep(gone)
+            self._close(gone, [finish for _, finish in ended], keep=True)
+            self._rows.end(gone)
+
+    def _close(self, slots: np.ndarray, finishes: Sequence[Finish], *, keep: bool) -> None:
+        closed = self._slots.close(slots, finishes)
+        self.tokens -= sum(request.cache_tokens for request, _ in closed)
+        if keep:
+            self.finished += closed
+
+    def _not_finite(self, slots: np.ndarray, version: int) -> str:
+        request, answered = self._slots.requests[int(slots[0])], int(self._slots.lengths[slots[0]])
+        return (
+            f"the engine's model gave logits that are not finite, for {len(slots)} of {self.live} answers: first for "
+            f"token {answered} of the answer to request {request.id}, whose prompt has {len(request.prompt_ids)} "
+            f"tokens, with weights of version {version} in {self.forward.dtype}. If that version is 0, "
+            "look at the model's files, else at the training step that made it (its loss and gradient norm); finite "
+            "weights may overflow where rollout.dtype is narrow"
+        )
+
+    def _keep(self, slots: np.ndarray) -> None:
+        """Keep what these answers have read, of those that belong to conversations; int64 [ended]."""
+        for slot in slots.tolist():
+            request = self._slots.requests[slot]
+            if request.conversation is None or request.images or self._read_with[slot] != self._weights:
+                continue
+            self._longest = max(self._longest, request.cache_tokens)
+            ids = self._slots.text_ids(slot)
+            if len(ids) > (spare := self._spare(request.cache_tokens)):
+                continue
+            self._conversations.keep(request.conversation, Kept(ids, self._rows.kept(slot, len(ids))))
+            self._conversations.shrink(spare)
+
+    def _spare(self, ending: int = 0) -> int:
+        """Tokens that may be kept of conversations, once an answer has left that may have come to `ending` tokens."""
+        left = self.max_rows * self._longest if self._max_tokens is None else self._max_tokens - self.tokens + ending
+        return max(0, left if self._keep_tokens is None else min(left, self._keep_tokens))
+
+    def _read(self, slots: Sequence[int]) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """Read what is known of these answers into the bands: what is equal (tokens and images) once, and what goes on
+        from a kept conversation from there.
+
+        Yields:
+            Slots, int64 [some], and the logits after the text of each, [some, vocabulary].
+        """
+        readers: dict[PrefixKey, Reader] = {}
+        for slot in slots:
+            request, text = self._slots.requests[slot], self._slots.text_ids(slot)
+            key = request.prefix_key(text)
+            reader = readers.get(key) or Reader(text, text, [], None)
+            readers[key] = reader.going_on(self._conversations.taken(request))
+            reader.slots.append(slot)
+        self._conversations.shrink(self._spare())
+        start = time.perf_counter()
+        for which, logits, tokens in self._rows.read(readers.values(), self._slots):
+            self._read_with[which] = self._weights
+            yield which, logits
+            now = time.perf_counter()  # the device is done: it was asked for the logits
+            self.stats, start = self.stats.read(tokens, now - start), now

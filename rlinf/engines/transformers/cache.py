@@ -1,0 +1,332 @@
+"""Keys, values and states of the rows of a batch, in memory that is allocated ahead and written in place.
+
+A band holds rows of like length, aligned at their ends: all stand at the same column, so a step writes one column and
+reads one window, and the columns to the left of a short row are masked. A row that leaves makes room for a newcomer
+or is filled by the last row; nothing else moves. A batch has several bands when its rows differ much in length, so
+that a short row is never read, and its memory never held, at the length of a long one.
+
+Layers that remember a text in a state of fixed size (Mamba, linear attention, short convolutions) keep one per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+Place = tuple[int, str, int]
+"""Where a state lies in a transformers cache: the layer, the attribute, and which of its states."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layers:
+    """What a model remembers of texts that it has read."""
+
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    """Keys and values per layer, each [rows, key-value heads, columns, head size]; of a layer without attention they
+    have no heads."""
+    states: Sequence[Tensor] = ()
+    """States of fixed size, [rows, ...] each."""
+    places: Sequence[Place] = ()
+    """Where each state lies."""
+    shifts: np.ndarray | None = None
+    """How much further on than its number a token behind each text stands, int64 [rows]; None if nowhere. A picture
+    takes up fewer positions than tokens."""
+
+
+_AHEAD = 256
+"""Columns allocated ahead at first: the usual short answers never move, long ones are moved a few times."""
+_GROWTH = 1.5
+"""Columns and rows grow by this factor, so that what is copied stays below twice what is written."""
+_ALIGNED = 8
+"""Elements to multiples of which CUDA's memory-efficient attention wants a mask's strides; its address is a multiple
+of 16 bytes, which are as many elements of two bytes."""
+
+
+class Band:
+    """Rows that stand at the same column.
+
+    Args:
+        like: what a prefill gave, for sizes, type and device.
+        room: columns that will be written after the prefill, if known: no more than these are allocated ahead.
+    """
+
+    def __init__(self, like: Layers, room: int):
+        self.slots = np.empty(0, dtype=np.int64)
+        """Which record each row belongs to, -1 for a row that has ended, int64 [rows]."""
+        self.starts = np.empty(0, dtype=np.int64)
+        """First column of each row, int64 [rows]."""
+        self.filled = int(like.pairs[0][0].shape[2])
+        """Columns written."""
+        self._low = 0
+        self._uniform = True
+        self._align = _alignment(like.pairs[0][0].device)
+        self._capacity = self._rounded(self.filled + min(room, _AHEAD))
+        self._pairs = [tuple(_blank(part, 0, self._capacity) for part in pair) for pair in like.pairs]
+        self._states = [state.new_zeros((0, *state.shape[1:])) for state in like.states]
+        self._places = like.places
+        self._bias = like.pairs[0][0].new_zeros((0, 1, 1, self._capacity))
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def live(self) -> int:
+        """Rows that have not ended."""
+        return int((self.slots >= 0).sum())
+
+    @property
+    def width(self) -> int:
+        """Columns of its longest row."""
+        return self.filled - self._low
+
+    def place(self, slots: np.ndarray, lengths: np.ndarray, read: Layers, source: Tensor) -> None:
+        """Take in rows that were read.
+
+        Args:
+            slots: their records, int64 [newcomers].
+            lengths: tokens of each, int64 [newcomers].
+            read: their keys and values, aligned at their ends.
+            source: which row of `read` each newcomer is, int64 [newcomers].
+        """
+        columns = read.pairs[0][0].shape[2]
+        if columns > self.filled:
+            shift = self._rounded(columns - self.filled)
+            self._relay(len(self._bias), self._capacity + shift, shift)
+        holes = np.flatnonzero(self.slots < 0)[: len(slots)]
+        old = len(self)
+        rows = np.concatenate([holes, np.arange(old, old + len(slots) - len(holes))])
+        size = old + len(slots) - len(holes)
+        if size > len(self._bias):
+            self._relay(max(size, min(int(_GROWTH * len(self._bias)), 2 * size)), self._capacity, 0)
+        self.slots = _longer(self.slots, size)
+        self.starts = _longer(self.starts, size)
+        self.slots[rows], self.starts[rows] = slots, self.filled - lengths
+        where = torch.from_numpy(rows).to(source.device)
+        span = slice(self.filled - columns, self.filled)
+        for own, new in zip(self._pairs, read.pairs, strict=True):
+            for target, fresh in zip(own, new, strict=True):
+                target[:, :, span].index_copy_(0, where, fresh.index_select(0, source))
+        for target, fresh in zip(self._states, read.states, strict=True):
+            target.index_copy_(0, where, fresh.index_select(0, source))
+        self._bias.index_copy_(0, where, self._biases(self.starts[rows]))
+        self._measure()
+
+    def row(self, number: int, tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Copies of the keys and values of one row's last tokens, each [key-value heads, tokens, head size]."""
+        span = slice(self.filled - tokens, self.filled)
+        return [(keys[number, :, span].clone(), values[number, :, span].clone()) for keys, values in self._pairs]
+
+    def end(self, rows: np.ndarray) -> None:
+        """These rows have ended, int64 [ended]; they go on as ballast until `compact` or a newcomer."""
+        self.slots[rows] = -1
+        self._measure()
+
+    def compact(self) -> None:
+        """Fill the places of rows that have ended with the last ones."""
+        live = self.live
+        holes = np.flatnonzero(self.slots[:live] < 0)
+        last = live + np.flatnonzero(self.slots[live:] >= 0)
+        if len(holes):
+            device = self._bias.device
+            to, source = torch.from_numpy(holes).to(device), torch.from_numpy(last).to(device)
+            span = slice(self._low, self.filled)
+            for pair in self._pairs:
+                for tensor in pair:
+                    tensor[:, :, span].index_copy_(0, to, tensor[:, :, span].index_select(0, source))
+            for state in self._states:
+                state.index_copy_(0, to, state.index_select(0, source))
+            self._bias.index_copy_(0, to, self._bias.index_select(0, source))
+            self.slots[holes], self.starts[holes] = self.slots[last], self.starts[last]
+        self.slots, self.starts = self.slots[:live], self.starts[:live]
+        self._measure()
+
+    def absorb(self, other: Band) -> None:
+        """Take in the live rows of a band that is no wider."""
+        other.compact()
+        span = slice(other._low, other.filled)
+        pairs = [(keys[:, :, span], values[:, :, span]) for keys, values in other._pairs]
+        source = torch.arange(len(other), device=self._bias.device)
+        self.place(other.slots, other.filled - other.starts, Layers(pairs, other._states, self._places), source)
+
+    def reserve(self) -> None:
+        """Have room for one more column."""
+        if self.filled < self._capacity:
+            return
+        wasted = 3 * self._low > self._capacity  # most rows that reached so far back are gone: move up
+        capacity = self._capacity if wasted else self._rounded(int(_GROWTH * self._capacity) + 1)
+        self._relay(len(self._bias), capacity, -self._low)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """Write one layer's next column.
+
+        Args:
+            layer: which.
+            keys, values: [rows, key-value heads, head size].
+            last: columns that the layer sees at most, this one included; None for all.
+
+        Returns:
+            Keys and values of what it sees, this column included, [rows, key-value heads, window, head size].
+        """
+        window = self._window(last)
+        own_keys, own_values = self._pairs[layer]
+        rows = len(self)
+        own_keys[:rows, :, self.filled] = keys
+        own_values[:rows, :, self.filled] = values
+        return own_keys[:rows, :, window], own_values[:rows, :, window]
+
+    def mask(self, last: int | None = None) -> Tensor | None:
+        """What is added to the scores of the window with the column about to be written, [rows, 1, 1, window].
+
+        None if every row sees all of it. `last` is that of `write`. It lies as attention wants it; see `_ALIGNED`.
+        """
+        if self._uniform:
+            return None
+        window = self._window(last)
+        mask = self._bias[: len(self), :, :, window]
+        if window.start % self._align == 0:
+            return mask
+        columns = window.stop - window.start
+        return self._bias.new_empty((len(self), 1, 1, self._rounded(columns)))[..., :columns].copy_(mask)
+
+    def real(self) -> Tensor | None:
+        """Which columns of the window are a row's own, the one about to be written included, int64 [rows, window].
+
+        None if all are.
+        """
+        mask = self.mask()
+        return None if mask is None else (mask[:, 0, 0] == 0).long()
+
+    def states(self) -> list[tuple[Place, Tensor]]:
+        """States of fixed size, [rows, ...] each, to be overwritten by a step, and where they lie."""
+        return [(place, state[: len(self)]) for place, state in zip(self._places, self._states, strict=True)]
+
+    def _window(self, last: int | None) -> slice:
+        end = self.filled + 1
+        return slice(self._low if last is None else max(self._low, end - last), end)
+
+    def advance(self) -> None:
+        """The column is written in all layers."""
+        self.filled += 1
+
+    def _measure(self) -> None:
+        starts = self.starts[self.slots >= 0]
+        if len(starts):
+            self._low = int(starts.min())
+            self._uniform = bool((starts == self._low).all())
+            if not self._uniform:  # there is a mask, and it hides the columns in between
+                self._low -= self._low % self._align
+
+    def _rounded(self, columns: int) -> int:
+        return -(-columns // self._align) * self._align
+
+    def _biases(self, starts: np.ndarray) -> Tensor:
+        columns = torch.arange(self._capacity, device=self._bias.device)
+        hidden = columns < torch.from_numpy(starts).to(columns.device)[:, None]
+        return self._bias.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None, :]
+
+    def _relay(self, rows: int, capacity: int, shift: int) -> None:
+        """Move to memory of other sizes, all columns `shift` to the right; one tensor at a time."""
+        old, new = slice(self._low, self.filled), slice(self._low + shift, self.filled + shift)
+        count = len(self)
+        for layer, (keys, values) in enumerate(self._pairs):
+            moved = []
+            for tensor in (keys, values):
+                fresh = _blank(tensor, rows, capacity)
+                fresh[:count, :, new] = tensor[:count, :, old]
+                moved.append(fresh)
+            self._pairs[layer] = (moved[0], moved[1])
+        for number, state in enumerate(self._states):
+            if rows != len(state):
+                self._states[number] = state.new_zeros((rows, *state.shape[1:]))
+                self._states[number][:count] = state[:count]
+        self.starts = np.maximum(self.starts + shift, 0)
+        self.filled += shift
+        self._low += shift
+        self._capacity = capacity
+        self._bias = self._bias.new_zeros((rows, 1, 1, capacity))
+        self._bias[:count] = self._biases(self.starts)
+
+
+def _alignment(device: torch.device) -> int:
+    """To multiples of how many columns masks begin and rows end; on CPUs it would only change how sums round."""
+    return _ALIGNED if device.type == "cuda" else 1
+
+
+def _blank(like: Tensor, rows: int, columns: int) -> Tensor:
+    # Zeros: what is masked gets weight 0, and 0 x NaN would spread.
+    return like.new_zeros((rows, like.shape[1], columns, like.shape[3]))
+
+
+def _longer(array: np.ndarray, size: int) -> np.ndarray:
+    return np.concatenate([array, np.full(size - len(array), -1, dtype=array.dtype)])
+
+
+class _Columns(CacheLayerMixin):
+    """The attention of one layer, its columns in a band."""
+
+    def __init__(self, band: Band, number: int):
+        super().__init__()
+        self._band, self._number = band, number
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the band has its memory."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self._band.write(self._number, key_states[:, :, 0], value_states[:, :, 0])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._band.width + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._band.width
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _ColumnsAndStates(LinearAttentionLayer, _Columns):  # type: ignore[override]  # as transformers' own
+    """One layer with both."""
+
+    def __init__(self, band: Band, number: int, states: int):
+        _Columns.__init__(self, band, number)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the band has its memory."""
+
+
+class BandCache(Cache):
+    """A band as transformers' models take it, for one token per row.
+
+    Args:
+        band: holds what was read.
+        like: the cache into which the model reads texts, for the kind of each layer.
+    """
+
+    def __init__(self, band: Band, like: Cache):
+        layers: list[Any] = [_layer(band, number, layer) for number, layer in enumerate(like.layers)]
+        for (number, kind, which), state in band.states():
+            layer = layers[number]
+            getattr(layer, kind)[which] = state
+            getattr(layer, f"is_{kind}_initialized")[which] = True
+            layer.has_previous_state[which] = True
+            if kind == "conv_states":
+                layer.conv_kernel_size[which] = state.shape[-1]
+        super().__init__(layers=layers)
+
+
+def _layer(band: Band, number: int, like: Any) -> Any:
+    if type(like).__name__ == "DummyLayer":  # keeps nothing; transformers has it from 5.18 on
+        return type(like)()
+    if not isinstance(like, LinearAttentionCacheLayerMixin):
+        return _Columns(band, number)
+    if isinstance(like, CacheLayerMixin):
+        return _ColumnsAndStates(band, number, like.number_of_states)
+    return LinearAttentionLayer(number_of_states=like.number_of_states)

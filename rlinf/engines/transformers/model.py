@@ -1,0 +1,697 @@
+"""The model as decoding sees it: its own `forward`, new weights, leaving its device; and texts laid out for reading.
+
+Flows in: token ids. Flows out: logits, keys and values. Blocking code; nobody waits here.
+
+A faster forward pass for Llama-like models, used once it has been compared with the model's own.
+
+A transformers module spends as long in Python as in matrices while a small batch decodes: here query, key and value are
+one matrix product, as are gate and up; queries and keys are rotated together, by angles computed once; and there are no
+hooks, wrappers or mask builders. The joined matrices are the model's own parameters, laid next to one another: its
+modules go on working, weights are loaded as before, and nothing is held twice. `python -m benchmarks.engine` measures
+what it gains.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from rlinf.data.images import GRID, Pictures
+from rlinf.data.sample import ImageRef
+from rlinf.data.weights import Weights, misfits
+from rlinf.engines.transformers.cache import Band, BandCache, Layers, Place
+from rlinf.models.language.moe import Routers, watch
+from rlinf.models.offload import Parking
+
+_TOKENS = 8192
+"""Tokens read at once, padding included: bounds the memory it takes."""
+_PADDING = 256
+"""Padded tokens that cost less than reading some texts apart from the others."""
+
+_REFUSALS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What a model may raise that cannot be read token by token."""
+
+Reader = TypeVar("Reader", bound=Sequence[Any])
+
+
+class ModelForward:
+    """The model by its own `forward`.
+
+    It makes its own masks, from which columns are real, so that windows, chunks and biases are those that it has
+    everywhere else; and it keeps what it remembers in a transformers cache, of which a band holds the memory.
+
+    Args:
+        model: in place on its device, in evaluation mode.
+        version: of the weights it has.
+        pictures: reads those of prompts; None if the model reads text alone.
+    """
+
+    continues = False
+    """It reads texts on from what it read of their beginnings, as if it read them whole; see `continues`."""
+
+    def __init__(self, model: PreTrainedModel, version: int, pictures: Pictures | None = None):
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.version = version
+        self.reads_images = pictures is not None
+        """It takes the images of a prompt."""
+        self.padding: Tensor | None = None
+        """Ids that no answer has, see `choose`, int64 [ids]."""
+        self._pictures = pictures
+        self._model = model
+        self._parking = Parking(self._held)  # kept, with its host memory
+        self._arrived: Weights | None = None
+        self._routers: Routers | None = None
+        self._routes: list[Tensor] = []  # of the passes since somebody asked
+        self._takes = set(inspect.signature(type(model).forward).parameters)
+        self._cache_name = "past_key_values" if "past_key_values" in self._takes else "cache_params"
+        self._like = _cache(model)
+        self.pads = not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self._like.layers)
+        """Texts of different lengths can be read together; a state of fixed size would remember their padding."""
+        self._attends = any(isinstance(layer, CacheLayerMixin) for layer in self._like.layers)
+
+    def read(
+        self,
+        ids: Tensor,
+        real: Tensor | None,
+        images: Sequence[Sequence[ImageRef]] = (),
+        past: Layers | None = None,
+    ) -> tuple[Tensor, Layers]:
+        """Read texts from their beginnings, or on from what was read of them before.
+
+        Args:
+            ids: int64 [rows, tokens], texts aligned at their ends; of equal lengths unless `pads`.
+            real: which of them are no padding, bool of that shape; None if all. With `past` it is given, and is of
+                [rows, past + tokens].
+            images: of each row; empty unless `reads_images`.
+            past: keys and values of the tokens before these, aligned at their ends.
+
+        Returns:
+            Logits after the last token, [rows, vocabulary], and what the model remembers of all, the past included.
+        """
+        cache = _cache(self._model)
+        for number, pair in enumerate(() if past is None else past.pairs):
+            cache.update(*pair, number)
+        pixels: dict[str, Tensor] = {}
+        positions, shifts = positions_of(ids, real), None
+        if self._pictures is not None and any(images):
+            positions, shifts, pixels = self._seen(self._pictures, ids, real, images, positions)
+        logits = self._logits_of(ids, positions, None if real is None else real.long(), cache, pixels)
+        columns = ids.shape[1] if real is None else real.shape[1]
+        empty = torch.empty((len(ids), 0, columns, 0), dtype=self.dtype, device=self.device)
+        pairs = [
+            (empty, empty) if getattr(layer, "keys", None) is None else (layer.keys, layer.values)
+            for layer in cast(list[Any], cache.layers)
+        ]
+        return logits, Layers(pairs, *_states(cache), shifts)
+
+    def _seen(
+        self,
+        pictures: Pictures,
+        ids: Tensor,
+        real: Tensor | None,
+        images: Sequence[Sequence[ImageRef]],
+        positions: Tensor,
+    ) -> tuple[Tensor, np.ndarray | None, dict[str, Tensor]]:
+        """Positions, [4, rows, tokens] where they have three dimensions (text, then time, row and column), what
+        `Layers.shifts` says, and the pixels, in the order of the rows."""
+        shown = [pictures.inputs(some) for some in images]
+        names = next(list(one) for one in shown if one)
+        pixels = {name: torch.cat([one[name] for one in shown if one]).to(self.device) for name in names}
+        if GRID not in pixels:
+            return positions, None, pixels
+        wide = positions.cpu().numpy()
+        found, shifts = np.tile(wide, (4, 1, 1)), np.zeros(len(ids), dtype=np.int64)
+        for row, one in enumerate(shown):
+            if one:
+                length = int(wide[row, -1]) + 1
+                found[1:, row, -length:] = pictures.positions(ids[row, -length:].cpu().numpy(), one[GRID])
+                shifts[row] = found[1, row, -1] + 1 - length  # behind its pictures a text has one number for all three
+        return torch.from_numpy(found).to(self.device), shifts, pixels
+
+    def step(self, ids: Tensor, positions: Tensor, bands: Sequence[Band]) -> Tensor:
+        """Read one token per row and write its keys and values; the caller has reserved the column and advances it.
+
+        Args:
+            ids: int64 [rows], band after band.
+            positions: of each in its own text, int64 [rows].
+            bands: what was read before.
+
+        Returns:
+            Logits after them, [rows, vocabulary].
+        """
+        sizes = [len(band) for band in bands]
+        parts = zip(ids.split(sizes), positions.split(sizes), bands, strict=True)
+        logits = [self._step(token, position, band) for token, position, band in parts]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """Logits, [rows, vocabulary], of which tokens are drawn: an answer never has placeholders of pictures."""
+        if self._pictures is None:
+            return logits
+        return logits.index_fill(1, torch.tensor(self._pictures.banned, device=logits.device), -torch.inf)
+
+    @torch.inference_mode()
+    def watch(self) -> bool:
+        """Have `routes` told from now on; False where the model has no experts, or chooses them in an unknown way."""
+        self._routers = watch(self._model)
+        if self._routers is not None:
+            self._whole(np.arange(2), 1)
+            self._routers = self._routers if self._routers.understood else None
+        return self._routers is not None
+
+    def routes(self) -> np.ndarray | None:
+        """Experts to which all tokens went that were computed since this was last asked, padding included, in order,
+        uint8 or int16 [tokens, layers, experts per token]; None unless it watches."""
+        told, self._routes = self._routes, []
+        return torch.cat(told).cpu().numpy() if told else None
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens the model knows."""
+        return len(cast(nn.Embedding, self._model.get_input_embeddings()).weight)
+
+    @torch.inference_mode()
+    def prove(self) -> None:
+        """Read and step made-up texts of several lengths, and compare with the model's reading of each as a whole.
+
+        Raises:
+            ValueError: it gives something else, or fails; says which model.
+        """
+        name = f"{type(self._model).__name__} (model_type {self._model.config.model_type})"
+        steps = 2
+        texts = [(np.arange(length + steps) * 7919 + length) % self.vocabulary for length in (6, 5, 3, 2)]
+        try:
+            expected = torch.stack([self._whole(text, steps) for text in texts])
+            found = self._stepped(texts, steps)
+        except _REFUSALS as error:
+            raise ValueError(f"{name} cannot be read token by token: {type(error).__name__}: {error}") from error
+        far = (found - expected).abs().amax(dim=(1, 2)) > tolerance(self.dtype) * expected.abs().max()
+        if far.float().mean() >= 0.5:  # of one text alone, rounding may have chosen other experts
+            raise ValueError(f"{name} does not give the same token by token as it gives for whole texts")
+
+    def _whole(self, text: np.ndarray, steps: int) -> Tensor:
+        """Logits after the last `steps` + 1 tokens of a text, without a cache, float32 [steps + 1, vocabulary]."""
+        logits: Tensor = self._model(input_ids=torch.from_numpy(text[None]).to(self.device), use_cache=False).logits
+        return logits[0, -steps - 1 :].float()
+
+    def _stepped(self, texts: Sequence[np.ndarray], steps: int) -> Tensor:
+        """The same for texts, longest first, that are read but for their last tokens and then stepped together."""
+        every, lengths = np.arange(len(texts)), np.array([len(text) - steps for text in texts])
+        band, first = None, []
+        for run in [every] if self.pads else np.split(every, len(every)):
+            logits, read = self.read(*pad_left([texts[row][:-steps] for row in run.tolist()], self.device))
+            band = band or Band(read, steps)
+            band.place(run, lengths[run], read, torch.arange(len(run), device=self.device))
+            first.append(logits)
+        assert band is not None
+        found = [torch.cat(first)]
+        for number in range(steps):
+            tokens = torch.from_numpy(np.stack([text[number - steps] for text in texts])).to(self.device)
+            band.reserve()
+            found.append(self.step(tokens, torch.from_numpy(lengths + number).to(self.device), [band]))
+            band.advance()
+        return torch.stack(found, dim=1).float()
+
+    def _step(self, ids: Tensor, positions: Tensor, band: Band) -> Tensor:
+        real = band.real() if self._attends else None
+        return self._logits_of(ids[:, None], positions[:, None], real, BandCache(band, self._like))
+
+    def _logits_of(
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache, pixels: dict[str, Tensor] | None = None
+    ) -> Tensor:
+        """Logits after the last column, [rows, vocabulary]."""
+        given = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1, self._cache_name: cache}
+        given |= pixels or {}
+        output = self._model(
+            input_ids=ids, use_cache=True, **{name: each for name, each in given.items() if name in self._takes}
+        )
+        logits: Tensor = output.logits[:, -1]
+        if self._routers is not None:
+            self._routes.append(self._routers.taken())
+        return logits
+
+    def check(self, weights: Weights) -> None:
+        """Raise ValueError if `weights` are not this model's, by name and shape; changes nothing."""
+        own = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        kinds = {name: tensor.dtype for name, tensor in weights.named()}
+        odd = "; ".join(f"{name} is of {kind}" for name, kind in kinds.items() if not kind.is_floating_point)
+        if problems := misfits(own, weights.shapes) or odd:
+            raise ValueError(
+                f"weights of version {weights.version} do not fit {type(self._model).__name__}: {problems}"
+            )
+
+    def load(self, weights: Weights) -> None:
+        """Take `weights`, cast to the model's type, or raise ValueError and change nothing.
+
+        While the model is parked they are kept as they came, and taken when it is back: there is no device to put
+        them on.
+        """
+        self.check(weights)
+        self.version = weights.version
+        if self._parking.parked:
+            self._arrived = weights
+        else:
+            self._take(weights)
+
+    @torch.no_grad()
+    def _take(self, weights: Weights) -> None:
+        parameters = dict(self._model.named_parameters())
+        for name, tensor in weights.named():
+            parameters[name].copy_(tensor)
+
+    def park(self) -> None:
+        """Give the memory of all weights back; `read` and `step` need them again."""
+        self._parking.park()
+
+    def unpark(self) -> None:
+        """Undo `park`, with the weights that have come meanwhile, in place of which the old ones are not copied."""
+        self._parking.unpark(without=() if self._arrived is None else self._model.parameters())
+        if self._arrived is not None:
+            self._take(self._arrived)
+            self._arrived = None
+
+    def _held(self) -> list[Tensor]:
+        """All that lies on the device."""
+        return [*self._model.parameters(), *self._model.buffers()]
+
+
+@torch.inference_mode()
+def continues(forward: ModelForward) -> bool:
+    """Whether made-up texts give the same logits when their beginnings are read first and the rest later."""
+    if not forward.pads:  # a state of fixed size is that of the whole text, and cannot be cut
+        return False
+    ids = (torch.arange(12, device=forward.device).view(2, 6) * 7919) % forward.vocabulary
+    real = torch.ones((2, 6), dtype=torch.bool, device=forward.device)
+    real[0, :2] = False
+    try:
+        whole, _ = forward.read(ids, real)
+        _, past = forward.read(ids[:, :4], real[:, :4])
+        parts, _ = forward.read(ids[:, 4:], real, (), past)
+    except Exception:  # of a model that cannot: then every turn is read whole
+        return False
+    far = tolerance(forward.dtype) * whole.float().abs().max()
+    return whole.shape == parts.shape and bool(((whole - parts).float().abs() <= far).all())
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """How far logits of two ways to compute them may be apart, as a share of the largest."""
+    return float(torch.finfo(dtype).eps ** 0.5 / 3)  # 1e-4 in float32, 0.03 in bfloat16
+
+
+def positions_of(ids: Tensor, real: Tensor | None) -> Tensor:
+    """Position of every token in its own text, int64 [rows, tokens]; 0 in the padding before it.
+
+    `real` may be wider than `ids`, by what was read before.
+    """
+    if real is None:
+        return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    return (real.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+
+
+def _cache(model: PreTrainedModel) -> Cache:
+    """An empty cache of the layers that the model has; windows are not cut, so that all columns stand side by side."""
+    cache = DynamicCache(config=model.config)
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[number] = DynamicLayer()
+        elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+            cache.layers[number] = LinearAttentionAndFullAttentionLayer(number_of_states=layer.number_of_states)
+    return cache
+
+
+def _states(cache: Cache) -> tuple[list[Tensor], list[Place]]:
+    """States of fixed size in a cache, and where they lie."""
+    states, places = [], []
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            for kind in ("conv_states", "recurrent_states"):
+                for which, state in getattr(layer, kind).items():
+                    if state is not None:
+                        states.append(state)
+                        places.append((number, kind, which))
+    return states, places
+
+
+def rectangles(texts: Sequence[Reader], *, pads: bool = True) -> Iterator[list[Reader]]:
+    """Cut texts, longest first, into runs to be read together.
+
+    Args:
+        texts: tuples that begin with token ids, int64 [tokens].
+        pads: those of a run may differ in length.
+
+    Yields:
+        Runs with at most an eighth of padding, or so little that it does not matter, and at most `_TOKENS` tokens
+        unless a single text has more.
+    """
+    run: list[Reader] = []
+    padding = 0
+    for text in texts:
+        if run:
+            longest, own = len(run[0][0]), len(text[0])
+            area = longest * (len(run) + 1)
+            wasted = padding + longest - own
+            if area > _TOKENS or wasted > (max(_PADDING, area // 8) if pads else 0):
+                yield run
+                run, padding = [], 0
+            else:
+                padding = wasted
+        run.append(text)
+    if run:
+        yield run
+
+
+def pad_left(texts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Token ids of texts, longest first, int64 [rows, longest], and which of them are real; None if all are."""
+    longest = len(texts[0])
+    ids = np.zeros((len(texts), longest), dtype=np.int64)
+    for row, text in enumerate(texts):
+        ids[row, longest - len(text) :] = text
+    starts = longest - np.array([len(text) for text in texts])
+    real = torch.from_numpy(np.arange(longest) >= starts[:, None]).to(device) if starts.any() else None
+    return torch.from_numpy(ids).to(device), real
+
+
+class LeanForward(ModelForward):
+    """The same answers as `ModelForward`, faster, for models for which `fits` is true.
+
+    Args:
+        model: in place on its device, in evaluation mode; only `park` may take it from there: moving the module would
+            part its parameters from the joined matrices.
+        version: of the weights it has.
+    """
+
+    def __init__(self, model: PreTrainedModel, version: int):
+        super().__init__(model, version)
+        self._join()
+
+    def read(
+        self,
+        ids: Tensor,
+        real: Tensor | None,
+        images: Sequence[Sequence[ImageRef]] = (),
+        past: Layers | None = None,
+    ) -> tuple[Tensor, Layers]:
+        hidden = F.embedding(ids, self.embedding)
+        biases = self._biases(ids, real)
+        cos, sin = self.angles(positions_of(ids, real), ids.shape[1] if real is None else real.shape[1])
+        pairs = []
+        for number, block in enumerate(self.blocks):
+            before = None if past is None else past.pairs[number]
+            hidden, pair = block.read(hidden, cos, sin, biases[block.window], before)
+            pairs.append(pair)
+        return self.logits(hidden[:, -1]), Layers(pairs)
+
+    def step(self, ids: Tensor, positions: Tensor, bands: Sequence[Band]) -> Tensor:
+        hidden = F.embedding(ids, self.embedding)
+        cos, sin = self.angles(positions, max(band.filled for band in bands) + 1)
+        masks = {window: [band.mask(window) for band in bands] for window in self.windows}
+        for number, block in enumerate(self.blocks):
+            hidden = block.step(hidden, cos, sin, bands, masks[block.window], number)
+        return self.logits(hidden)
+
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), self._cos, self._sin]
+
+    def _join(self) -> None:
+        trunk: Any = self._model.model
+        windows = windows_of(self._model)
+        self.blocks = [Block(layer, window) for layer, window in zip(trunk.layers, windows, strict=True)]
+        self.windows = set(windows)
+        self.embedding: Tensor = trunk.embed_tokens.weight
+        self._norm = trunk.norm
+        self._head: nn.Linear = self._model.lm_head  # type: ignore[assignment]
+        self._rotary = trunk.rotary_emb
+        self._cos = self._sin = self.embedding.new_empty(0, 0)
+
+    def _biases(self, ids: Tensor, real: Tensor | None) -> dict[int | None, Tensor | None]:
+        """What is added to the scores of texts, by the layer's window; None where all that came before is seen."""
+        columns = ids.shape[1] if real is None else real.shape[1]
+        found: dict[int | None, Tensor | None] = {}
+        for window in self.windows:
+            whole = window is None or window >= columns
+            every = torch.ones_like(ids, dtype=torch.bool) if real is None else real
+            found[window] = None if real is None and whole else causal_bias(every, self.dtype, ids.shape[1], window)
+        return found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] to [rows, vocabulary]."""
+        return F.linear(_rms_norm(hidden, self._norm), self._head.weight, self._head.bias)
+
+    def angles(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for every head of these positions, all below `length`, [..., 1, head size]."""
+        self.reach(length)
+        return self._cos[positions], self._sin[positions]
+
+    def reach(self, length: int) -> None:
+        """Have angles for all positions below `length`; they move only where they had not reached so far."""
+        if length > len(self._cos):
+            every = torch.arange(2 * length, device=self.embedding.device)[None]
+            cos, sin = self._rotary(self.embedding, every)
+            half = sin.shape[-1] // 2
+            self._cos = cos[0, :, None]
+            self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)[:, None]  # see `Block.heads`
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where all that steps read lies: a recording of a step is of these addresses."""
+        joined = [part for block in self.blocks for part in (*block.qkv, *block.gate_up) if part is not None]
+        return tuple(tensor.data_ptr() for tensor in (*self._held(), *joined))
+
+
+class Block:
+    """One transformer layer, which sees so many tokens at most, itself included; None for all."""
+
+    def __init__(self, layer: Any, window: int | None):
+        self.window = window
+        attention, mlp = layer.self_attn, layer.mlp
+        self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        self.qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.head_norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
+        self.output: nn.Linear = attention.o_proj
+        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj])
+        self.down: nn.Linear = mlp.down_proj
+        self.head = int(attention.head_dim)
+        self.queries = attention.q_proj.out_features // self.head
+        self.keys = attention.k_proj.out_features // self.head
+        self.scale = float(attention.scaling)
+
+    def read(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """[rows, tokens, hidden] to the same, with the keys and values of these tokens and of those before them, each
+        [rows, key-value heads, tokens, head size]."""
+        turned, values = self.heads(hidden, cos, sin)
+        query = turned[..., : self.queries, :].transpose(1, 2)
+        keys, values = turned[..., self.queries :, :].transpose(1, 2), values.transpose(1, 2)
+        if past is not None:
+            keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
+        repeats = self.queries // self.keys
+        attended = F.scaled_dot_product_attention(
+            query,
+            keys.repeat_interleave(repeats, dim=1),
+            values.repeat_interleave(repeats, dim=1),
+            attn_mask=bias,
+            is_causal=bias is None,
+            scale=self.scale,
+        )
+        return self.finish(hidden, attended.transpose(1, 2).flatten(2)), (keys, values)
+
+    def step(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        bands: Sequence[Band],
+        masks: Sequence[Tensor | None],
+        number: int,
+    ) -> Tensor:
+        """[rows, hidden] to the same; `number` is the layer's, in the bands."""
+        turned, values = self.heads(hidden, cos, sin)
+        parts = []
+        start = 0
+        for band, mask in zip(bands, masks, strict=True):
+            rows = slice(start, start + len(band))
+            start = rows.stop
+            keys, seen = band.write(number, turned[rows, self.queries :], values[rows], self.window)
+            # The queries that share a key are the "tokens" of one head: no key is repeated.
+            query = turned[rows, : self.queries].view(len(band), self.keys, -1, self.head)
+            attended = F.scaled_dot_product_attention(query, keys, seen, attn_mask=mask, scale=self.scale)
+            parts.append(attended.reshape(len(band), -1))
+        return self.finish(hidden, parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys, [..., heads, head size], and values."""
+        turning, values = self.unturned(hidden)
+        # The halves change places, and the sines carry the minus sign of the first.
+        return torch.addcmul(turning * cos, turning.roll(self.head // 2, dims=-1), sin), values
+
+    def unturned(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys before they are rotated, [..., heads, head size], and values."""
+        heads = F.linear(_rms_norm(hidden, self.norms[0]), *self.qkv)
+        heads = heads.view(*heads.shape[:-1], self.queries + 2 * self.keys, self.head)
+        turning, values = heads.split([self.queries + self.keys, self.keys], dim=-2)
+        query_norm, key_norm = self.head_norms
+        if query_norm is not None and key_norm is not None:
+            query, key = turning.split([self.queries, self.keys], dim=-2)
+            turning = torch.cat([_rms_norm(query, query_norm), _rms_norm(key, key_norm)], dim=-2)
+        return turning, values
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention."""
+        hidden = hidden + F.linear(attended, self.output.weight, self.output.bias)
+        gate, up = F.linear(_rms_norm(hidden, self.norms[1]), *self.gate_up).chunk(2, dim=-1)
+        return hidden + F.linear(F.silu(gate) * up, self.down.weight, self.down.bias)
+
+
+def causal_bias(real: Tensor, dtype: torch.dtype, tokens: int, window: int | None = None) -> Tensor:
+    """What is added to the scores of the last tokens of texts aligned at their ends, [rows, 1, tokens, columns].
+
+    Args:
+        real: which tokens are no padding, bool [rows, columns].
+        dtype: of the scores.
+        tokens: how many of each text look at it.
+        window: tokens that a token sees at most, itself included; None for all.
+    """
+    columns = torch.arange(real.shape[1], device=real.device)
+    looking = columns[-tokens:, None]
+    causal = columns <= looking
+    if window is not None:
+        causal &= columns > looking - window
+    # Padding sees itself: a row of attention that sees nothing is NaN, and 0 x NaN spreads from the cache.
+    itself = columns == looking
+    hidden = ~((real[:, None, :] & causal) | itself)
+    return torch.zeros(hidden.shape, dtype=dtype, device=real.device).masked_fill_(hidden, -torch.inf)[:, None]
+
+
+def _rms_norm(hidden: Tensor, norm: Any) -> Tensor:
+    weight: Tensor = norm.weight
+    return F.rms_norm(hidden, weight.shape, weight, norm.variance_epsilon)
+
+
+def _joined(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of all in one; the parameters become parts of them."""
+    return _join([linear.weight for linear in linears]), (
+        None if linears[0].bias is None else _join([linear.bias for linear in linears])
+    )
+
+
+def _join(parameters: Sequence[Tensor]) -> Tensor:
+    joined = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(parameters, joined.split([len(parameter) for parameter in parameters]), strict=True):
+        parameter.data = part
+    return joined
+
+
+_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # those whose angles do not depend on how long the text is
+_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+
+
+_WINDOWED = {"mistral", "ministral", "qwen2", "qwen3", "smollm3", "cwm"}
+"""Kinds of model whose windows are those that their configuration says, in the layers that it says."""
+
+
+def fastest(model: PreTrainedModel, version: int, pictures: Pictures | None = None) -> ModelForward:
+    """The lean forward if it does what the model does, else the model's own.
+
+    Args:
+        model: in place on its device, in evaluation mode.
+        version: of the weights it has.
+        pictures: see `ModelForward`.
+
+    Raises:
+        ValueError: the model does not give the same token by token as for a whole text.
+    """
+    own = ModelForward(model, version, pictures)
+    chosen = own
+    if fits(model):
+        lean = LeanForward(model, version)
+        chosen = lean if _agree(own, lean) else own
+    if chosen is own:
+        own.prove()
+    chosen.continues = continues(chosen)
+    return chosen
+
+
+def windows_of(model: PreTrainedModel) -> list[int | None]:
+    """How many tokens each layer sees at most, itself included; None for all."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def fits(model: PreTrainedModel) -> bool:
+    """Whether the model has the parts of a Llama and no others."""
+    trunk, head = getattr(model, "model", None), getattr(model, "lm_head", None)
+    if type(head) is not nn.Linear or {name for name, _ in getattr(trunk, "named_children", list)()} != {
+        "embed_tokens",
+        "layers",
+        "norm",
+        "rotary_emb",
+    }:
+        return False
+    assert isinstance(trunk, nn.Module)
+    return (
+        str(getattr(trunk.rotary_emb, "rope_type", None)) in _ROTATIONS  # models with several have a dict
+        and hasattr(trunk.norm, "variance_epsilon")
+        and (model.config.model_type in _WINDOWED or not any(windows_of(model)))
+        and all(_layer_fits(layer) for layer in trunk.layers)  # type: ignore[union-attr]
+    )
+
+
+def _layer_fits(layer: nn.Module) -> bool:
+    if {name for name, _ in layer.named_children()} != _PARTS:
+        return False
+    attention, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())  # type: ignore[union-attr]
+    joined = [[attention.get(f"{x}_proj") for x in "qkv"], [mlp.get("gate_proj"), mlp.get("up_proj")]]
+    linears = [*joined[0], *joined[1], attention.get("o_proj"), mlp.get("down_proj")]
+    if any(type(linear) is not nn.Linear for linear in linears):
+        return False
+    for group in joined:  # a bias on all or on none
+        if len({linear.bias is None for linear in group if isinstance(linear, nn.Linear)}) != 1:
+            return False
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [attention[name] for name in ("q_norm", "k_norm") if name in attention]
+    return (
+        all(hasattr(norm, "variance_epsilon") for norm in norms) and "silu" in type(mlp.get("act_fn")).__name__.lower()
+    )
+
+
+@torch.inference_mode()
+def _agree(own: ModelForward, lean: LeanForward) -> bool:
+    """Whether both give the same logits for made-up texts, reading and then stepping, with padding and without."""
+    device = own.device
+    vocabulary = lean.vocabulary
+    ids = (torch.arange(14, device=device).view(2, 7) * 7919) % vocabulary
+    ragged = torch.ones((2, 6), dtype=torch.bool, device=device)
+    ragged[0, :2] = False
+    for real in (ragged, None):
+        lengths = np.array([4, 6] if real is not None else [6, 6])
+        results = []
+        for forward in (own, lean):
+            first, read = forward.read(ids[:, :6], real)
+            band = Band(read, 1)
+            band.place(np.arange(2), lengths, read, torch.arange(2, device=device))
+            second = forward.step(ids[:, 6], torch.from_numpy(lengths).to(device), [band])
+            results.append(torch.stack([first, second]).float())
+        theirs, ours = results
+        if not bool(((theirs - ours).abs() <= tolerance(own.dtype) * theirs.abs().max()).all()):
+            return False
+    return True

@@ -1,0 +1,753 @@
+"""Answers of a run's model, asked for one by one: the part of a session that does not learn.
+
+In: what is said. Out: replies, and groups of answers. Who wakes whom: the rollout's answers wake conversations.
+
+Episodes of a run: tasks that are played on its roles, group by group or task by task.
+
+In: tasks, and a program that plays one. Out: groups; what became of each task; for checkpoints, the tasks that are
+open. Who wakes whom: the rollout's answers wake episodes; their ends wake whoever waits for groups.
+
+What a flow takes as `session`: conversations, episodes and training on the roles of its run.
+
+In: tasks and episodes of the user's. Out: single answers, groups, metrics. `rlinf.Session` is the same with a life of
+its own. Who wakes whom: the rollout's answers wake conversations; the ends of episodes wake training.
+
+    async def game(step, session):
+        groups = session.gather(step.prompts, episode, n=step.group_size)
+        return await session.train(groups)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+    Sized,
+)
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlinf.agents.agent import Agent, AgentLLM, LastingAgent, is_agent, samples_of, worked_on
+from rlinf.agents.arguments import Awaited, WrongType, WrongValue, at_least_one, coroutine_function, plainly, shown
+from rlinf.agents.chat import ChatFormat, are_messages, prompt_of
+from rlinf.agents.conversation import Conversation
+from rlinf.agents.endpoint.endpoint import Endpoint, Served, serving_config
+from rlinf.agents.episodes import Episodes, LoopWatch, OpenTask, Play
+from rlinf.agents.llm import Reply, RolloutModel, Setting
+from rlinf.agents.outcome import Episode, Gathered, Tally, here
+from rlinf.agents.tools.formats import call_format
+from rlinf.config.text import EndpointConfig
+from rlinf.data.in_flight import Made
+from rlinf.data.ledger import FAILED
+from rlinf.data.sample import Evaluation, Group, Prompt, Sample
+from rlinf.flows.evaluate import evaluate, measure
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.progress import work
+from rlinf.runtime.streams.stream import Stream, each
+
+TASKS, ANSWERS, TRIALS = 1, 2, 3
+"""Kinds of what is drawn: episodes to learn from, answers outside of them, episodes of evaluations. Part of their
+seeds, so that none draws what another has drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What a session has to know of its run."""
+
+    roles: Callable[[], Mapping[str, Any]]
+    """The roles as they are now."""
+    tokenizer: PreTrainedTokenizerBase
+    """The model's."""
+    seed: int
+    """Of all that is drawn."""
+    group_size: int
+    """Episodes per task, answers per prompt."""
+    temperature: float
+    """Of answers."""
+    max_new_tokens: int
+    """Of answers."""
+    longest: int | None
+    """Tokens of a whole conversation; None: nobody knows."""
+    vocabulary: int | None
+    """Token ids are below it."""
+    at_once: int
+    """Episodes that are played at the same time."""
+    compares: str | None
+    """Name of the algorithm, if it compares the samples of a group with each other."""
+    judges: bool
+    """The judge has a reward function that was asked for."""
+    counters: dict[str, int]
+    """How many tasks and single answers were asked for: what seeds depend on, kept by checkpoints."""
+    reward_chosen: bool = True
+    """Somebody chose that function: no other says how good an episode was."""
+    chat_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template."""
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    """`temperature`, `max_new_tokens` and `top_p` of evaluations."""
+    critic_only: Callable[[], bool] = lambda: False
+    """Only the critic learns yet."""
+    moving_reference: bool = False
+    """The reference follows the policy."""
+    say: Callable[[str], None] = print
+    """Prints a line for people."""
+    dropped: Callable[[int, str, Sequence[int]], None] = lambda task, reason, attempts: None
+    """Told of attempts that nothing will be learned from, by the number of their task."""
+    agent: Agent | None = None
+    """What works on a task, where the run names it."""
+    timeout: float | None = None
+    """Seconds of an episode, where a call does not say."""
+    call_format: str | None = None
+    """How the model writes calls of tools; None: as its chat template says."""
+    endpoint: Endpoint | None = None
+    """Where agents in other frameworks find the model."""
+
+
+class Answering:
+    """Conversations and single answers of a model that runs.
+
+    Args:
+        running: the run.
+    """
+
+    def __init__(self, running: Running) -> None:
+        self._begin_with(running)
+
+    def _begin_with(self, running: Running) -> None:
+        self._running = running
+        self._chat = ChatFormat(running.tokenizer, running.chat_args, running.say)
+        self._model = RolloutModel(lambda: running.roles()["rollout"])
+        self._setting = Setting(
+            self._model, running.temperature, running.max_new_tokens, running.longest, running.vocabulary
+        )
+        self._calls = call_format(running.call_format, running.tokenizer)
+        self._numbers = itertools.count()
+        self._tally = Tally()
+        self._untold: list[Tally] = []
+
+    # What is at hand --------------------------------------------------------------------------------------------
+
+    def _open(self, call: str) -> Running:
+        """The run, if there is one now.
+
+        Raises:
+            UserError: the session is not open.
+        """
+        return self._running
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's, with its chat template: `session.tokenizer.apply_chat_template(…)`."""
+        return self._open("tokenizer").tokenizer
+
+    @property
+    def rollout(self) -> Any:
+        """The role that generates, for calls that the session does not have."""
+        return self._open("rollout").roles()["rollout"]
+
+    @property
+    def trainer(self) -> Any:
+        """The role that owns the weights."""
+        return self._open("trainer").roles()["trainer"]
+
+    @property
+    def judge(self) -> Any:
+        """The role that scores."""
+        return self._open("judge").roles()["judge"]
+
+    # Answers ----------------------------------------------------------------------------------------------------
+
+    def llm(self, **sampling: Any) -> AgentLLM:
+        """The model as agents call it, its calls recorded: `await session.llm().chat(messages)`.
+
+        Args:
+            sampling: for every call, such as temperature=0.7.
+        """
+        running, episode = self._open("llm"), here.get()
+        setting = self._setting if episode is None else episode.recorded(self._setting)
+        if episode is None:
+            key: tuple[int, ...] = (running.seed, ANSWERS, self._counted("answers"))
+            task, index = None, 0
+        else:
+            key, index = (*episode.seed, episode.index), episode.index
+            task = episode.prompt or Prompt(episode.task, self._chat.ids(""))
+            sampling = {**episode.sampling, **sampling}
+        return AgentLLM.begin(
+            setting, self._chat, self._calls, key=key, fresh=lambda: next(self._numbers), task=task, index=index,
+            sampling=sampling, open=None if running.endpoint is None else running.endpoint.session,
+        )  # fmt: skip
+
+    def serve(self, *, idle: float = 3600.0, **settings: Any) -> Served:
+        """Serve the model to any client: `async with session.serve(port=8000) as served:`, see `Served`.
+
+        Args:
+            idle: seconds after which a conversation that nobody goes on with or judges is forgotten.
+            settings: over those of `agent.endpoint`: host, port, token and the limits.
+
+        Raises:
+            UserError: there is no such setting; when it is entered: the address cannot be had.
+        """
+        running = self._open("serve")
+        config = EndpointConfig() if running.endpoint is None else running.endpoint.config
+        return Served(serving_config(config, settings), self.llm, idle=idle)
+
+    def conversation(
+        self,
+        system: str | None = None,
+        *,
+        prompt: Any = None,
+        tools: Sequence[Any] | None = None,
+        seed: int | None = None,
+        **sampling: Any,
+    ) -> Conversation:
+        """Begin a conversation: `async with session.conversation(system="…") as c:`.
+
+        Args:
+            system: what the system says first.
+            prompt: what was said before: a text or token ids, as they are, messages, or a `Prompt`.
+            tools: for the chat template.
+            seed: of its randomness. None: within an episode, of (the session's seed, task, episode); elsewhere another
+                one each time, the same for the same session seed and order of calls.
+            sampling: for every `generate` in it, such as temperature=0.7.
+
+        Raises:
+            UserError, TypeError, ValueError: something that cannot be said.
+        """
+        return self._begin("conversation", system, prompt, tools, seed, next(self._numbers), sampling)
+
+    def _begin(
+        self,
+        call: str,
+        system: str | None,
+        prompt: Any,
+        tools: Sequence[Any] | None,
+        seed: int | None,
+        number: int | None,
+        sampling: Mapping[str, Any],
+    ) -> Conversation:
+        """A conversation for a call of that name; arguments as of `conversation`, and its number among those of several
+        turns."""
+        running, episode = self._open(call), here.get()
+        setting = self._setting if episode is None else episode.recorded(self._setting)
+        if episode is not None:
+            key = (*episode.seed, episode.index, len(episode.conversations))
+            sampling = {**episode.sampling, **sampling}
+        else:
+            key = (running.seed, ANSWERS, self._counted("answers"))
+        if seed is not None:
+            if isinstance(seed, bool) or not isinstance(seed, int):
+                raise WrongType(f"session.{call}: seed={shown(seed)} must be a whole number")
+            key = (seed,)
+        chat = self._chat if tools is None else self._chat.with_arguments(tools=tools)
+        task = None if episode is None else episode.prompt or Prompt(episode.task, self._chat.ids(""))
+        begun = Conversation(
+            setting, chat, key, number, sampling, task,
+            0 if episode is None else episode.index, lambda: next(self._numbers),
+        )  # fmt: skip
+        if system is not None:
+            begun.system(system)
+        if are_messages(prompt, f"session.{call}"):
+            begun.begin(prompt)
+        elif prompt is not None:
+            made = prompt_of(prompt, 0, chat, self._setting.vocabulary, f"session.{call}")
+            if task is None and isinstance(prompt, Prompt):
+                begun.prompt = made
+            begun.append(made.token_ids)
+        if episode is not None:
+            episode.conversations.append(begun)
+        return begun
+
+    def complete(
+        self, prompt: Any, *, max_new_tokens: int | None = None, seed: int | None = None, **sampling: Any
+    ) -> Awaited[Reply]:
+        """One answer; await it. Many may be asked for at the same time.
+
+        Args:
+            prompt: a text, which stands as it is; messages, which get the chat template; token ids; or a `Prompt`.
+            max_new_tokens: default: the run's.
+            seed: the same seed gives the same answer; None: see `conversation`.
+            sampling: temperature, top_p, top_k, min_p, min_new_tokens, stop; default: the run's.
+
+        Raises:
+            TypeError, ValueError, UserError: something that cannot be answered; by what and why.
+        """
+        chosen = sampling if max_new_tokens is None else {"max_new_tokens": max_new_tokens, **sampling}
+
+        async def answer() -> Reply:
+            async with self._begin("complete", None, prompt, None, seed, None, {}) as conversation:
+                return await conversation.generate(**chosen)
+
+        return Awaited(answer(), "session.complete(…)")
+
+    def generate(
+        self, prompts: Iterable[Any] | AsyncIterable[Any], n: int | None = None, **sampling: Any
+    ) -> Stream[Group]:
+        """Answer every prompt `n` times, and score the answers if the session has a reward function.
+
+        Args:
+            prompts: a list or a stream; each as in `complete`, or a mapping with `prompt`, `answer` and other columns.
+            n: answers per prompt; default: the run's group size.
+            sampling: temperature, max_new_tokens and the like; default: the run's.
+
+        Returns:
+            Groups as they are complete: `async for group in session.generate(…)`.
+
+        Raises:
+            TypeError, ValueError, UserError: at once for a list, otherwise when the prompt comes.
+        """
+        running = self._open("generate")
+        count = at_least_one(running.group_size if n is None else n, "n", "session.generate")
+        if isinstance(prompts, (str, Mapping, Prompt)) or not isinstance(prompts, (Iterable, AsyncIterable)):
+            raise WrongType(f"session.generate: {shown(prompts)} is one prompt or none; give a list of them")
+        made: Any
+        if isinstance(prompts, (list, tuple)):
+            made = [self._prompt(given) for given in prompts]
+        else:
+            made = self._prompts(prompts)
+        answers = running.roles()["rollout"].generate(
+            Stream.of(made, name="prompts"), n=count, listed=False, **sampling
+        )
+        scored: Stream[Group] = running.roles()["judge"].score.map(answers) if running.judges else answers
+        return scored
+
+    async def _prompts(self, prompts: Any) -> AsyncIterator[Prompt]:
+        async for given in each(prompts):
+            yield self._prompt(given)
+
+    def _prompt(self, given: Any) -> Prompt:
+        if isinstance(given, Prompt):
+            return prompt_of(given, given.id, self._chat, self._setting.vocabulary, "session.generate")
+        return prompt_of(given, self._counted("tasks"), self._chat, self._setting.vocabulary, "session.generate")
+
+    def _counted(self, what: str) -> int:
+        """How many of these there were before this one."""
+        counters = self._running.counters
+        counters[what] = counters.get(what, 0) + 1
+        return counters[what] - 1
+
+
+class Gathering(Answering):
+    """Conversations and episodes on roles that run.
+
+    Args:
+        running: the run.
+    """
+
+    def _begin_with(self, running: Running) -> None:
+        super()._begin_with(running)
+        self._playing: list[Episodes] = []  # of `gather_tasks`
+        endpoint = running.endpoint
+        self._watch = LoopWatch(running.say, lambda: None if endpoint is None else endpoint.address)
+        self._over = Tally()  # of their tasks that are over, until a step has told of them
+
+    def gather(
+        self,
+        tasks: Iterable[Any] | AsyncIterable[Any],
+        episode: Play | Agent | None = None,
+        n: int | None = None,
+        *,
+        timeout: float | None = None,
+        at_once: int | None = None,
+    ) -> Stream[Group]:
+        """Play every task `n` times: a group per task, as soon as its last episode is over.
+
+        An episode that raises, takes too long or returns no sample counts as not drawn, never as 0, and is told.
+
+        Args:
+            tasks: a list or a stream of anything; prompts keep their ids, answers and columns.
+            episode: `async def agent(task, llm)`, see `agents.agent`; or `async def episode(task)` that returns
+                `c.trajectory(reward=…)`, a list of those (which then weigh as one), or a number: the reward of the one
+                conversation in it. None: the run's own, `agent.function`.
+            n: episodes per task; default: the run's group size.
+            timeout: seconds of one episode; default: the run's.
+            at_once: how many episodes are played at the same time; default: as many answers as the engine decodes.
+
+        Raises:
+            TypeError, ValueError: wrong arguments; at once.
+            UserError: not one episode went well; when groups are taken.
+        """
+        with plainly():
+            return self._gathered(tasks, episode, n, timeout, at_once, self._tally)
+
+    def _gathered(
+        self,
+        tasks: Any,
+        episode: Play | Agent | None,
+        n: int | None,
+        timeout: float | None,
+        at_once: int | None,
+        tally: Tally,
+    ) -> Stream[Group]:
+        count = self._episodes_per_task("gather", n)
+        played = self._played("gather", tasks, episode, count, TASKS, {}, timeout, at_once, (tally,))
+        return Stream.of(played.groups(tasks), name="episodes")
+
+    def _episodes_per_task(self, call: str, n: int | None) -> int:
+        running = self._open(call)
+        count = at_least_one(running.group_size if n is None else n, "n", f"session.{call}")
+        if count < 2 and running.compares is not None:
+            raise WrongValue(
+                f"session.{call}: n={count}, and {running.compares} compares the episodes of one task with each other: "
+                "it needs at least 2"
+            )
+        return count
+
+    def gather_tasks(
+        self,
+        tasks: Iterable[Any] | AsyncIterable[Any],
+        episode: Play | Agent | None = None,
+        n: int | None = None,
+        *,
+        timeout: float | None = None,
+        at_once: int | None = None,
+        give_up: int | None = None,
+    ) -> Stream[Made]:
+        """As `gather`, task by task: what became of each, also where every episode of it failed.
+
+        It is for a stream of tasks that stays open while the run learns. A step tells of the episodes whose tasks are
+        over by its end. A task counts as open, see `in_flight`, until it is `settled`.
+
+        Args:
+            tasks: a list or a stream of them; an `OpenTask` among them goes on.
+            episode, n, timeout, at_once: as of `gather`.
+            give_up: after so many tasks in a row of which every episode failed, the first one's exception is raised.
+                None: never.
+
+        Raises:
+            TypeError, ValueError: wrong arguments; at once.
+            UserError: `give_up`; when tasks are taken.
+        """
+        with plainly():
+            count = self._episodes_per_task("gather_tasks", n)
+            played = self._played("gather_tasks", tasks, episode, count, TASKS, {}, timeout, at_once, ())
+        return Stream.of(self._made(played, tasks, give_up), name="episodes")
+
+    async def _made(self, played: Episodes, tasks: Any, give_up: int | None) -> AsyncIterator[Made]:
+        self._playing.append(played)
+        failing = Tally()  # in a row
+        lost = 0
+        try:
+            async with aclosing(played.outcomes(tasks)) as outcomes:
+                async for outcome in outcomes:
+                    failing.add(outcome.tally)
+                    lost += 1
+                    if outcome.groups:
+                        failing, lost = Tally(), 0
+                    elif lost == give_up:
+                        raise failing.nothing_to_learn()
+                    outcome.tally.failed.clear()  # who takes `Made` tells of those of which nothing came
+                    self._over.add(outcome.tally)
+                    yield Made(outcome.task, outcome.groups, "failed")
+        finally:
+            self._playing.remove(played)
+
+    async def in_flight(self) -> list[OpenTask]:
+        """The tasks of `gather_tasks` that are open, with all that was said in their episodes so far: what a checkpoint
+        keeps. They go on here; `gather_tasks` of another process goes on from there."""
+        if not self._playing:
+            return []
+        partial = await self._model.answering()
+        return [task for episodes in self._playing for task in episodes.open(partial)]
+
+    def settled(self, ids: Collection[int]) -> None:
+        """What became of these tasks of `gather_tasks` was kept: they are open no more.
+
+        Args:
+            ids: of prompts.
+        """
+        for episodes in self._playing:
+            episodes.settled(ids)
+
+    async def drop(self, ids: Collection[int]) -> int:
+        """Give up tasks of `gather_tasks`, by ids of prompts; nothing more comes of them.
+
+        Returns:
+            How many generated tokens were thrown away.
+        """
+        tokens = sum(task.tokens for task in await self.in_flight() if task.prompt.id in ids)
+        for episodes in list(self._playing):
+            await episodes.drop(ids)
+        return tokens
+
+    def gather_groups(
+        self,
+        tasks: Any,
+        episode: Play | Agent | None = None,
+        n: int | None = None,
+        *,
+        timeout: float | None = None,
+        at_once: int | None = None,
+    ) -> Awaited[list[Group]]:
+        """As `gather`, all groups in a list; await it. A step that learns from this list tells of its episodes alone;
+        one that learns from anything else tells of all that no step has told of."""
+        tally = Tally()
+        with plainly():
+            groups = self._gathered(tasks, episode, n, timeout, at_once, tally)
+
+        async def collected() -> list[Group]:
+            try:
+                return Gathered(await groups.collect(), tally)
+            finally:
+                self._untold.append(tally)
+
+        return Awaited(collected(), "session.gather_groups(…)")
+
+    def _played(
+        self,
+        call: str,
+        tasks: Any,
+        episode: Play | Agent | None,
+        n: int,
+        kind: int,
+        sampling: Mapping[str, Any],
+        timeout: float | None,
+        at_once: int | None,
+        tallies: Sequence[Tally],
+    ) -> Episodes:
+        running = self._open(call)
+        play = running.agent if episode is None else episode
+        if play is None:
+            raise UserError(f"session.{call}: nothing says what is played; give it an episode, or set agent.function")
+        coroutine_function(play, f"session.{call}")
+        if isinstance(tasks, (str, Mapping)) or not isinstance(tasks, (Iterable, AsyncIterable)):
+            raise WrongType(f"session.{call}: {shown(tasks)} is one task or none; give a list of them")
+        if isinstance(tasks, (list, tuple)) and not tasks:
+            raise WrongValue(f"session.{call}: the list of tasks is empty; give at least one")
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+            raise WrongValue(f"session.{call}: timeout={timeout!r} must be seconds, more than 0")
+        places = itertools.count()
+
+        def begin(task: Any, index: int) -> Episode:
+            place = next(places)
+            if isinstance(task, Prompt):
+                number = task.id
+            elif kind == TASKS:
+                number = self._counted("tasks")
+            else:
+                number = place
+            prompt = task if isinstance(task, Prompt) else None
+            return Episode(number, index, (running.seed, kind, number), prompt, sampling)
+
+        async def judge(group: Group) -> Group:
+            ranks = running.roles()["judge"]
+            judged: Group = await ranks[group.prompt.id % len(ranks)].score(group)
+            return judged
+
+        return Episodes(
+            self._by_agent(play) if is_agent(play) else play, n, begin, tallies,
+            timeout=running.timeout if timeout is None else timeout,
+            at_once=at_least_one(running.at_once if at_once is None else at_once, "at_once", f"session.{call}"),
+            judge=judge if running.judges and running.reward_chosen else None, watch=self._watch,
+        )  # fmt: skip
+
+    def _by_agent(self, agent: Agent) -> Play:
+        """An episode in which an agent works on the task."""
+
+        own = agent.source if isinstance(agent, LastingAgent) else agent
+
+        @functools.wraps(own, updated=())  # errors name the agent's own line
+        async def play(task: Any) -> list[Sample]:
+            llm = self.llm()
+            if (episode := here.get()) is not None:
+                episode.llm = llm
+            return samples_of(await worked_on(agent, task, llm), llm)
+
+        return play
+
+
+class RunningSession(Gathering):
+    """Conversations, episodes and training on roles that run.
+
+    Args:
+        running: the run.
+    """
+
+    # Learning ---------------------------------------------------------------------------------------------------
+
+    async def _learn(self, groups: Any, publish: bool) -> dict[str, float]:
+        """One step: what the roles make of groups, and of episodes."""
+        running, tally = self._open("train"), self._tally_of(groups)
+        roles = running.roles()
+        rollout, trainer, reference = roles["rollout"], roles["trainer"], roles.get("reference")
+        found: Any = Stream.of(self._checked(groups), name="groups")
+        if reference is not None:
+            found = reference.logprobs(found)
+        if (teacher := roles.get("teacher")) is not None:
+            found = teacher.logprobs(found)
+        metrics: dict[str, float] = {}
+        if (critic := roles.get("critic")) is not None:
+            found = critic.values(found)
+            if running.critic_only():
+                return {**await critic.train(found), **self._told(tally)}
+            for_critic, found = found.tee()
+            told, learned = await asyncio.gather(critic.train(for_critic), trainer.train(found))
+            metrics |= {**told, **learned}
+        else:
+            metrics |= await trainer.train(found)
+        if publish:
+            await self._publish(rollout, trainer, reference)
+        return {**metrics, **self._told(tally)}
+
+    async def _publish(self, rollout: Any, trainer: Any, reference: Any) -> None:
+        weights = trainer.weights()  # they do not pass through here
+        await rollout.load(weights)
+        if reference is not None and self._running.moving_reference:
+            await reference.follow(weights)
+
+    def _tally_of(self, groups: Any) -> Tally:
+        """What became of the episodes of a batch; of all that were not told of, if it does not say. A stream's are
+        still played."""
+        if isinstance(groups, Gathered):
+            self._untold = [tally for tally in self._untold if tally is not groups.tally]
+            return groups.tally
+        tally, self._tally = self._tally, Tally()
+        for untold in self._untold:
+            tally.add(untold)
+        self._untold = []
+        return tally
+
+    def _told(self, tally: Tally) -> dict[str, float]:
+        """Metrics of episodes; failures are said aloud."""
+        over, self._over = self._over, Tally()
+        tally.add(over)
+        for warning in tally.warnings():
+            self._running.say(f"warning: {warning}")
+        for task, attempt in tally.failed:
+            self._running.dropped(task, FAILED, (attempt,))
+        for note in tally.notes():
+            self._running.say(note)
+        return tally.metrics()
+
+    async def _checked(self, groups: Any) -> AsyncIterator[Group]:
+        """Groups of a batch, judged and in reach of the algorithm.
+
+        Raises:
+            TypeError, UserError: it is no batch, or there is nothing in it to learn from.
+        """
+        if isinstance(groups, Awaitable) and not isinstance(groups, AsyncIterable):
+            groups = await groups
+        count = 0
+        async for group in each(groups):
+            _check(group)
+            count += 1
+            yield group
+        if not count:
+            raise UserError("session.train: there is no group to learn from; give at least one")
+
+    def train(
+        self, groups: Any, *, publish: bool = True, metrics: Mapping[str, float] | None = None
+    ) -> Awaited[Mapping[str, float]]:
+        """Learn from groups, one step; await it.
+
+        Args:
+            groups: a list, or the stream of `gather` or `generate`: then learning begins while others are played.
+            publish: let the rollout have the new weights, so that the next answers come from them.
+            metrics: numbers of the program's own, that are recorded with the step's.
+
+        Returns:
+            The step's metrics.
+
+        Raises:
+            TypeError, UserError: no groups, or samples without a reward.
+            RunFailure: the loss is no number.
+        """
+        if isinstance(groups, (Group, str, Mapping)) or groups is None:
+            raise WrongType(
+                f"session.train: {shown(type(groups).__name__)} is no list of groups; give a list or a stream"
+            )
+        self._open("train")
+        if isinstance(groups, (list, tuple)):
+            if not groups:
+                raise UserError("session.train: the list of groups is empty; give at least one")
+            for group in groups:
+                _check(group)
+        return Awaited(self._train(groups, publish, metrics or {}), "session.train(…)")
+
+    async def _train(self, groups: Any, publish: bool, told: Mapping[str, float]) -> Mapping[str, float]:
+        return {**await self._learn(groups, publish), **told}
+
+    async def publish(self) -> None:
+        """Let the rollout have the trainer's weights, where `train(…, publish=False)` did not."""
+        roles = self._open("publish").roles()
+        await self._publish(roles["rollout"], roles["trainer"], roles.get("reference"))
+
+    def evaluate(
+        self, tasks: Any, episode: Play | Agent | None = None, n: int = 1, **sampling: Any
+    ) -> Awaited[Evaluation]:
+        """How good the model is on tasks that it does not learn from; await it.
+
+        Args:
+            tasks: prompts, as in `generate`, which are answered and scored; or with an episode, anything.
+            episode: plays a task, as in `gather`; None: the run's agent or, where there is none, one answer.
+            n: answers or episodes of each.
+            sampling: temperature (default: the run's for evaluations, 0 unless said otherwise) and the like.
+
+        Returns:
+            `accuracy`, the mean reward; `groups`; `metrics`.
+
+        Raises:
+            TypeError, ValueError, UserError: wrong arguments, or not one answer could be scored.
+        """
+        running = self._open("evaluate")
+        count = at_least_one(n, "n", "session.evaluate")
+        chosen = {**{name: value for name, value in running.evaluation.items() if value is not None}, **sampling}
+        if episode is None and running.agent is None:
+            if not running.judges:
+                raise UserError(
+                    "session.evaluate: answers need a reward function: give the session rewards=…, or an episode"
+                )
+            roles, made = running.roles(), [self._trial(given, number) for number, given in enumerate(tasks)]
+
+            async def answered() -> Evaluation:
+                with work("evaluating", len(made), "problems") as evaluating:
+
+                    async def heard(group: Group) -> None:
+                        evaluating.advance()
+
+                    told = {"heard": heard, **chosen}
+                    return await evaluate(Stream.of(made), roles["rollout"], roles["judge"], n=count, **told)
+
+            return Awaited(answered(), "session.evaluate(…)")
+        trials = self._played("evaluate", tasks, episode, count, TRIALS, chosen, None, None, ())
+        groups = Stream.of(trials.groups(tasks), name="episodes")
+
+        async def played() -> Evaluation:
+            found = []
+            with work("evaluating", len(tasks) if isinstance(tasks, Sized) else None, "tasks") as evaluating:
+                async for group in groups:
+                    found.append(group)
+                    evaluating.advance()
+            found.sort(key=lambda group: group.prompt.id)
+            metrics = measure(found)
+            return Evaluation(metrics["accuracy"], tuple(found), metrics)
+
+        return Awaited(played(), "session.evaluate(…)")
+
+    def _trial(self, given: Any, number: int) -> Prompt:
+        return prompt_of(given, number, self._chat, self._setting.vocabulary, "session.evaluate")
+
+
+def _check(group: Any) -> None:
+    """See that something can be learned from.
+
+    Raises:
+        WrongType, UserError: it is no group, or was not judged.
+    """
+    if not isinstance(group, Group):
+        raise WrongType(f"session.train: {shown(group)} is no Group; give what gather or generate returned")
+    if any(sample.reward is None and sample.outcome is None for sample in group.samples):
+        raise UserError(
+            f"session.train: the group of prompt {group.prompt.id} has samples without a reward: give the session a "
+            "reward function (rewards=…), or return c.trajectory(reward=…) from the episode"
+        )

@@ -1,1 +1,0 @@
-"""What `--dry-run` promises of runs in which a policy acts: the memory that its roles take."""

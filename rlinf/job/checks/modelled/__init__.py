@@ -1,1 +1,0 @@
-"""Models that no machine here can hold: their bytes on each device of a layout, and their seconds by its hardware."""

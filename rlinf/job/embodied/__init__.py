@@ -1,1 +1,0 @@
-"""Runs of policies that act: their loop, their roles, and trials without training."""

@@ -1,1 +1,0 @@
-"""A run that is asked to end before its last step."""

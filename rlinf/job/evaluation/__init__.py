@@ -1,1 +1,0 @@
-"""Evaluation of language models around the flow: held-out problems, benchmarks by name, and answers that are kept."""

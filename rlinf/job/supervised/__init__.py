@@ -1,1 +1,0 @@
-"""Runs that learn from given texts: supervised training, DPO, reward models."""

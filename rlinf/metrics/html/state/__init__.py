@@ -1,1 +1,0 @@
-"""All that a page shows of a run, read from its directory as JSON knows it."""

@@ -1,0 +1,554 @@
+"""Attention of a rank that has some of the tokens, over keys and values of all.
+
+In: queries of its share, keys and values of every share. Out: what attention gives for its share. Keys and values are
+gathered whole: with grouped heads they are a small part of a layer's activations, and one collective for all of them
+hides nothing less than a ring of many would (Llama 3, arXiv:2407.21783, section 3.3.2).
+
+Attention over sequences that lie one behind another: no token sees another sequence, and no padding is computed.
+
+In: the layout of a packed micro-batch, once per micro-batch, and query, key and value of every layer. Out: what
+attention gives for each sequence alone. Everything else in a model works token by token and needs no layout.
+
+On CUDA a variable-length kernel does it, in half precision (`kernels/varlen.py`). Elsewhere there is none, and a mask
+over [tokens, tokens] costs ten times what it saves: sequences of about equal length are gathered into a few rectangles.
+A layout is made on the host and sent once, so that no layer and no micro-batch waits for a device.
+
+Who sees whom within a sequence is what the model says when it makes its mask: transformers hands us the rule, a
+function of two positions, in place of a tensor (`Rule`). So windows and chunks count positions of their own sequence.
+
+A model's blocks checkpointed, and compiled: each by itself, for sequences of any lengths.
+
+In: the blocks. Out: the same modules with a `forward` that keeps its input alone, and that is compiled once and shared
+by all blocks of a kind. Checkpointing stands around what is compiled, and the hooks by which FSDP2 gathers weights
+around both, so that a rank which could not compile would still take part in every collective. It is not that of
+transformers, which stands within `forward` in some releases and around the hooks in others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+from rlinf.data.packing import sent
+from rlinf.models.language.kernels import HALF, Kernel, cause_of, device_at_fault, first_line, kernel_of
+from rlinf.models.language.tensor_parallel import Pieces, gathered
+
+
+class Scores(Protocol):
+    """What becomes of the products of queries and keys, see `packed_attention`."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor: ...
+
+
+class RuleLike(Protocol):
+    """Who sees whom, see `packed_attention.Rule`."""
+
+    def within(self, length: int, device: torch.device) -> Tensor | None: ...
+
+
+def all_keys(key: Tensor, value: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+    """Keys and values of all shares one behind another, [all tokens, key heads, size] each; a collective."""
+    if pieces.group is None:
+        return key, value
+    if key.shape == value.shape:
+        both = gathered(torch.stack([key, value], dim=1), pieces.group)
+        return both[:, 0], both[:, 1]
+    return gathered(key, pieces.group), gathered(value, pieces.group)
+
+
+def of_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scores: Scores, rule: RuleLike) -> Tensor:
+    """Attention of every piece, one after the other, [tokens of the share, heads, value size].
+
+    Args:
+        query: of the share, [tokens, heads, size].
+        key, value: of all shares, see `all_keys`.
+        pieces: who sees whom.
+        scores, rule: as for all attention.
+    """
+    asked, seen = query.index_select(0, pieces.queries), [each.index_select(0, pieces.keys) for each in (key, value)]
+    sizes, lengths = [size for size, _ in pieces.lengths], [end for _, end in pieces.lengths]
+    done = []
+    for part, keys, values in zip(asked.split(sizes), *(each.split(lengths) for each in seen), strict=True):
+        size, end = len(part), len(keys)
+        visible = rule.within(end, query.device)
+        if visible is None:
+            visible = torch.ones(size, end, dtype=torch.bool, device=query.device).tril(end - size)
+        rows = [each.transpose(0, 1)[None] for each in (part, keys, values)]
+        done.append(scores.attend(rows[0], rows[1], rows[2], visible[-size:])[0].transpose(0, 1))
+    return _restored(done, query, key, value, pieces)
+
+
+def by_kernel(
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float, left: int
+) -> Tensor:
+    """The same by a kernel, which lets the last token of a piece see the last of its keys; arguments as there."""
+    if not pieces.lengths:
+        return _restored([], query, key, value, pieces)
+    attended = kernel.attend(
+        query.index_select(0, pieces.queries),
+        key.index_select(0, pieces.keys),
+        value.index_select(0, pieces.keys),
+        (pieces.query_bounds, pieces.key_bounds),
+        (max(size for size, _ in pieces.lengths), max(end for _, end in pieces.lengths)),
+        scale,
+        left,
+    )
+    return _restored([attended], query, key, value, pieces)
+
+
+def _restored(done: list[Tensor], query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
+    """In the order of the share; padding gets 0. Of a share of padding alone, what it depends on still gets a gradient,
+    for which other ranks wait."""
+    nothing = query.new_zeros(1, query.shape[1], value.shape[2])
+    if not done:
+        nothing = nothing + 0.0 * (query[:1].sum() + key[:1].sum() + value[:1].sum())
+    return torch.cat([*done, nothing]).index_select(0, pieces.restore)
+
+
+NAME = "rlinf_packed"
+"""Under which transformers knows it: `model.set_attn_implementation(NAME)`."""
+ARGUMENT = "packed_layout"
+"""The keyword by which a `Layout` travels through a model's `forward` to its attention."""
+
+_GROWTH, _SLACK = 1.1, 8
+"""A rectangle holds lengths up to 1.1 x its shortest + 8 tokens. One more call of attention, forward and backward,
+costs about what 8 columns more cost for short rows; long ones pay for padding with the square."""
+
+
+_OPAQUE: dict[str, Callable[..., Tensor]] = {}
+"""What compiled code calls without looking into it; filled by `opaque`, since that imports the compiler."""
+_ODD = ("position_bias", "head_mask")
+"""Arguments that change what attention gives, and that this one does not take."""
+
+
+class Rule:
+    """Who sees whom within a sequence: what a model has in place of a mask tensor.
+
+    Args:
+        sees: of batch, head, and the positions of query and key, whether this query sees this key; see
+            `transformers.masking_utils`.
+    """
+
+    def __init__(self, sees: Callable[..., Any]):
+        self._sees = sees
+        self._windows: dict[int, int | None] = {}
+        self._fixed: tuple[int | None] | None = None
+
+    def fix(self, longest: int) -> None:
+        """Find out `left` for sequences of a layout, since compiled code can look it up and not find it out."""
+        if self._fixed is None:
+            self._fixed = (self.left(longest),)
+
+    def left(self, longest: int) -> int | None:
+        """How many tokens before itself each sees at most in sequences of up to that length, -1 for all; None if this
+        is not how they see."""
+        if self._fixed is not None:
+            return self._fixed[0]
+        window = self.window(longest)
+        return None if window is None else -1 if window >= longest else window - 1
+
+    def within(self, length: int, device: torch.device) -> Tensor | None:
+        """Who sees whom in a sequence, bool [length, length]; None if all see all that came before."""
+        window = self.window(length)
+        if window is not None:
+            return None if window >= length else _band(length, window, device)
+        every = torch.arange(length, device=device)
+        return self._asked(every[:, None], every[None, :]).expand(length, length)
+
+    def window(self, length: int) -> int | None:
+        """How many tokens each sees at most, itself included; None if this is not how sequences of that length see."""
+        if self._sees is causal_mask_function:
+            return length
+        if length not in self._windows:
+            every = torch.arange(length)
+            window = int(self._asked(every[-1:], every).sum())
+            first = (every - window + 1).clamp(min=0)
+            inside = self._asked(every, every) & self._asked(every, first)
+            outside = ((every >= window) & self._asked(every, (every - window).clamp(min=0))) | (
+                (every + 1 < length) & self._asked(every, (every + 1).clamp(max=length - 1))
+            )
+            self._windows[length] = window if bool(inside.all()) and not bool(outside.any()) else None
+        return self._windows[length]
+
+    def _asked(self, query: Tensor, key: Tensor) -> Tensor:
+        none = torch.zeros((), dtype=torch.int64, device=query.device)
+        return torch.as_tensor(self._sees(none, none, query, key), device=query.device)
+
+
+def rule_of(*, mask_function: Callable[..., Any], **more: Any) -> Rule:
+    """What transformers' mask builders give to a model whose attention is `packed_attention`."""
+    return Rule(mask_function)
+
+
+_CAUSAL = Rule(causal_mask_function)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rectangle:
+    """Sequences of about equal length as rows."""
+
+    rows: int
+    """How many."""
+    length: int
+    """Of the longest."""
+    index: Tensor | None
+    """Which token stands at each place, int64 [rows x length]; None if it is all tokens in order."""
+
+
+REFUSALS = (AttributeError, ImportError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What a model, or a kernel, may raise that cannot be run in an unusual way."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where the sequences of a packed micro-batch lie."""
+
+    longest: int
+    """Tokens of the longest sequence."""
+    bounds: Tensor
+    """Where each sequence begins, and the end of the last, int32 [sequences + 1]."""
+    kernel: Kernel | None
+    """What computes attention; None for rectangles."""
+    places: Tensor | None
+    """Which token stands at each place of the sequences laid end to end, int64; None for the same one."""
+    restore: Tensor | None
+    """The first place of each token in the sequences laid end to end, int64 [tokens]; None for the same place, and
+    where there is no kernel. A token that sequences share has the same value in each."""
+    starts: np.ndarray
+    """`bounds` on the host, int64."""
+    stands: np.ndarray | None
+    """`places` on the host."""
+    pieces: Pieces | None = None
+    """What this rank computes, where others compute the rest; `places` and `restore` do not matter then."""
+    refusals: list[str] | None = None
+    """Where attention that cannot be computed leaves the reason, and gives zeros, so that ranks that try together all
+    come to the end; None: it raises."""
+    _boxes: list[tuple[tuple[Rectangle, ...], Tensor | None]] = field(default_factory=list)
+    """The rectangles, once they were asked for."""
+
+    def boxes(self) -> tuple[tuple[Rectangle, ...], Tensor | None]:
+        """All sequences as rectangles, for layers that no kernel serves; and the place of each token in these laid end
+        to end, int64 [tokens], None for the same place. Made once."""
+        if not self._boxes:
+            lengths = np.diff(self.starts)
+            self._boxes.append(_rectangles(lengths, self.starts, self.stands, self.bounds.device))
+        return self._boxes[0]
+
+    @staticmethod
+    def of(
+        lengths: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        places: Tensor | None = None,
+        *,
+        stands: np.ndarray | None = None,
+        kernel: Kernel | Literal[False] | None = None,
+        pieces: Pieces | None = None,
+        refusals: list[str] | None = None,
+    ) -> Layout:
+        """The layout of sequences.
+
+        Args:
+            lengths: tokens of each, at least one sequence and none empty.
+            device, dtype: on which and in which attention is computed.
+            places: which token stands at each place of the sequences laid end to end; None if they share none.
+            stands: the same on the host, int64; None reads `places`, for which a device must be waited.
+            kernel: what computes attention where it can; False for rectangles; None takes torch's own kernel off the
+                CPU in half precision, and rectangles elsewhere.
+            pieces, refusals: see there.
+        """
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        if stands is None and places is not None:
+            stands = places.cpu().numpy()
+        if kernel is None and device.type != "cpu" and dtype in HALF:
+            kernel = kernel_of("varlen", device)
+        back = None if stands is None or not kernel else _first_place(stands)
+        on_host = [torch.from_numpy(starts.astype(np.int32)), None if back is None else torch.from_numpy(back)]
+        bounds, restore = sent(on_host, device)
+        assert bounds is not None
+        return Layout(max(lengths), bounds, kernel or None, places, restore, starts, stands, pieces, refusals)
+
+
+def _first_place(places: np.ndarray) -> np.ndarray:
+    """The first place at which each token stands."""
+    first = np.empty(places.max() + 1, dtype=np.int64)
+    first[places[::-1]] = np.arange(len(places))[::-1]
+    return first
+
+
+def _rectangles(
+    lengths: np.ndarray, bounds: np.ndarray, places: np.ndarray | None, device: torch.device
+) -> tuple[tuple[Rectangle, ...], Tensor | None]:
+    if (lengths == lengths[0]).all():
+        shared = (None, None) if places is None else (torch.from_numpy(places), torch.from_numpy(_first_place(places)))
+        index, back = sent(shared, device)
+        return (Rectangle(len(lengths), int(lengths[0]), index),), back
+    restore = np.empty(bounds[-1], dtype=np.int64)
+    shapes: list[tuple[int, int]] = []
+    gathered, used = [], 0
+    for members in _alike(lengths):
+        longest = int(lengths[members].max())
+        columns = np.arange(longest)
+        # behind its end a row repeats its last token, which nobody looks at
+        index = bounds[members, None] + np.minimum(columns, lengths[members, None] - 1)
+        real = columns < lengths[members, None]
+        restore[index[real]] = (used + np.arange(index.size)).reshape(index.shape)[real]
+        chosen = index.reshape(-1) if places is None else places[index.reshape(-1)]
+        shapes.append((len(members), longest))
+        gathered.append(torch.from_numpy(chosen))
+        used += index.size
+    if places is not None:
+        restore = restore[_first_place(places)]
+    *indices, last = sent([*gathered, torch.from_numpy(restore)], device)
+    return tuple(Rectangle(*shape, index) for shape, index in zip(shapes, indices, strict=True)), last
+
+
+def _alike(lengths: np.ndarray) -> list[np.ndarray]:
+    """Positions of sequences, in sets of about equal length."""
+    order = np.argsort(lengths, kind="stable")
+    sets, start = [], 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or lengths[order[end]] > lengths[order[start]] * _GROWTH + _SLACK:
+            sets.append(order[start:end])
+            start = end
+    return sets
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Rule | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence, in the shape that transformers asks of its attention functions.
+
+    Args:
+        module: the layer that asks.
+        query: [1, heads, tokens, head_dim]
+        key, value: [1, key heads, tokens, head_dim], [1, key heads, tokens, value_dim]
+        attention_mask: who sees whom; None for all that came before, as far as the window reaches.
+        scaling: of the scores; None for 1 / sqrt(head_dim).
+        dropout: must be 0.
+        sliding_window: how many tokens, itself included, a token sees at most; None for all. Of a model that has made a
+            rule the rule counts.
+        softcap: scores s become softcap x tanh(s / softcap) (Gemma 2, arXiv:2408.00118, eq. 1); None for none.
+        s_aux: a score per head that takes part in the softmax and has no value, [heads] (gpt-oss); None for none.
+        more: holds the `Layout` under `ARGUMENT`; what else changes the result is refused.
+
+    Returns:
+        [1, tokens, heads, value_dim], and no attention weights.
+
+    Raises:
+        ValueError: no layout came, or the layer wants what this cannot do.
+    """
+    layout: Layout | None = more.get(ARGUMENT)
+    if layout is None:
+        raise ValueError(f"{type(module).__name__} does not hand {ARGUMENT} on to its attention")
+    odd = [name for name in _ODD if more.get(name) is not None]
+    if odd or dropout or not getattr(module, "is_causal", True):
+        raise ValueError(f"{type(module).__name__} wants {odd or 'dropout or no causality'} of its attention")
+    rule = attention_mask
+    if rule is None:
+        rule = _CAUSAL if sliding_window is None else Rule(sliding_window_causal_mask_function(sliding_window))
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # [tokens, heads, head_dim]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if layout.pieces is not None:  # before anything may fail on one rank alone
+        key, value = all_keys(key, value, layout.pieces)
+    try:
+        attended = _attended(query, key, value, layout, _Scores(scale, softcap, s_aux), rule)
+    except REFUSALS as error:
+        if layout.refusals is None or device_at_fault(error):
+            raise
+        layout.refusals.append(f"{type(module).__name__}: {error}")
+        attended = query.new_zeros(*query.shape[:2], value.shape[2])
+    return attended[None], None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scores:
+    """What becomes of the products of queries and keys."""
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    """Of each head, [heads]."""
+
+    @property
+    def plain(self) -> bool:
+        """A kernel knows it."""
+        return self.softcap is None and self.sinks is None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
+        """Attention of rows, [rows, heads, length, size] each, with fewer heads of keys and values or as many."""
+        if self.plain:
+            return F.scaled_dot_product_attention(
+                query, key, value, seen, is_causal=seen is None, scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )  # fmt: skip
+        repeats, length = query.shape[1] // key.shape[1], query.shape[2]
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        scores = query @ key.transpose(2, 3) * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if seen is None:
+            seen = _band(length, length, query.device)
+        scores = scores.float().masked_fill(~seen, -torch.inf)
+        if self.sinks is not None:
+            sinks = self.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        return torch.softmax(scores, dim=-1)[..., : key.shape[2]].to(value.dtype) @ value
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: _Scores, rule: Rule) -> Tensor:
+    kernel = layout.kernel
+    if kernel is not None and scores.plain and key.shape == value.shape:
+        left = rule.left(layout.longest)
+        if left is not None and layout.pieces is not None:
+            return by_kernel(kernel, query, key, value, layout.pieces, scores.scale, left)
+        if left is not None:
+            return _by_kernel(kernel, query, key, value, layout, scores.scale, left)
+    if layout.pieces is not None:
+        return of_pieces(query, key, value, layout.pieces, scores, rule)
+    by_rectangles = _OPAQUE.get("by_rectangles", _by_rectangles) if torch.compiler.is_compiling() else _by_rectangles
+    return by_rectangles(query, key, value, layout, scores, rule)
+
+
+def opaque() -> None:
+    """Keep compilers out of rectangles, of which every layout has others: to be called before something is compiled."""
+    _OPAQUE.setdefault("by_rectangles", torch.compiler.disable(_by_rectangles))
+
+
+def _by_rectangles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: _Scores, rule: Rule) -> Tensor:
+    done = []
+    rectangles, restore = layout.boxes()
+    for box in rectangles:
+        parts = []
+        for part in (query, key, value):
+            chosen = part if box.index is None else part.index_select(0, box.index)
+            parts.append(chosen.unflatten(0, (box.rows, box.length)).transpose(1, 2))
+        attended = scores.attend(parts[0], parts[1], parts[2], rule.within(box.length, query.device))
+        done.append(attended.transpose(1, 2).flatten(0, 1))
+    if restore is None:
+        return done[0]
+    return torch.cat(done).index_select(0, restore)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """Who sees whom within a window, bool [length, length]."""
+    everything = torch.ones(length, length, dtype=torch.bool, device=device)
+    return everything.tril() & everything.triu(1 - window)
+
+
+def _by_kernel(
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, left: int
+) -> Tensor:
+    if layout.places is not None:
+        query, key, value = (part.index_select(0, layout.places) for part in (query, key, value))
+    attended = kernel.attend(
+        query, key, value, (layout.bounds, layout.bounds), (layout.longest, layout.longest), scale, left
+    )
+    return attended if layout.restore is None else attended.index_select(0, layout.restore)
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, rule_of)
+
+
+_FORMS = 64
+"""Compiled forms that a block may have; torch's 8 are too few for with and without gradient, shared prompts, single
+tokens, windows and adapters together, and beyond them it goes on uncompiled without a word."""
+
+
+def checkpoint_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Have every block keep its input alone, and compute the rest again for the gradient.
+
+    Nothing in a block may be random: it is computed again without the generators' states of the first time.
+    """
+    for block in blocks:
+        block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
+
+
+def _checkpointed(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(inner)
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*arguments, **keywords)
+        # to stop early, the second time, an error is raised out of the block, which no compiled code can be left by
+        return checkpoint(
+            inner, *arguments, use_reentrant=False, preserve_rng_state=False, early_stop=False, **keywords
+        )
+
+    return forward
+
+
+class CompiledBlocks:
+    """The blocks of one model.
+
+    Args:
+        blocks: changed in place; off until `on` is set.
+        backend: of `torch.compile`.
+        checkpointed: `checkpoint_blocks` has been called on them.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], backend: str = "inductor", *, checkpointed: bool = False):
+        self.on = False
+        """They are computed as compiled."""
+        self.required = False
+        """What cannot be compiled is an error; otherwise `refused` has the reason, and they go on uncompiled."""
+        self.refused: str | None = None
+        """Why they are not compiled."""
+        self.graphs = 0
+        """Graphs that were compiled so far."""
+        self._blocks, self._backend, self._checkpointed = blocks, backend, checkpointed
+
+    def prepare(self) -> None:
+        """Give every block its compiled `forward`; what is compiled comes with the first calls."""
+        inner = torch._dynamo.lookup_backend(self._backend)
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, _FORMS)
+        opaque()
+
+        def counted(graph: Any, inputs: Any) -> Any:
+            self.graphs += 1
+            return inner(graph, inputs)
+
+        for block in self._blocks:
+            eager = getattr(block.forward, "__wrapped__", block.forward) if self._checkpointed else block.forward
+            either = self._either(eager, torch.compile(eager, backend=counted, dynamic=True))
+            block.forward = _checkpointed(either) if self._checkpointed else either  # type: ignore[method-assign]
+        self.on = True
+
+    def _either(self, eager: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(eager)
+        def forward(*arguments: Any, **keywords: Any) -> Any:
+            if not self.on:
+                return eager(*arguments, **keywords)
+            rule, layout = keywords.get("attention_mask"), keywords.get(ARGUMENT)
+            if isinstance(rule, Rule) and layout is not None:
+                rule.fix(layout.longest)
+            try:
+                return compiled(*arguments, **keywords)
+            except Exception as error:
+                if self.required or device_at_fault(cause_of(error)):
+                    raise
+                self.on, self.refused = False, first_line(error)
+                return eager(*arguments, **keywords)
+
+        return forward

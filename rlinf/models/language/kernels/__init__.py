@@ -1,1 +1,0 @@
-"""What computes faster on an accelerator than the plain code beside which it stands, and gives the same."""

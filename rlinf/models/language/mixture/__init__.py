@@ -1,1 +1,0 @@
-"""What a policy does more where its layers are mixtures of experts (`replay`)."""

@@ -1,0 +1,564 @@
+"""The experts of a mixture as numbers: how evenly tokens are spread over them, and whether engine and trainer agree.
+
+In: counts and probabilities that routers gave. Out: metrics, as sums until the batch is whole, and shares of a batch
+that an auxiliary loss balances against.
+
+The routers of a mixture of experts: what they choose is told, and may be given.
+
+In: a Hugging Face model. Out: which experts each token of its last forward pass went to; or, where routes are given, a
+pass in which tokens go to those experts, with the weights that the model's own gate gives them, scaled as it scales
+those of its own choice.
+
+Each router's `forward` is wrapped. Inside it, and nowhere else, the one `topk` over all experts is answered with the
+experts that were given and the gate's values there; whatever the model does before and after that stays its own, so a
+softmax over all experts, over the chosen ones, or a sigmoid with groups are all alike.
+
+Router replay: a policy computes on the experts that the engine chose for each token.
+
+In: packed micro-batches with routes. Out: the model's routers told so before each pass, and after it how tokens were
+routed (`Routed`). With the experts held, the ratio of new to old probabilities says what the weights have changed and
+not which experts a rounding error has swapped: Ma et al., "Stabilizing MoE Reinforcement Learning by Aligning Training
+and Inference Routers", arXiv:2510.11370, eq. 6 to 8.
+
+Expert parallelism: each rank has some experts of every layer, and tokens go where their experts are.
+
+In: a model of transformers whose experts are stacked in one tensor per matrix. Out: the same modules with a part of
+them. Every choice of a token is sent to the rank that has the chosen expert and comes back as what that made of it; how
+much a choice weighs never leaves the token's rank. Ranks may have unequal numbers of tokens.
+
+Experts as files have them, each matrix by itself, read as models have them: stacked, gate and up joined.
+
+In: the files of a saved model. Out: what can be sliced like a slice of a file, so that a rank reads its own experts and
+no others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from rlinf.algos.loss_sum import Metric, Several, mean_of, same_shape
+from rlinf.data.packing import Packed, Row
+from rlinf.data.routes import compact_type, load_of
+from rlinf.models.language.tensor_parallel import Share, exchanged, local
+
+
+def load(counts: Tensor, chances: Tensor) -> dict[str, Metric]:
+    """How evenly tokens are spread over experts.
+
+    Args:
+        counts: choices that each expert got, [layers, experts].
+        chances: sum over tokens of the gate's probability of each expert, same shape.
+
+    Returns:
+        Metrics, exact for the whole batch however it was cut: `moe/load_max`, the largest expert's share over the mean
+        share, of the layer where that is largest; `moe/dead_experts`, how many experts of all layers got nothing;
+        `moe/aux_loss`, the auxiliary loss before its coefficient, mean over layers of N sum_i f_i P_i (Fedus et al.,
+        "Switch Transformers", arXiv:2101.03961, eq. 4 to 6), with f_i the share of choices and P_i the mean
+        probability of expert i: 1 where all is even, N / experts per token where all tokens go to the same.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    same_shape("load", "counts", counts, chances=chances)
+    return {"moe": Several(torch.stack([counts.detach().double(), chances.detach().double()]), _of_load)}
+
+
+def _of_load(sums: Tensor) -> dict[str, float]:
+    shares, chances = sums / sums.sum(-1, keepdim=True).clamp(min=1e-300)
+    experts = shares.shape[-1]
+    return {
+        "moe/load_max": float(shares.max() * experts),
+        "moe/dead_experts": float((shares == 0).sum()),
+        "moe/aux_loss": float((shares * chances).sum(-1).mean() * experts),
+    }
+
+
+def drift(apart: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """How often the trainer's gates would have chosen other experts than the engine's did.
+
+    Args:
+        apart: whether the sets of experts differ, bool [layers, tokens].
+        mask: which tokens count, bool [tokens].
+
+    Returns:
+        Metric `moe/route_drift`, the share of pairs of a token and a layer; nothing where no token counts.
+    """
+    found = mean_of(apart.double(), mask.expand_as(apart))
+    return {"moe/route_drift": Several(torch.stack([found.total, found.weight]), _of_drift)}
+
+
+def _of_drift(sums: Tensor) -> dict[str, float]:
+    total, weight = sums.tolist()
+    return {"moe/route_drift": total / weight} if weight else {}
+
+
+_ROUTER = re.compile(r"Top[kK]Router$")
+"""How transformers names the classes of modules that give logits, weights and experts of each token."""
+_LAYER = re.compile(r"\.(\d+)\.")
+"""Where a module's name has the number of its layer."""
+_TOPK = (torch.topk, torch.Tensor.topk)
+
+
+def nowhere(routes: Tensor, count: int) -> Tensor:
+    """Routes of so many more tokens of which nobody knows, in the shape and type of others."""
+    return routes.new_full((count, *routes.shape[1:]), torch.iinfo(routes.dtype).max)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routed:
+    """How a micro-batch was routed, at the tokens that predict learned ones."""
+
+    counts: Tensor
+    """Tokens that went to each expert, float64 [layers, experts]."""
+    chances: Tensor
+    """Sum over tokens of the gate's probability of each expert (softmax over all), float64 [layers, experts]."""
+    apart: Tensor
+    """Whether the gate itself would have chosen another set of experts than was given, bool [layers, learned]."""
+    known: Tensor
+    """Whether routes were given, bool [learned]."""
+    balance: Tensor | None
+    """Per token, what the auxiliary loss takes the mean of, differentiable, [learned]; None unless `load` was given."""
+
+
+class Routers:
+    """All routers of one model, in order of its layers.
+
+    Args:
+        model: changed in place.
+        names: of its routers, see `routers_of`.
+        compiled: blocks around them may be compiled: what a router does is not, since it changes from pass to pass.
+    """
+
+    def __init__(self, model: Any, names: Sequence[str], *, compiled: bool = False):
+        modules: list[Any] = [model.get_submodule(name) for name in names]
+        self.layers = tuple(_layer(name) for name in names)
+        """Number of each router's layer among all layers of the model."""
+        self.all_layers = int(model.config.get_text_config().num_hidden_layers)
+        """Layers of the model, those without a router among them."""
+        self.chosen: list[Tensor | None] = [None] * len(modules)
+        """Experts of each token of the last pass, by router, int64 [tokens, experts per token]."""
+        self.experts = int(modules[0].weight.shape[0])
+        """In each layer."""
+        self.top_k = int(modules[0].top_k)
+        """Experts of a token."""
+        self.understood = True
+        """Every router that has run so far chose its experts as this knows how to follow."""
+        self.at: Tensor | None = None
+        """Tokens that `routed` tells of, int64 [learned]."""
+        self._given: Tensor | None = None
+        self._load: Tensor | None = None
+        self._seen: list[_Seen | None] = [None] * len(modules)
+        for number, module in enumerate(modules):
+            wrapped = self._wrapped(module.forward, number)
+            module.forward = torch.compiler.disable(wrapped) if compiled else wrapped
+
+    def begin(self, routes: Tensor | None = None, at: Tensor | None = None, load: Tensor | None = None) -> None:
+        """Say what the next passes are to do, until this is called again.
+
+        Args:
+            routes: experts to be taken, [tokens, layers, experts per token], `layers` those with a router or all of the
+                model; None lets the gates choose.
+            at: tokens that `routed` tells of, int64 [learned]; None for none.
+            load: share of tokens of each expert that the auxiliary loss weighs with, [layers, experts].
+
+        Raises:
+            ValueError: the routes are of another model.
+        """
+        if routes is not None and len(self.chosen) < routes.shape[1] == self.all_layers:
+            routes = routes[:, list(self.layers)]
+        if routes is not None and tuple(routes.shape[1:]) != (len(self.chosen), self.top_k):
+            raise ValueError(
+                f"routes of {routes.shape[1]} layers and {routes.shape[2]} experts per token do not fit a model of "
+                f"{len(self.chosen)} layers with a router and {self.top_k} experts per token: do engine and trainer "
+                "have the same model?"
+            )
+        self._given, self.at, self._load = routes, at, load
+
+    def taken(self) -> Tensor:
+        """The experts of the last pass, compact, [tokens, layers, experts per token]."""
+        whole = torch.stack([chosen for chosen in self.chosen if chosen is not None], dim=1)
+        return whole.to(torch.uint8 if compact_type(self.experts) is np.uint8 else torch.int16)
+
+    def routed(self) -> Routed:
+        """How the tokens `at` of the last pass were routed."""
+        assert self.at is not None
+        nothing = torch.zeros(self.experts, dtype=torch.float64, device=self.at.device)
+        none = _Seen(nothing, nothing, torch.zeros_like(self.at, dtype=torch.bool), None)  # of one not understood
+        seen = [none if one is None else one for one in self._seen]
+        balances = [one.balance for one in seen if one.balance is not None]
+        known = torch.zeros_like(self.at, dtype=torch.bool)
+        if self._given is not None:
+            known = self._known(self._given[:, 0]).index_select(0, self.at)
+        return Routed(
+            torch.stack([one.counts for one in seen]),
+            torch.stack([one.chances for one in seen]),
+            torch.stack([one.apart for one in seen]),
+            known,
+            torch.stack(balances).mean(0) if balances else None,
+        )
+
+    def _known(self, given: Tensor) -> Tensor:
+        return given[:, 0].long() < self.experts
+
+    def _wrapped(self, inner: Callable[..., Any], number: int) -> Callable[..., Any]:
+        @wraps(inner)
+        def forward(*arguments: Any, **keywords: Any) -> Any:
+            given = None if self._given is None else self._given[:, number]
+            choice = _Choice(given, self.experts, self.top_k)
+            with choice:
+                found = inner(*arguments, **keywords)
+            if choice.chosen is None:
+                self.understood = False
+                return found
+            self.chosen[number] = choice.chosen
+            if self.at is not None:
+                self._seen[number] = self._look(found[0], choice, self.at, number)
+            return found
+
+        return forward
+
+    def _look(self, logits: Tensor, choice: _Choice, at: Tensor, number: int) -> _Seen:
+        assert choice.own is not None
+        assert choice.chosen is not None
+        own, chosen = choice.own.index_select(0, at), choice.chosen.index_select(0, at)
+        chances = logits.index_select(0, at).float().softmax(-1)
+        load = None if self._load is None else self._load[number].to(chances.dtype)
+        counts = torch.bincount(chosen.flatten(), minlength=self.experts)
+        return _Seen(
+            counts.double(),
+            chances.detach().sum(0, dtype=torch.float64),
+            (own.sort(-1).values != chosen.sort(-1).values).any(-1),
+            None if load is None else self.experts * (chances @ load),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """What one router did; see `Routed`."""
+
+    counts: Tensor
+    chances: Tensor
+    apart: Tensor
+    balance: Tensor | None
+
+
+class _Choice(TorchFunctionMode):
+    """Answers a router's choice of experts, and remembers it."""
+
+    def __init__(self, given: Tensor | None, experts: int, top_k: int):
+        super().__init__()
+        self.own: Tensor | None = None
+        self.chosen: Tensor | None = None
+        self._given, self._experts, self._top_k = given, experts, top_k
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        # groups of experts are chosen by `topk` too, over other shapes
+        if func not in _TOPK or tuple(found[1].shape[1:]) != (self._top_k,) or args[0].shape[-1] != self._experts:
+            return found
+        self.own = self.chosen = found[1]
+        if self._given is None:
+            return found
+        if len(self._given) != len(self.own):
+            raise RuntimeError(
+                f"routes of {len(self._given)} tokens were given and a router reads {len(self.own)}: this way to "
+                "spread a model over processes cannot replay; set trainer.router_replay=false"
+            )
+        given = self._given.long()
+        known = given[:, :1] < self._experts
+        self.chosen = torch.where(known, given.clamp(max=self._experts - 1), self.own)
+        return torch.return_types.topk((args[0].gather(-1, self.chosen), self.chosen))
+
+
+def routers_of(model: nn.Module) -> list[str]:
+    """Names of a model's routers, in order; none where it has none of the kind that `Routers` knows, or several."""
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if _ROUTER.search(type(module).__name__) and isinstance(getattr(module, "top_k", None), int)
+    ]
+    shapes = {(module.weight.shape[0], module.top_k) for _, module in found if isinstance(module.weight, Tensor)}
+    return [name for name, _ in found] if len(shapes) == 1 else []
+
+
+def watch(model: nn.Module, *, compiled: bool = False) -> Routers | None:
+    """Wrap the routers of a model; None if it has none."""
+    names = routers_of(model)
+    return Routers(model, names, compiled=compiled) if names else None
+
+
+def _layer(name: str) -> int:
+    found = _LAYER.search(f".{name}.")
+    return int(found.group(1)) if found else 0
+
+
+Replay = Literal["auto", True, False]
+"""See `TrainerConfig.router_replay`."""
+Found = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]
+"""Two numbers of each learned token, [learned] each; then how tokens were routed, where that is watched."""
+
+
+class Mixture:
+    """The experts of a policy, as far as somebody wants to know of them.
+
+    Args:
+        model: the Hugging Face model; its routers are watched from now on.
+        wanted: whether tokens are to go where batches say; None: nobody asks, nothing is watched.
+        compiled: its blocks may be compiled.
+    """
+
+    def __init__(self, model: nn.Module, wanted: Replay | None, *, compiled: bool = False):
+        self.routers = None if wanted is None else watch(model, compiled=compiled)
+        """None: nothing is watched."""
+        self.replays = self.routers is not None and wanted is not False
+        """Tokens go to the experts that a batch names."""
+        self._name, self._must = type(model).__name__, wanted is True
+
+    def begin(self, batch: Packed, at: Tensor, rectangle: tuple[Tensor, int] | None = None) -> None:
+        """A pass over a micro-batch begins.
+
+        Args:
+            batch: what is computed.
+            at: where in what the model reads learned tokens are predicted, int64 [learned].
+            rectangle: where sequences are padded: where each place of the sequences laid end to end is in the
+                rectangle, flattened, and how many places that has.
+        """
+        if self.routers is not None:
+            routes = batch.routes if self.replays else None
+            if routes is not None and rectangle is not None:
+                routes = _padded(routes, batch, *rectangle)
+            self.routers.begin(routes, at, batch.expert_load)
+
+    def told(self, found: tuple[Tensor, Tensor], batch: Packed, share: Share | None) -> Found:
+        """What the pass gave, and how its tokens were routed, where that is watched.
+
+        Args:
+            found: of all learned tokens.
+            batch: the whole micro-batch.
+            share: this rank's part of it, None for all: then ranks tell each other of theirs.
+        """
+        if self.routers is None:
+            return found
+        routed = self.routers.routed()
+        return (*found, routed if share is None else _whole(routed, share))
+
+    def load_of(self, rows: Sequence[Row]) -> np.ndarray:
+        """Which share of all choices each expert has in the rows of an optimizer step, float32 [layers, experts].
+
+        Raises:
+            ValueError: rows do not say where their tokens went.
+        """
+        assert self.routers is not None
+        told = [routes for row in rows if (routes := row.learned_routes) is not None]
+        if (found := load_of(told, self.routers.layers, self.routers.experts)) is None:
+            raise ValueError(
+                "algorithm.router_aux_loss balances experts by what the engine chose, and samples do not tell that: "
+                "take an engine that does, or set it to 0"
+            )
+        return found
+
+    def settle(self, compute: Callable[[Packed], Any], probe: Packed, agreed: Callable[[bool], bool]) -> str | None:
+        """See whether tokens go where they are told to; on all ranks together.
+
+        Args:
+            compute: runs the model over a micro-batch.
+            probe: one of made-up sequences.
+            agreed: whether something holds on every rank.
+
+        Returns:
+            Why routes are not replayed though that would be wanted.
+
+        Raises:
+            ValueError: they must be.
+        """
+        if self.routers is None:
+            if self._must:
+                raise ValueError(_must(f"{self._name} has no experts, or of a kind whose choice is not known"))
+            return None
+        followed = agreed(self._follows(self.routers, compute, probe))
+        if not agreed(self.routers.understood):
+            self.routers = None
+        if followed or not self.replays:
+            return None
+        self.replays, why = False, f"tokens of {self._name} do not go to the experts that are given"
+        if self._must:
+            raise ValueError(_must(why))
+        return f"no router replay: {why}"
+
+    @torch.no_grad()
+    def _follows(self, routers: Any, compute: Callable[[Packed], Any], probe: Packed) -> bool:
+        device, layers = probe.ids.device, len(routers.layers)
+        tokens = torch.arange(len(probe.ids), device=device)[:, None, None]
+        made = tokens + torch.arange(layers * routers.top_k, device=device).view(layers, -1)
+        asked = self.replays
+        self.replays = True
+        try:
+            found = compute(probe.routed(made % routers.experts))[2]
+        finally:
+            self.replays = asked
+        wanted = made.index_select(0, probe.predicting()) % routers.experts
+        counts = torch.nn.functional.one_hot(wanted, routers.experts).sum((0, 2))
+        return routers.understood and torch.equal(found.counts, counts.double())
+
+
+def _whole(routed: Routed, share: Share) -> Routed:
+    """How all learned tokens were routed, from what each rank says of its own."""
+    counts, chances = (part.clone() for part in (routed.counts, routed.chances))
+    dist.all_reduce(counts, group=share.group)
+    dist.all_reduce(chances, group=share.group)
+    said = share.whole(torch.cat([routed.apart, routed.known[None]]).t().float()) > 0.5
+    balance = None if routed.balance is None else share.whole(routed.balance)
+    return Routed(counts, chances, said[:, :-1].t(), said[:, -1], balance)
+
+
+def _must(why: str) -> str:
+    return f"trainer.router_replay=true: {why}; auto trains without"
+
+
+def _padded(routes: Tensor, batch: Packed, places: Tensor, size: int) -> Tensor:
+    """Routes of `batch.ids` as those of a rectangle of so many places, unknown in the padding."""
+    whole = nowhere(routes, size)
+    whole[places] = routes if batch.places is None else routes.index_select(0, batch.places)
+    return whole
+
+
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of rows [rows, width], the experts of each, int64 [rows, chosen], and how much each weighs: [rows, width]."""
+
+
+def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> Iterator[nn.Parameter]:
+    """Leave this rank its experts; the parameters that were split, as `DTensor`s.
+
+    Args:
+        model: changed in place; may be on the meta device.
+        mesh: the ranks over which they are split.
+
+    Raises:
+        ValueError: the model has no experts that can be split, or a number of them that is no multiple of the ranks'.
+    """
+    for experts in experts_of(model, mesh.size()):
+        for name, whole in list(experts.named_parameters(recurse=False)):
+            part = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+            made = nn.Parameter(part, requires_grad=whole.requires_grad)
+            setattr(experts, name, made)
+            yield made
+        experts.num_experts = int(experts.num_experts) // mesh.size()  # type: ignore[arg-type, assignment]
+        experts.forward = partial(_sent_around, experts, experts.forward, mesh.get_group())
+
+
+def experts_of(model: PreTrainedModel, parts: int) -> list[nn.Module]:
+    """The modules that hold the experts of a layer each.
+
+    Raises:
+        ValueError: there is none, or their number cannot be split so.
+    """
+    found = [module for module in model.modules() if _stacked(module)]
+    asked = f"trainer.parallel.expert={parts}: {type(model).__name__}"
+    if not found:
+        raise ValueError(f"{asked} has no experts that transformers stacks in one tensor")
+    numbers = {int(module.num_experts) for module in found}  # type: ignore[arg-type]
+    if uneven := sorted(number for number in numbers if number % parts):
+        raise ValueError(f"{asked} has {uneven[0]} experts, which is no multiple of {parts}")
+    return found
+
+
+def _stacked(module: nn.Module) -> bool:
+    own = list(module.parameters(recurse=False))
+    number = getattr(module, "num_experts", None)
+    return any(each.dim() == 3 for each in own) and all(each.shape[0] == number for each in own)
+
+
+def _sent_around(
+    module: nn.Module, inner: Experts, group: dist.ProcessGroup, hidden: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """What `inner` gives, with the experts of all ranks; arguments as for `Experts`."""
+    ranks, here = dist.get_world_size(group), int(module.num_experts)  # type: ignore[arg-type]
+    flat = chosen.reshape(-1)
+    order = flat.argsort(stable=True)
+    leaving = torch.bincount(flat, minlength=ranks * here)  # choices of each expert
+    coming = torch.empty_like(leaving)  # of each rank, choices of each expert here
+    dist.all_to_all_single(coming, leaving, group=group)
+    sent, received = leaving.view(ranks, here).sum(1).tolist(), coming.view(ranks, here).sum(1).tolist()
+    rows = exchanged(hidden.index_select(0, order // chosen.shape[1]), sent, received, group)
+    expert = torch.arange(here, device=flat.device).repeat(ranks).repeat_interleave(coming)
+    if not len(rows):  # a row that nobody gets back, since every rank's experts must have a gradient
+        rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
+    with _parts_alone(module):
+        made = inner(rows, expert[:, None], weights.new_ones(len(rows), 1))
+    back = exchanged(made[: sum(received)], received, sent, group)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    mine = back.index_select(0, place).view(*chosen.shape, -1) * weights[..., None]
+    return mine.sum(dim=1).to(hidden.dtype)
+
+
+@contextmanager
+def _parts_alone(module: nn.Module) -> Iterator[None]:
+    """Have a module compute with what this rank has of its split parameters, as plain tensors."""
+    split = dict(module._parameters)
+    try:
+        module._parameters.update({name: local(each) for name, each in split.items() if each is not None})  # type: ignore[misc]
+        yield
+    finally:
+        module._parameters.update(split)
+
+
+_JOINED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Stacked tensors of a module of experts, and the matrices of an expert that are in them, one below the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """One stacked tensor, [experts, rows, columns]."""
+
+    members: tuple[tuple[str, ...], ...]
+    """Of each expert, its matrices in the files."""
+    files: Mapping[str, Path]
+    """The safetensors file of each tensor."""
+
+    @staticmethod
+    def of(name: str, files: Mapping[str, Path]) -> StackedExperts | None:
+        """What a model calls `name`, if it is stacked from tensors of the files; else None."""
+        module, _, own = name.rpartition(".")
+        members: list[tuple[str, ...]] = []
+        while own in _JOINED and module.endswith(".experts"):
+            names = tuple(f"{module}.{len(members)}.{matrix}.weight" for matrix in _JOINED[own])
+            if not all(each in files for each in names):
+                break
+            members.append(names)
+        return StackedExperts(tuple(members), files) if members else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        shapes = [self._look(name, lambda file, name: file.get_slice(name).get_shape()) for name in self.members[0]]
+        return len(self.members), sum(rows for rows, _ in shapes), shapes[0][1]
+
+    def __getitem__(self, part: Any) -> Tensor:
+        """Some experts, of them some rows, of these some columns: three slices; `...` for all."""
+        which, rows, columns = (slice(None),) * 3 if part is ... else part
+        chosen = range(len(self.members))[which]
+        return torch.stack([self._expert(number)[rows, columns] for number in chosen])
+
+    def _expert(self, number: int) -> Tensor:
+        return torch.cat([self._look(name, lambda file, name: file.get_tensor(name)) for name in self.members[number]])
+
+    def _look(self, name: str, read: Callable[[Any, str], Any]) -> Any:
+        with safe_open(self.files[name], framework="pt") as file:
+            return read(file, name)

@@ -1,1 +1,0 @@
-"""One copy of a model split over ranks: tokens, layers' matrices, experts."""

@@ -1,1 +1,0 @@
-"""Language models that read pictures, as trainers and references compute them."""

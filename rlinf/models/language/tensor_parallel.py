@@ -1,0 +1,447 @@
+"""What ranks send each other in the middle of a model, with the gradients that belong to it.
+
+One rule makes them fit together: every rank computes a part of one loss, and the gradient of a tensor that several have
+is the sum of what each found. So where a forward pass gathers, its backward pass adds up and shares out, and the other
+way round. All tensors are contiguous before they are sent: gloo sends other memory than meant where they are not.
+
+The tokens of a micro-batch, split over the ranks that compute it together.
+
+In: a `Packed` micro-batch that all of them have. Out: this rank's tokens as a `Packed` of their own, who of them sees
+which tokens of the others (`Pieces`), and what was computed of learned tokens, from all ranks again.
+
+Causal attention costs a token what came before it, so a rank that had the end of a long answer would work longest. All
+tokens are cut into twice as many chunks as there are context ranks, and a rank has one from the front and one from the
+back (zig-zag; Llama 3, arXiv:2407.21783, section 3.3.2). Tensor ranks cut such a share once more, in order: they have
+it whole while they compute with split matrices, and a part of it everywhere else. So each rank has tokens of its own
+wherever weights are whole, and the gradients of all ranks are summed, for every weight, with no exception.
+
+Tensor parallelism: the matrices of each layer split over ranks that compute its tokens together.
+
+In: a model, and the plan of its class for this (`base_model_tp_plan` of transformers' configurations). Out: the same
+modules with a part of each matrix. Between such modules every rank has tokens of its own, as without: they are gathered
+where a module with split matrices begins, and where it ends its result is added up and shared out again (sequence
+parallelism, arXiv:2205.05198, section 4.2.2; as many bytes are sent as by adding up alone).
+
+So weights that are not split, such as the norms of queries and keys, see of each rank other tokens or other heads, and
+their gradients are summed over all ranks by FSDP2 as everywhere else. What adds gradients up by hooks instead
+(transformers' `DistributedConfig`) has to know each of them, and counts those of earlier micro-batches again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import PreTrainedModel
+
+from rlinf.data.packing import Packed, sent
+from rlinf.runtime.transport.process_groups import all_gather, reduce_scatter
+
+"""torch 2.13 renamed them."""
+
+
+def gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rows of all ranks one behind another, [ranks x rows, ...]; every rank has as many, [rows, ...]."""
+    return cast(Tensor, _Gathered.apply(mine, group)) if dist.get_world_size(group) > 1 else mine
+
+
+def shared_out(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of the sum over ranks, [rows, ...]; every rank has an addend of it, [ranks x rows, ...]."""
+    return cast(Tensor, _SharedOut.apply(partial, group)) if dist.get_world_size(group) > 1 else partial
+
+
+def exchanged(mine: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """What each rank has for this one, one behind another, [sum of received, ...].
+
+    Args:
+        mine: rows for each rank, one behind another, [sum of sent, ...].
+        sent, received: rows for each rank, and of each.
+    """
+    return cast(Tensor, _Exchanged.apply(mine, tuple(sent), tuple(received), group))
+
+
+def whole_again(mine: Tensor, kept: Tensor, places: Tensor, most: int, group: dist.ProcessGroup) -> Tensor:
+    """Rows that are spread over ranks, all of them on each, [all rows, ...].
+
+    Every rank goes on to compute the *same* loss of all of them. So a row's gradient is what one rank finds of it, the
+    rank that made it, and nothing is added up.
+
+    Args:
+        mine: this rank's, [rows, ...].
+        kept: which of all rows they are, int64 [rows].
+        places: of each of all rows, where it stands when every rank's come one behind another, `most` of each.
+        most: rows of the rank that has the most, at least one.
+    """
+    return cast(Tensor, _WholeAgain.apply(mine, kept, places, most, group))
+
+
+def _gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    found = mine.new_empty(dist.get_world_size(group) * len(mine), *mine.shape[1:])
+    all_gather(found, mine.contiguous(), group=group)
+    return found
+
+
+def _sum_and_share_out(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    found = partial.new_empty(len(partial) // dist.get_world_size(group), *partial.shape[1:])
+    reduce_scatter(found, partial.contiguous(), group=group)
+    return found
+
+
+def _exchange(mine: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    found = mine.new_empty(sum(received), *mine.shape[1:])
+    dist.all_to_all_single(found, mine.contiguous(), list(received), list(sent), group=group)
+    return found
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(mine, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _sum_and_share_out(gradients[0], ctx.group), None
+
+
+class _SharedOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sum_and_share_out(partial, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _gather(gradients[0], ctx.group), None
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mine: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.way = sent, received, group
+        return _exchange(mine, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        sent, received, group = ctx.way
+        return _exchange(gradients[0], received, sent, group), None, None, None
+
+
+class _WholeAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, kept: Tensor, places: Tensor, most: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(kept)
+        padded = mine.new_zeros(most, *mine.shape[1:])
+        padded[: len(mine)] = mine
+        return _gather(padded, group).index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (kept,) = ctx.saved_tensors
+        return gradients[0].index_select(0, kept), None, None, None, None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Runs of neighbours in one sequence that a context rank computes, each with all that it may see."""
+
+    group: dist.ProcessGroup | None
+    """The context ranks, whose keys and values come one behind another; None for one."""
+    lengths: tuple[tuple[int, int], ...]
+    """Of each piece, its tokens, and its position behind the last."""
+    queries: Tensor
+    """Where the pieces' tokens stand in this rank's share, int64 [tokens of pieces]."""
+    keys: Tensor
+    """Where stands what each piece may see, in the shares of all ranks, int64 [tokens seen]."""
+    restore: Tensor
+    """Of each token of the share, its place among the pieces' laid end to end, int64; behind the last for padding."""
+    query_bounds: Tensor
+    """Where each piece begins in `queries`, and the end of the last, int32 [pieces + 1]."""
+    key_bounds: Tensor
+    """The same in `keys`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """What one rank computes of a micro-batch."""
+
+    batch: Packed
+    """Its tokens, and the learned tokens that these predict."""
+    positions: Tensor
+    """Of the tokens that the tensor ranks have together, int64."""
+    pieces: Pieces
+    """Who sees whom."""
+    tokens: Tensor
+    """Which token of the whole micro-batch each of ours is, int64; the last one for padding."""
+    kept: Tensor
+    """Which learned tokens of the whole micro-batch ours are, int64."""
+    places: Tensor
+    """Where each learned token stands when all ranks' come one behind another, int64 [learned]."""
+    most: int
+    """Learned tokens of the rank that has the most, at least one."""
+    group: dist.ProcessGroup
+    """The ranks that have a part each."""
+
+    def whole(self, mine: Tensor) -> Tensor:
+        """What was computed of each learned token, on all ranks, [learned, ...], from what each has, [ours, ...]."""
+        return whole_again(mine, self.kept, self.places, self.most, self.group)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Division:
+    """Ranks that compute a micro-batch together, seen from one of them."""
+
+    together: DeviceMesh
+    """All of them, tensor ranks next to each other."""
+    context: DeviceMesh | None = None
+    """Those that have other shares, in order; None for one share."""
+    tensor: DeviceMesh | None = None
+    """Those that have other parts of the same share, in order; None for one part."""
+
+    @property
+    def lead(self) -> bool:
+        """What all of them find alike counts as found by this one."""
+        return self.together.get_local_rank() == 0
+
+    def share(self, batch: Packed) -> Share:
+        """This rank's part of a micro-batch, which all of them have on the same device."""
+        ranks, parts = self.together.size(), 1 if self.tensor is None else self.tensor.size()
+        me = self.together.get_local_rank()
+        tokens = len(batch.ids)
+        order = zigzag(tokens, ranks // parts, parts)
+        stood = np.empty(order.size, np.int64)  # of each token, its place in the shares laid end to end
+        stood[order.reshape(-1)] = np.arange(order.size)
+        share = order[me // parts]
+        part = share.reshape(parts, -1)[me % parts]
+        stands = batch.stands if batch.stands is not None else np.arange(sum(batch.lengths))
+        predicting = stood[stands[batch.kept.cpu().numpy()]]
+        kept, places, most = _spread(predicting // len(part), ranks, me)
+        lengths, arrays = _pieces(batch.lengths, stands, share, stood, tokens)
+        at_hand = [
+            np.minimum(part, tokens - 1),
+            np.minimum(share, tokens - 1),
+            predicting[kept] - me * len(part),
+            kept,
+            places,
+            *arrays,
+        ]
+        chosen, shared, local, mine, back, *rest = sent([torch.from_numpy(each) for each in at_hand], batch.ids.device)
+        own = replace(
+            batch,
+            ids=batch.ids.index_select(0, chosen),
+            positions=batch.positions.index_select(0, chosen),
+            places=None,
+            stands=None,
+            routes=None if batch.routes is None else batch.routes.index_select(0, chosen),
+            kept=local,
+            targets=batch.targets.index_select(0, mine),
+            temperature=None if batch.temperature is None else batch.temperature.index_select(0, mine),
+        )
+        pieces = Pieces(None if self.context is None else self.context.get_group(), lengths, *rest)
+        positions = batch.positions.index_select(0, shared)
+        return Share(own, positions, pieces, chosen, mine, back, most, self.together.get_group())
+
+
+def zigzag(tokens: int, shares: int, parts: int) -> np.ndarray:
+    """Which tokens each share has, int64 [shares, tokens of a share]; numbers from `tokens` on are padding.
+
+    Args:
+        tokens: of the micro-batch.
+        shares: into which they are split.
+        parts: into which every share can be split evenly.
+    """
+    chunk = -(-tokens // (2 * shares * parts)) * parts
+    chunks = np.arange(2 * shares * chunk).reshape(2 * shares, chunk)
+    return np.concatenate([chunks[:shares], chunks[: shares - 1 : -1]], axis=1)
+
+
+def _spread(owner: np.ndarray, ranks: int, me: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """For `Share`: `kept`, `places` and `most` of learned tokens, given the rank that has each, int64 [learned]."""
+    counts = np.bincount(owner, minlength=ranks)
+    most = max(1, int(counts.max()))
+    places = np.empty_like(owner)
+    for rank in range(ranks):
+        places[owner == rank] = rank * most + np.arange(counts[rank])
+    return np.flatnonzero(owner == me), places, most
+
+
+def _pieces(
+    lengths: Sequence[int], stands: np.ndarray, share: np.ndarray, stood: np.ndarray, tokens: int
+) -> tuple[tuple[tuple[int, int], ...], list[np.ndarray]]:
+    """For `Pieces`: `lengths`, and the rest as arrays.
+
+    A token that sequences share sees the same in each, and is computed where it stands first.
+
+    Args:
+        lengths: tokens of each sequence.
+        stands: which token stands at each place of the sequences laid end to end.
+        share: the tokens of this rank's share, int64; from `tokens` on padding.
+        stood: of each token, its place in the shares laid end to end, int64.
+        tokens: how many there are.
+    """
+    mine = np.full(tokens, -1)
+    real = np.flatnonzero(share < tokens)
+    mine[share[real]] = real
+    queries: list[np.ndarray] = [np.zeros(0, np.int64)]
+    keys = [*queries]
+    found: list[tuple[int, int]] = []
+    for sequence in np.split(stands, np.cumsum(lengths)[:-1]):
+        here = np.flatnonzero(mine[sequence] >= 0)
+        for run in np.split(here, np.flatnonzero(np.diff(here) > 1) + 1) if len(here) else ():
+            queries.append(mine[sequence[run]])
+            keys.append(stood[sequence[: run[-1] + 1]])
+            found.append((len(run), int(run[-1]) + 1))
+            mine[sequence[run]] = -1
+    asked = np.concatenate(queries)
+    restore = np.full(len(share), len(asked))
+    restore[asked] = np.arange(len(asked))
+    bounds = [np.cumsum([0, *sizes]).astype(np.int32) for sizes in ([n for n, _ in found], [n for _, n in found])]
+    return tuple(found), [asked, np.concatenate(keys), restore, *bounds]
+
+
+_COLUMNS, _ROWS = "colwise", "rowwise"
+"""What plans call matrices of which each rank makes some outputs, and those of which each has some inputs."""
+_WHOLE = ("replicated_with_grad_allreduce",)
+"""What they call weights that stay whole."""
+
+
+class TensorRanks:
+    """The tensor ranks of one share of tokens.
+
+    Args:
+        mesh: two dimensions: those with the same parts, and these.
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        self.alike, self.mesh = halves(mesh)
+        self.group = self.mesh.get_group()
+        self.apart = True
+        """Each rank has tokens of its own between the modules; otherwise all have all of them, which a model's own
+        forward needs, and which is for trials without gradient."""
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """All tokens, [..., tokens, width], of what one rank has."""
+        if not self.apart:
+            return hidden
+        rows = gathered(hidden.reshape(-1, hidden.shape[-1]), self.group)
+        return rows.view(*hidden.shape[:-2], -1, hidden.shape[-1])
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """What one rank has of the sum over ranks, each of which has an addend for all tokens."""
+        if not self.apart:
+            whole = partial.detach().contiguous()
+            dist.all_reduce(whole, group=self.group)
+            return whole
+        rows = shared_out(partial.reshape(-1, partial.shape[-1]), self.group)
+        return rows.view(*partial.shape[:-2], -1, partial.shape[-1])
+
+
+def halves(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+    """Of a mesh of two dimensions the ranks beside this one along each."""
+    first, second = mesh.mesh_dim_names or ()
+    return mesh[first], mesh[second]
+
+
+def split_matrices(model: PreTrainedModel, ranks: TensorRanks) -> Iterator[nn.Parameter]:
+    """Leave this rank its part of every matrix in the plan; the parameters that were split, as `DTensor`s.
+
+    Args:
+        model: changed in place; may be on the meta device.
+        ranks: over which they are split.
+
+    Raises:
+        ValueError: see `plan_of`, or adapters sit on what is split.
+    """
+    for parent, children in plan_of(model, ranks.mesh.size()):
+        parent.register_forward_pre_hook(partial(_enter, ranks), with_kwargs=True)
+        for linear, style in children:
+            yield _split(linear, "weight", 0 if style == _COLUMNS else 1, ranks.mesh)
+            if style == _COLUMNS and linear.bias is not None:
+                yield _split(linear, "bias", 0, ranks.mesh)
+            linear.forward = partial(_columns if style == _COLUMNS else partial(_rows, ranks), linear)  # type: ignore[method-assign]
+
+
+def plan_of(model: PreTrainedModel, parts: int) -> list[tuple[nn.Module, list[tuple[nn.Linear, str]]]]:
+    """The modules whose matrices are split, each with them.
+
+    Args:
+        model: whose configuration has the plan. Experts are not split by it: they compute a rank's own tokens.
+        parts: over how many ranks.
+
+    Raises:
+        ValueError: there is no plan, or one that this cannot follow, or some number is no multiple of `parts`.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    asked = f"trainer.parallel.tensor={parts}: {name}"
+    styles: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    heads = {key: getattr(config, key, None) or 0 for key in ("num_attention_heads", "num_key_value_heads")}
+    uneven = [f"{key} {number}" for key, number in heads.items() if number % parts]
+    found: dict[str, list[tuple[nn.Linear, str]]] = {}
+    for path, module in model.base_model.named_modules():
+        style = next((style for key, style in styles.items() if re.fullmatch(_pattern(key), path)), None)
+        if style is None or style in _WHOLE or not any(True for _ in module.parameters()) or ".experts" in path:
+            continue
+        if type(module) is not nn.Linear or style not in (_COLUMNS, _ROWS):
+            raise ValueError(
+                f"{asked} cannot be split: {path} is a {type(module).__name__} that is to be {style}; adapters and "
+                "such plans are for trainer.parallel.context, which splits the tokens instead"
+            )
+        split = module.out_features if style == _COLUMNS else module.in_features
+        uneven += [f"{path.rpartition('.')[2]} of {split}"] if split % parts else []
+        found.setdefault(path.rpartition(".")[0], []).append((module, style))
+    if uneven:
+        raise ValueError(f"{asked} cannot be split evenly: {', '.join(dict.fromkeys(uneven))}")
+    if not found:
+        raise ValueError(
+            f"{asked} cannot be split: transformers has no plan for it; trainer.parallel.context needs none"
+        )
+    odd = [path for path, children in found.items() if {style for _, style in children} != {_COLUMNS, _ROWS}]
+    if odd:
+        raise ValueError(f"{asked} cannot be split: of {odd[0]} it is not said how it begins and how it ends")
+    return [(model.base_model.get_submodule(path), children) for path, children in found.items()]
+
+
+def _pattern(key: str) -> str:
+    return re.escape(key).replace(r"\*", r"[^.]+")
+
+
+def _split(module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> nn.Parameter:
+    """Replace a parameter by this rank's part of it, which all ranks have whole."""
+    whole: nn.Parameter = getattr(module, name)
+    part = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
+    made = nn.Parameter(part, requires_grad=whole.requires_grad)
+    setattr(module, name, made)
+    return made
+
+
+def _enter(ranks: TensorRanks, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    if "hidden_states" in named:
+        return given, {**named, "hidden_states": ranks.enter(named["hidden_states"])}
+    return (ranks.enter(given[0]), *given[1:]), named
+
+
+def _columns(linear: nn.Linear, hidden: Tensor) -> Tensor:
+    return F.linear(hidden, local(linear.weight), None if linear.bias is None else local(linear.bias))
+
+
+def _rows(ranks: TensorRanks, linear: nn.Linear, hidden: Tensor) -> Tensor:
+    found = ranks.leave(F.linear(hidden, local(linear.weight)))
+    return found if linear.bias is None else found + linear.bias
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What this rank has of a split parameter, differentiable."""
+    part: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return part

@@ -1,1 +1,0 @@
-"""Parts of policies: what actions are drawn from, and what is remembered."""

@@ -1,0 +1,605 @@
+"""Settings of OpenVLA's policies, and the sizes that a checkpoint's config.json says.
+
+In: keys of a configuration, and the contents of config.json. Out: checked settings, with what is not set taken from the
+row of the embodiment.
+
+Instructions as the tokens that OpenVLA was trained to read, by the tokenizer of a checkpoint.
+
+In: texts. Out: rows of equal length, the first token in front, then padding, then the rest, so that pictures fit in
+behind the first token and actions follow the last one. The last is always the lone space that Llama's tokenizer makes
+of the one at the prompt's end (arXiv:2406.09246, released code).
+
+OpenVLA's network and published form, without its way of decoding, which `policy.py` and `oft.py` add.
+
+    BOS │ 256 patches of each picture │ padding │ prompt … lone space │ actions
+          DINOv2 ++ SigLIP ─▶ projector
+
+Parameters have the authors' names: vision_backbone, projector, language_model (arXiv:2406.09246). The value head is
+ours, on the hidden state of the prompt's last token, which knows nothing of the actions (arXiv:2505.19789, section 4).
+
+OpenVLA-7B (arXiv:2406.09246): action tokens drawn one after the other, for reinforcement learning.
+
+`draw` keeps keys and values from token to token; `score` reads all tokens in one pass, which gives the same log-probs
+up to rounding.
+
+OpenVLA-OFT (arXiv:2502.19645) with discrete actions: all tokens of a chunk decoded at once, in parallel.
+
+    BOS │ patches │ (state) │ padding │ prompt … lone space │ C x A places of zeros │ (stop)
+
+Every place reads every other one, and what a place is to say is read off one before it, so that the first number comes
+from the lone space. The variant of RLinf (arXiv:2510.06710) has no stop token and looks at no state; the official one
+has both. Its continuous head (L1) is kept where a checkpoint has one, and not used: learning needs log-probs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from rlinf.data.demonstrations.statistics import FeatureStatistics, as_openvla
+from rlinf.models.policy.base import Drawn, Evaluated, Level, Observation, Policy, PolicyConfig, Stored, looked_at
+from rlinf.models.policy.published import read_tensors, tensor_files, to_be_read
+from rlinf.models.policy.vla.openvla_vision import Projector, VisionBackbone, sizes_of
+from rlinf.models.policy.vla.robots import (
+    Embodiment,
+    RobotActions,
+    Scaling,
+    cameras,
+    centre_crop,
+    chosen_statistics,
+    embodiment,
+    resized,
+)
+from rlinf.models.policy.vla.tokens import ActionTokens, hidden_states, picked_by
+
+PUBLISHED: Mapping[str, Any] = {
+    "model_type": "openvla",
+    "vision_backbone_id": "dinosiglip-vit-so-224px",
+    "llm_backbone_id": "llama2-7b-pure",
+    "arch_specifier": "no-align+fused-gelu-mlp",
+    "image_resize_strategy": "resize-naive",
+    "image_sizes": [224, 224],
+    "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
+    "use_fused_vision_backbone": True,
+    "pad_token_id": 32000,
+    "pad_to_multiple_of": 64,
+    "n_action_bins": 256,
+    "text_config": {"model_type": "llama", "vocab_size": 32064, "pad_token_id": 32000},
+}
+"""What OpenVLA-7B's config.json says of the network, OpenVLA-OFT's alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenVlaConfig(PolicyConfig):
+    """Of `OpenVlaPolicy`. What is null, or 0 for `chunk`, is taken from the embodiment's row of the table."""
+
+    model: ClassVar[str] = "openvla"
+
+    image: tuple[int, int, int]
+    """Height, width and channels of the observation's "rgb": 3 for each camera."""
+    embodiment: str
+    """The simulator, by a name of the table: libero, maniskill …; plain for one without a row."""
+    chunk: int = 0
+    """Actions that are decided at a time, C."""
+    level: Level = "token"
+    """What has a log-prob of its own: each number of an action, each action, or the chunk."""
+    action_low: tuple[float, ...] = ()
+    """Least value of each number of an action, in the simulator's units; the environment says it."""
+    action_high: tuple[float, ...] = ()
+    """Greatest value of each."""
+    statistics: str | None = None
+    """The data set, by its name in the checkpoint's statistics, whose scale actions are on; null for the row's, or
+    for the only one."""
+    crop: float | None = None
+    """Share of the area in the middle of pictures that the model is shown."""
+    gripper: str | None = None
+    """Convention of the gripper, by its name in `embodiment/grippers.py`."""
+    views: int | None = None
+    """Cameras that the model looks at, the first ones of the observation."""
+    prompt_length: int | None = None
+    """Tokens that prompts are padded to."""
+    instruction: str = ""
+    """What to do where the environment does not say."""
+    temperature: float = 1.0
+    """Logits are divided by it, when drawing as when scoring; more than 0."""
+    top_k: int = 0
+    """Only so many of the likeliest bins can be drawn; 0 for all."""
+    network: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that say what the network is like; those that are missing are OpenVLA-7B's. `vision_sizes`
+    changes the sizes that `timm_model_ids` stand for."""
+    norm_stats: Mapping[str, Any] = field(default_factory=dict)
+    """Statistics of actions and states by data set, as in config.json or dataset_statistics.json."""
+
+    def __post_init__(self) -> None:
+        row = embodiment(self.model, self.embodiment)
+        if self.chunk == 0:
+            object.__setattr__(self, "chunk", row.chunk)
+        PolicyConfig.__post_init__(self)  # super() does not work in a dataclass with slots
+        where = f"policy {self.model}"
+        if self.image[2] < 3 or self.image[2] % 3:
+            raise ValueError(f"{where}: image={list(self.image)} must have 3 channels for each camera")
+        if not self.temperature > 0:
+            raise ValueError(f"{where}: temperature={self.temperature} must be more than 0")
+        if self.top_k < 0:
+            raise ValueError(f"{where}: top_k={self.top_k} must be at least 1, or 0 for all")
+        if len(self.action_low) != len(self.action_high):
+            raise ValueError(f"{where}: action_low and action_high must be as long as each other")
+
+    @property
+    def row(self) -> Embodiment:
+        """The embodiment's row, with what is set here in place of it."""
+        row = embodiment(self.model, self.embodiment)
+        own: dict[str, Any] = {
+            "crop": self.crop,
+            "gripper": self.gripper,
+            "cameras": self.views,
+            "prompt_length": self.prompt_length,
+            "chunk": self.chunk,
+        }
+        size = row.action_size if row.picked is not None else self.action_size
+        set_here = {name: value for name, value in own.items() if value is not None}
+        return dataclasses.replace(row, action_size=size, **set_here)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """config.json's keys, complete."""
+        text = {**PUBLISHED["text_config"], **self.network.get("text_config", {})}
+        return {**PUBLISHED, **self.network, "text_config": text}
+
+
+BOS, SPACE = 1, 29871
+"""Llama's tokens that every prompt begins and ends with."""
+
+
+class Prompts:
+    """Instructions to tokens.
+
+    Args:
+        tokenizer: the contents of a checkpoint's tokenizer.json.
+        template: text with {instruction}.
+        length: tokens in a row, the first one included.
+        pad: token of padding.
+    """
+
+    def __init__(self, tokenizer: bytes, template: str, length: int, pad: int):
+        self._tokenizer = Tokenizer.from_buffer(tokenizer)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.template, self.length, self.pad = template, length, pad
+        self._row = lru_cache(maxsize=4096)(self._encoded)  # environments say the same again at every step
+
+    def encode(self, instructions: Sequence[str]) -> Tensor:
+        """Tokens of instructions, int64 [N, length].
+
+        Raises:
+            ValueError: one is too long; the text says which.
+        """
+        rows = [self._row(text) for text in instructions]
+        return torch.tensor(rows, dtype=torch.int64).view(len(rows), self.length)
+
+    def _encoded(self, instruction: str) -> tuple[int, ...]:
+        text = self.template.format(instruction=instruction.lower())
+        tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if tokens[-1:] != [SPACE]:  # of a tokenizer that drops spaces at the end
+            tokens = [*tokens, SPACE]
+        if len(tokens) >= self.length:
+            raise ValueError(
+                f"policy openvla: prompt_length={self.length} is too short for {text!r}, which needs {len(tokens) + 1}"
+            )
+        return (BOS, *[self.pad] * (self.length - 1 - len(tokens)), *tokens)
+
+
+_ABOUT, _STATISTICS, _TOKENIZER = "config.json", "dataset_statistics.json", "tokenizer.json"
+EPSILON = 1e-8  # added to the range of numbers, by OpenVLA-OFT's and RLinf's code
+_PROMPT = 32
+"""Tokens of a prompt with an instruction such as "pick up the cup": places that nobody fills are not read."""
+_VALUE_HEAD = "value_head.mlp."
+"""What RLinf puts before the value head's tensors in its checkpoints."""
+
+
+class OpenVlaNetwork(Policy):
+    """What OpenVLA-7B and OpenVLA-OFT have in common."""
+
+    Config: ClassVar[type[PolicyConfig]] = OpenVlaConfig
+    published: ClassVar[tuple[str, ...]] = (_ABOUT, _TOKENIZER, "*.safetensors")
+    beside: ClassVar[tuple[str, ...]] = (
+        _ABOUT, _STATISTICS, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
+        "preprocessor_config.json", "processor_config.json", "*.py",
+    )  # fmt: skip
+    needs_path: ClassVar[bool] = True
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        "qkv", "proj", "fc1", "fc2", "fc3", "q", "kv",
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head",
+    )  # fmt: skip
+
+    def __init__(self, config: OpenVlaConfig):
+        super().__init__(config)
+        sizes = config.sizes
+        text = LlamaConfig(**{"rms_norm_eps": 1e-6, **sizes["text_config"]})
+        width = text.hidden_size
+        self.picture = int(sizes["image_sizes"][0])
+        self.bins = ActionTokens(text.vocab_size - int(sizes["pad_to_multiple_of"]), int(sizes["n_action_bins"]))
+        with to_be_read():
+            self.vision_backbone = VisionBackbone(sizes_of(sizes["timm_model_ids"], sizes.get("vision_sizes", ())))
+            self.projector = Projector(self.vision_backbone.width, width)
+            self.language_model = LlamaForCausalLM._from_config(text, dtype=torch.float32, attn_implementation="sdpa")
+        unread = [f"!{name}.{each}" for name, vit in self.vision_backbone.encoders() for each in vit.unread]
+        self.trains = ("*", *unread)  # type: ignore[misc]  # follows from the depths
+        self.critic: nn.Module | None = None
+        if config.value_level is not None:
+            values = config.chunk if config.value_level == "action" else 1
+            self.critic = _value_head(width, values)
+        row = config.row
+        key = chosen_statistics(config.norm_stats, row, config.statistics)
+        self.data_set: str | None = key
+        """Whose statistics are used."""
+        scaling = None if key is None else Scaling.of(config.norm_stats[key]["action"], row.scale, EPSILON)
+        self.robot = self.actions_of(config, scaling)
+        self.numbers = row.action_size
+        """Tokens of an action."""
+        self.prompts: Prompts | None = None
+
+    # What goes in -----------------------------------------------------------------------------------------------------
+
+    def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
+        """Pictures of the encoders' size, uint8 [N, k, 3, side, side], and the prompt's tokens."""
+        config, row = self.config, self.robot.row
+        pictures = cameras(looked_at(observation, "rgb", config.image, f"policy {config.model}"))
+        if pictures.shape[1] < row.cameras:
+            raise ValueError(
+                f"policy {config.model} looks at {row.cameras} cameras, and the environment shows {pictures.shape[1]}: "
+                "set policy.settings.views, or have the simulator show more"
+            )
+        pictures = centre_crop(resized(pictures[:, : row.cameras], self.picture), row.crop)
+        texts = [config.instruction] * len(pictures) if instructions is None else instructions
+        return {"pictures": pictures, "prompt": self._prompts().encode(texts).to(pictures.device)}
+
+    def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
+        """The bins' tokens, int64 [N, C, D], for an action of D numbers."""
+        return self.bins.encode(self.robot.to_model(actions))
+
+    def blocks(self) -> Sequence[nn.Module]:
+        """The blocks of both encoders, and the language model's layers."""
+        vision = self.vision_backbone
+        encoders = [*vision.featurizer.blocks[:-1], *vision.fused_featurizer.blocks[:-1]]
+        return [*encoders, *self.language_model.model.layers]
+
+    @property
+    def randomness(self) -> int:
+        """One number for each token."""
+        return int(self.config.chunk * self.numbers)
+
+    @property
+    def tokens_of_a_decision(self) -> tuple[int, int] | None:
+        """See `Policy.tokens_of_a_decision`; the last one that is drawn is read no more."""
+        return self.tokens_before_actions, self.randomness - 1
+
+    @property
+    def tokens_before_actions(self) -> int:
+        """Patches of all pictures and the prompt, without padding: an instruction of a usual length."""
+        encoder = sizes_of(self.config.sizes["timm_model_ids"], self.config.sizes.get("vision_sizes", ()))[0]
+        return encoder.patches * self.config.row.cameras + min(_PROMPT, self.config.row.prompt_length)
+
+    @torch.no_grad()
+    def value(self, observation: Observation, instructions: Sequence[str] | None = None) -> Tensor:
+        """See `Policy.value`."""
+        if self.critic is None:
+            raise ValueError("policy: value_level is null, so there is no critic to ask for values")
+        found: Tensor = self.critic(self._prompt_state(self.inputs(observation, instructions)).float())
+        return found[:, 0]
+
+    # Parts that decoding is made of -----------------------------------------------------------------------------------
+
+    def _prompt_state(self, inputs: Stored) -> Tensor:
+        """The hidden state of the prompt's last token, [N, width]."""
+        raise NotImplementedError
+
+    def _after_pictures(self, inputs: Stored) -> list[Tensor]:
+        """Tokens between the pictures and the prompt, [N, T, width] each."""
+        return []
+
+    def _prefix(self, inputs: Stored) -> tuple[Tensor, Tensor]:
+        """All that comes before the actions, [N, P, width], and which places are read, bool [N, P]."""
+        pictures, prompt = inputs["pictures"], inputs["prompt"]
+        features = self.vision_backbone(pictures.flatten(0, 1))
+        patches = self.projector(features).unflatten(0, pictures.shape[:2]).flatten(1, 2)
+        front = [patches, *self._after_pictures(inputs)]
+        read = prompt != self.config.sizes["pad_token_id"]
+        filled = int(read[:, 1:].any(0).long().argmax()) + 1  # columns that nobody fills cost time
+        prompt, read = torch.cat([prompt[:, :1], prompt[:, filled:]], 1), torch.cat([read[:, :1], read[:, filled:]], 1)
+        words = self._embedded(prompt)
+        before = sum(part.shape[1] for part in front)
+        seen = torch.cat([read[:, :1], read.new_ones(len(read), before), read[:, 1:]], 1)
+        return torch.cat([words[:, :1], *front, words[:, 1:]], 1), seen
+
+    def _decode(self, embedded: Tensor, seen: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Hidden states of the last places, after the final norm; see `hidden_states`."""
+        return hidden_states(self.language_model.model, embedded, seen, mask=mask, cache=cache)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.language_model.model.embed_tokens(tokens)
+        return found
+
+    def _logprobs(self, hidden: Tensor) -> Tensor:
+        """Log-probs of all bins, float32 [..., bins]: logits / temperature, the likeliest top_k, normalised."""
+        first, last = self.bins.first, self.bins.vocabulary
+        head = self.language_model.lm_head
+        if type(head) is nn.Linear:  # without adapters: other tokens' logits are not computed
+            logits = functional.linear(hidden, head.weight[first:last])
+        else:
+            logits = head(hidden)[..., first:last]
+        logits = logits.float() / self.config.temperature
+        if 0 < self.config.top_k < self.bins.bins:
+            least = logits.topk(self.config.top_k, -1).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        return functional.log_softmax(logits, -1)
+
+    def _values(self, hidden: Tensor) -> Tensor | None:
+        """Values from the hidden state of the prompt's last token [N, width]: [N, C], or [N] for the chunk."""
+        if self.critic is None:
+            return None
+        found: Tensor = self.critic(hidden.float())
+        return found if self.config.value_level == "action" else found[:, 0]
+
+    def _prompts(self) -> Prompts:
+        if self.prompts is None:
+            raise ValueError(
+                f"policy {self.config.model} reads by its checkpoint's {_TOKENIZER}: set policy.path to a directory "
+                "that has one"
+            )
+        return self.prompts
+
+    # The published form -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def published_settings(cls, directory: Path) -> dict[str, Any]:
+        """See `PublishedForm.published_settings`: what the network is like, and the statistics."""
+        about = _read(directory / _ABOUT)
+        if (kind := about.get("model_type")) != "openvla":
+            raise ValueError(f"{directory / _ABOUT} is of a {kind}, not of an openvla")
+        statistics = about.get("norm_stats") or {}
+        if (directory / _STATISTICS).is_file():  # of a fine-tuned one; goes before
+            statistics = _read(directory / _STATISTICS)
+        network = {name: about[name] for name in (*PUBLISHED, "vision_sizes") if name in about}
+        return {"network": network, "norm_stats": statistics}
+
+    @classmethod
+    def with_statistics(cls, name: str, found: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
+        """See `PublishedForm.with_statistics`."""
+        return {"norm_stats": as_openvla(found, name, episodes), "statistics": name}
+
+    @classmethod
+    def actions_of(cls, config: OpenVlaConfig, scaling: Scaling | None) -> RobotActions:
+        """See `PublishedForm.actions_of`."""
+        return RobotActions(config.row, scaling, config.action_low, config.action_high)
+
+    def read_published(self, directory: Path) -> Iterator[tuple[str, Tensor]]:
+        """See `PublishedForm.read_published`; with the value head of RLinf's checkpoints, where this policy has one."""
+        yield from super().read_published(directory)
+        names = {name.replace("critic.", _VALUE_HEAD): name for name in self.state_dict() if name.startswith("critic.")}
+        files = {name: path for name, path in tensor_files(directory).items() if name in names}
+        yield from ((names[name], tensor) for name, tensor in read_tensors(files))
+
+    def open_published(self, directory: Path) -> None:
+        """See `PublishedForm.open_published`: the tokenizer."""
+        row = self.robot.row
+        pad = int(self.config.sizes["pad_token_id"])
+        self.prompts = Prompts(self.files[_TOKENIZER], row.prompt, row.prompt_length, pad)
+
+    def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
+        """See `PublishedForm.write_published`; config.json is as it was, but for what has changed."""
+        before = json.loads(self.files.get(_ABOUT, b"{}"))
+        about = {**before, **self.config.sizes}
+        statistics = dict(self.config.norm_stats)
+        known = json.loads(self.files[_STATISTICS]) if _STATISTICS in self.files else before.get("norm_stats", {})
+        if not before:
+            about["norm_stats"] = statistics
+        elif known != statistics:  # of what it was fine-tuned on; goes before those in config.json
+            _write(directory / _STATISTICS, statistics)
+        if {**before, **about} != before:
+            _write(directory / _ABOUT, about)
+        super().write_published(directory, state)
+
+
+def _value_head(width: int, values: int) -> nn.Sequential:
+    head = nn.Sequential(
+        nn.Linear(width, 512), nn.GELU(), nn.Linear(512, 128), nn.GELU(), nn.Linear(128, values, bias=False)
+    )
+    nn.init.normal_(head[-1].weight, std=0.02)  # type: ignore[arg-type]
+    return head
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return found
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+class OpenVlaPolicy(OpenVlaNetwork):
+    """Looks at "rgb", uint8 [N, H, W, 3 k], reads the instruction, and draws tokens one after the other."""
+
+    def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
+        """See `Policy.draw`."""
+        cache = DynamicCache(config=self.language_model.config)
+        embedded, seen = self._prefix(inputs)
+        hidden = self._decode(embedded, seen, cache=cache)[:, -1]
+        values = self._values(hidden)
+        tokens: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        for number in range(self.randomness):
+            if number:
+                seen = functional.pad(seen, (0, 1), value=True)
+                hidden = self._decode(self._embedded(tokens[-1][:, None]), seen, cache=cache)[:, -1]
+            each = self._logprobs(hidden)
+            choice = each.argmax(-1) if noise is None else picked_by(each, noise[:, number])
+            tokens.append(choice + self.bins.first)
+            logprobs.append(each.gather(1, choice[:, None])[:, 0])
+        made = torch.stack(tokens, 1).view(-1, self.config.chunk, self.numbers)
+        actions = self.robot.to_simulator(self.bins.decode(made))
+        return Drawn(actions, made, torch.stack(logprobs, 1).view(made.shape), values)
+
+    def score(self, stored: Stored) -> Evaluated:
+        """See `Policy.score`."""
+        shape, tokens = stored["actions"].shape, stored["actions"].flatten(1)
+        prefix, seen = self._prefix(stored)
+        known = self._embedded(tokens[:, :-1])
+        seen = functional.pad(seen, (0, known.shape[1]), value=True)
+        hidden = self._decode(torch.cat([prefix, known], 1), seen)[:, prefix.shape[1] - 1 :]
+        each = self._logprobs(hidden)
+        chosen = each.gather(-1, (tokens - self.bins.first)[..., None])[..., 0]
+        return Evaluated(chosen.view(shape), entropy(each).view(shape), self._values(hidden[:, 0]))
+
+    def _prompt_state(self, inputs: Stored) -> Tensor:
+        embedded, seen = self._prefix(inputs)
+        return self._decode(embedded, seen)[:, -1]
+
+
+def entropy(logprobs: Tensor) -> Tensor:
+    """Of distributions over the last dimension, nats; a probability of 0 adds nothing."""
+    return -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(-1)
+
+
+Variant = Literal["rlinf", "official"]
+_STOP = 2  # Llama's end of text
+_PROJECTOR, _FILM = "proprio_projector--*checkpoint.pt", "vision_backbone--*checkpoint.pt"
+"""Files of the authors beside the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenVlaOftConfig(OpenVlaConfig):
+    """Of `OpenVlaOftPolicy`."""
+
+    model: ClassVar[str] = "openvla-oft"
+
+    level: Level = "token"
+    """What has a log-prob of its own: each number of an action, each action, or the chunk."""
+    value_level: Literal["action", "chunk"] | None = "action"
+    """A value before each action, or one before the chunk; null for a policy without a critic (GRPO)."""
+    variant: Variant = "rlinf"
+    """Whose sequence: `rlinf` (LIBERO, ManiSkill), or `official`, with the robot's state and a stop token."""
+    state_size: int = 0
+    """Numbers of the observation's "state"; only the official variant looks at it."""
+
+
+class _ProprioProjector(nn.Module):
+    """The robot's state as one token."""
+
+    def __init__(self, state: int, width: int):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(state, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.fc2(functional.gelu(self.fc1(x)))
+        return found
+
+
+class OpenVlaOftPolicy(OpenVlaNetwork):
+    """Looks at "rgb", uint8 [N, H, W, 3 k], reads the instruction, and draws the tokens of a chunk at once."""
+
+    Config: ClassVar[type[PolicyConfig]] = OpenVlaOftConfig
+    beside: ClassVar[tuple[str, ...]] = (*OpenVlaNetwork.beside, _PROJECTOR, "action_head--*checkpoint.pt")
+    own: ClassVar[tuple[str, ...]] = (*OpenVlaNetwork.own, "proprio_projector.*")
+
+    def __init__(self, config: OpenVlaOftConfig):
+        super().__init__(config)
+        self.proprio_projector: _ProprioProjector | None = None
+        self._states: Scaling | None = None
+        if config.variant == "official" and config.state_size:
+            self.proprio_projector = _ProprioProjector(config.state_size, self.language_model.config.hidden_size)
+            found = {} if self.data_set is None else config.norm_stats[self.data_set]
+            if "proprio" in found:
+                self._states = Scaling.of(found["proprio"], config.row.scale, EPSILON)
+
+    def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
+        """See `OpenVlaNetwork.inputs`; in the official variant the scaled state too, float32 [N, S]."""
+        found = super().inputs(observation, instructions)
+        if self.proprio_projector is not None:
+            state = looked_at(observation, "state", (self.config.state_size,), f"policy {self.config.model}").float()
+            found["state"] = state if self._states is None else self._states.normalised(state).clamp(-1.0, 1.0)
+        return found
+
+    def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
+        """See `Policy.draw`."""
+        hidden = self._pass(inputs)
+        each = self._logprobs(hidden)
+        choice = each.argmax(-1) if noise is None else picked_by(each, noise)
+        made = (choice + self.bins.first).view(-1, self.config.chunk, self.numbers)
+        logprobs = each.gather(-1, choice[..., None])[..., 0].view(made.shape)
+        return Drawn(self.robot.to_simulator(self.bins.decode(made)), made, logprobs, self._values(hidden[:, 0]))
+
+    def score(self, stored: Stored) -> Evaluated:
+        """See `Policy.score`."""
+        shape, tokens = stored["actions"].shape, stored["actions"].flatten(1)
+        hidden = self._pass(stored)
+        each = self._logprobs(hidden)
+        chosen = each.gather(-1, (tokens - self.bins.first)[..., None])[..., 0]
+        return Evaluated(chosen.view(shape), entropy(each).view(shape), self._values(hidden[:, 0]))
+
+    def open_published(self, directory: Path) -> None:
+        """See `OpenVlaNetwork.open_published`; and the projector of states, where the authors' file is there."""
+        super().open_published(directory)
+        if found := sorted(directory.glob(_FILM)):
+            raise ValueError(
+                f"{found[0].name} is of a checkpoint whose encoders are modulated by words (FiLM), which is not "
+                "supported: take one without, or merge it into the weights"
+            )
+        names = sorted(name for name in self.files if name.startswith("proprio_projector--"))
+        if self.proprio_projector is None or not names:
+            return
+        read = torch.load(io.BytesIO(self.files[names[-1]]), map_location="cpu", weights_only=True)
+        state = {name.removeprefix("module."): tensor for name, tensor in read.items()}
+        wanted = {name: tuple(each.shape) for name, each in self.proprio_projector.state_dict().items()}
+        if {name: tuple(each.shape) for name, each in state.items()} != wanted:
+            raise ValueError(
+                f"{names[-1]} holds {', '.join(f'{name} {list(each.shape)}' for name, each in state.items())}, and the "
+                f"environment's state has {self.config.state_size} numbers: of another robot?"
+            )
+        self.proprio_projector.load_state_dict(state)
+
+    def _after_pictures(self, inputs: Stored) -> list[Tensor]:
+        if self.proprio_projector is None:
+            return []
+        weight = self.proprio_projector.fc1.weight
+        return [self.proprio_projector(inputs["state"].to(weight.dtype))[:, None]]
+
+    @property
+    def tokens_of_a_decision(self) -> tuple[int, int] | None:
+        """See `Policy.tokens_of_a_decision`: all at once."""
+        return self.tokens_before_actions + self.randomness, 0
+
+    def _pass(self, inputs: Stored) -> Tensor:
+        """Hidden states that the tokens are read off, [N, C x D, width]; the first is the prompt's last."""
+        prefix, seen = self._prefix(inputs)
+        count = self.randomness
+        parts = [prefix, prefix.new_zeros(len(prefix), count, prefix.shape[2])]
+        if self.config.variant == "official":
+            parts.append(self._embedded(seen.new_full((len(seen), 1), _STOP, dtype=torch.int64)))
+        embedded = torch.cat(parts, 1)
+        seen = functional.pad(seen, (0, embedded.shape[1] - seen.shape[1]), value=True)
+        # all read all, but for padding; of a model that reads forwards alone, four dimensions are taken as they are
+        mask = embedded.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(embedded.dtype).min)
+        mask = mask[:, None, None].expand(-1, 1, embedded.shape[1], -1)
+        hidden = self._decode(embedded, seen, mask)
+        first = prefix.shape[1] - 1
+        return hidden[:, first : first + count]
+
+    def _prompt_state(self, inputs: Stored) -> Tensor:
+        return self._pass(inputs)[:, 0]

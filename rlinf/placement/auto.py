@@ -1,0 +1,653 @@
+"""`placement.mode: auto`: measure a few steps, plan, and plan anew when steps no longer take what was expected.
+
+In: the seconds of every step, and what the stages of the flow were measured to cost. Out: now and then a plan, with a
+sentence of why. Who wakes whom: nobody; choosing computes in a thread while the run waits for it.
+
+How a role's time depends on its devices cannot be known from one size, so two placements are measured before the first
+plan: everybody on all devices, then each role on a share of them. What lies between the two is interpolated. Where
+devices differ, each role is measured on each kind of them instead.
+
+How much longer a plan is expected to take because stage costs are not known exactly.
+
+Stages that take turns average their errors out; where stages overlap, the slowest one decides.
+
+Flows in: a plan as a tree, and by how much its stages' seconds may be wrong. Flows out: by which factor it is expected
+to take longer than calculated. Nothing waits here.
+
+Devices that were divided by wrong costs wait for each other, so of two plans with equal predicted time one may be the
+worse choice. A plan is weighed by its mean time over costs drawn around the known ones.
+
+Candidate plans for rehearsal: the best of each mode by formula, and its neighbours.
+
+Flows in: a workload. Flows out: plans as trees with calculated seconds, best first. Nothing waits here.
+
+A formula ranks structures well, and near neighbours badly: a chunk more or less, a node more here and less there. So
+the neighbours of each mode's best are listed, as far as they fit, for the rehearsal to tell apart.
+
+Which plan to follow: the planner's best of each mode, rehearsed with the real flow, and the quickest of them.
+
+Flows in: a profile (or a workload), devices, the flow. Flows out: the plan, a row per mode, one sentence of why. All
+seconds are simulated, none is measured. Nothing waits here, but it computes for a while: `choose` says for how long.
+From a coroutine: `await asyncio.to_thread(choose, ...)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from types import MappingProxyType
+
+from rlinf.data.step import works_ahead
+from rlinf.placement.asynchronous import HandedOver, Recommended, handed_over, load, plan_ahead, recommend, steady
+from rlinf.placement.bound import Bound, bound
+from rlinf.placement.grammar import PlacementError
+from rlinf.placement.hardware import Fleet, Hardware
+from rlinf.placement.plan import Mode, Plan, Prediction
+from rlinf.placement.planner import Found, Leaf, Tree, best_of_each_mode, leaves, replay, to_plan, width
+from rlinf.placement.profile import Profile
+from rlinf.placement.seats import by_role
+from rlinf.placement.simulate import Cast, Flow, Rehearsal, rehearse, trial
+from rlinf.placement.workload import Option, Workload
+from rlinf.placement.workload import workload as workload_of
+from rlinf.runtime.actor.actor import Actor
+from rlinf.runtime.base.progress import counted, work
+
+DRAWS = 32
+"""Costs that are drawn: the mean then is within about a percent at an error of 40 %."""
+
+
+def risk(found: Found, workload: Workload, cost_error: float, staleness: int = 0) -> float:
+    """Return the expected seconds of a plan over those calculated.
+
+    Args:
+        found: the plan.
+        workload: what it plans.
+        cost_error: share by which a stage's seconds may be wrong: they are drawn, evenly on a log scale, between the
+            known ones divided by, and multiplied by, 1 + cost_error; the same draws for every plan.
+        staleness: steps that work is begun early.
+    """
+    if cost_error <= 0 or found.seconds <= 0:
+        return 1.0
+    rng = random.Random(0)
+    names = [stage.name for stage in workload.stages]
+    drawn = [{name: (1 + cost_error) ** rng.uniform(-1, 1) for name in names} for _ in range(DRAWS)]
+
+    def seconds(tree: Tree) -> float:
+        return steady(tree, workload, found.chunks, staleness).seconds
+
+    known = seconds(found.tree)
+    return statistics.mean(seconds(_scaled(found.tree, factors)) / known for factors in drawn)
+
+
+def _scaled(tree: Tree, factors: Mapping[str, float]) -> Tree:
+    if isinstance(tree, Leaf):
+        return replace(tree, option=_slower(tree.option, factors[tree.stage.name]))
+    return replace(tree, left=_scaled(tree.left, factors), right=_scaled(tree.right, factors))
+
+
+def _slower(option: Option, factor: float) -> Option:
+    chunks = {count: seconds * factor for count, seconds in option.chunk_seconds.items()}
+    return replace(option, seconds=option.seconds * factor, chunk_seconds=chunks, longest=option.longest * factor)
+
+
+WITHIN = 1.1
+"""Neighbours that are slower than the best of their mode by more are not rehearsed: formula and rehearsal differ by
+less."""
+
+
+def finalists(workload: Workload, per_mode: int = 3, *, sizes: int | None = None) -> list[Found]:
+    """Return the best plans of each mode.
+
+    Args:
+        workload: what to plan.
+        per_mode: how many of each.
+        sizes: see `planner.plan`.
+    """
+    chosen: list[Found] = []
+    for best in best_of_each_mode(workload, sizes=sizes).values():
+        near = sorted(_neighbours(best, workload), key=lambda found: found.seconds)
+        close = (found for found in near if found.seconds <= WITHIN * best.seconds)
+        chosen += islice(_distinct(chain([best], close), workload), per_mode)
+    return sorted(chosen, key=lambda found: found.seconds)
+
+
+def fits(plan: Plan, workload: Workload) -> bool:
+    """Whether no device is given more than it holds."""
+    kinds = [kind for kind, count in workload.devices.items() for _ in range(count)]
+    limited = workload.memory if workload.memory else {}
+    return all(
+        device < len(kinds) and peak <= limited.get(kinds[device], peak) for device, peak in peaks(plan, kinds).items()
+    )
+
+
+def peaks(plan: Plan, kinds: Sequence[str] = ()) -> dict[int, int]:
+    """Return the most bytes on devices: of all of one kind with the same roles, for the first of them."""
+    roles: dict[int, list[str]] = defaultdict(list)
+    for name, role in plan.roles.items():
+        for device in role.devices:
+            roles[device].append(name)
+    alike: dict[tuple[str, ...], int] = {}
+    for device, names in roles.items():
+        alike.setdefault((*names, kinds[device] if device < len(kinds) else ""), device)
+    return {device: plan.peak(device) for device in alike.values()}
+
+
+def _neighbours(found: Found, workload: Workload) -> Iterator[Found]:
+    for chunks in workload.chunks:
+        yield Found(found.tree, chunks, replay(found.tree, workload, chunks), found.estimate)
+    for tree in _resized(found.tree, workload):
+        yield Found(tree, found.chunks, replay(tree, workload, found.chunks), found.estimate)
+
+
+def _resized(tree: Tree, workload: Workload) -> Iterator[Tree]:
+    """The same structure with one stage a size larger or smaller, or one larger and another smaller."""
+    names = [leaf.stage.name for leaf in leaves(tree)]
+    for name in names:
+        for step in (-1, 1):
+            changed = _with(tree, name, step, workload)
+            if changed is None:
+                continue
+            others = [_with(changed, other, -step, workload) for other in names if other != name]
+            for one in (changed, *others):
+                if one is not None and _beside_each_other(one, workload):
+                    yield one
+
+
+def _with(tree: Tree, name: str, step: int, workload: Workload) -> Tree | None:
+    """The tree with one stage at its next larger or smaller size on the same kind of device; None if there is none."""
+    if not isinstance(tree, Leaf):
+        left, right = _with(tree.left, name, step, workload), _with(tree.right, name, step, workload)
+        if left is not None:
+            return replace(tree, left=left)
+        return None if right is None else replace(tree, right=right)
+    if tree.stage.name != name:
+        return None
+    option = _next(tree.option, workload.usable(tree.stage), step)
+    return None if option is None else replace(tree, option=option)
+
+
+def _next(option: Option, options: tuple[Option, ...], step: int) -> Option | None:
+    beside = [one for one in options if one.kind == option.kind and (one.devices - option.devices) * step > 0]
+    return min(beside, key=lambda one: (abs(one.devices - option.devices), one.seconds), default=None)
+
+
+def _beside_each_other(tree: Tree, workload: Workload) -> bool:
+    return all(count <= workload.devices.get(kind, 0) for kind, count in width(tree).items())
+
+
+def _distinct(found: Iterable[Found], workload: Workload) -> Iterator[Found]:
+    """Those that fit, without those that a rehearsal could not tell from an earlier one."""
+    seen: set[object] = set()
+    for one in found:
+        made = to_plan(one.tree, workload, one.chunks, None, None)
+        cut = one.chunks if len(made.phases) < len(made.roles) else 1
+        key = (cut, *((name, role.devices, role.phases, role.resident) for name, role in made.roles.items()))
+        if key not in seen and fits(made, workload):
+            seen.add(key)
+            yield one
+
+
+FINALISTS = 3
+"""Plans of each mode that are rehearsed: its best, and two neighbours."""
+REHEARSED_ITEMS = 128
+"""Items that stand for a step in a rehearsal, at least, if the step has so many: more were seen to change the seconds
+by less than 2 %."""
+ALIKE = 0.03
+"""By less than this share no mode is called quicker: measured costs vary by more."""
+MOST_ERROR = 0.5
+"""Largest relative error that plans are weighed by: the bars of sizes that were not measured are wider than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One plan that was looked at."""
+
+    plan: Plan
+    """The plan, its prediction included."""
+    mode: Mode
+    """How its roles share devices."""
+    calculated: float
+    """Seconds of a step by formula."""
+    rehearsed: float | None
+    """Seconds of a step by rehearsal; None: it was not rehearsed."""
+    bubble: float
+    """Share of the device-seconds of a step, on all devices, in which a device does no stage's work."""
+    peak_bytes: int
+    """The most that any device holds."""
+    chunks: int
+    """Into how many a step is cut where stages overlap."""
+
+    risk: float = 1.0
+    """By which factor it is expected to take longer because the costs are not known exactly; see `risk.py`."""
+
+    @property
+    def seconds(self) -> float:
+        """The better founded of the two."""
+        return self.calculated if self.rehearsed is None else self.rehearsed
+
+    @property
+    def expected(self) -> float:
+        """Seconds of a step with what wrong costs do to such a plan: by this, plans are ranked."""
+        return self.seconds * self.risk
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The outcome."""
+
+    rows: tuple[Row, ...]
+    """All plans that were looked at, the one expected to be the quickest first."""
+    bound: Bound
+    """What no plan could beat."""
+    reason: str
+    """One sentence: why the first."""
+    took: float
+    """Seconds of this machine's time that choosing took, most of them of one core."""
+    staleness: int = 0
+    """Versions by which weights that generate may be behind."""
+    recommended: Recommended | None = None
+    """What each staleness would bring; None where the profile cannot tell."""
+    handed_over: Mapping[Mode, HandedOver] = field(default_factory=dict)
+    """By mode: what it would bring if devices changed hands within a synchronous step, where that can be told."""
+
+    @property
+    def plan(self) -> Plan:
+        """The one to follow."""
+        return self.rows[0].plan
+
+    @property
+    def best_of_modes(self) -> tuple[Row, ...]:
+        """The first plan of each mode."""
+        return _firsts(self.rows)
+
+    def numbered(self, fleet: Fleet) -> Chosen:
+        """The same with devices by the numbers that a job gives them; see `Fleet.numbered`."""
+        return replace(self, rows=tuple(replace(row, plan=fleet.numbered(row.plan)) for row in self.rows))
+
+
+def choose(
+    profile: Profile,
+    devices: Mapping[str, int],
+    memory: Mapping[str, int] | None = None,
+    flow: Flow | None = None,
+    items: int | None = None,
+    *,
+    extrapolate: bool = False,
+    per_mode: int = FINALISTS,
+    quantum: int = 1,
+    cost_error: float | None = None,
+    actors: Mapping[str, type[Actor]] | None = None,
+    staleness: int | None = None,
+    hardware: Mapping[str, Hardware] = MappingProxyType({}),
+) -> Chosen:
+    """Choose a plan for a profiled flow.
+
+    Three stages were seen to take 0.3 s of one core on 8 devices and 2 to 5 s on 1,024: most of it is the search for
+    plans, a rehearsal is 0.03 s.
+
+    Args:
+        profile: of the flow.
+        devices: how many there are, by kind.
+        memory: bytes of one, by kind.
+        flow: the real one, to be rehearsed; None, or one that takes a session: plans are ranked by formula.
+        items: of one step; None: as many as were profiled.
+        extrapolate: use sizes outside of what was measured.
+        per_mode: plans of each mode that are rehearsed; 0: none.
+        quantum: sizes in multiples of so many devices, such as a node; a size of all devices is kept.
+        cost_error: see `choose_for`; None: what the profile's own error bars say.
+        actors: see `simulate.rehearse`.
+        staleness: versions by which weights that generate may be behind; None: as was profiled.
+        hardware: what is known of each kind, for stages that were not measured on all of them.
+
+    Returns:
+        Plans that count devices kind by kind, in the order of `devices`.
+
+    Raises:
+        PlacementError: it cannot be planned, or nothing fits.
+    """
+    staleness = profile.staleness if staleness is None else staleness
+    if profile.staleness and staleness != profile.staleness:
+        raise PlacementError(
+            [
+                f"the profile was measured with a staleness of {profile.staleness}, which does not tell what another "
+                "brings: profile a synchronous run of the same model"
+            ]
+        )
+    workload = workload_of(profile, devices, memory, items=items, extrapolate=extrapolate, hardware=hardware)
+    if flow is not None and "session" in inspect.signature(flow).parameters:
+        flow = None  # agents and their programs are not modelled
+    cast = trial(flow, [stage.name for stage in workload.stages], actors=actors) if flow and per_mode else None
+    workload, items = _coarse(workload, quantum), items or profile.items
+    if cost_error is None:
+        cost_error = _mean_error(profile, workload, items, hardware, extrapolate=extrapolate)
+    chosen = choose_for(workload, items, flow, per_mode=per_mode, cost_error=cost_error, cast=cast, staleness=staleness)
+    if profile.staleness:
+        return chosen
+    started = time.monotonic()
+    recommended = recommend(workload)
+    return replace(chosen, recommended=recommended, took=chosen.took + time.monotonic() - started)
+
+
+def choose_for(
+    workload: Workload,
+    items: int,
+    flow: Flow | None = None,
+    *,
+    per_mode: int = FINALISTS,
+    cost_error: float = 0.0,
+    cast: Cast | None = None,
+    staleness: int = 0,
+) -> Chosen:
+    """Choose a plan for a workload; see `choose`.
+
+    Args:
+        workload: what to plan.
+        items: of one step.
+        flow: see `choose`.
+        per_mode: see `choose`.
+        cost_error: share by which a stage's measured seconds may be wrong; plans that suffer more from such errors are
+            ranked lower.
+        cast: of `simulate.trial`, where many workloads of one flow are planned.
+        staleness: see `choose`; above 0 a flow is rehearsed only if it works ahead.
+
+    Raises:
+        PlacementError: nothing fits, or the flow does not fit the workload.
+    """
+    started = time.monotonic()
+    limit = bound(workload, staleness=staleness)
+    if staleness and not works_ahead(flow):
+        flow = None
+    if flow is not None and per_mode:
+        cast = cast or trial(flow, [stage.name for stage in workload.stages])
+    with work("searching for plans"):
+        found = list(plan_ahead(workload, staleness).values()) if staleness else finalists(workload, max(1, per_mode))
+    if not found:
+        raise PlacementError([_nothing_fits(workload)])
+    rows = [
+        replace(
+            _row(one, workload, items, flow if per_mode else None, limit, cast, staleness),
+            risk=risk(one, workload, cost_error, staleness),
+        )
+        for one in counted(found, "rehearsing plans", unit="plans")
+    ]
+    rows.sort(key=lambda row: row.expected)
+    why = _why(_firsts(rows), limit, cost_error)
+    rows = [replace(row, plan=replace(row.plan, reason=why if row is rows[0] else "")) for row in rows]
+    handed: dict[Mode, HandedOver] = {}
+    for one in () if staleness else found:
+        if (gained := handed_over(one, workload, items, limit.seconds)) is not None:
+            handed.setdefault(gained.mode, gained)
+    return Chosen(tuple(rows), limit, why, time.monotonic() - started, staleness, handed_over=handed)
+
+
+def _row(
+    found: Found,
+    workload: Workload,
+    items: int,
+    flow: Flow | None,
+    limit: Bound,
+    cast: Cast | None,
+    staleness: int,
+) -> Row:
+    plan = to_plan(found.tree, workload, found.chunks, items, None)
+    rehearsed: Rehearsal | None = None
+    if flow is not None:
+        rehearsed = rehearse(
+            flow,
+            plan,
+            workload,
+            items=items,
+            rehearsed_items=stand_in(items, found.chunks),
+            cast=cast,
+            staleness=staleness,
+        )
+    seconds = found.seconds if rehearsed is None else rehearsed.seconds
+    plan = replace(plan, predicted=Prediction(seconds, limit.seconds))
+    peak = max(peaks(plan).values(), default=0)
+    return Row(
+        plan,
+        plan.mode,
+        found.seconds,
+        None if rehearsed is None else rehearsed.seconds,
+        _bubble(found, workload, seconds, staleness),
+        max(peak, rehearsed.peak_bytes if rehearsed else 0),
+        found.chunks,
+    )
+
+
+def stand_in(items: int, chunks: int) -> int:
+    """How many items stand for all of a step in a rehearsal: a multiple of its chunks, if the items are one."""
+    each = max(1, items // chunks)
+    return min(items, chunks * min(each, -(-REHEARSED_ITEMS // chunks)))
+
+
+def _bubble(found: Found, workload: Workload, seconds: float, staleness: int) -> float:
+    """Share of all device-seconds that is no work."""
+    everywhere = sum(workload.devices.values()) * seconds
+    work = sum(
+        leaf.option.devices * load(replace(leaf, resident=True), found.chunks, staleness, alone=True)
+        for leaf in leaves(found.tree)
+    )
+    return max(0.0, 1 - work / everywhere) if everywhere else 0.0
+
+
+def _why(rows: Sequence[Row], limit: Bound, cost_error: float) -> str:
+    """One sentence for the first of the modes' best; or two, if it is not the quickest on paper."""
+    best, quickest = rows[0], min(rows, key=lambda row: row.seconds)
+    if best is quickest:
+        return reason(rows, limit)
+    return (
+        f"{best.mode} is expected to take {best.expected:,.2f} s and {quickest.mode} {quickest.expected:,.2f} s, as "
+        f"costs may be {cost_error:.0%} wrong; were they exact, {quickest.mode} would be "
+        f"{best.seconds / quickest.seconds - 1:.0%} quicker"
+    )
+
+
+def _firsts(rows: Sequence[Row]) -> tuple[Row, ...]:
+    first: dict[Mode, Row] = {}
+    for row in rows:
+        first.setdefault(row.mode, row)
+    return tuple(first.values())
+
+
+def _mean_error(
+    profile: Profile, workload: Workload, items: int, hardware: Mapping[str, Hardware], *, extrapolate: bool
+) -> float:
+    """The mean relative error bar of the stages, each at the middle of its sizes."""
+    bars = []
+    for stage in workload.stages:
+        middle = stage.options[len(stage.options) // 2]
+        there = profile.stages[stage.name].on(middle.kind, hardware)
+        assert there is not None  # of every kind that it has an option on
+        seen = there.time(items, max(1, middle.devices), extrapolate=extrapolate)
+        bars.append(min(MOST_ERROR, seen.error / seen.seconds))
+    return sum(bars) / len(bars)
+
+
+def _coarse(workload: Workload, quantum: int) -> Workload:
+    """Keep sizes that are multiples of a number, those below it that divide it, and all devices."""
+    if quantum <= 1:
+        return workload
+
+    def keeps(count: int, kind: str) -> bool:
+        return count % quantum == 0 or (count and quantum % count == 0) or count == workload.devices.get(kind, 0)
+
+    stages = []
+    for stage in workload.stages:
+        kept = tuple(option for option in stage.options if keeps(option.devices, option.kind))
+        stages.append(replace(stage, options=kept or stage.options))
+    return replace(workload, stages=tuple(stages))
+
+
+def _nothing_fits(workload: Workload) -> str:
+    """Which memory would be enough: that of all roles parked but the largest."""
+    least = {
+        stage.name: min(workload.usable(stage), key=lambda option: option.active_bytes) for stage in workload.stages
+    }
+    largest = max(least, key=lambda name: least[name].active_bytes - least[name].parked_bytes)
+    needed = least[largest].active_bytes + sum(one.parked_bytes for name, one in least.items() if name != largest)
+    have = min(workload.memory.values(), default=0)
+    return (
+        f"no plan fits: with {largest} loaded and all others parked a device may have to hold {needed / 1e9:.1f} GB of "
+        f"{have / 1e9:.1f}: give each device {max(0.0, (needed - have) / 1e9):.1f} GB more, use more devices, or a "
+        "smaller batch or model"
+    )
+
+
+def reason(rows: Sequence[Row], limit: Bound) -> str:
+    """Say in one sentence why the first row is the best, and what keeps it from the bound.
+
+    Args:
+        rows: the best plan of each mode, at least one.
+        limit: what no plan could beat.
+    """
+    best, *others = rows
+    gap = f"it reaches {limit.efficiency(best.seconds):.0%} of the bound, which {limit.binding} sets"
+    if not others:
+        return f"{best.mode} is the only mode that fits; {gap}"
+    second = others[0]
+    quicker = second.seconds / best.seconds - 1
+    if quicker < ALIKE:
+        return f"{best.mode} and {second.mode} are equally quick, but for {quicker:.0%}; {gap}"
+    if second.bubble > best.bubble + 0.01:
+        why = f"devices idle {best.bubble:.0%} of the time instead of {second.bubble:.0%}"
+    else:
+        why = "its sizes and switches cost fewer device-seconds"
+    return f"{best.mode} is {quicker:.0%} quicker than {second.mode}, because {why}; {gap}"
+
+
+WINDOW = 5
+"""Steps whose median is held against the expectation: one slow step is no reason to move."""
+WORTH = 0.03
+"""A move must promise to be quicker by this share: the planner itself is not known to be better than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What came of planning."""
+
+    plan: Plan | None
+    """Where to go; None stays."""
+    said: str
+    """One line for whoever watches."""
+
+
+class AutoPlacement:
+    """Decides between steps where roles should be.
+
+    Args:
+        flow: one step, to be rehearsed.
+        fleet: the devices of the job.
+        memory: bytes of each that may be filled, by kind; None for no limit.
+        explored: placements to measure before the first plan, besides the one that the run begins with.
+        first: steps that each of them is measured for.
+        replan_above: plan anew when the median of the last few steps leaves what was expected by more than this share.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        fleet: Fleet,
+        memory: Mapping[str, int] | None,
+        *,
+        explored: list[Plan],
+        first: int,
+        replan_above: float,
+    ) -> None:
+        self._flow, self._fleet, self._memory = flow, fleet, memory
+        self._first, self._replan_above = first, replan_above
+        self._unexplored = list(explored)
+        self._measured: list[tuple[Plan, float]] = []
+        """Placements where the run has been, with the seconds of a step: better known than by any simulation."""
+        self._seconds: deque[float] = deque(maxlen=max(first, WINDOW) + 1)
+        self._expected: float | None = None
+        """Seconds of a step by the plan that is followed; None until there is one."""
+
+    def due(self, seconds: float) -> bool:
+        """A step took so long: whether it is time to plan."""
+        self._seconds.append(seconds)
+        if self._expected is None:
+            return len(self._seconds) >= self._first
+        return len(self._seconds) > WINDOW and abs(self._typical / self._expected - 1) > self._replan_above
+
+    @property
+    def _typical(self) -> float:
+        """Of the last steps; the first one somewhere warms up, so it counts only if it is all there is."""
+        return statistics.median(list(self._seconds)[1 if len(self._seconds) > 1 else 0 :][-WINDOW:])
+
+    async def decide(self, profile: Profile, plan: Plan) -> Decision:
+        """Plan from what was measured.
+
+        Args:
+            profile: of the steps so far.
+            plan: that is followed now.
+        """
+        typical, expected = self._typical, self._expected
+        self._seconds.clear()
+        self._note(plan, typical)
+        if expected is None and self._unexplored:
+            goal = self._unexplored.pop(0)
+            return Decision(goal, f"placement: {plan.mode} takes {typical:.2f} s a step; measuring {goal.mode}")
+        why = "" if expected is None else f" (steps take {typical:.2f} s where {expected:.2f} s were expected)"
+        options = list(self._measured)
+        try:
+            chosen = await asyncio.to_thread(self._choose, profile)
+            simulated = [row for row in chosen.best_of_modes if all(not _same(row.plan, one) for one, _ in options)]
+            lag = _lag(chosen, plan, typical)
+            options += [(row.plan, row.seconds + lag) for row in simulated]
+            said = _rows(chosen)
+        except PlacementError as error:
+            said = f"no plan can be made: {error}"
+        goal, seconds = min(options, key=lambda option: option[1])
+        if _same(goal, plan) or seconds > (1 - WORTH) * typical:
+            self._expected = typical
+            return Decision(None, f"placement{why}: {plan.mode} stays, at {typical:.2f} s a step; {said}")
+        self._expected = seconds
+        return Decision(goal, f"placement{why}: {goal.mode}, {seconds:.2f} s a step expected; {said}")
+
+    def _choose(self, profile: Profile) -> Chosen:
+        def by(flow: Flow | None) -> Chosen:
+            fleet = self._fleet
+            found = choose(
+                profile, fleet.counts, self._memory, flow, extrapolate=True, hardware=fleet.hardware,
+            )  # fmt: skip
+            return found.numbered(fleet)
+
+        try:
+            return by(self._flow)
+        except PlacementError:  # a flow of one's own may look into what a rehearsal cannot know: formulas have to do
+            return by(None)
+
+    def _note(self, plan: Plan, seconds: float) -> None:
+        """A placement was measured. If it was before and now takes longer, the others are taken to do so too."""
+        known = next((before for one, before in self._measured if _same(one, plan)), seconds)
+        others = [(one, before * seconds / known) for one, before in self._measured if not _same(one, plan)]
+        self._measured = [*others, (plan, seconds)]
+
+
+def _lag(chosen: Chosen, plan: Plan, seconds: float) -> float:
+    """Seconds by which steps here outlast their simulation: messages and threads, which no other plan avoids either."""
+    return next((max(0.0, seconds - row.seconds) for row in chosen.rows if _same(row.plan, plan)), 0.0)
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    """Both have every role on the same devices."""
+    ours, theirs = by_role(one), by_role(other)
+    both = [(role.devices, theirs[name].devices) for name, role in ours.items() if name in theirs]
+    return all(here == there for here, there in both if here and there)
+
+
+def _rows(chosen: Chosen) -> str:
+    """The best of each mode, as rehearsed."""
+    rows = ", ".join(f"{row.mode} {row.seconds:.2f} s" for row in chosen.best_of_modes)
+    said = f"simulated from what was measured: {rows}"
+    if chosen.recommended is not None and chosen.recommended.staleness:
+        said += f"; were answers begun early (a flow such as grpo_async), {chosen.recommended.said}"
+    return said

@@ -1,0 +1,613 @@
+"""Seconds and device-seconds of each stage in one step, read off the runtime's spans.
+
+Flows in: a `Lap` (who was busy when, what flowed where, what was loaded and parked) and the devices of every actor.
+Flows out: per device what it did, per stage its time (`Seen`), and a `Profile` of this one step. Nothing waits here.
+
+A stage is a role, all its endpoints together; roles that feed each other in a loop, such as environment and policy, are
+one stage of the name "env+policy". Time of an actor without devices is beside the devices: it is known, and costs none.
+Without leases two roles may be busy on one device at the same time; each second then counts 1/k for each of k roles,
+so that the roles of a device never add up to more than the time that it worked.
+
+Accounts of a run's steps: the profile pooled over them, and the efficiency of each step against its lower bound.
+
+Flows in: the `Lap` of every step. Flows out: metrics of the step, the profile, `profile.json`. Nobody is woken.
+
+What is possible, E = T_LB / T, is judged by what stages cost on the sizes that were ever measured, and by no more than
+they cost in this very step: a step that was quicker than its profile proves that it can be. So no part is negative and
+E is at most 1. Where the profile is that of the run itself, it follows that
+
+* interference is what this step's work took above the run's own median: a neighbour on the machine, or longer answers;
+* scaling is 0 until some stage has run on another number of devices;
+* what a whole run could do better, such as a slow kernel, is not seen: it is in the bound.
+
+Saturation takes a stage that was measured on few devices to scale perfectly to all. The longest item alone and forced
+switches are not known from a step: the bound's `tail` is 0 and `memory` is its `area`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlinf.placement.bound import (
+    NEVER,
+    Bound,
+    Lane,
+    Losses,
+    Spans,
+    fair_shares,
+    joined,
+    length,
+    longest_row,
+    spans,
+    split,
+    until,
+)
+from rlinf.placement.hardware import KIND
+from rlinf.placement.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
+from rlinf.placement.workload import Edge, condense, loops
+from rlinf.runtime.observe.spans import Flow, Lap, Moved
+
+TAKING = ("load", "load_switch", "follow")
+"""Endpoints that take new weights: what flows into them is no edge."""
+PUBLISHING = frozenset(("weights", "load_ready", "load_abandon", *TAKING))
+"""Endpoints whose time is weight synchronisation."""
+MOVING = frozenset(("onload", "offload"))
+"""Calls of the lease manager, whose time is in a lap's moves."""
+ASIDE = frozenset(
+    (
+        *(
+            "save",
+            "restore",
+            "export_state",
+            "import_state",
+            "state",
+            "samples",
+            "shapes",
+            "version",
+            "scored",
+            "learned",
+            "optimizer_steps",
+            "computes",
+            "load_decided",
+            "weigh",
+            "watch",
+            "ask",
+        ),
+        *("in_flight", "answering", "settled", "drop", "split", "forget", "abort", "pause", "resume"),
+        *(
+            "work_next",
+            "work_gone",
+            "work_take",
+            "joint_ready",
+            "joint_over",
+            "joint_word",
+            "joint_given",
+            "rescale_hand_over",
+            "rescale_take",
+            "rescale_tell",
+        ),
+    )
+)
+"""Endpoints of our roles that do no stage's work: checkpoints, what people read, and ranks that wait for each other.
+Where a device does nothing else, it idles."""
+THE_FLOW = "flow"
+"""Name of the flow function as source or target of a flow."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """What one stage took of one step."""
+
+    members: tuple[str, ...]
+    """Its roles: one, or those of a loop."""
+    devices: frozenset[int]
+    """Its devices; none for a stage that runs beside them."""
+    work: float
+    """Device-seconds."""
+    seconds: float
+    """Needed on its devices when nothing else runs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """What was measured of one step, per device and per stage."""
+
+    seconds: float
+    """Of the step."""
+    lanes: Mapping[int, Lane]
+    """What each device did."""
+    stages: Mapping[str, StageTime]
+    """By name."""
+    edges: tuple[Edge, ...] = ()
+    """Of the flow's graph, loops condensed."""
+    published: tuple[tuple[str, str], ...] = ()
+    """Who published weights to whom."""
+    sync: float = 0.0
+    """Seconds in which weights were published or taken anywhere."""
+    source: str | None = None
+    """The stage that items stream from and that nothing feeds, such as generation."""
+    released: Spans = field(default_factory=lambda: np.zeros(0))
+    """When items left it, seconds after the start of the step, ascending, `[items]`."""
+    release: Release | None = None
+    """The same as shares of its own working time."""
+    moves: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By stage: mean seconds to load it, and to park it."""
+
+    @property
+    def tail(self) -> Spans:
+        """From when 95 % of the items had left the source until the last one has."""
+        if len(self.released) < 2:
+            return NEVER
+        return np.array([[self.released[int(np.ceil(0.95 * len(self.released))) - 1], self.released[-1]]])
+
+
+def role_of(actor: str) -> str:
+    """Role of an actor such as "rollout[3]", or of an endpoint such as "rollout.generate"."""
+    return actor.partition("[")[0].partition(".")[0]
+
+
+def see(lap: Lap, devices: Mapping[str, frozenset[int]], count: int = 0) -> Seen:
+    """Read a step.
+
+    Args:
+        lap: the step.
+        devices: of every actor, by a name such as "rollout[0]"; an actor that is missing has none.
+        count: devices of the job, 0 to count - 1: one that nobody has idles, and counts all the same.
+    """
+    step = lap.end - lap.start
+    everywhere = sorted(set(range(count)).union(*devices.values()))
+    working: dict[str, list[Spans]] = {}
+    here: dict[int, dict[str, list[Spans]]] = {number: {} for number in everywhere}
+    syncs: dict[int, list[Spans]] = {number: [] for number in everywhere}
+    every_sync: list[Spans] = []
+    for part in lap.busy:
+        if part.endpoint in ASIDE | MOVING:
+            continue
+        times, role, own = spans(part.intervals, lap.start, lap.end), role_of(part.actor), devices.get(part.actor, ())
+        if part.endpoint in PUBLISHING:
+            every_sync.append(times)
+        else:
+            working.setdefault(role, []).append(times)
+        for number in own:
+            (syncs[number] if part.endpoint in PUBLISHING else here[number].setdefault(role, [])).append(times)
+    switches = _switches(lap, devices, everywhere)
+    merged = {number: {role: joined(*parts) for role, parts in own.items()} for number, own in here.items()}
+    lanes = {n: Lane(joined(*merged[n].values()), joined(*switches[n]), joined(*syncs[n])) for n in everywhere}
+    placed: dict[str, set[int]] = {}
+    for actor, own in devices.items():
+        placed.setdefault(role_of(actor), set()).update(own)
+    shares = {n: dict(zip(own, fair_shares(list(own.values())), strict=True)) for n, own in merged.items()}
+    whole = {role: times for role, parts in working.items() if len(times := joined(*parts))}
+    groups, edges = _graph(list(whole), lap.flows)
+    edges = tuple(replace(edge, barrier=edge.barrier and _after(groups, whole, edge)) for edge in edges)
+    stages = {name: _stage(members, whole, shares, placed) for name, members in groups.items()}
+    source, released = _source(groups, edges, lap.flows)
+    return Seen(
+        step,
+        lanes,
+        stages,
+        edges,
+        tuple(dict.fromkeys(_published(groups, lap.flows))),
+        length(joined(*every_sync)),
+        source,
+        released,
+        _release(released, joined(*(whole[role] for role in groups[source]))) if source is not None else None,
+        _moves(groups, lap.moves),
+    )
+
+
+def observed(
+    seen: Seen,
+    items: int,
+    *,
+    model: str,
+    machine: str,
+    flow: str,
+    kinds: Sequence[str] = (),
+    held: Mapping[str, tuple[int, int]] | None = None,
+    staleness: int = 0,
+) -> Profile:
+    """Return the profile of a step that was read.
+
+    Seconds per item between disjoint devices are not in a lap, so `transfers` stays empty.
+
+    Args:
+        seen: the step.
+        items: of it.
+        model, machine, flow: see `Profile`.
+        kinds: of each device, by its number; "gpu" beyond.
+        held: by role: bytes on each of its devices while it is loaded, and while it is parked.
+        staleness: steps that work is begun early.
+    """
+    stages = {}
+    for name, stage in seen.stages.items():
+        count = len(stage.devices) or 1
+        busy = stage.work / count if stage.devices else None
+        known = [held[role] for role in stage.members if held is not None and role in held]
+        footprints = []
+        if stage.devices and (known or name in seen.moves):
+            active, parked = (sum(each) for each in zip(*known, strict=True)) if known else (0, 0)
+            footprints.append(Footprint(count, active, parked, *seen.moves.get(name, (0.0, 0.0))))
+        stages[name] = StageProfile(
+            (Timing(items, count, stage.seconds, busy=busy),),
+            seen.release if name == seen.source else None,
+            tuple(footprints),
+            _kind(stage.devices, kinds),
+        )
+    receivers = [len(seen.stages[target].devices) for _, target in seen.published if target in seen.stages]
+    sync = (Timing(1, max(receivers, default=1) or 1, seen.sync),) if seen.sync > 0 else ()
+    edges = tuple((edge.source, edge.target, edge.barrier) for edge in seen.edges)
+    return Profile(model, machine, stages, {}, sync, flow, items, edges, seen.published, staleness)
+
+
+def _kind(devices: Iterable[int], kinds: Sequence[str]) -> str:
+    """Of some devices; of several kinds all their names."""
+    found = {kinds[number] if number < len(kinds) else KIND for number in devices}
+    return "+".join(sorted(found)) or BESIDE
+
+
+def _switches(lap: Lap, devices: Mapping[str, frozenset[int]], everywhere: Iterable[int]) -> dict[int, list[Spans]]:
+    found: dict[int, list[Spans]] = {number: [] for number in everywhere}
+    for move in lap.moves:
+        times = spans(((move.start, move.end),), lap.start, lap.end)
+        for number in devices.get(move.actor, ()):
+            found[number].append(times)
+    return found
+
+
+def _stage(
+    members: tuple[str, ...],
+    whole: Mapping[str, Spans],
+    shares: Mapping[int, Mapping[str, float]],
+    placed: Mapping[str, set[int]],
+) -> StageTime:
+    """A role's time, or a loop's: the members of a loop wait for each other, so it lasts while any of them works."""
+    devices = frozenset(number for role in members for number in placed.get(role, ()))
+    by_device = [sum(shares[number].get(role, 0.0) for role in members) for number in devices]
+    alone = 0.0
+    if len(members) > 1 or not any(by_device):
+        alone = length(joined(*(whole[role] for role in members)))
+    return StageTime(members, devices, sum(by_device), max([alone, *by_device]))
+
+
+def _graph(roles: Sequence[str], flows: Iterable[Flow]) -> tuple[dict[str, tuple[str, ...]], tuple[Edge, ...]]:
+    """Stages with their members, and the edges between them."""
+    edges: dict[tuple[str, str], Edge] = {}
+    taken, given = [], []
+    for flow in flows:
+        source, target = role_of(flow.source), role_of(flow.target)
+        if _publishes(flow) or source == target:
+            continue
+        if source in roles and target == THE_FLOW and flow.released:
+            taken.append(source)
+        elif source == THE_FLOW and target in roles:
+            given.append(target)
+        elif source in roles and target in roles:
+            barrier = not flow.released and edges.get((source, target), Edge(source, target, True)).barrier
+            edges[source, target] = Edge(source, target, barrier)
+    for source in taken:  # what the flow takes from one stream and hands on, is an edge too, unless it would lead back
+        for target in given:
+            if source != target and (source, target) not in edges and not _leads(edges, target, source):
+                edges[source, target] = Edge(source, target)
+    found = {"+".join(sorted(group)): tuple(sorted(group)) for group in loops(roles, list(edges.values()))}
+    inside = {role for group in found.values() for role in group}
+    stages = {**{role: (role,) for role in roles if role not in inside}, **found}
+    return stages, condense(list(edges.values()), found)
+
+
+def _after(groups: Mapping[str, tuple[str, ...]], whole: Mapping[str, Spans], edge: Edge) -> bool:
+    """Whether a stage began only when the one that feeds it was done: promises may also be passed one by one."""
+    ends = [whole[role][-1, 1] for role in groups[edge.source]]
+    return bool(min(whole[role][0, 0] for role in groups[edge.target]) >= max(ends))
+
+
+def _leads(edges: Mapping[tuple[str, str], Edge], source: str, target: str) -> bool:
+    """Whether a way leads from one role to another."""
+    reached, ahead = {source}, [source]
+    while ahead:
+        here = ahead.pop()
+        for start, end in edges:
+            if start == here and end not in reached:
+                reached.add(end)
+                ahead.append(end)
+    return target in reached
+
+
+def _publishes(flow: Flow) -> bool:
+    return flow.target.rpartition(".")[2] in TAKING
+
+
+def _published(groups: Mapping[str, tuple[str, ...]], flows: Iterable[Flow]) -> Iterable[tuple[str, str]]:
+    stage_of = {role: name for name, members in groups.items() for role in members}
+    for flow in flows:
+        pair = stage_of.get(role_of(flow.source)), stage_of.get(role_of(flow.target))
+        if _publishes(flow) and pair[0] is not None and pair[1] is not None and pair[0] != pair[1]:
+            yield pair[0], pair[1]
+
+
+def _source(
+    groups: Mapping[str, tuple[str, ...]], edges: Iterable[Edge], flows: Iterable[Flow]
+) -> tuple[str | None, Spans]:
+    """The stage that nothing feeds and whose items' times are known best, and these."""
+    fed = {edge.target for edge in edges}
+    stage_of = {role: name for name, members in groups.items() for role in members}
+    best: tuple[str | None, Sequence[float]] = None, ()
+    for flow in flows:
+        name = stage_of.get(role_of(flow.source))
+        if name is not None and name not in fed and not _publishes(flow) and len(flow.released) > len(best[1]):
+            best = name, flow.released
+    return best[0], np.sort(np.array(best[1], np.float64))
+
+
+def _release(released: Spans, working: Spans) -> Release | None:
+    """When items left, in the source's own working time: whoever else had its devices meanwhile does not matter."""
+    times = until(working, released)
+    return Release.measured(times.tolist()) if len(times) > 1 and times[-1] > 0 else None
+
+
+def _moves(groups: Mapping[str, tuple[str, ...]], moves: Iterable[Moved]) -> dict[str, tuple[float, float]]:
+    stage_of = {role: name for name, members in groups.items() for role in members}
+    took: dict[str, dict[str, list[float]]] = {}
+    for move in moves:
+        if (name := stage_of.get(role_of(move.actor))) is not None and move.end > move.start:
+            both = took.setdefault(name, {"onload": [], "offload": []})
+            both[move.what].append(move.end - move.start)
+    return {name: (_mean(both["onload"]), _mean(both["offload"])) for name, both in took.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+PROFILE = "profile.json"
+"""File name in a run directory."""
+WINDOW = 64
+"""Steps that are remembered: enough for a median, few enough that the profile follows answers that grow longer."""
+
+
+class Ledger:
+    """Pools measured stage costs over the steps of one run and rates each step.
+
+    Args:
+        devices: of every actor, by a name such as "rollout[0]"; set it anew when roles move.
+        items: of a step.
+        count: devices of the job, 0 to count - 1; those that no actor has count too.
+        model, machine, flow: see `Profile`.
+        kinds: of each device, by its number; "gpu" beyond.
+        held: by role: bytes on each of its devices while it is loaded, and while it is parked.
+        known: what earlier runs measured.
+        staleness: steps that work is begun early; above 0, a step's work is of several batches, so that no stage need
+            wait for another's of the same step.
+
+    Raises:
+        ValueError: `known` is of another model, machine or flow.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[str, frozenset[int]],
+        items: int,
+        *,
+        count: int = 0,
+        model: str,
+        machine: str,
+        flow: str,
+        kinds: Sequence[str] = (),
+        held: Mapping[str, tuple[int, int]] | None = None,
+        known: Profile | None = None,
+        staleness: int = 0,
+    ) -> None:
+        if known is not None and (problems := known.mismatch(model, machine, flow)):
+            raise ValueError("; ".join(problems))
+        self.devices, self._items, self._count, self._known, self._held = devices, items, count, known, held
+        self._about: dict[str, Any] = {
+            "model": model, "machine": machine, "flow": flow, "kinds": kinds, "staleness": staleness,
+        }  # fmt: skip
+        self._steps: deque[Profile] = deque(maxlen=WINDOW)
+        self.last: Efficiency | None = None
+        """Of the newest step; None before the first, and where no device worked."""
+        self.seen: Seen | None = None
+        """What was read off it."""
+
+    @property
+    def profile(self) -> Profile | None:
+        """What this run measured, with what was known before; None before the first step."""
+        own = pooled(self._steps) if self._steps else None
+        return own if own is None or self._known is None else self._known.merged(own)
+
+    def step(self, lap: Lap) -> dict[str, float]:
+        """Take a step.
+
+        Returns:
+            Its metrics `bound/…` and `lost/…`; none where no device worked.
+        """
+        self.seen = seen = see(lap, self.devices, self._count)
+        if seen.stages:
+            self._steps.append(observed(seen, self._items, held=self._held, **self._about))
+        so_far = self.profile
+        self.last = efficiency(seen, so_far, self._items) if so_far is not None else None
+        return self.last.metrics() if self.last is not None else {}
+
+    def save(self, directory: Path) -> None:
+        """Write what was measured into a run's directory; nothing if no step is over."""
+        if (profile := self.profile) is not None:
+            save(profile, directory / PROFILE)
+
+
+def pooled(steps: Iterable[Profile]) -> Profile:
+    """Return the profile of several steps of one run, in their order.
+
+    Times are medians. The first time of a stage on a number of devices is left out if there are others: it warms up.
+
+    Args:
+        steps: at least one.
+    """
+    steps = list(steps)
+    last = steps[-1]
+    edges: dict[tuple[str, str], bool] = {}
+    by_name: dict[str, list[StageProfile]] = {}
+    for one in steps:
+        for name, stage in one.stages.items():
+            by_name.setdefault(name, []).append(stage)
+        for source, target, barrier in one.edges:
+            edges[source, target] = barrier and edges.get((source, target), True)
+    return Profile(
+        last.model,
+        last.machine,
+        {name: _pooled_stage(found) for name, found in by_name.items()},
+        {},
+        _medians([timing for one in steps for timing in one.sync]),
+        last.flow,
+        last.items,
+        tuple((source, target, barrier) for (source, target), barrier in sorted(edges.items())),
+        tuple(dict.fromkeys(pair for one in steps for pair in one.published)),
+        last.staleness,
+    )
+
+
+def _pooled_stage(found: Sequence[StageProfile]) -> StageProfile:
+    """The kind that it was on last comes first; one beside the devices has no others, and may have moved onto some."""
+    kinds = dict.fromkeys(one.kind for one in reversed(found))
+    first, *rest = (_pooled_kind([one for one in found if one.kind == kind]) for kind in kinds)
+    release = _mean_release([one.release for one in found if one.release is not None])
+    others = tuple(one for one in rest if one.kind != BESIDE) if first.kind != BESIDE else ()
+    return replace(first, release=release, others=others)
+
+
+def _pooled_kind(alike: Sequence[StageProfile]) -> StageProfile:
+    held: dict[int, list[Footprint]] = {}
+    for footprint in itertools.chain.from_iterable(one.footprints for one in alike):
+        held.setdefault(footprint.devices, []).append(footprint)
+    return StageProfile(
+        _medians([timing for one in alike for timing in one.timings]),
+        _mean_release([one.release for one in alike if one.release is not None]),
+        tuple(_typical(held[devices]) for devices in sorted(held)),
+        alike[-1].kind,
+    )
+
+
+def _typical(found: Sequence[Footprint]) -> Footprint:
+    """The most bytes, which must never be exceeded; and the middle of the seconds, of which one may be an accident."""
+    worst = functools.reduce(Footprint.merged, found)
+    return replace(
+        worst,
+        onload_seconds=statistics.median(one.onload_seconds for one in found),
+        offload_seconds=statistics.median(one.offload_seconds for one in found),
+    )
+
+
+def _medians(timings: Sequence[Timing]) -> tuple[Timing, ...]:
+    places: dict[tuple[int, int], list[Timing]] = {}
+    for one in timings:
+        places.setdefault((one.batch, one.devices), []).append(one)
+    return tuple(_median(batch, devices, places[batch, devices]) for batch, devices in sorted(places))
+
+
+def _median(batch: int, devices: int, found: Sequence[Timing]) -> Timing:
+    found = found[1:] or found
+    seconds = [one.seconds for one in found]
+    busy = [one.busy for one in found if one.busy is not None]
+    middle = statistics.median(seconds)
+    return Timing(
+        batch,
+        devices,
+        middle,
+        statistics.pstdev(seconds),
+        len(found),
+        min(middle, statistics.median(busy)) if busy else None,
+    )
+
+
+def _mean_release(curves: Sequence[Release]) -> Release | None:
+    if not curves:
+        return None
+    shares = np.mean([curve.shares for curve in curves], axis=0)
+    return Release((*map(float, shares[:-1]), 1.0), len(curves))
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Efficiency of one step: its time, its lower bound, and where the difference went."""
+
+    seconds: float
+    """T, of the step."""
+    devices: int
+    """That some role had."""
+    limit: Bound
+    """T_LB with its parts."""
+    losses: Losses
+    """Where T - T_LB went."""
+
+    @property
+    def value(self) -> float:
+        """E = T_LB / T, above 0 and at most 1."""
+        return self.limit.efficiency(self.seconds)
+
+    def metrics(self) -> dict[str, float]:
+        """As metrics of the step: `bound/…` and `lost/…`, in seconds but for efficiency and devices."""
+        found = {"bound/seconds": self.limit.seconds, "bound/efficiency": self.value}
+        found |= {f"bound/{name}": float(getattr(self.limit, name)) for name in ("area", "saturation", "network")}
+        found["bound/devices"] = float(self.devices)
+        return found | {f"lost/{part.name}": float(getattr(self.losses, part.name)) for part in fields(self.losses)}
+
+
+def efficiency(seen: Seen, profile: Profile, items: int) -> Efficiency | None:
+    """Compare a step with its lower bound.
+
+    Args:
+        seen: the step.
+        profile: what its stages cost, in this step or any other; where it says nothing, this step stands for itself.
+        items: of the step.
+
+    Returns:
+        None where no device worked.
+    """
+    count = len(seen.lanes)
+    if not count or seen.seconds <= 0 or not any(stage.work > 0 for stage in seen.stages.values()):
+        return None
+    expected = least = 0.0
+    fastest: dict[str, float] = {}
+    for name, stage in seen.stages.items():
+        known = list(_known(profile, name, items))
+        own, best = _work(stage, known)
+        expected, least = expected + own, least + best
+        fastest[name] = _quickest(stage, known, count)
+    published = [one.seconds for one in profile.sync]
+    area = least / count
+    saturation = max(fastest.values()) if profile.staleness else longest_row(fastest, seen.edges)
+    limit = Bound(area, saturation, 0.0, area, min([seen.sync, *published]))
+    losses = split(list(seen.lanes.values()), seen.seconds, limit, least=least, expected=expected, tail=seen.tail)
+    return Efficiency(seen.seconds, count, limit, losses)
+
+
+def _known(profile: Profile, name: str, items: int) -> Iterator[Timing]:
+    if name in profile.stages:
+        yield from (one for way in profile.stages[name].ways for one in way.timings if one.batch == items)
+
+
+def _work(stage: StageTime, known: list[Timing]) -> tuple[float, float]:
+    """Device-seconds of a stage at the size that it had, and at its most efficient one."""
+    size = len(stage.devices)
+    if not size:
+        return 0.0, 0.0
+    expected = min([stage.work, *(one.work for one in known if one.devices == size)])
+    return expected, min([expected, *(one.work for one in known)])
+
+
+def _quickest(stage: StageTime, known: list[Timing], count: int) -> float:
+    """Seconds of a stage at its quickest on up to `count` devices."""
+    if not stage.devices:
+        return min([stage.seconds, *(one.seconds for one in known)])
+    times = [(len(stage.devices), stage.seconds), *((one.devices, one.seconds) for one in known)]
+    widest = max(devices for devices, _ in times)
+    scaled = min(seconds for devices, seconds in times if devices == widest) * min(1.0, widest / count)
+    return min([scaled, *(seconds for _, seconds in times)])

@@ -1,0 +1,513 @@
+"""Pareto labels of the planner: the costs of a partial plan that anything composed with it depends on, as arrays.
+
+Flows in: labels of two parts. Flows out: labels of the two composed, and the ones worth keeping. Nothing waits here.
+
+A part is a sequence of phases. Whatever is put around it can change its first and its last phase only, so a label holds
+these two, the sum of everything between, and devices and memory by kind: one row of an array `[labels, columns]`.
+
+    0         seconds between head and tail, and of what is always paid
+    1 … 7     head: makespan of its released source, chunk seconds of that source, latency of the rest, slowest period
+              of the rest, seconds of the whole phase, to onload before it, to offload after it
+    8 … 14    tail: the same; unused where there is only one phase
+    15 …      per kind: devices; bytes that stay on each of them; the most bytes on any of them
+
+Starting points of a search: sizes that balance stages side by side, in the best sequence of such phases.
+
+Flows in: a workload. Flows out: one size per stage. Nothing waits here.
+
+A phase is a set of stages side by side on all devices of their kind, each just large enough to take no longer than the
+slowest: that time is found by bisection. Phases follow each other; the best sequence is the shortest way from no stage
+done to all done. It is right about what such plans take but for what it leaves out, memory and switches, links, tails
+that overlap with what follows; so its sizes start a search and its seconds are not used.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlinf.placement.workload import Option, Stage, Workload
+
+
+def balanced(workload: Workload, chunks: int, most: int) -> list[Option] | None:
+    """Return a size for each stage, in the order of the workload's; None if no such plan fits the devices.
+
+    Args:
+        workload: what to plan.
+        chunks: of a step.
+        most: stages of a phase: 1 finds the best plan in turns.
+    """
+    stages = workload.stages
+    number = {stage.name: index for index, stage in enumerate(stages)}
+    needs = [0] * len(stages)
+    apart = [0] * len(stages)  # by a barrier, so they cannot be in one phase
+    for edge in workload.edges:
+        needs[number[edge.target]] |= 1 << number[edge.source]
+        if edge.barrier:
+            apart[number[edge.target]] |= 1 << number[edge.source]
+    ladders = [_ladder(stage, workload, chunks) for stage in stages]
+    everything = (1 << len(stages)) - 1
+    best: dict[int, tuple[float, int, list[Option]]] = {0: (0.0, 0, [])}
+    phases: dict[int, tuple[float, list[Option]] | None] = {}
+    for done in range(everything):  # whatever leads to a set has fewer bits, so a smaller number
+        if done not in best:
+            continue
+        rest = everything & ~done
+        for phase in _subsets(rest):
+            members = [index for index in range(len(stages)) if phase >> index & 1]
+            if len(members) > most or any(needs[i] & rest & ~phase or apart[i] & phase for i in members):
+                continue
+            if phase not in phases:
+                sources = [i for i in members if stages[i].release is not None and not needs[i] & phase]
+                phases[phase] = _phase(members, sources[:1], ladders, needs, workload, chunks)
+            if (made := phases[phase]) is not None:
+                seconds = best[done][0] + made[0]
+                if done | phase not in best or seconds < best[done | phase][0]:
+                    best[done | phase] = seconds, done, made[1]
+    if everything not in best:
+        return None
+    found: dict[int, Option] = {}
+    at = everything
+    while at:
+        _, before, options = best[at]
+        members = [index for index in range(len(stages)) if (at & ~before) >> index & 1]
+        found |= zip(members, options, strict=True)
+        at = before
+    return [found[index] for index in range(len(stages))]
+
+
+def _subsets(members: int) -> Iterator[int]:
+    """All subsets of a set of bits but the empty one, each as bits; those with high ones first."""
+    subset = members
+    while subset:
+        yield subset
+        subset = (subset - 1) & members
+
+
+_TRIED = 24
+"""Sizes of a source that are tried in a phase."""
+Ladder = dict[str, list[tuple[float, Option]]]
+"""By kind of device, seconds and sizes: each takes longer than the one before it, and fewer devices."""
+_seconds = itemgetter(0)
+
+
+def _ladder(stage: Stage, workload: Workload, chunks: int) -> Ladder:
+    ladder: Ladder = {}
+    usable = workload.usable(stage)
+    for seconds, devices, index in sorted((stage.alone(one, chunks), one.devices, i) for i, one in enumerate(usable)):
+        steps = ladder.setdefault(usable[index].kind, [])
+        if not steps or devices < steps[-1][1].devices:
+            steps.append((seconds, usable[index]))
+    return ladder
+
+
+def _phase(
+    members: Sequence[int],
+    sources: Sequence[int],
+    ladders: Sequence[Ladder],
+    needs: Sequence[int],
+    workload: Workload,
+    chunks: int,
+) -> tuple[float, list[Option]] | None:
+    """Seconds and sizes of stages side by side, in the order of `members`; None if they do not fit.
+
+    Behind a source whose items leave it late, how large the others should be depends on how large it is, so a number of
+    sizes is tried: max over k of R(k) + latency + (K - k)·period.
+    """
+    others = [index for index in members if index not in sources]
+    if not sources or not others:
+        made = _even([ladders[index] for index in others or members], workload.devices)
+        if made is None:
+            return None
+        slowest = max(seconds for seconds, _ in made)
+        path = _longest({index: seconds for index, (seconds, _) in zip(others or members, made, strict=True)}, needs)
+        return (path + (chunks - 1) * slowest) / chunks, [option for _, option in made]
+    release = workload.stages[sources[0]].release
+    assert release is not None
+    late = release.chunks(chunks)
+    steps = [step for own in ladders[sources[0]].values() for step in own]
+    best: tuple[float, list[Option]] | None = None
+    for _, source in steps[:: -(-len(steps) // _TRIED)]:
+        left = dict(workload.devices)
+        left[source.kind] = left.get(source.kind, 0) - source.devices
+        made = _even([ladders[index] for index in others], left)
+        if made is None:
+            continue
+        period = max(own for own, _ in made) / chunks
+        latency = _longest({index: own for index, (own, _) in zip(others, made, strict=True)}, needs) / chunks
+        seconds = max(share * source.seconds + latency + (chunks - k) * period for k, share in enumerate(late, 1))
+        if best is None or seconds < best[0]:
+            found = dict(zip(others, (option for _, option in made), strict=True)) | {sources[0]: source}
+            best = seconds, [found[index] for index in members]
+    return best
+
+
+def _longest(seconds: Mapping[int, float], needs: Sequence[int]) -> float:
+    """The longest way through some stages along what they need."""
+    ends: dict[int, float] = {}
+
+    def end(index: int) -> float:
+        if index not in ends:
+            ends[index] = seconds[index] + max((end(i) for i in seconds if needs[index] >> i & 1), default=0.0)
+        return ends[index]
+
+    return max(end(index) for index in seconds)
+
+
+def _even(ladders: Sequence[Ladder], devices: Mapping[str, int]) -> list[tuple[float, Option]] | None:
+    """Seconds and sizes of stages that all take at most the least time for which there are devices."""
+    times = sorted({seconds for ladder in ladders for steps in ladder.values() for seconds, _ in steps})
+    low, high = 0, len(times)
+    fitting: list[tuple[float, Option]] | None = None
+    while low < high:
+        middle = (low + high) // 2
+        chosen = _within(ladders, times[middle], devices)
+        if chosen is None:
+            low = middle + 1
+        else:
+            high, fitting = middle, chosen
+    return fitting
+
+
+def _within(ladders: Sequence[Ladder], seconds: float, devices: Mapping[str, int]) -> list[tuple[float, Option]] | None:
+    """The smallest size of each stage that takes no longer, on the kind with the most room; None if they do not fit."""
+    left = dict(devices)
+    chosen = []
+    for ladder in ladders:
+        quick = [steps[at - 1] for steps in ladder.values() if (at := bisect_right(steps, seconds, key=_seconds))]
+        if not quick:
+            return None
+        step = max(quick, key=lambda step: left.get(step[1].kind, 0) - step[1].devices)
+        left[step[1].kind] = left.get(step[1].kind, 0) - step[1].devices
+        if left[step[1].kind] < 0:
+            return None
+        chosen.append(step)
+    return chosen
+
+
+Array = NDArray[np.float64]
+BETWEEN = 0
+HEAD = slice(1, 8)
+TAIL = slice(8, 15)
+KINDS = 15
+"""First column of devices and memory, three per kind."""
+SOURCE, SOURCE_CHUNK, LATENCY, PERIOD, WHOLE, ONLOAD, OFFLOAD = range(7)
+"""Columns inside of a phase."""
+_AT_ONCE = 256
+"""Labels that are compared with each other at once: more takes more comparisons, fewer more calls."""
+EVEN = -1
+"""In place of a release curve's number: no source with one."""
+
+
+_PER_CHUNK = np.zeros(KINDS + 1, dtype=bool)
+_PER_CHUNK[[start + own for start in (HEAD.start, TAIL.start) for own in (PERIOD, SOURCE_CHUNK)]] = True
+"""Per column whether it counts once per chunk; the last stands for all of devices and memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What labels must have in common to be compared."""
+
+    single: bool
+    """There is one phase only, in the columns of the head."""
+    head: int
+    """Bit set of the stages in the first phase; 0 once nothing can join it any more."""
+    tail: int
+    """Of the last phase."""
+    head_curve: int = EVEN
+    """Number of the stage whose release curve drives the first phase."""
+    tail_curve: int = EVEN
+    """Of the last phase."""
+    ways: int = 0
+    """Bit 0: something is composed in time; bit 1: in space. Only where a search has to tell."""
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Labels of one set of stages and one shape, and where each came from."""
+
+    shape: Shape
+    """Of every label."""
+    rows: Array
+    """`[labels, columns]`."""
+    origin: NDArray[np.int64]
+    """`[labels, 3]`: index into `parents`, and the labels of left and right part; for a leaf, its variant."""
+    parents: list[Any] = field(default_factory=list)
+    """What `origin` points into."""
+
+    _seconds: Array | None = None
+    _least: float | None = None
+
+    def seconds(self) -> Array:
+        """Seconds of the part alone, `[labels]`."""
+        if self._seconds is None:
+            total = self.rows[:, BETWEEN] + cost(self.rows[:, HEAD])
+            self._seconds = total if self.shape.single else total + cost(self.rows[:, TAIL])
+        return self._seconds
+
+    def least(self) -> float:
+        """Seconds of the quickest label; infinite if there is none."""
+        if self._least is None:
+            self._least = float(self.seconds().min(initial=np.inf))
+        return self._least
+
+    def take(self, chosen: NDArray[Any]) -> Block:
+        """Return only these labels."""
+        seconds = None if self._seconds is None else self._seconds[chosen]
+        return Block(self.shape, self.rows[chosen], self.origin[chosen], self.parents, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Release curves in the form that phases need."""
+
+    chunks: int
+    """Chunks of a step."""
+    corners: dict[int, tuple[tuple[int, float], ...]]
+    """Per stage number: (k, share of the makespan) where chunk k = 1 … leaves, only corners of the upper hull."""
+
+    @classmethod
+    def of(cls, chunks: int, shares: dict[int, Sequence[float]]) -> Curves:
+        """Keep the corners: max over k of G·r(k) - k·t is taken at one of them for any G and t."""
+        return cls(chunks, {stage: tuple(_hull(list(enumerate(curve, 1)))) for stage, curve in shares.items()})
+
+    def whole(self, curve: int, phase: Array) -> Array:
+        """Seconds of a pipelined phase: max over k of R(k) + latency + (K - k)·period (flow shop with arrivals R)."""
+        latency, period = phase[:, LATENCY], phase[:, PERIOD]
+        if curve == EVEN:
+            return latency + (self.chunks - 1) * period
+        source = phase[:, SOURCE]
+        best = np.full(len(phase), -np.inf)
+        for k, share in self.corners[curve]:
+            np.maximum(best, source * share + latency + (self.chunks - k) * period, out=best)
+        return best
+
+
+def cost(phase: Array) -> Array:
+    """Seconds of a phase with its switches, `[labels]`."""
+    return phase[:, WHOLE] + phase[:, ONLOAD] + phase[:, OFFLOAD]
+
+
+def merge(
+    first: Array,
+    second: Array,
+    first_curve: int,
+    second_curve: int,
+    link: float | None,
+    feeds: bool,
+    curves: Curves,
+) -> tuple[Array, int]:
+    """Let two phases run as one, on disjoint devices.
+
+    Args:
+        first: head or tail columns `[labels, 7]`.
+        second: of what it may feed.
+        first_curve: stage whose release drives the first, or EVEN.
+        second_curve: of the second.
+        link: seconds to move one chunk from one to the other; None: no edge runs between.
+        feeds: an edge runs from the first to the stage whose curve drives the second.
+        curves: of the search.
+
+    Returns:
+        The columns of the merged phase, and its curve.
+    """
+    latency, period = second[:, LATENCY], second[:, PERIOD]
+    source, curve = first, first_curve
+    if second_curve != EVEN and feeds:
+        # Its input arrives late, so its curve says nothing any more: it counts as even.
+        latency = latency + second[:, SOURCE_CHUNK]
+        period = np.maximum(period, second[:, SOURCE_CHUNK])
+    elif second_curve != EVEN and first_curve != EVEN:
+        # Two curves side by side: a label has room for one, so the other lets everything go at its end.
+        latency = latency + second[:, SOURCE]
+    elif second_curve != EVEN:
+        source, curve = second, second_curve
+    merged = np.zeros_like(first)
+    merged[:, SOURCE] = source[:, SOURCE]
+    merged[:, SOURCE_CHUNK] = source[:, SOURCE_CHUNK]
+    merged[:, PERIOD] = np.maximum(np.maximum(first[:, PERIOD], period), link or 0.0)
+    if link is None:
+        merged[:, LATENCY] = np.maximum(first[:, LATENCY], latency)
+    else:
+        merged[:, LATENCY] = first[:, LATENCY] + latency + link
+    merged[:, ONLOAD] = np.maximum(first[:, ONLOAD], second[:, ONLOAD])
+    merged[:, OFFLOAD] = np.maximum(first[:, OFFLOAD], second[:, OFFLOAD])
+    merged[:, WHOLE] = curves.whole(curve, merged)
+    return merged, curve
+
+
+def compose(
+    left: Block, right: Block, pairs: tuple[Any, Any], *, spatial: bool, link: float | None, feeds: bool,
+    barred: bool, always: float, curves: Curves, ways: int,
+) -> Block:  # fmt: skip
+    """Compose labels of two parts pair by pair.
+
+    Args:
+        left: comes first, or feeds.
+        right: comes second, or is fed.
+        pairs: numbers of left and right labels, equally long.
+        spatial: on disjoint devices; otherwise one after the other.
+        link: seconds of one chunk between the phases that meet; None: no edge between them.
+        feeds: an edge runs to the stage whose release curve drives the right one of them.
+        barred: a barrier runs between the phases that meet, so they follow each other even on disjoint devices.
+        always: seconds to add, for what the two publish to each other.
+        curves: of the search.
+        ways: how the result is composed, for its shape.
+    """
+    x, y = left.rows[pairs[0]], right.rows[pairs[1]]
+    one, two = left.shape, right.shape
+    rows = np.zeros_like(x)
+    rows[:, BETWEEN] = x[:, BETWEEN] + y[:, BETWEEN] + always
+    _add_devices(rows, x, y, spatial)
+    meets, meets_curve, meets_set = (HEAD, one.head_curve, one.head) if one.single else (TAIL, one.tail_curve, one.tail)
+    ends, ends_curve, ends_set = (HEAD, two.head_curve, two.head) if two.single else (TAIL, two.tail_curve, two.tail)
+    if not spatial or barred:
+        rows[:, HEAD], rows[:, TAIL] = x[:, HEAD], y[:, ends]
+        if not one.single:
+            rows[:, BETWEEN] += cost(x[:, TAIL])
+        if not two.single:
+            rows[:, BETWEEN] += cost(y[:, HEAD])
+        shape = Shape(False, one.head, ends_set, one.head_curve, ends_curve, ways)
+        return Block(shape, rows, _origin(pairs), [(spatial, left, right)])
+    middle, curve = merge(x[:, meets], y[:, HEAD], meets_curve, two.head_curve, link, feeds, curves)
+    joined = meets_set | two.head
+    if one.single and two.single:
+        rows[:, HEAD] = middle
+        shape = Shape(True, joined, joined, curve, curve, ways)
+    elif one.single:
+        rows[:, HEAD], rows[:, TAIL] = middle, y[:, TAIL]
+        shape = Shape(False, joined, two.tail, curve, two.tail_curve, ways)
+    elif two.single:
+        rows[:, HEAD], rows[:, TAIL] = x[:, HEAD], middle
+        shape = Shape(False, one.head, joined, one.head_curve, curve, ways)
+    else:
+        rows[:, HEAD], rows[:, TAIL] = x[:, HEAD], y[:, TAIL]
+        rows[:, BETWEEN] += cost(middle)
+        shape = Shape(False, one.head, two.tail, one.head_curve, two.tail_curve, ways)
+    return Block(shape, rows, _origin(pairs), [(spatial, left, right)])
+
+
+def settle(block: Block, *, head: bool, tail: bool) -> Block:
+    """Add the head or the tail to what lies between, once nothing can join it: fewer columns tell labels apart."""
+    if not (head or tail):
+        return block
+    rows, shape = block.rows.copy(), block.shape
+    head_set, tail_set, head_curve, tail_curve = shape.head, shape.tail, shape.head_curve, shape.tail_curve
+    if shape.single and head:
+        rows[:, TAIL], rows[:, HEAD] = rows[:, HEAD], 0.0
+    if head:
+        rows[:, BETWEEN] += cost(rows[:, HEAD])
+        rows[:, HEAD], head_set, head_curve = 0.0, 0, EVEN
+    if tail:
+        rows[:, BETWEEN] += cost(rows[:, TAIL])
+        rows[:, TAIL], tail_set, tail_curve = 0.0, 0, EVEN
+    return Block(
+        Shape(False, head_set, tail_set, head_curve, tail_curve, shape.ways), rows, block.origin, block.parents
+    )
+
+
+def joined(blocks: Sequence[Block]) -> Block:
+    """Put blocks of one shape together."""
+    if len(blocks) == 1:
+        return blocks[0]
+    parents: list[Any] = []
+    origins = []
+    for block in blocks:
+        shifted = block.origin.copy()
+        shifted[:, 0] += len(parents)
+        origins.append(shifted)
+        parents += block.parents
+    return Block(blocks[0].shape, np.concatenate([b.rows for b in blocks]), np.concatenate(origins), parents)
+
+
+def best_of(block: Block, seconds: float, chunks: int) -> Block:
+    """Drop every label that another one is at least as good as in every column.
+
+    Args:
+        block: labels of one shape.
+        seconds: by so much a plan around a label may be slower with the one that is kept in its place.
+        chunks: of a step, for the columns that count once per chunk.
+    """
+    rows = block.rows
+    if len(rows) < 2:
+        return block
+    differ = np.flatnonzero(rows.max(axis=0) > rows.min(axis=0))
+    if not len(differ):
+        return block.take(np.array([0]))
+    columns, slack = rows[:, differ], _slack(differ, seconds, chunks)
+    if len(differ) == 1:
+        return block.take(np.array([columns[:, 0].argmin()]))
+    # A label that is better everywhere has the smaller sum, so only those before a label in that order can drop it.
+    order = np.argsort((columns / columns.max(axis=0).clip(1e-300)).sum(axis=1), kind="stable")
+    columns = np.ascontiguousarray(columns[order].T)
+    kept = np.empty(0, dtype=np.int64)
+    for start in range(0, len(order), _AT_ONCE):
+        fresh = np.arange(start, min(start + _AT_ONCE, len(order)))
+        if len(kept):
+            fresh = fresh[~_covered(columns[:, kept], columns[:, fresh], slack).any(axis=0)]
+        kept = np.concatenate([kept, fresh[_greedy(_covered(columns[:, fresh], columns[:, fresh], slack))]])
+    return block.take(order[kept])
+
+
+def _covered(by: Array, these: Array, slack: Array) -> NDArray[np.bool_]:
+    """Whether a label is at least as good as another in every column: `[columns, a]`, `[columns, b]` to `[a, b]`."""
+    covered: NDArray[np.bool_] = by[0][:, None] <= these[0] + slack[0]
+    for one, other, least in zip(by[1:], these[1:], slack[1:], strict=True):
+        covered &= one[:, None] <= other + least
+    return covered
+
+
+def _greedy(covered: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Numbers of labels that none is kept for; each that is kept drops those after it that it covers."""
+    chosen = []
+    left = np.ones(len(covered), dtype=bool)
+    at = 0
+    while at < len(left):
+        chosen.append(at)
+        left[at:] &= ~covered[at, at:]
+        at += 1 + int(left[at + 1 :].argmax()) if left[at + 1 :].any() else len(left)
+    return np.array(chosen, dtype=np.int64)
+
+
+def _slack(differ: NDArray[np.int64], seconds: float, chunks: int) -> Array:
+    """Per column that differs, how much worse a label may be so that no plan around it gets slower by `seconds`."""
+    timed = differ < KINDS
+    slack = np.where(timed, seconds / max(1, int(timed.sum())), 0.0)
+    return np.where(_PER_CHUNK[np.minimum(differ, KINDS)], slack / chunks, slack)
+
+
+def _origin(pairs: tuple[Any, Any]) -> NDArray[np.int64]:
+    return np.stack([np.zeros_like(pairs[0]), pairs[0], pairs[1]], axis=1).astype(np.int64)
+
+
+def _add_devices(rows: Array, x: Array, y: Array, spatial: bool) -> None:
+    for at in range(KINDS, rows.shape[1], 3):
+        count, stay, most = at, at + 1, at + 2
+        if spatial:
+            rows[:, count] = x[:, count] + y[:, count]
+            rows[:, stay] = np.maximum(x[:, stay], y[:, stay])
+            rows[:, most] = np.maximum(x[:, most], y[:, most])
+        else:
+            rows[:, count] = np.maximum(x[:, count], y[:, count])
+            rows[:, stay] = x[:, stay] + y[:, stay]
+            rows[:, most] = np.maximum(x[:, most] + y[:, stay], y[:, most] + x[:, stay])
+
+
+def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Upper hull of points in order of their first coordinate."""
+    hull: list[tuple[int, float]] = []
+    for point in points:
+        while len(hull) > 1 and _turn(hull[-2], hull[-1], point) >= 0:
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _turn(a: tuple[int, float], b: tuple[int, float], c: tuple[int, float]) -> float:
+    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])

@@ -1,0 +1,1 @@
+"""One run, from its configuration to its end: checks, roles, the loop of steps, checkpoints, evaluation, going on."""

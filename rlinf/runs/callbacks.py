@@ -1,0 +1,183 @@
+"""Callbacks: code of the user's own that is told what happens in a run, and may end it.
+
+In: objects with any of the methods of `EVENTS`, or functions, which are called after each step; plain or async. Out:
+their calls, one after the other, each with the arguments that it names. Who wakes whom: the run waits until a callback
+has returned, so a plain one that takes long holds up everything; `on_checkpoint` is called beside the steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlinf.config.common import CommonConfig
+from rlinf.config.importing import resolve
+from rlinf.config.load import Problem, RunFailure
+from rlinf.config.schema import nearest
+from rlinf.runs.roles import RAISED, problem
+from rlinf.storage.directory import RunDirectory
+
+EVENTS: Mapping[str, tuple[str, ...]] = {
+    "on_step": ("step", "metrics", "run"),
+    "on_samples": ("step", "samples", "run"),
+    "on_evaluate": ("step", "evaluation", "run"),
+    "on_checkpoint": ("step", "path", "run"),
+}
+"""The methods that a callback may have, in the order in which a step calls them, and what each may take: `step`, the
+steps done; `metrics`, of the step, by name; `samples`, rows as in samples.jsonl; `evaluation`, its metrics by name;
+`path`, of a whole checkpoint; `run`, the `Run`."""
+
+
+class Driven(Protocol):
+    """A run as its callbacks see it: `job.loop.TrainingLoop`."""
+
+    config: Any
+    directory: RunDirectory
+    done: int
+    roles: Any
+
+    def stop(self, why: str) -> None:
+        """End after the step under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The run, as callbacks are given it."""
+
+    _loop: Driven
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._loop.done
+
+    @property
+    def steps(self) -> int:
+        """Steps that there are to be."""
+        return int(self._loop.config.steps)
+
+    @property
+    def config(self) -> CommonConfig:
+        """The configuration, with every key."""
+        return self._loop.config  # type: ignore[no-any-return]
+
+    @property
+    def directory(self) -> Path:
+        """Where its files are."""
+        return self._loop.directory.path
+
+    @property
+    def roles(self) -> Mapping[str, Any]:
+        """The handles of its roles by name, such as `rollout` and `trainer`."""
+        return self._loop.roles  # type: ignore[no-any-return]
+
+    def stop(self, why: str = "a callback said so") -> None:
+        """End the run in order once the step under way is over: it is evaluated and saved as after the last step.
+
+        Args:
+            why: half a sentence that is printed.
+        """
+        self._loop.stop(why)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    """One method, or one function."""
+
+    name: str
+    """For messages."""
+    call: Callable[..., Any]
+    """What to call."""
+    takes: tuple[str, ...]
+    """Names of its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """The callbacks of one run."""
+
+    listeners: Mapping[str, Sequence[_Listener]] = field(default_factory=dict)
+    """By event."""
+
+    @staticmethod
+    def of(given: Sequence[Any], problems: list[Problem]) -> Callbacks:
+        """Read what each one listens to.
+
+        Args:
+            given: objects, classes, which are made without arguments, functions, and dotted paths of those.
+            problems: takes what is wrong with them.
+        """
+        found: dict[str, list[_Listener]] = {event: [] for event in EVENTS}
+        for source in given:
+            try:
+                for event, listener in _listeners(source):
+                    found[event].append(listener)
+            except RAISED as error:
+                problems.append(problem("callbacks", _name(source), error))
+        return Callbacks(found)
+
+    async def tell(self, event: str, loop: Driven, **offered: Any) -> None:
+        """Call everyone who listens to an event, one after the other.
+
+        Args:
+            event: of `EVENTS`.
+            loop: the run.
+            offered: the arguments that there are, besides `run`.
+
+        Raises:
+            RunFailure: one raised; the text names it.
+        """
+        for listener in self.listeners.get(event, ()):
+            there = {**offered, "run": Run(loop)}
+            try:
+                returned = listener.call(**{name: there[name] for name in listener.takes})
+                if inspect.isawaitable(returned):
+                    await returned
+            except Exception as error:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{last.filename}:{last.lineno}"
+                text = (
+                    f"callback {listener.name} raised {type(error).__name__}: {error} ({where}), after step {loop.done}"
+                )
+                raise RunFailure(text) from error
+
+
+def _listeners(source: Any) -> Iterator[tuple[str, _Listener]]:
+    found = resolve(source) if isinstance(source, str) else source
+    if inspect.isclass(found):
+        try:
+            found = found()
+        except TypeError as error:
+            raise ValueError(f"it cannot be made without arguments ({error}); pass an object of it") from error
+    name = _name(found)
+    methods = [event for event in EVENTS if callable(getattr(found, event, None))]
+    for method in dir(found):
+        if method.startswith("on_") and method not in EVENTS:
+            near = nearest(method, EVENTS) or f"there are {', '.join(EVENTS)}"
+            raise ValueError(f"it has {method}, which nothing calls; did you mean {near}?")
+    if methods:
+        yield from ((event, _listener(f"{name}.{event}", getattr(found, event), EVENTS[event])) for event in methods)
+    elif callable(found):
+        yield "on_step", _listener(name, found, EVENTS["on_step"])
+    else:
+        raise ValueError(f"a callback is a function, or an object with any of {', '.join(EVENTS)}")
+
+
+def _listener(name: str, call: Callable[..., Any], offered: tuple[str, ...]) -> _Listener:
+    parameters = inspect.signature(call).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return _Listener(name, call, offered)
+    required = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_POSITIONAL]
+    if unknown := [each for each in required if each not in offered]:
+        raise ValueError(f"{name} takes {', '.join(unknown)}; it may take {', '.join(offered)}")
+    if by_position := [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]:
+        raise ValueError(f"{name} takes {', '.join(by_position)} by position only; remove the `/`")
+    return _Listener(name, call, tuple(each.name for each in parameters if each.name in offered))
+
+
+def _name(source: Any) -> str:
+    return source if isinstance(source, str) else str(getattr(source, "__qualname__", type(source).__qualname__))

@@ -1,0 +1,529 @@
+"""Tries out what a configuration of a policy that acts names: simulator, policy, saved files, sizes.
+
+In: a configuration that is right by itself. Out: what is wrong, by key. No simulator is made and no process is started:
+options are held to the signature of the simulator's class, and the policy is built on the meta device, without memory.
+
+What a configuration says of demonstrations: data sets to open, and what they show.
+
+In: the section `imitation`. Out: a `Shown`, the shapes of what it shows, and its statistics as a policy takes them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.config.embodied import IMITATION, OFF_POLICY, EmbodiedConfig, ImitationConfig
+from rlinf.config.importing import resolve
+from rlinf.config.load import ConfigError, Problem
+from rlinf.data.demonstrations import Shown, Window, open_episodes, open_parts
+from rlinf.data.demonstrations.episode import ACTIONS, STATE
+from rlinf.data.demonstrations.statistics import Accumulator, tell_rare
+from rlinf.data.demonstrations.stream import Part
+from rlinf.envs.base import CannotRender, Simulator, WrongOption
+from rlinf.envs.wrappers import mistake_in_function
+from rlinf.models.policy.base import Policy
+from rlinf.models.policy.build import (
+    CONFIG,
+    WEIGHTS,
+    build_policy_model,
+    configured,
+    fitted,
+    policy_class,
+    policy_config,
+)
+from rlinf.models.policy.published import tensor_shapes, tensors_in
+from rlinf.models.policy.sac import SoftPolicy
+from rlinf.models.policy.vla.robots import RobotActions, Scaling
+from rlinf.placement.seats import Placed
+from rlinf.runs.dry_run.estimate import told
+from rlinf.runs.dry_run.footprint import MOST_BYTES, MOST_PARTS, control_footprints, too_much, unfit
+from rlinf.runs.roles import RAISED, problem
+from rlinf.runs.rules import WITH_TARGETS, policy_settings, preparation_of, suites_of
+from rlinf.training.embodied.ppo import Preparation
+
+_GB = 1 << 30
+
+
+def shown_of(settings: ImitationConfig) -> Shown | None:
+    """The demonstrations that are learned from; None where none are named."""
+    one = {"path": settings.path, "format": settings.format, "names": settings.names, "bounds": settings.bounds}
+    sets = settings.mixture or ({} if settings.path is None else {"data": one})
+    if not sets:
+        return None
+    memory = int(settings.memory_gb * _GB)
+    return Shown(sets=sets, solved=settings.solved, broken=settings.broken, held_out=settings.held_out, memory=memory)
+
+
+def shapes_of(settings: ImitationConfig) -> dict[str, Any]:
+    """What a policy must fit that learns from demonstrations without a simulator; as `EnvActor.shapes` has it.
+
+    Raises:
+        ValueError: they are broken, or none are named.
+    """
+    if (shown := shown_of(settings)) is None:
+        raise ValueError("no demonstrations are named")
+    parts = open_parts(shown)[0]
+    part = parts[0]
+    first = part.read(part.places[0])
+    shapes = {name: tuple(rows.shape[1:]) for name, rows in first.observation.items()}
+    size = first.actions.shape[-1]
+    known = {"shapes": shapes, "action_size": size, "max_steps": None, "choices": None}
+    return {**known, "bounds": _bounds(parts) or ((-1.0,) * size, (1.0,) * size)}
+
+
+def measured(settings: ImitationConfig, seed: int, policy: Mapping[str, Any], path: str | None) -> dict[str, Any]:
+    """Settings of a policy that make it act on the scale of what is learned from. Blocking: it reads all of it.
+
+    Args:
+        settings: with `statistics`.
+        seed: of which episodes are held out.
+        policy: its configuration, fitted to the simulator, whose bounds are the robot's units of actions.
+        path: of its directory.
+
+    Raises:
+        ValueError: the demonstrations are broken, or the policy keeps no statistics of its own.
+    """
+    name, shown = settings.statistics, shown_of(settings)
+    if name is None or shown is None:
+        return {}
+    kind = policy_class(policy)
+    unmeasured(kind, name, path)
+    config = policy_config(policy if path is None else configured(policy, Path(path).expanduser()))
+    nothing = torch.zeros(0, dtype=torch.float64)
+    robot = kind.actions_of(config, Scaling(nothing, nothing))  # what it predicts is in the robot's units
+    found: dict[str, Accumulator] = {}
+    parts = open_parts(shown, seed)[0]
+    for part in parts:
+        for feature, rows in _features(part, robot, config.chunk):
+            found.setdefault(feature, Accumulator()).add(rows)
+    episodes = sum(len(part.places) for part in parts)
+    statistics = {feature: each.done() for feature, each in found.items()}
+    for feature, each in statistics.items():
+        tell_rare(f"imitation.statistics: {feature}", each)
+    return kind.with_statistics(name, statistics, episodes)
+
+
+def unmeasured(kind: type[Policy], name: str, path: str | None) -> dict[str, Any]:
+    """What `measured` gives, of a robot with one number that is always 0.
+
+    Raises:
+        ValueError: such a policy keeps no statistics, or that of the directory keeps those that it has.
+    """
+    if path is not None and (Path(path).expanduser() / CONFIG).is_file():
+        raise ValueError(f"{path} is a policy that was saved with its statistics, and goes on with them: remove it")
+    number = Accumulator()
+    number.add(torch.zeros(1, 1))
+    return kind.with_statistics(name, {ACTIONS: number.done(), STATE: number.done()}, 1)
+
+
+def _features(part: Part, robot: RobotActions, chunk: int) -> Iterator[tuple[str, Tensor]]:
+    """The actions of each episode in the robot's units, and the states before them, [n, D].
+
+    Actions that are relative to the state before their chunk count once in each chunk that they can lie in.
+    """
+    for place in part.places:
+        shown = part.read(place, pictures=False)
+        state = shown.observation.get(STATE)
+        if state is not None:
+            yield STATE, state[:-1]
+        if robot.relative and state is not None:
+            rows = Window([shown], chunk).between(0, len(shown.actions))
+            yield ACTIONS, robot.to_model(rows.actions, rows.observation[STATE])[rows.valid]
+        else:
+            yield ACTIONS, robot.to_model(shown.actions[shown.valid])
+
+
+def _bounds(parts: Sequence[Part]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """What is -1 and 1 in the robot's units, where all data sets agree."""
+    found = {
+        None if part.low is None or part.high is None else (tuple(part.low.tolist()), tuple(part.high.tolist()))
+        for part in parts
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+_LEAST = 16
+"""Bytes that are kept of every decision at least: a number each of observation, action, log-prob and reward."""
+_ARM = 7
+"""Numbers of an action where seconds depend on it and no simulator is made to be asked: of an arm with a gripper."""
+_MOST_WORKERS = 4096
+"""Processes that no machine has cores for."""
+
+
+def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
+    """What a run of this configuration could not use.
+
+    Args:
+        config: of the run.
+    """
+    if config.algorithm.name != IMITATION or config.trials.episodes:
+        yield from _simulator_mistakes(config)
+    yield from _function_mistakes(config)
+    found = _policy(config)
+    if isinstance(found, Problem):
+        yield found
+    else:
+        yield from _memory_mistakes(config, found)
+        yield from _too_large(config, found, None)
+    if config.policy.path is not None:
+        yield from _saved_mistakes(config.policy.path, config.policy.type)
+    yield from _demonstration_mistakes(config)
+    if isinstance(found, Problem):  # its chunk is not known, but as it is written
+        written = config.policy.settings.get("chunk")
+        chunk = written if isinstance(written, int) and written > 0 else 1
+    else:
+        chunk = found.config.chunk
+    if (
+        config.env.max_steps is not None
+        and (advice := horizon_mistake(config, config.env.max_steps, chunk)) is not None
+    ):
+        yield Problem("configuration", "policy.horizon", config.policy.horizon, advice)
+    yield from _oversized(config, chunk)
+
+
+def _demonstration_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
+    """What is wrong with demonstrations, as far as their index and their first episode show."""
+    wanted: list[tuple[str, Mapping[str, Any], bool]] = []
+    if (shown := shown_of(config.imitation)) is not None:
+        key = "imitation.mixture.{}" if config.imitation.mixture else "imitation.path"
+        wanted += [(key.format(name), about, shown.solved) for name, about in shown.sets.items()]
+    elif config.algorithm.name == IMITATION:
+        advice = "there is nothing to imitate: name demonstrations"
+        yield Problem("configuration", "imitation.path", None, advice)
+    if (directory := config.off_policy.demonstrations) is not None:
+        solved = not config.off_policy.failed_demonstrations
+        wanted.append(("off_policy.demonstrations", {"path": directory}, solved))
+    for key, about, solved in wanted:
+        try:
+            found = open_episodes(Path(about["path"]), about.get("format"), about.get("names") or None)
+            found.read(found.chosen(solved)[0])
+        except Exception as error:  # of files that may hold anything
+            yield problem(key, about["path"], error)
+
+
+def _function_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
+    """What is wrong with the functions that `env.reward` and `env.success` name."""
+    for key, path, arguments in (
+        ("env.reward", config.env.reward, config.env.reward_args),
+        ("env.success", config.env.success, {}),
+    ):
+        if path is None:
+            continue
+        try:
+            advice = mistake_in_function(resolve(path), arguments)
+        except RAISED as error:
+            yield problem(key, path, error, "importing it")
+            continue
+        if advice is not None:
+            yield Problem("configuration", key, path, advice)
+
+
+def horizon_mistake(config: EmbodiedConfig, limit: int | None, chunk: int) -> str | None:
+    """What is wrong with a step of the flow in which no episode can end, though the next one begins others.
+
+    Args:
+        config: of the run.
+        limit: steps of an episode at most; None for no limit.
+        chunk: actions of each decision.
+    """
+    done = config.policy.horizon * chunk
+    if not (config.env.fresh and config.env.ignore_terminations) or limit is None or done >= limit:
+        return None
+    return (
+        f"a step of the flow does {done} steps in each environment, all episodes last {limit}, and each step begins "
+        f"new ones, so that none would ever end: take horizon={-(-limit // chunk)}, or env.fresh=false"
+    )
+
+
+def horizon_warning(config: EmbodiedConfig, limit: int | None, chunk: int) -> str | None:
+    """A sentence about episodes that may last longer than a step of the flow, and begin anew with the next: those do
+    not count; None where all end in time.
+
+    Args:
+        config: of the run.
+        limit: steps of an episode at most; None for no limit.
+        chunk: actions of each decision.
+    """
+    done = config.policy.horizon * chunk
+    if not config.env.fresh or (limit is not None and done >= limit):
+        return None
+    longest = "end by themselves alone" if limit is None else f"last up to {limit} steps"
+    return (
+        f"policy.horizon: a step of the flow does {done} steps in each environment, and episodes {longest}; those that "
+        "last longer are cut off, and count neither as solved nor in reward/mean; env.fresh=false goes on with them"
+    )
+
+
+def expected_horizon_warning(config: EmbodiedConfig) -> str | None:
+    """The same before a simulator is made, where its configuration or Gymnasium's registry says how long episodes last;
+    None where neither does."""
+    if config.algorithm.name == IMITATION:  # whose steps act nowhere
+        return None
+    limit, id = config.env.max_steps, config.env.options.get("id")
+    if limit is None and isinstance(id, str) and str(config.env.simulator).startswith("rlinf.envs.gymnasium"):
+        import gymnasium
+
+        with suppress(*RAISED):  # an id that there is not was told already, or is of a package that is not here
+            limit = gymnasium.spec(id.rpartition(":")[2]).max_episode_steps
+    policy = _policy(config)
+    if limit is None or isinstance(policy, Problem):
+        return None
+    return horizon_warning(config, limit, policy.config.chunk)
+
+
+# Simulators -----------------------------------------------------------------------------------------------------------
+
+
+def _simulator_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
+    name = config.env.simulator
+    try:
+        found = resolve(name)
+    except RAISED as error:
+        yield problem("env.simulator", name, error, "importing it")
+        return
+    advice = None
+    if not (isinstance(found, type) and issubclass(found, Simulator)):
+        advice = "it is no class derived from rlinf.envs.base.Simulator; docs/adding-an-environment.md has one"
+    elif inspect.isabstract(found):
+        advice = f"it leaves out {', '.join(sorted(found.__abstractmethods__))}, which every simulator needs"
+    if advice is not None:
+        yield Problem("configuration", "env.simulator", name, advice)
+        return
+    wanted: list[tuple[str, Mapping[str, Any]]] = [("env.options", config.env.options)]
+    for name, suite in suites_of(config).items():
+        wanted.append((f"trials.suites.{name}.options" if name else "trials.options", suite.options))
+    for number, task in enumerate(config.env.tasks):
+        wanted.append((f"env.tasks[{number}].options", {**config.env.options, **task.get("options", {})}))
+    if config.env.tasks:
+        wanted = wanted[-len(config.env.tasks) :]  # the others lack what each task adds
+    for key, options in wanted:
+        try:
+            found.check_options(options)
+        except WrongOption as error:
+            where = key if error.name not in options else f"{key}.{error.name}"
+            yield Problem("configuration", where, options.get(error.name, dict(options)), str(error))
+            return
+        except RAISED as error:
+            yield problem(key, dict(options), error)
+            return
+    if config.trials.videos:
+        yield from _video_mistakes(found, config)
+
+
+def _video_mistakes(simulator: type[Simulator], config: EmbodiedConfig) -> Iterator[Problem]:
+    """Videos that are asked of a simulator which is known to draw nothing."""
+    tasks = [task.get("options", {}) for task in config.env.tasks] or [{}]
+    try:
+        for suite in suites_of(config).values():
+            for own in tasks:
+                simulator.check_pictures({**suite.options, **own})
+    except CannotRender as error:
+        yield Problem("configuration", "trials.videos", config.trials.videos, str(error))
+
+
+# Policies -------------------------------------------------------------------------------------------------------------
+
+
+def _policy(config: EmbodiedConfig, numbers: int = 1) -> Policy | Problem:
+    """The policy on the meta device, in an environment of the smallest sizes but for numbers of an action; or what is
+    wrong with it."""
+    off_policy = config.algorithm.name in OFF_POLICY
+    given = policy_settings(config)
+    kind = given["type"]
+    try:
+        wanted = policy_class({"type": kind})
+    except RAISED as error:
+        return problem("policy.type", kind, error)
+    if off_policy and not issubclass(wanted, SoftPolicy):
+        name = config.algorithm.name
+        advice = f"it has no critics of actions, which {name} needs: take soft, or a class derived from its SoftPolicy"
+        return Problem("configuration", "policy.type", kind, advice)
+    if (measures := config.imitation.statistics) is not None:
+        try:
+            given |= unmeasured(wanted, measures, config.policy.path)
+        except ValueError as error:
+            return problem("imitation.statistics", measures, error)
+    if (many := _too_many(config.policy.settings)) is not None:
+        return Problem("configuration", f"policy.settings.{many[0]}", many[1], f"no model has more than {MOST_PARTS:,}")
+    if (path := config.policy.path) is not None and wanted.published:  # its files say what is not set
+        return _built("policy.path", path, lambda: configured(_smallest(given, numbers), Path(path).expanduser()))
+    return _built("policy.settings", config.policy.settings, lambda: _smallest(given, numbers))
+
+
+def without_path(config: EmbodiedConfig) -> Problem | None:
+    """What is wrong with starting a run whose policy acts only where it was read from a directory, and names none.
+
+    Without weights such a configuration can be checked all the same, so that `--dry-run` merely warns of it.
+
+    Args:
+        config: of the run, which has passed `unusable`.
+    """
+    kind = policy_settings(config)["type"]
+    if config.policy.path is not None or not policy_class({"type": kind}).needs_path:
+        return None
+    advice = (
+        f"{kind} is read from a directory that has its weights and its tokenizer, as its authors publish it: name one"
+    )
+    return Problem("configuration", "policy.path", None, advice)
+
+
+def held_by(config: EmbodiedConfig, placed: Placed) -> dict[str, tuple[int, int]]:
+    """Bytes that each role with a policy takes of a device while it is loaded, and while it is parked, activations left
+    out; empty where there is no such policy.
+
+    Args:
+        config: of the run, which has passed `unusable`.
+        placed: where its roles are.
+    """
+    if isinstance(policy := _policy(config), Problem):
+        return {}
+    how, ranks = Preparation(**preparation_of(config)), len(placed.seats["trainer"].hosts)
+    found = control_footprints(policy, how, ranks=ranks, targets=config.algorithm.name in WITH_TARGETS)
+    return {role: (each.active_bytes, each.parked_bytes) for role, each in found.items()}
+
+
+def seconds_of(config: EmbodiedConfig, placed: Placed) -> Iterator[str]:
+    """Lines about the seconds of a step, where they follow from the policy's size and the devices' figures.
+
+    Args:
+        config: of the run, which has passed `unusable`.
+        placed: where its roles are.
+    """
+    if placed.fleet.hardware and not isinstance(policy := _policy(config, _ARM), Problem):
+        yield from told(config, policy, placed)
+
+
+def check_memory(config: EmbodiedConfig, placed: Placed) -> None:
+    """See that the policy and what learns it fit into the memory of devices; the configuration has passed `unusable`.
+
+    Args:
+        config: of the run.
+        placed: where its roles are.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if placed.memory is None or isinstance(found := _policy(config), Problem):
+        return
+    if problems := list(_too_large(config, found, placed)):
+        raise ConfigError(problems)
+
+
+def _too_large(config: EmbodiedConfig, policy: Policy, placed: Placed | None) -> Iterator[Problem]:
+    """What is wrong with how the policy is to learn, or too large."""
+    given = preparation_of(config)
+    targets, ranks = config.algorithm.name in WITH_TARGETS, 1 if placed is None else len(placed.seats["trainer"].hosts)
+    how = Preparation(**given)
+    try:
+        footprints = control_footprints(policy, how, ranks=ranks, targets=targets)
+    except ValueError as error:
+        key = "policy.lora" if str(error).startswith("lora") else "policy.train"
+        yield problem(key, given["lora" if key == "policy.lora" else "train"], error)
+        return
+    if (most := max(each.active_bytes for each in footprints.values())) > MOST_BYTES:
+        yield too_much("policy.settings", config.policy.settings, most, "the policy and what learns it")
+    elif placed is not None:
+        yield from unfit(config, placed, footprints)
+    if config.policy.gradient_checkpointing and not policy.blocks():
+        advice = "a policy without blocks, such as this one, keeps little for the gradient: remove it"
+        yield Problem("configuration", "policy.gradient_checkpointing", True, advice)
+
+
+def _smallest(given: Mapping[str, Any], numbers: int) -> dict[str, Any]:
+    """A configuration fitted to an environment of the smallest sizes, whose actions have so many numbers."""
+    bounds = ((-1.0,) * numbers, (1.0,) * numbers)
+    return fitted(given, {"state": (1,), "rgb": (_side(given),) * 2 + (3,)}, numbers, bounds=bounds)
+
+
+def _memory_mistakes(config: EmbodiedConfig, policy: Policy) -> Iterator[Problem]:
+    """What does not go with a policy that remembers."""
+    if config.policy.horizon % policy.sequence:
+        advice = (
+            f"it must be a multiple of policy.settings.sequence={policy.sequence}, the decisions learned from in a row"
+        )
+        yield Problem("configuration", "policy.horizon", config.policy.horizon, advice)
+    if getattr(policy.config, "memory", 0) and (shown := shown_of(config.imitation)) is not None:
+        advice = "demonstrations are learned from decision by decision: leave policy.settings.memory out"
+        key = "imitation.mixture" if config.imitation.mixture else "imitation.path"
+        yield Problem("configuration", key, ", ".join(str(each.get("path")) for each in shown.sets.values()), advice)
+
+
+def _built(key: str, value: Any, whole: Callable[[], Mapping[str, Any]]) -> Policy | Problem:
+    try:
+        with torch.device("meta"):
+            return build_policy_model(whole())
+    except RAISED as error:
+        return problem(key, value, error)
+
+
+def _side(settings: Mapping[str, Any]) -> int:
+    """Height of a picture that a policy of these settings can read: both patches and convolutions divide it."""
+    patch, channels = settings.get("patch_size"), settings.get("channels")
+    layers = len(channels) if isinstance(channels, list | tuple) else 3
+    return (patch if type(patch) is int and 0 < patch < 1000 else 16) * 2 ** min(layers, 12)
+
+
+def _too_many(settings: Mapping[str, Any], prefix: str = "") -> tuple[str, Any] | None:
+    """A number of layers, heads or critics so large that building them one by one would not end."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            if (found := _too_many(value, f"{prefix}{name}.")) is not None:
+                return found
+        elif (
+            isinstance(value, int | float) and value > MOST_PARTS and str(name).endswith(("layers", "heads", "critics"))
+        ):
+            return f"{prefix}{name}", value
+    return None
+
+
+def _saved_mistakes(path: str, kind: str | None) -> Iterator[Problem]:
+    """What is wrong with a saved policy: its own configuration, or weights that are not of it."""
+    directory = Path(path).expanduser()
+    try:
+        if kind is not None and policy_class({"type": kind}).published:
+            return  # built from that directory already
+        about = configured({}, directory)
+        saved = _built("policy.path", path, lambda: about)
+        if isinstance(saved, Problem):
+            yield saved
+            return
+        if saved.published:
+            return
+        there = tensor_shapes(tensors_in(directory / WEIGHTS))
+    except Exception as error:  # of files that may hold anything
+        yield problem("policy.path", path, error)
+        return
+    wanted = {name: tuple(tensor.shape) for name, tensor in saved.state_dict().items()}
+    if odd := sorted(name for name in {*there, *wanted} if there.get(name) != wanted.get(name)):
+        advice = f"the weights in {WEIGHTS} are not of the policy in {CONFIG}, which differs in {', '.join(odd[:3])}"
+        yield Problem("configuration", "policy.path", path, advice)
+
+
+# Sizes ----------------------------------------------------------------------------------------------------------------
+
+
+def _oversized(config: EmbodiedConfig, chunk: int) -> Iterator[Problem]:
+    """What no machine has memory for, however little the simulator shows."""
+    env, policy = config.env, config.policy
+    if env.workers > _MOST_WORKERS:
+        yield Problem("configuration", "env.workers", env.workers, f"no machine runs more than {_MOST_WORKERS:,}")
+    kept = _LEAST * chunk
+    factors = {"env.num_envs": env.num_envs, "policy.horizon": policy.horizon, "policy.settings.chunk": chunk}
+    most = max(factors, key=lambda key: factors[key])
+    rows = [(most, factors[most], kept * env.num_envs * policy.horizon, "what environments show in a step")]
+    if config.imitation.path is not None or config.imitation.mixture:
+        rows.append(("imitation.batch", config.imitation.batch, kept * config.imitation.batch, "a batch"))
+    if config.algorithm.name in OFF_POLICY:
+        learned = config.off_policy
+        rows.append(("off_policy.capacity", learned.capacity, kept * learned.capacity, "the transitions that are kept"))
+        rows.append(("off_policy.batch", learned.batch, kept * learned.batch, "a batch"))
+    for key, value, needed, what in rows:
+        if needed > MOST_BYTES:
+            yield too_much(key, value, needed, what, "each host")

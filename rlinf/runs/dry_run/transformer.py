@@ -1,0 +1,374 @@
+"""The numbers of a transformer that its bytes follow from, and what a training step takes at its peak.
+
+In: a transformers config; for a peak, how the model is trained. Out: counts and bytes. No weights are read and no
+device is touched. `tests/job/checks/test_peak.py` holds the peaks against what torch's own tracker counts.
+
+A model that is split over processes: what the process that has the most has of it.
+
+In: the numbers of a model, and how a copy is split. Out: the same numbers of a part. No weights are read.
+
+What keys become that are left to the kind of devices: precision, tokens of a micro-batch, checkpointing.
+
+In: a configuration, and what its devices are or are said to be. Out: the same configuration with a value in place of
+every `auto`, and lines that say which and why. It is done here and nowhere else: roles are given values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlinf.config.common import PlacementConfig
+from rlinf.config.learning import ParallelConfig, TrainerConfig
+from rlinf.config.load import InputError
+from rlinf.config.text import RunConfig
+from rlinf.data.images import auto_class
+from rlinf.data.routes import experts_of
+from rlinf.data.tokenizer import pretrained, without_own_code
+
+ALLOWANCE = 0.05
+"""Share of what comes and goes in a step by which CUDA's allocator takes more than it hands out: blocks that a later,
+slightly larger tensor does not fit into."""
+
+
+def parameters_of(model_config: Any, kind: Any = AutoModelForCausalLM) -> int:
+    """Number of parameters of a model, counted on a model without storage.
+
+    Args:
+        model_config: of it, from transformers.
+        kind: the class of transformers that makes it.
+    """
+    return _counted(model_config, kind)[0]
+
+
+def _counted(model_config: Any, kind: Any) -> tuple[int, int]:
+    """Parameters of a model, and those that are in experts of which a token takes some."""
+    config: Any = type(model_config)
+    return _counted_by(model_config.to_json_string(), config, kind)
+
+
+@lru_cache(64)  # a search for settings asks for the same models again and again
+def _counted_by(text: str, config: Any, kind: Any) -> tuple[int, int]:
+    with torch.device("meta"):
+        made = config.from_dict(json.loads(text))
+        named = [*without_own_code(auto_class(made, kind), made).named_parameters()]
+    return sum(one.numel() for _, one in named), sum(one.numel() for name, one in named if ".experts." in name)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Numbers of a transformer."""
+
+    parameters: int
+    outside: int
+    """Parameters of the embeddings, which belong to no layer."""
+    layers: int
+    hidden: int
+    inner: int
+    """Of the layer's MLP; of experts, those together that a token takes."""
+    vocabulary: int
+    queries: int
+    """Heads times their size."""
+    keys: int
+    """The same of keys, and of values."""
+    expert_parameters: int = 0
+    """Parameters in experts, of which a token takes some."""
+    experts: int = 1
+    """Of a layer."""
+    chosen: int = 1
+    """Of them, those that a token takes."""
+
+    @staticmethod
+    def of(model_config: Any, kind: Any = AutoModelForCausalLM) -> Shape:
+        """Read off a transformers config; `kind` is the class of transformers that makes the model."""
+        text = model_config.get_text_config()
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        tied = getattr(
+            text, "tie_word_embeddings", model_config.tie_word_embeddings
+        )  # the whole model's, of several parts
+        shared = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        parameters, in_experts = _counted(model_config, kind)
+        experts = max(1, experts_of(text)) if in_experts else 1
+        chosen = min(experts, getattr(text, "num_experts_per_tok", 1)) if in_experts else 1
+        inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        if in_experts:
+            inner = chosen * (getattr(text, "moe_intermediate_size", None) or inner)
+            inner += getattr(text, "shared_expert_intermediate_size", None) or 0
+        return Shape(
+            parameters=parameters,
+            outside=text.vocab_size * text.hidden_size * (1 if tied else 2),
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            inner=inner,
+            vocabulary=text.vocab_size,
+            queries=head * text.num_attention_heads,
+            keys=head * shared,
+            expert_parameters=in_experts,
+            experts=experts,
+            chosen=chosen,
+        )
+
+    @property
+    def kept(self) -> int:
+        """Numbers that a layer keeps of each token for its gradient: input and normed input of attention and MLP, q, k,
+        v, what attention says, and gate, up, their activation and product; of experts, besides, the input in the order
+        of the experts and what each says."""
+        routed = 2 * self.chosen * self.hidden if self.expert_parameters else 0
+        return 4 * self.hidden + 2 * self.queries + 2 * self.keys + 4 * self.inner + routed
+
+    @property
+    def passing(self) -> int:
+        """Numbers of each token that are there at once in a layer without gradient: its input, and the MLP's."""
+        return 2 * self.hidden + 3 * self.inner
+
+    @property
+    def layer(self) -> float:
+        """Parameters of one."""
+        return (self.parameters - self.outside) / self.layers
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token passes through."""
+        return int(self.parameters - self.expert_parameters * (1 - self.chosen / self.experts))
+
+    @property
+    def head(self) -> int:
+        """Numbers of the output embedding."""
+        return self.vocabulary * self.hidden
+
+    def kept_bytes(self, width: int) -> float:
+        """Bytes that a layer keeps of each token, at most: `kept`, keys once more as they are before rotation, and the
+        float32 copies that both norms make.
+
+        Args:
+            width: bytes of a number that it computes in.
+        """
+        return float((self.kept + self.keys) * width + 2 * self.hidden * 4)
+
+    def passing_bytes(self, width: int) -> float:
+        """Bytes of each token that are there at once in a layer without gradient, at most: the same copies counted."""
+        return float((self.passing + 2 * self.queries) * width + 2 * self.hidden * 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a model is trained, as far as its peak depends on it."""
+
+    width: int
+    """Bytes of a number that it computes in; masters and gradients are float32."""
+    tokens: int
+    """Of a micro-batch."""
+    chunk: int
+    """Tokens whose logits are in memory at once."""
+    checkpointed: bool
+    """Only the input of each layer is kept."""
+    spread: bool
+    """FSDP2 gathers layers and casts them; otherwise float32 weights are used as they lie."""
+    learns_weights: bool = True
+    """And not adapters alone, under which no weight has a gradient."""
+    head: bool = True
+    """Tokens are predicted; a critic predicts a number."""
+
+
+def logit_bytes(shape: Shape, chunk: int) -> float:
+    """Bytes of a chunk's logits and of what is made of them without a gradient: three copies in float32, and masks."""
+    return float(chunk * shape.vocabulary * 14)
+
+
+def peak_bytes(shape: Shape, how: Training) -> float:
+    """Bytes that come and go in a training step, at the most: all but master weights, gradients and the optimizer's.
+
+    The largest of three moments, each beside what FSDP2 gathered: the embeddings, which stay gathered, and three layers
+    (the one at work, the next one, and the buffer that it arrives in).
+
+    1. The head on its way back: all that the layers kept, a chunk's logits, and the head's gradient in float32.
+    2. The last layer on its way back: all that the layers kept, the head's gradient as it waits for the embeddings'
+       turn, that layer computed again where they are checkpointed, and gradients of its activations (twice the MLP's
+       and the model's width); or, when the MLP's are gone, the layer's own gradients in their place, once computed and
+       once in float32 on their way to other ranks.
+    3. The embeddings at the end: their gradients, computed and in float32; of tied ones there are two.
+
+    Args:
+        shape: of the model.
+        how: it is trained.
+    """
+    width, tokens, chunk = how.width, how.tokens, min(how.chunk, how.tokens)
+    per_token = shape.hidden * width if how.checkpointed else shape.kept_bytes(width)
+    kept = tokens * (shape.layers * per_token + 10 * shape.hidden)  # beside the layers: embedded, normed, picked out
+    outside = shape.outside if how.head else shape.head
+    logits = logit_bytes(shape, chunk) if how.head else 0.0
+    waits = own = whole = 0.0
+    if how.learns_weights:
+        own = shape.layer * (4.0 + width * how.spread)
+        if how.head:
+            waits = float(shape.head * width)
+            slopes = chunk * shape.vocabulary * (2.0 * width + 8)  # of one chunk, and what is left of the one before
+            logits = max(logits, 4.0 * shape.head + max(slopes, waits + chunk * shape.vocabulary * width))
+        whole = outside * (4.0 + width) + (waits if outside == shape.head else 0.0)
+    again = shape.kept_bytes(width) if how.checkpointed else 0.0
+    back = tokens * (again + (2 * shape.inner + 2 * shape.hidden) * width)
+    mlp = tokens * 6.0 * shape.inner * width if how.checkpointed else 0.0
+    back = max(back, back - mlp + own)
+    gathered = (outside + 3 * shape.layer) * width if how.spread else 0.0
+    end = whole + tokens * 4.0 * shape.hidden * width
+    most = max(kept + logits, kept + back + waits, end)
+    return (gathered + most) * (1 + ALLOWANCE)
+
+
+@lru_cache
+def saved_shape(path: str, kind: Any) -> Shape:
+    """The shape of a saved model."""
+    return Shape.of(pretrained(AutoConfig, path), kind)
+
+
+def splits_whole(trainer: TrainerConfig) -> bool:
+    """Whether processes have parts of their own, which stay; otherwise all share one copy, or each has one (FSDP)."""
+    return trainer.backend == "megatron"
+
+
+def part_of(shape: Shape, parallel: ParallelConfig) -> Shape:
+    """The largest part of a model that is split by Megatron-core, with weights that stay where they are.
+
+    A stage has ceil(layers / pipeline) layers, of which a process has 1 / tensor of the matrices and 1 / expert of the
+    experts. The first has the input embedding and the last the output embedding, 1 / tensor of each; of tied ones both
+    have a copy. Norms and routers, which every process of a stage has, are counted as if they were split.
+
+    Args:
+        shape: of the whole model.
+        parallel: how it is split.
+    """
+    stages, tensor = parallel.pipeline, parallel.tensor
+    layers = -(-shape.layers // stages)
+    dense = shape.layer - shape.expert_parameters / shape.layers
+    inside = layers * (dense / tensor + shape.expert_parameters / shape.layers / parallel.expert)
+    outside = (shape.outside if stages == 1 else shape.head) / tensor
+    return replace(
+        shape,
+        parameters=int(inside + outside),
+        outside=int(outside),
+        layers=layers,
+        vocabulary=-(-shape.vocabulary // tensor),
+        expert_parameters=int(layers * shape.expert_parameters / shape.layers / parallel.expert),
+    )
+
+
+def tokens_of(tokens: int, parallel: ParallelConfig) -> int:
+    """Tokens of a micro-batch whose activations a process keeps: contexts divide them, and so do tensors, since what is
+    not split by heads or columns is split by tokens (sequence parallelism)."""
+    return -(-tokens // (parallel.context * parallel.tensor))
+
+
+def gathered_of(shape: Shape, parallel: ParallelConfig) -> Shape:
+    """What FSDP2 gathers, where layers are split by tensors or experts besides: only a process's own part of them.
+
+    Widths stay: of what lies between matrices a process has all columns of its part of the tokens (`tokens_of`), and
+    within them its columns of all tokens, which is as much.
+    """
+    experts = shape.expert_parameters / parallel.expert
+    dense = shape.parameters - shape.outside - shape.expert_parameters
+    outside = shape.outside / parallel.tensor
+    return replace(
+        shape,
+        parameters=int(dense / parallel.tensor + experts + outside),
+        outside=int(outside),
+        expert_parameters=int(experts),
+    )
+
+
+def engine_split(engine_args: dict[str, Any]) -> int:
+    """Devices over which an engine splits a model, by `rollout.engine_args.tensor_parallel`."""
+    given = engine_args.get("tensor_parallel", 1)
+    return given if isinstance(given, int) and given > 0 else 1
+
+
+Kind = Literal["cpu", "cuda"]
+_DTYPES: dict[Kind, str] = {"cpu": "float32", "cuda": "bfloat16"}
+_TOKENS: dict[Kind, int] = {"cpu": 2048, "cuda": 16_384}
+"""Of a micro-batch. A GPU is busy with as many: products of fewer rows wait for the weights to be read."""
+
+
+def device_kind(wanted: PlacementConfig) -> Kind:
+    """What the run's devices are: as `placement.device_kind` says, or as this machine's."""
+    if wanted.device_kind != "auto":
+        return wanted.device_kind
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def elsewhere(wanted: PlacementConfig) -> bool:
+    """Whether `placement.device_kind` names other devices than this machine's, where only a dry run comes of it."""
+    return wanted.device_kind not in ("auto", "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def refuse_other_kind(wanted: PlacementConfig) -> None:
+    """See that a run that starts has the devices that its configuration names.
+
+    Raises:
+        InputError: it names others than this machine's.
+    """
+    if elsewhere(wanted):
+        advice = "this machine has no GPU that torch can use; it is for --dry-run alone, so leave it at auto in a run"
+        if torch.cuda.is_available():
+            advice = (
+                "this process uses GPUs already; start the run in another, or one with CUDA_VISIBLE_DEVICES= (none)"
+            )
+        raise InputError(f"placement.device_kind = {wanted.device_kind}: {advice}")
+
+
+def by_kind(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """A configuration with what follows from the kind of its devices; of one that has it nothing changes.
+
+    Returns:
+        The configuration, and `key=value` of all that was left to the kind.
+    """
+    kind, became = device_kind(config.placement), []
+
+    def dtype(key: str, given: str) -> Any:
+        if given == "auto":
+            became.append(f"{key}={_DTYPES[kind]}")
+        return _DTYPES[kind] if given == "auto" else given
+
+    trainer = replace(config.trainer, dtype=dtype("trainer.dtype", config.trainer.dtype))
+    if trainer.micro_batch_tokens is None:
+        trainer = replace(trainer, micro_batch_tokens=_TOKENS[kind])
+        became.append(f"trainer.micro_batch_tokens={_TOKENS[kind]}")
+    changed: dict[str, Any] = {
+        name: replace(section, dtype=dtype(f"{name}.dtype", section.dtype))
+        for name in ("rollout", "reference", "teacher")
+        for section in (getattr(config, name),)
+    }
+    changed["teachers"] = {
+        name: {**entry, "dtype": dtype(f"teachers.{name}.dtype", str(entry.get("dtype", "auto")))}
+        for name, entry in config.teachers.items()
+    }
+    return replace(config, trainer=trainer, **changed), became
+
+
+def checkpointing(config: RunConfig, memory: int | None, fits: Callable[[RunConfig], bool]) -> tuple[RunConfig, str]:
+    """A configuration with `trainer.gradient_checkpointing` as true or false.
+
+    Args:
+        config: with what follows from the kind of devices.
+        memory: bytes of each device; None where that is not known.
+        fits: whether learning roles fit into the devices, by the estimate, with such a configuration.
+
+    Returns:
+        The configuration, and why it became what it is; empty where it was given.
+    """
+    if config.trainer.gradient_checkpointing != "auto":
+        return config, ""
+
+    def where(on: bool) -> RunConfig:
+        return replace(config, trainer=replace(config.trainer, gradient_checkpointing=on))
+
+    if device_kind(config.placement) == "cpu":
+        return where(False), "as on every CPU"
+    if memory is None:
+        return where(True), "the devices' memory is not known; set placement.device_memory_gb"
+    on = not fits(where(False))
+    return where(on), f"{memory / 1e9:.3g} GB a device " + ("would not do without" if on else "are enough without")

@@ -1,0 +1,318 @@
+"""The roles of a run that acts: simulators, the policy that fits them, who trains it.
+
+In: an `EmbodiedConfig`. Out: running roles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from rlinf.actors.env import EnvActor
+from rlinf.actors.off_policy_trainer import DaggerPolicy, DaggerTrainer, SacTrainer
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import ImitationTrainer, PolicyTrainer
+from rlinf.algos.algorithms import AlgorithmSpec
+from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig
+from rlinf.config.load import InputError
+from rlinf.envs.base import CannotSimulate
+from rlinf.envs.video import Recording
+from rlinf.envs.workers import EnvironmentLost
+from rlinf.envs.wrappers import Mixture, Scored
+from rlinf.models.policy.build import build_policy_model, configured, fitted
+from rlinf.placement.seats import Placed
+from rlinf.runs.dry_run.embodied import horizon_mistake, horizon_warning, measured, shapes_of, shown_of
+from rlinf.runs.dry_run.footprint import control_footprints
+from rlinf.runs.prepare import Prepared
+from rlinf.runs.roles import Role, Roles, spawn_roles
+from rlinf.runs.rules import OPTIMIZER_READ_BY, READ_BY, WITH_TARGETS, Suite, policy_settings, preparation_of, suites_of
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.processes.supervisor import ChildDied
+from rlinf.runtime.system.system import ActorSystem
+from rlinf.training.embodied.ppo import Preparation
+
+logger = logging.getLogger(__name__)
+TRIALS = "trials"
+VIDEOS = "videos"
+NEW = ".new"
+"""Where videos are written until their trials are over."""
+_UNUSABLE = (CannotSimulate, ChildDied, EnvironmentLost, OSError, ImportError, TypeError, UserError, ValueError)
+"""What simulators and policies raise that cannot be made, or do not fit together."""
+_ERROR = re.compile(r"[\w.]*(?:Error|Missing\w+|CannotSimulate): (.+)")
+"""The last line of a traceback."""
+
+
+async def start_roles(
+    system: ActorSystem, config: EmbodiedConfig, prepared: Prepared | None, placed: Placed, videos: Path | None
+) -> Roles:
+    """Start the simulators, then the policy that fits them.
+
+    Args:
+        system: where.
+        config: what.
+        prepared: the code that the configuration names; None starts only what trials need.
+        placed: on which hosts and devices.
+        videos: directory in which those of trials are kept; None for none.
+
+    Raises:
+        InputError: the simulator or the policy cannot be made, or they do not fit.
+    """
+    simulators = {}
+    if prepared is not None and config.algorithm.name != IMITATION:
+        simulators["env"] = Role(EnvActor, {**_simulation(config, config.env.options), **_env(config)})
+    hosts = placed.seats["env"].hosts[:1]
+    keys = ["env.simulator", "env.options"]
+    for name, suite in suites_of(config).items():
+        settings = {**_simulation(config, suite.options), **_trials(config, name, suite, videos)}
+        simulators[role_of(name)] = Role(EnvActor, settings, hosts=hosts)
+        key = f"trials.suites.{name}" if name else "trials.options"
+        keys += [key] if name or config.trials.options else []
+    with _told_of(", ".join(keys)):
+        roles = await spawn_roles(system, placed, simulators)
+        await _check_alike(roles)
+        first = await next(iter(roles.values()))[0].reset(0, 0)
+    with _told_of("policy" if config.policy.path is None else "policy.path, policy"):
+        roles |= await spawn_roles(system, placed, await learners_of(config, prepared, roles))
+        # one decision: a policy that looks at what there is not says so here
+        await roles["policy"][0].act((0, 0), first, keep=False)
+    if prepared is not None and config.algorithm.name == DAGGER:
+        with _told_of("dagger.expert"):
+            await roles["policy"][0].ask(first)
+    return roles
+
+
+def role_of(suite: str) -> str:
+    """Name of the role that has a suite's simulators."""
+    return f"{TRIALS}_{suite}" if suite else TRIALS
+
+
+async def _check_alike(simulators: Roles) -> None:
+    """Refuse suites that one policy could not be tried in.
+
+    Raises:
+        ValueError: they do not show the same, or do not take the same actions.
+    """
+    found = {role: await group[0].shapes() for role, group in simulators.items()}
+    (first, wanted), *others = found.items()
+    for role, shapes in others:
+        for what in ("shapes", "action_size"):
+            if shapes[what] != wanted[what]:
+                raise ValueError(f"{role} has {what} {shapes[what]}, and {first} has {wanted[what]}: one policy acts")
+
+
+@contextmanager
+def _told_of(keys: str) -> Iterator[None]:
+    """What cannot be made becomes an `InputError` that names these keys."""
+    try:
+        yield
+    except _UNUSABLE as error:
+        raise InputError(f"{keys}: {_cause(error)}") from error
+
+
+async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulators: Roles) -> dict[str, Role]:
+    """The roles that have a policy, ready to be started: who acts, and who trains.
+
+    Args:
+        config, prepared: as for `start_roles`.
+        simulators: running; the policy is fitted to what they show.
+    """
+    alone = config.algorithm.name == IMITATION
+    if alone and not config.trials.episodes:
+        shapes = await asyncio.to_thread(shapes_of, config.imitation)
+    else:
+        shapes = await next(iter(simulators.values()))[0].shapes()
+        _check_limit(config, shapes["max_steps"])
+    given = policy_settings(config)
+    sizes = (shapes[name] for name in ("shapes", "action_size", "choices", "bounds"))
+    policy = await asyncio.to_thread(fitted, given, *sizes)
+    if prepared is not None and config.imitation.statistics is not None:
+        with _told_of("imitation"):
+            policy |= await asyncio.to_thread(measured, config.imitation, config.seed, policy, config.policy.path)
+    made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
+    acting = {**made, "dtype": config.policy.dtype, "adapters": config.policy.lora.path}
+    ranks = 1 if prepared is None else len(prepared.placed.seats["trainer"].hosts)
+    chunk, held = await asyncio.to_thread(_sized, config, made, ranks)  # it may import what takes seconds
+    if prepared is not None and not alone:
+        _check_horizon(config, shapes["max_steps"], chunk)
+    if prepared is None:
+        return {"policy": Role(PolicyActor, acting, held["policy"])}
+    if config.algorithm.name in (*OFF_POLICY, DAGGER):
+        return _remembering(config, made, held, optimizer(config))
+    if alone:
+        kept = ("lr", "betas", "weight_decay", "grad_clip", "schedule", "warmup_steps", "min_lr_ratio")
+        settings = {name: value for name, value in optimizer(config).items() if name in kept}
+        settings |= {**preparation_of(config), "total_steps": max(1, config.steps), "shown": shown_of(config.imitation)}
+        settings |= {"micro_batch": config.algorithm.micro_batch, "batch": config.imitation.batch}
+        trainer = Role(ImitationTrainer, {"seed": config.seed, **made, **settings}, held["trainer"])
+        acts = {"policy": Role(PolicyActor, acting, held["policy"])} if config.trials.episodes else {}
+        return {**acts, "trainer": trainer}
+    settings = _trainer(config, cast(AlgorithmSpec, prepared.algorithm))
+    return {
+        "policy": Role(PolicyActor, acting, held["policy"]),
+        "trainer": Role(PolicyTrainer, {"seed": config.seed, **made, **settings}, held["trainer"]),
+    }
+
+
+def _remembering(
+    config: EmbodiedConfig,
+    policy: Mapping[str, Any],
+    held: Mapping[str, tuple[int, int]],
+    optimizer: Mapping[str, Any],
+) -> dict[str, Role]:
+    """The policy that acts, and the trainer of a run that learns from a replay buffer or from an expert.
+
+    Args:
+        config: of the run.
+        policy: what both are made with: the policy's configuration and path.
+        held: bytes that each role holds, active and parked.
+        optimizer: settings of the optimizer.
+    """
+    name = config.algorithm.name
+    settings = {key: value for key, value in asdict(config.off_policy).items() if name in READ_BY[key]}
+    settings.pop("offline_steps", None)  # the loop's
+    rates = {key: value for key, value in optimizer.items() if name in OPTIMIZER_READ_BY.get(key, ())}
+    made = {"seed": config.seed, **policy, **rates, **settings}
+    if name == DAGGER:
+        expert = asdict(config.dagger)
+        updates = expert.pop("updates")
+        return {
+            "policy": Role(DaggerPolicy, {**policy, **expert}, held["policy"]),
+            "trainer": Role(DaggerTrainer, {**made, "updates": updates}, held["trainer"]),
+        }
+    return {
+        "policy": Role(PolicyActor, {**policy, "keep_following": True}, held["policy"]),
+        "trainer": Role(SacTrainer, {**made, "algorithm": name}, held["trainer"]),
+    }
+
+
+def _sized(config: EmbodiedConfig, made: Mapping[str, Any], ranks: int) -> tuple[int, dict[str, tuple[int, int]]]:
+    """Actions of the policy's chunk, and the bytes that each role holds, active and parked. Blocking.
+
+    Args:
+        config: of the run.
+        made: the policy's configuration and path.
+        ranks: of the trainer.
+    """
+    path, given = made["path"], made["policy"]
+    with torch.device("meta"):
+        model = build_policy_model(given if path is None else configured(given, Path(path).expanduser()))
+    targets = config.algorithm.name in WITH_TARGETS
+    footprints = control_footprints(model, Preparation(**preparation_of(config)), ranks=ranks, targets=targets)
+    held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
+    return model.config.chunk, held
+
+
+def _check_limit(config: EmbodiedConfig, limit: int | None) -> None:
+    """Warn if trials, which are played to the end, may never end.
+
+    Args:
+        config: of the run.
+        limit: steps of an episode at most; None for no limit.
+    """
+    if config.trials.episodes and limit is None:
+        logger.warning(
+            "env.max_steps: %s has no limit of its own and none is set, so an episode that does not end by itself is "
+            "tried for ever; set env.max_steps to the most steps that an episode may take",
+            config.env.options.get("id", config.env.simulator),
+        )
+
+
+def _check_horizon(config: EmbodiedConfig, limit: int | None, chunk: int) -> None:
+    """Warn if episodes may last longer than a step of the flow, and begin anew with the next: those do not count.
+
+    Args:
+        config: of the run.
+        limit: steps of an episode at most; None for no limit.
+        chunk: actions of each decision.
+
+    Raises:
+        InputError: no episode could ever end.
+    """
+    if (advice := horizon_mistake(config, limit, chunk)) is not None:
+        raise InputError(f"policy.horizon = {config.policy.horizon}: {advice}")
+    if (warning := horizon_warning(config, limit, chunk)) is not None:
+        logger.warning(warning)
+
+
+def _cause(error: Exception) -> str:
+    """What to tell of a simulator or a policy that cannot be made: of a worker's last words the error itself."""
+    words = error.output if isinstance(error, ChildDied) else ()
+    told = [found[1] for line in words if (found := _ERROR.match(line.strip()))]
+    return told[-1] if told else str(error)
+
+
+def _simulation(config: EmbodiedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What simulators for training and for trials have in common.
+
+    Args:
+        config: of the run.
+        options: of the simulator.
+    """
+    env = config.env
+    simulator, made = env.simulator, dict(options)
+    if env.tasks:
+        made = {"simulator": simulator, "options": made, "tasks": env.tasks}
+        simulator = f"{Mixture.__module__}.{Mixture.__qualname__}"
+    if env.reward is not None or env.success is not None or env.reward_scale != 1:
+        functions = {"reward": env.reward, "success": env.success, "arguments": env.reward_args}
+        made = {"simulator": simulator, "options": made, **functions, "scale": env.reward_scale}
+        simulator = f"{Scored.__module__}.{Scored.__qualname__}"
+    names = ("max_steps", "ignore_terminations", "frame_stack", "step_timeout", "start_timeout")
+    return {"simulator": simulator, "options": made, **{name: getattr(env, name) for name in names}}
+
+
+def _env(config: EmbodiedConfig) -> dict[str, Any]:
+    env = config.env
+    own = {name: getattr(env, name) for name in ("num_envs", "workers", "slices", "group_size")}
+    return {**own, "chunks": config.policy.horizon if env.fresh else None, "seed": config.seed}
+
+
+def _trials(config: EmbodiedConfig, name: str, suite: Suite, directory: Path | None) -> dict[str, Any]:
+    workers = max(1, min(config.env.workers, suite.episodes))
+    count = max(1, min(suite.episodes, config.env.num_envs) // workers) * workers
+    drawn = config.trials.videos and directory is not None
+    seed = config.seed if config.trials.seed is None else config.trials.seed
+    return {
+        "max_steps": suite.max_steps,
+        "num_envs": count,
+        "workers": workers if config.env.workers else 0,
+        "auto_reset": False,
+        "held_out": True,
+        "seed": seed + (1 << 32),  # what policies draw differs from training, too
+        "recording": Recording(str(Path(directory, NEW, name)), envs=()) if drawn and directory else None,
+    }
+
+
+def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
+    chosen_of_it = config.algorithm
+    return {
+        **optimizer(config),
+        **preparation_of(config),
+        "algorithm": algorithm,
+        "epochs": chosen_of_it.epochs,
+        "minibatch": chosen_of_it.minibatch,
+        "micro_batch": chosen_of_it.micro_batch,
+        "critic_warmup": chosen_of_it.critic_warmup,
+        "kl_stop": chosen_of_it.kl_stop,
+        "value_coef": chosen_of_it.value_coef,
+        "entropy_schedule": chosen_of_it.entropy_schedule,
+        "reward_scaling": chosen_of_it.reward_scaling,
+        "filter_returns": chosen_of_it.filter_returns,
+        "filter_success": chosen_of_it.filter_success,
+        "total_steps": max(1, config.steps),
+        "fresh": config.env.fresh,
+        "group_size": config.env.group_size,
+    }
+
+
+def optimizer(config: EmbodiedConfig) -> dict[str, Any]:
+    """Settings of the optimizer; those that are not set are the trainer's own."""
+    return {name: value for name, value in asdict(config.optimizer).items() if value is not None}

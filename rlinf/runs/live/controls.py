@@ -1,0 +1,325 @@
+"""What a person may ask of a run while it goes: save, evaluate, pause, go on, stop.
+
+In: wishes, at any time. Out: each done between two steps, and a sentence to whoever asked. Who wakes whom: a wish wakes
+a run that is paused; otherwise the run looks for wishes when a step is over. Nothing of it is kept: a run that goes on
+after it was killed is neither paused nor does it do again what it was asked.
+
+What a run does between two steps because somebody asked for it.
+
+In: the run. Out: checkpoints, evaluations, an early end; each as the run makes them by itself, and told in a sentence.
+Who wakes whom: the run waits while it is evaluated; a checkpoint is written while it goes on, and told of when whole.
+What goes wrong with something that was only asked for is told, and ends no run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlinf.config.load import RunFailure
+from rlinf.dashboard.events import CONTROLS
+from rlinf.runtime.base.tasks import cancel_all
+
+if TYPE_CHECKING:
+    from rlinf.runs.loop import TrainingLoop
+
+Tell = Callable[[str, bool], None]
+"""Takes a sentence, and whether all went well."""
+
+
+class BetweenSteps:
+    """The moments between the steps of one run.
+
+    Args:
+        run: whose.
+    """
+
+    def __init__(self, run: TrainingLoop[Any]) -> None:
+        self._run = run
+        self._written: dict[int, list[Tell]] = {}  # by steps done: who waits for that checkpoint
+
+    @property
+    def done(self) -> int:
+        """Steps taken."""
+        return self._run.done
+
+    @property
+    def over(self) -> bool:
+        """There is no next step."""
+        return self._run.over or self._run.leaving.asked
+
+    def stop(self, why: str) -> None:
+        """Let the step under way be the last one."""
+        self._run.stop(why)
+
+    async def told_to_end(self) -> None:
+        """Wait until a signal tells the process to end; for ever, where none can."""
+        await self._run.leaving.told_to_end.wait()
+
+    @contextlib.contextmanager
+    def resting(self, *, paused: bool = False) -> Iterator[None]:
+        """What passes within counts to no step, and not as time of the run.
+
+        Args:
+            paused: nothing goes on, which is no stall.
+        """
+        run, clock = self._run, asyncio.get_running_loop().time
+        began, run.system.paused = clock(), paused
+        try:
+            yield
+        finally:
+            run.system.paused = False
+            run.recorder.rested(clock() - began)
+            run.leaving.rested(clock() - began)
+
+    async def save(self, tell: Tell) -> None:
+        """Begin a checkpoint, unless there is one of this step.
+
+        Args:
+            tell: told when it is whole.
+        """
+        run, step = self._run, self._run.done
+        run.checkpoints.check()
+        if run.saved_at == step and not run.checkpoints.writing:
+            tell(f"the checkpoint of step {step} is there already", True)
+            return
+        self._written.setdefault(step, []).append(tell)
+        if run.saved_at == step:
+            return
+        before = run.saved_at
+
+        def failed(error: RunFailure) -> None:
+            if run.saved_at == step:
+                run.saved_at = before
+            run.report.line(f"warning: {error}; it was asked for on the live page, and the run goes on without")
+            self._tell(step, f"not saved: {error}", False)
+
+        try:
+            with self.resting(), run.live.doing("saving"), run.checkpoints.asked_for(failed):
+                await self._rest()
+                await run.save()
+        except (RunFailure, OSError) as error:
+            failed(RunFailure(str(error)))
+
+    def written(self, step: int, path: Path) -> None:
+        """A checkpoint is whole."""
+        if step in self._written:
+            self._run.report.line(f"saved after step {step}, as it was asked to")
+            self._tell(step, f"saved after step {step}: checkpoints/{path.name}", True)
+
+    def _tell(self, step: int, said: str, well: bool) -> None:
+        for tell in self._written.pop(step, []):
+            tell(said, well)
+
+    async def evaluate(self) -> tuple[str, bool]:
+        """Evaluate, unless that was done after this step; it counts neither for the best checkpoint nor for patience.
+
+        Returns:
+            What came of it, and whether there is an evaluation.
+        """
+        run, step = self._run, self._run.done
+        if run.evaluated_at == step and run.after is not None:
+            return f"it was evaluated after step {step} already: {run.in_words(run.after)}", True
+        try:
+            with self.resting(), run.live.doing("evaluating"):
+                await self._rest()
+                found = await run.leaving.unless_given_up(run.evaluate())
+        except run.failures as error:
+            run.report.line(f"warning: the evaluation that was asked for failed: {error}; the run goes on")
+            return f"the evaluation failed: {error}", False
+        if found is None and run.leaving.asked:
+            return "given up: the run was told to end", False
+        if found is None:
+            return "there is nothing to evaluate on", False
+        run.after, run.evaluated_at = found, step
+        run.recorder.samples(step, run.answers(found))
+        run.recorder.write(step, {f"evaluation/{name}": value for name, value in run.numbers(found).items()})
+        said = f"evaluation after step {step}: {run.in_words(found)}"
+        run.report.line(said)
+        return said, True
+
+    async def stop_here(self) -> None:
+        """End the run as after its last step: evaluated and saved."""
+        run = self._run
+        await run.in_flight.close()
+        if run.evaluated_at != run.done and (metrics := await run.evaluate_and_tell()):
+            run.recorder.write(run.done, metrics)
+        if run.saved_at != run.done and not run.leaving.asked:
+            await run.save()
+        run.ends_here()
+
+    async def _rest(self) -> None:
+        """Have nothing acted for later steps meanwhile, where it is acted by the very roles that are asked now."""
+        if self._run.in_flight.rules.between:
+            await self._run.rest()
+
+
+CHECKPOINT, EVALUATE, PAUSE, GO_ON, STOP = CONTROLS
+MOST_WAITING = 256
+"""Who waits for word of one wish at most: pressing a button without end must not fill memory."""
+
+Answer = Callable[[str, bool], None]
+"""Told what was done, in a sentence, and whether it is as it was wished."""
+
+
+class Steered(Protocol):
+    """A run as its controls see it: `between.BetweenSteps`."""
+
+    @property
+    def done(self) -> int:
+        """Steps taken."""
+
+    @property
+    def over(self) -> bool:
+        """There is no next step."""
+
+    def stop(self, why: str) -> None:
+        """Let the step under way be the last one."""
+
+    async def told_to_end(self) -> None:
+        """Wait until a signal tells the process to end."""
+
+    async def save(self, tell: Answer) -> None:
+        """Begin a checkpoint; `tell` is told when it is whole."""
+
+    async def evaluate(self) -> tuple[str, bool]:
+        """Evaluate: what came of it, and whether all went well."""
+
+    async def stop_here(self) -> None:
+        """End the run as after its last step."""
+
+    def resting(self, *, paused: bool) -> AbstractContextManager[None]:
+        """What passes within is no time of the run."""
+
+
+class Controls:
+    """The wishes of one run.
+
+    Args:
+        run: does them.
+        changed: told whenever a wish came, or was done.
+    """
+
+    def __init__(self, run: Steered, changed: Callable[[], None]) -> None:
+        self._run, self._changed = run, changed
+        self._asked: dict[str, list[Answer]] = {}  # in order; with those who wait for word of it
+        self._saving: list[list[Answer]] = []  # who waits for a checkpoint that is being written
+        self._stirred = asyncio.Event()
+        self._over = False
+        self.paused = False
+        """The run waits between two steps."""
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """What is still to be done, in order."""
+        return (*((CHECKPOINT,) if self._saving else ()), *self._asked)
+
+    def ask(self, what: str, answer: Answer) -> None:
+        """Somebody wishes something; asked for again before it is done, it is done once.
+
+        Args:
+            what: one of `CONTROLS`.
+            answer: told once, now or later.
+        """
+        after = f"after step {self._run.done}"
+        if what not in CONTROLS:
+            answer(f"{what!r:.40} is nothing that a run can do; there are {', '.join(CONTROLS)}", False)
+        elif self._over:
+            answer("the run is over", False)
+        elif what == GO_ON:
+            self._go_on(answer, after)
+        elif what == PAUSE and self.paused:
+            answer(f"it is paused already, {after}", True)
+        elif len(waiting := self._asked.setdefault(what, [])) >= MOST_WAITING:
+            answer(f"{what} was asked for {MOST_WAITING} times, and is not done yet", False)
+        else:
+            waiting.append(answer)
+            if what == STOP:
+                self._run.stop("asked to on its live page")
+            self._stirred.set()
+            self._changed()
+
+    def _go_on(self, answer: Answer, after: str) -> None:
+        taken_back = self._asked.pop(PAUSE, [])
+        for each in taken_back:
+            each("taken back before it came to that", False)
+        if self.paused:
+            self.paused = False
+            answer(f"goes on {after}", True)
+        elif taken_back:
+            answer("goes on: it had not come to the pause", True)
+        else:
+            answer("it is not paused", True)
+        self._stirred.set()
+        self._changed()
+
+    async def between_steps(self) -> None:
+        """Do what was asked for; called by the run when no step is under way. Returns when the next one may begin."""
+        run = self._run
+        while True:
+            self._stirred.clear()
+            while self._asked and not run.over:
+                await self._do(next(iter(self._asked)))
+            if run.over or not self.paused:
+                self.paused = False
+                return
+            await self._wait()
+
+    async def _do(self, what: str) -> None:
+        run = self._run
+        if what == STOP:  # word of it is given by `close`, when all of it is on the disk
+            await run.stop_here()
+            return
+        if what == EVALUATE:
+            said, well = await run.evaluate()
+            self._done(self._asked.pop(what, []), said, well)
+            return
+        answers = self._asked.pop(what, [])
+        if what == PAUSE:
+            self.paused = True
+            self._done(answers, f"paused after step {run.done}", True)
+            return
+        self._saving.append(answers)
+
+        def told(said: str, well: bool) -> None:
+            self._saving.remove(answers)
+            self._done(answers, said, well)
+
+        await run.save(told)
+
+    def _done(self, answers: Sequence[Answer], said: str, well: bool) -> None:
+        for answer in answers:
+            answer(said, well)
+        self._changed()
+
+    async def _wait(self) -> None:
+        """Until something is asked for, or a signal tells the process to end."""
+        waits = [asyncio.create_task(self._stirred.wait()), asyncio.create_task(self._run.told_to_end())]
+        with self._run.resting(paused=True):
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await cancel_all(waits)
+
+    def close(self, *, well: bool) -> None:
+        """The run is over.
+
+        Args:
+            well: in order, with all that it has to write.
+        """
+        self._over = True
+        done, asked = self._run.done, [*self._asked.items(), *((CHECKPOINT, answers) for answers in self._saving)]
+        self._asked, self._saving = {}, []
+        for what, answers in asked:
+            if what == STOP and well:
+                said, did = f"stopped after step {done}, evaluated and saved as after the last one", True
+            elif what == CHECKPOINT and well:
+                said, did = f"the run is over: the checkpoint of step {done} is its last", True
+            else:
+                said, did = f"the run ended after step {done}, before it came to that", False
+            for answer in answers:
+                answer(said, did)

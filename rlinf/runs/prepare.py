@@ -1,0 +1,749 @@
+"""What only importing can show to be wrong: the flow, the algorithm, the reward and the model of a configuration.
+
+In: a configuration that is right by itself. Out: what it names, imported, and where roles run; or one `ConfigError`. No
+process or device is touched.
+
+Which algorithm a configuration means: its recipe, with the parts that were changed and the limits of this run.
+
+In: a `RunConfig`. Out: an `AlgorithmSpec`, and the roles and the flow that it needs.
+
+What only importing can show to be wrong with a run in which a policy acts; the counterpart of `job.prepare`.
+
+In: a configuration that is right by itself. Out: its flow and algorithm, and where its roles run, or everything that is
+wrong with it.
+
+What only importing can show to be wrong with a run on given texts; the counterpart of `job.prepare`.
+
+In: a configuration that is right by itself, with `algorithm: sft`, `dpo` or `reward_model`. Out: its flow and where its
+roles run, or everything that is wrong with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+
+from rlinf.agents.agent import Agent
+from rlinf.algos import algorithms, recipes
+from rlinf.algos.algorithms import AlgorithmSpec, Clipped, Correction, Gae, GroupRelative, Rejection
+from rlinf.config.common import Placing, TrackingConfig
+from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig
+from rlinf.config.importing import mistake_in, resolve
+from rlinf.config.learning import DPO, REWARD_MODEL, SFT, SUPERVISED
+from rlinf.config.load import ConfigError, Problem
+from rlinf.config.text import RewardConfig, RunConfig
+from rlinf.data.datasets.source import Source
+from rlinf.data.step import works_ahead
+from rlinf.engines.base import lacking, unable
+from rlinf.flows.sac import sac
+from rlinf.metrics.machine import machine
+from rlinf.metrics.trackers import chosen, missing
+from rlinf.placement.auto import Chosen, choose
+from rlinf.placement.grammar import PlacementError
+from rlinf.placement.profile import load
+from rlinf.placement.seats import CONTROL, TEXT, Placed, RoleKind, place, placed_by, split_complaint
+from rlinf.rewards.base import Reward, RewardSource
+from rlinf.runs.callbacks import Callbacks
+from rlinf.runs.dry_run.embodied import check_memory, unusable
+from rlinf.runs.dry_run.footprint import Fitted, fit
+from rlinf.runs.dry_run.models import other_models, policy_model, split_mistakes
+from rlinf.runs.dry_run.transformer import device_kind, elsewhere
+from rlinf.runs.resume import check_parts
+from rlinf.runs.roles import (
+    ALWAYS,
+    RAISED,
+    Role,
+    collected,
+    configured_agent,
+    kinds_of,
+    mistakes_in_flow,
+    mistakes_in_models,
+    mistakes_in_own,
+    naming,
+    own_roles,
+    problem,
+    with_teachers,
+)
+from rlinf.runtime.base.tensors import own_device
+from rlinf.training.supervised import Likelihood, Objective, Preference, Scores
+
+PLACES = (
+    "advantage", "loss", "aggregation", "kl", "entropy_bonus", "correction", "rejection", "max_drift", "shaping",
+    "truncated", "sampling", "critic",
+)  # fmt: skip
+"""Keys of `algorithm` that change a part of the recipe."""
+_AS_IN_THE_RECIPE: dict[str, Any] = {"entropy_bonus": None, "max_drift": None, "truncated": None}
+"""Values that change nothing, where it is not an empty mapping."""
+
+CORRECTION, REJECTION = Correction(cap=5.0), Rejection(floor=0.7, cap=1.43)
+"""How asynchronous flows correct for older answers, measured in docs/async.md. The cap is high because what must be
+taken back has large weights: tokens that have become likely since they were drawn and turned out bad."""
+CORRECTED_FROM = 2
+"""Least `staleness.max` with which they do: what is one version old is learned from as well without, or better."""
+
+
+def algorithm_of(config: RunConfig, parts: Mapping[str, Any] = MappingProxyType({})) -> AlgorithmSpec:
+    """The algorithm of a run.
+
+    What a recipe cannot know is filled in unless it was set: the length limit of `shaping` and the constant length of
+    `seq-mean-token-sum-norm` are the longest answer of this run, `rollout.max_new_tokens`; the penalty of `shaping`
+    begins as far before its limit as in the recipe, relative to it.
+
+    Args:
+        config: of the run.
+        parts: functions in memory in place of `advantage` or `loss`.
+
+    Raises:
+        ValueError: no recipe, part or key of that name (the text gives the nearest), or a bad value.
+    """
+    algorithm, longest = config.algorithm, config.rollout.max_new_tokens
+    values = {place: getattr(algorithm, place) for place in PLACES}
+    changes = {place: value for place, value in values.items() if value != _AS_IN_THE_RECIPE.get(place, {})}
+    changes.update(parts)
+    chosen = recipes.get(algorithm.name, _whole(algorithm.name, changes, longest), resolve=_found)
+    if chosen.shaping is not None and not _sets(changes, "shaping", "longest"):
+        cache = chosen.shaping.cache
+        if not _sets(changes, "shaping", "cache"):
+            cache = max(1, round(longest * chosen.shaping.cache / chosen.shaping.longest))
+        chosen = algorithms.override(chosen, {"shaping": {"longest": longest, "cache": min(cache, longest)}})
+    return chosen
+
+
+def for_older_answers(algorithm: AlgorithmSpec, config: RunConfig) -> AlgorithmSpec:
+    """The algorithm as it learns from answers of older weights: with `CORRECTION` and `REJECTION` where answers may be
+    more than one version old, and neither the recipe nor the configuration says a word of correction or rejection.
+    Losses that weigh by the ratio to what drew the tokens need nothing beside.
+
+    Args:
+        algorithm: of the run.
+        config: of the run.
+    """
+    settled = (config.algorithm.correction, config.algorithm.rejection) != ({}, {})
+    if settled or config.staleness.max < CORRECTED_FROM or not isinstance(algorithm.loss, Clipped):
+        return algorithm
+    if algorithm.correction is not None or algorithm.rejection is not None:
+        return algorithm
+    return replace(algorithm, correction=CORRECTION, rejection=REJECTION)
+
+
+def default_correction(config: RunConfig, algorithm: AlgorithmSpec | None) -> str | None:
+    """That `for_older_answers` had something to add, for people; None if it had not."""
+    if algorithm is None or algorithm.correction is not CORRECTION:
+        return None
+    return (
+        f"answers may be {config.staleness.max} versions old, which is corrected for: "
+        f"algorithm.correction={{cap: {CORRECTION.cap:g}}} "
+        f"algorithm.rejection={{floor: {REJECTION.floor:g}, cap: {REJECTION.cap:g}}}; "
+        "algorithm.correction=null leaves both out"
+    )
+
+
+def filled_in_limit(config: RunConfig, algorithm: AlgorithmSpec | None) -> str | None:
+    """The penalty for length of a run whose limit nobody has set, for people; None without one."""
+    if (
+        algorithm is None
+        or algorithm.shaping is None
+        or _sets({"shaping": config.algorithm.shaping}, "shaping", "longest")
+    ):
+        return None
+    part = algorithm.shaping
+    return (
+        f"answers of more than {part.longest - part.cache:,} tokens lose reward, up to {part.penalty:g} at "
+        f"{part.longest:,}: algorithm.shaping.longest is rollout.max_new_tokens unless it is set. Where right answers "
+        "need so many, raise rollout.max_new_tokens"
+    )
+
+
+def acting_flow_of(config: EmbodiedConfig) -> str:
+    """Dotted path of the flow of a run in which a policy acts: the one it names, or its algorithm's."""
+    usual = {**dict.fromkeys(OFF_POLICY, "rlinf.flows.sac"), IMITATION: "rlinf.flows.imitate.imitation"}
+    return config.flow or usual.get(config.algorithm.name, "rlinf.flows.embodied")
+
+
+def control_algorithm_of(config: EmbodiedConfig) -> AlgorithmSpec | None:
+    """The algorithm of a run in which a policy acts; None if it learns from single transitions or from an expert.
+
+    Raises:
+        ValueError: no recipe, part or key of that name (the text gives the nearest), or a bad value.
+    """
+    algorithm = config.algorithm
+    if algorithm.name in (*OFF_POLICY, DAGGER, IMITATION):
+        return None
+    places = ("advantage", "loss", "aggregation", "entropy_bonus", "critic")
+    values = {place: getattr(algorithm, place) for place in places}
+    changes = {place: value for place, value in values.items() if value != _AS_IN_THE_RECIPE.get(place, {})}
+    return recipes.get(algorithm.name, changes, resolve=_found, acting=True)
+
+
+def mistakes_acting(config: EmbodiedConfig, algorithm: AlgorithmSpec | None) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, advice) for what the algorithm of a run that acts cannot do, or makes nothing of.
+
+    Args:
+        config: of the run.
+        algorithm: None for sac and its like, dagger and imitation.
+    """
+    wanted = config.algorithm
+    if algorithm is not None and isinstance(algorithm.advantage, GroupRelative) and not config.env.fresh:
+        advice = f"{algorithm.name} compares episodes that begin alike with the step: set env.fresh=true"
+        yield "env.fresh", "false", advice
+    if algorithm is None:
+        return  # `embodied.keys` says which keys its like reads
+    if wanted.reward_scaling and not isinstance(algorithm.advantage, Gae):
+        yield "algorithm.reward_scaling", True, f"{wanted.name} has no values whose scale would matter: remove it"
+    for name in ("filter_returns", "filter_success"):
+        if (bounds := getattr(wanted, name)) is None:
+            continue
+        if not isinstance(algorithm.advantage, GroupRelative):
+            yield f"algorithm.{name}", bounds, f"{wanted.name} has no groups to choose from: take grpo, or remove it"
+        elif bounds[0] > bounds[1]:
+            yield f"algorithm.{name}", bounds, "the first bound is the lower one"
+    if wanted.entropy_schedule != "constant" and not algorithm.entropy_bonus:
+        advice = "there is no entropy bonus that could fall: set algorithm.entropy_bonus, or remove it"
+        yield "algorithm.entropy_schedule", wanted.entropy_schedule, advice
+
+
+def roles_of(config: RunConfig, algorithm: AlgorithmSpec) -> list[str]:
+    """The roles that a run needs besides rollout, judge and trainer."""
+    wanted = {
+        "reward_model": config.reward_model.path is not None,
+        "critic": algorithm.critic is not None,
+        "reference": algorithm.needs_reference and config.reference.inside is None,
+        "teacher": algorithm.needs_teacher and config.teacher.adapter is None and not config.teachers,
+        **dict.fromkeys(config.named_teachers, algorithm.needs_teacher),
+    }
+    return [role for role, needed in wanted.items() if needed]
+
+
+def flow_of(algorithm: AlgorithmSpec, *, with_agent: bool) -> str:
+    """The flow of an algorithm, where a configuration names none; that of agents where one works on the tasks."""
+    if with_agent:
+        return "rlinf.flows.agentic"
+    return "rlinf.flows.grpo" if algorithm.critic is None else "rlinf.flows.ppo"
+
+
+def _whole(name: str, changes: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    """The changes, with the constant length that an aggregation needs at once."""
+    whole = dict(changes)
+    recipe = recipes.RECIPES.get(name)
+    aggregation = whole.get("aggregation", {})
+    how = aggregation.get("how", recipe.aggregation.how if recipe is not None else None)
+    if how == "seq-mean-token-sum-norm" and "norm_length" not in aggregation:
+        whole["aggregation"] = {**aggregation, "norm_length": longest}
+    elif recipe is not None and recipe.aggregation.norm_length is not None and how != recipe.aggregation.how:
+        whole["aggregation"] = {"norm_length": None, **aggregation}
+    return whole
+
+
+def _sets(changes: Mapping[str, Any], place: str, key: str) -> bool:
+    value = changes.get(place)
+    return isinstance(value, Mapping) and key in value
+
+
+def _found(path: str) -> Any:
+    if (mistake := mistake_in(path)) is not None:
+        raise ValueError(f"{path}: {mistake}")
+    return resolve(path)
+
+
+def mistakes_ahead(config: RunConfig, flow: Any) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, advice) for what a flow that works ahead, or one that does not, makes nothing of.
+
+    Args:
+        config: right by itself.
+        flow: one step.
+    """
+    stale, rollout, plain = config.staleness, config.rollout, RunConfig()
+    if works_ahead(flow):
+        if rollout.rescale:
+            advice = "the flow works ahead, so that answers never come to an end: leave it out"
+            yield "rollout.rescale", True, advice
+        most = stale.max * config.algorithm.prompts_per_step
+        if rollout.extra is not None and rollout.extra > most:
+            yield "rollout.extra", rollout.extra, f"more than staleness.max batches, {most}, never helps: at most that"
+        return
+    given = {f"staleness.{key}": (getattr(stale, key), getattr(plain.staleness, key)) for key in ("max", "mode", "kv")}
+    own = {
+        f"rollout.{key}": (getattr(rollout, key), getattr(plain.rollout, key)) for key in ("carry", "extra", "groups")
+    }
+    for key, (value, default) in {**given, **own}.items():
+        if value != default:
+            name = getattr(flow, "__qualname__", flow)
+            advice = f"the flow {name} begins nothing early: take rlinf.flows.grpo_async or its like, or leave it out"
+            yield key, value, advice
+
+
+Spec = TypeVar("Spec", bound=AlgorithmSpec | None)
+Flow = Callable[..., Awaitable[Mapping[str, float]]]
+"""One step; it takes what it names of `step` and the roles, and returns the step's metrics."""
+
+_FILLED = 0.92
+"""Share of a GPU's memory that roles may fill: the rest is for the contexts of CUDA and its libraries."""
+OPTIONAL = ("reward_model", "critic", "reference", "teacher")
+"""Roles that a run on text has where its algorithm needs them, or where one is named; a flow that takes one with a
+default of None serves other runs too."""
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """Python objects that stand in place of what a configuration would name."""
+
+    flow: Flow | None = None
+    """One step."""
+    reward: RewardSource | None = None
+    """What scores an answer: a function, or several by name."""
+    train: Source | None = None
+    """Problems to learn from."""
+    evaluation: Source | None = None
+    """Problems to evaluate on."""
+    agent: Agent | None = None
+    """What works on a task."""
+    parts: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Functions in place of the algorithm's `advantage` or `loss`."""
+    callbacks: tuple[Any, ...] = ()
+    """What is told of the run besides the configuration's `callbacks`; see `job.callbacks`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The code that a configuration names, and where its roles run."""
+
+    flow: Flow
+    """One step."""
+    path: str
+    """Its dotted path."""
+    algorithm: AlgorithmSpec | None
+    """How samples become a gradient; None for soft actor-critic, which learns from single transitions, and for runs on
+    given texts."""
+    kinds: tuple[RoleKind, ...]
+    """The roles that there are, in order of their work."""
+    model: str
+    """What a profile of this run is of: the model, and all else that changes what an item costs."""
+    items: int
+    """Of a step: prompts, or environments."""
+    placed: Placed
+    """Where each role runs."""
+    chosen: Chosen | None
+    """What the planner found, where there was a profile to plan from."""
+    held: Mapping[str, tuple[int, int]]
+    """By role: bytes on each of its devices while it is loaded, and while it is parked, by its model's shape. Empty for
+    policies that act: how large they are only their simulator tells."""
+    model_config: Any = None
+    """Of a language model, from transformers."""
+    objects: InMemory = InMemory()
+    """What was passed instead of being named."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    """Who is told what happens in the run."""
+    staleness: int = 0
+    """Steps that the flow begins work early."""
+    became: tuple[str, ...] = ()
+    """Lines about the values of what was left to the devices."""
+    warnings: tuple[str, ...] = ()
+    """Lines about roles that may run out of memory."""
+    config: Any = None
+    """What was prepared, with these values; None of a policy that acts, which leaves nothing to them."""
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What a run says at its beginning of its devices; that a CPU has the defaults of CPUs is no news."""
+        cuda = self.config is not None and device_kind(self.config.placement) == "cuda"
+        return (*(self.became if cuda else ()), *self.warnings)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles."""
+        return tuple(kind.name for kind in self.kinds)
+
+    def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of `offered` that the flow takes."""
+        parameters = inspect.signature(self.flow).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return dict(offered)
+        return {name: value for name, value in offered.items() if name in parameters}
+
+
+def prepare(config: RunConfig | EmbodiedConfig, hosts: int = 1, objects: InMemory | None = None) -> Prepared:
+    """Import what a configuration names, and check what only that can show.
+
+    Args:
+        config: that is right by itself.
+        hosts: number of processes of the job.
+        objects: that stand in place of what the configuration would name, in runs on text.
+
+    Raises:
+        ConfigError: with every mistake.
+        Exception: what the imported code itself raised, with its traceback.
+    """
+    check_parts(config)
+    if isinstance(config, EmbodiedConfig):
+        return prepare_embodied(config, hosts)
+    if config.algorithm.name in SUPERVISED:
+        return prepare_supervised(config, hosts, InMemory() if objects is None else objects)
+    return _prepare_text(config, hosts, InMemory() if objects is None else objects)
+
+
+def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
+    algorithm = _algorithm(config.algorithm.name, lambda: algorithm_of(config, objects.parts))
+    path = config.flow or flow_of(algorithm, with_agent=bool(config.agent.function or objects.agent))
+    if objects.flow is not None:
+        path = f"{objects.flow.__module__}.{objects.flow.__qualname__}"
+    needed = roles_of(config, algorithm)
+    kinds = kinds_of(config, needed)
+    flow = _imported(path) if objects.flow is None else objects.flow
+    algorithm = for_older_answers(algorithm, config) if works_ahead(flow) else algorithm
+    model, items = _described_text(config, algorithm), config.algorithm.prompts_per_step
+    mistaken = (*mistakes_in_models(config), *mistakes_in_own(config, flow), *mistakes_ahead(config, flow))
+    beside = [_problem(*each) for each in mistaken]
+    own = own_roles(config) if not beside else {}
+    flow, asked = with_teachers(flow, config.named_teachers), flow
+    staleness = config.staleness.max if works_ahead(asked) else 0
+    said: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
+    placed, planned = _planned(config.placement, kinds, hosts, own=own, **said)
+    model_config, fitted, problems = _fitted(config, placed, needed, beside)
+    config = fitted.config
+    problems = [
+        *_flow_problems(path, asked, (*ALWAYS, "session", *config.roles), collected(needed), OPTIONAL),
+        *_algorithm_problems(config, algorithm),
+        *_reward_problems(config.reward, objects.reward),
+        *problems,
+        *_tracker_problems(config.metrics),
+    ]
+    lacks = lacking(config.rollout.engine, config.rollout.engine_args)
+    if lacks is not None and not elsewhere(config.placement):  # which this machine will not run anyway
+        problems.append(_problem("rollout.engine", config.rollout.engine, lacks))
+    if (other := unable(config.rollout.engine, config.staleness.kv)) is not None:
+        problems.append(_problem("staleness.kv", config.staleness.kv, other))
+    agent, mistakes = configured_agent(config, asked, objects.agent)
+    problems += [_problem(*each) for each in mistakes]
+    callbacks = Callbacks.of((*config.callbacks, *objects.callbacks), problems)
+    if problems:
+        raise ConfigError(problems)
+    objects = objects if agent is None else replace(objects, agent=agent)
+    return Prepared(
+        flow, path, algorithm, kinds, model, items, placed, planned, fitted.held, model_config, objects, callbacks,
+        staleness, fitted.became, fitted.warnings, config,
+    )  # fmt: skip
+
+
+def refuse_idle(placement: Placing, prepared: Prepared) -> None:
+    """See that every process of a job has a role, unless idle ones are meant or a planner left them out.
+
+    Args:
+        placement: the section.
+        prepared: with where roles run.
+
+    Raises:
+        ConfigError: some have none.
+    """
+    idle, count = prepared.placed.idle, prepared.placed.devices
+    if not idle or placement.idle_processes or prepared.chosen is not None:
+        return
+    shown = ", ".join(map(str, idle[:8])) + (", …" if len(idle) > 8 else "")
+    started = f"start {idle[0]}" if idle == [*range(idle[0], count)] else "start fewer"
+    advice = (
+        f"{len(idle)} of {count} processes have no role ({shown}) and would idle: {started}, give a role more "
+        "in `placement` (mode=collocated: trainer and rollout get all), or set this to true"
+    )
+    raise ConfigError([_problem("placement.idle_processes", False, advice)])
+
+
+def _algorithm(name: str, make: Callable[[], Spec]) -> Spec:
+    try:
+        return make()
+    except ValueError as error:
+        raise ConfigError([_problem("algorithm", name, str(error))]) from error
+
+
+def _imported(path: str) -> Any:
+    with naming("flow", path, "importing it"):
+        return resolve(path)
+
+
+def _problem(key: str, value: Any, advice: str) -> Problem:
+    return Problem("configuration", key, value, advice)
+
+
+def _described_text(config: RunConfig, algorithm: AlgorithmSpec) -> str:
+    shape = config.model.path or " ".join(f"{key}={value}" for key, value in sorted(config.model.config.items()))
+    scored = "" if config.reward_model.path is None else f", scored by {config.reward_model.path}"
+    answers = f"{config.algorithm.group_size} answers of {config.rollout.max_new_tokens} tokens"
+    return f"{shape}, {answers}, {algorithm.name}{scored}"
+
+
+# Placement -----------------------------------------------------------------------------------------------------------
+
+
+def _planned(
+    wanted: Placing,
+    kinds: Sequence[RoleKind],
+    hosts: int,
+    *,
+    flow: Any,
+    path: str,
+    model: str,
+    items: int,
+    own: Mapping[str, Role] = MappingProxyType({}),
+    staleness: int = 0,
+) -> tuple[Placed, Chosen | None]:
+    """Where roles run, and what the planner found where there is a profile to plan from.
+
+    Args:
+        wanted: the section `placement`.
+        kinds, path, model, items, staleness: see `Prepared`.
+        hosts: number of processes of the job.
+        flow: one step, which is rehearsed; there must not be a running event loop.
+        own: roles of the user's own.
+
+    Raises:
+        ConfigError: with every reason why they cannot.
+    """
+    placed = _placed(wanted, kinds, hosts)
+    if wanted.profile is None or wanted.plan is not None or hosts == 1:
+        return placed, None
+    try:
+        profile = load(Path(wanted.profile).expanduser())
+        if problems := profile.mismatch(model, machine(), path):
+            raise PlacementError(problems)
+        actors = {name: role.actor for name, role in own.items()}
+        chosen = choose(
+            profile, placed.fleet.counts, placed.memory_by_kind, flow, items, extrapolate=wanted.extrapolate,
+            actors=actors, staleness=staleness, hardware=placed.fleet.hardware,
+        ).numbered(placed.fleet)  # fmt: skip
+    except OSError as error:
+        advice = f"it cannot be read: {error.strerror or error}; a run leaves one in its directory"
+        raise ConfigError([_problem("placement.profile", wanted.profile, advice)]) from None
+    except PlacementError as error:
+        said = (each.replace("allow extrapolation", "set placement.extrapolate=true") for each in error.complaints)
+        raise ConfigError([_problem("placement.profile", wanted.profile, each) for each in said]) from None
+    except ValueError as error:
+        raise ConfigError([_problem("placement.profile", wanted.profile, str(error))]) from None
+    free = wanted.mode in (None, "auto")
+    rows = [row for row in chosen.best_of_modes if free or row.mode == wanted.mode]
+    if not rows:
+        there = ", ".join(f"{row.mode} ({row.seconds:.3g} s)" for row in chosen.best_of_modes)
+        advice = f"by {wanted.profile} there is no such plan that fits {hosts} devices; there is {there}: take that"
+        if not wanted.extrapolate:
+            advice += ", or set placement.extrapolate=true, to guess sizes that were not profiled"
+        raise ConfigError([_problem("placement.mode", wanted.mode, advice)])
+    return placed_by(rows[0].plan, placed, kinds), chosen
+
+
+def _placed(wanted: Placing, kinds: Sequence[RoleKind], hosts: int) -> Placed:
+    """Where roles run without a profile."""
+    gpus, own = torch.cuda.device_count(), own_device().index
+    gpu_memory = None if own is None else int(_FILLED * torch.cuda.get_device_properties(own).total_memory)
+    try:
+        return place(wanted, kinds, hosts, gpu_memory=gpu_memory, gpus=gpus)
+    except PlacementError as error:
+        found = (split_complaint(complaint) for complaint in error.complaints)
+        values = ((key, getattr(wanted, key.rpartition(".")[2], MISSING), advice) for key, advice in found)
+        raise ConfigError([_problem(*each) for each in values]) from None
+
+
+def _flow_problems(path: str, flow: Any, *roles: Sequence[str]) -> Iterator[Problem]:
+    return (_problem("flow", path, advice) for advice in mistakes_in_flow(flow, *roles))
+
+
+# What does not go together -------------------------------------------------------------------------------------------
+
+
+def _algorithm_problems(config: RunConfig, algorithm: AlgorithmSpec) -> Iterator[Problem]:
+    size = config.algorithm.group_size
+    if algorithm.compares_within_groups and size < 2:
+        advice = f"{algorithm.name} compares answers to one prompt with each other, so it needs at least 2"
+        yield _problem("algorithm.group_size", size, advice)
+    inside = config.reference.inside
+    key = "reference.kind" if config.reference.adapter is None else "reference.adapter"
+    if inside and not algorithm.needs_reference:
+        yield _problem(key, inside, f"{algorithm.name} holds on to no reference")
+    if inside and algorithm.critic is not None and algorithm.kl is not None and algorithm.kl.place == "reward":
+        advice = (
+            "the critic needs the penalty too, and the trainer alone has the adapters; take frozen, or kl.place=loss"
+        )
+        yield _problem(key, inside, advice)
+    if config.teachers and not algorithm.needs_teacher:
+        yield _problem("teachers", ", ".join(config.teachers), f"{algorithm.name} has no teacher; remove them")
+    taught = config.teacher.model is not None or config.teacher.adapter is not None or config.teachers
+    if algorithm.needs_teacher and not taught:
+        advice = f"{algorithm.name} learns from a teacher; name a saved model"
+        yield _problem("teacher.model", None, advice)
+    for key, model in (
+        ("critic.model", config.critic.model),
+        ("reference.model", config.reference.model),
+        ("teacher.model", config.teacher.model),
+    ):
+        role = key.partition(".")[0]
+        if model is not None and role not in roles_of(config, algorithm):
+            yield _problem(key, model, f"{algorithm.name} has no {role}; remove it")
+
+
+def _reward_problems(reward: RewardConfig, passed: RewardSource | None) -> Iterator[Problem]:
+    try:
+        Reward.of(passed or reward.source, reward.args, make=False).ready()
+    except RAISED as error:
+        key = "reward.parts" if reward.parts else "reward.function"
+        yield problem(key, reward.parts or reward.function, error)
+
+
+def _tracker_problems(metrics: TrackingConfig) -> Iterator[Problem]:
+    wanted = chosen(tensorboard=metrics.tensorboard, wandb=metrics.wandb, swanlab=metrics.swanlab)
+    for key, advice in missing(wanted):
+        yield _problem(key, getattr(metrics, key.partition(".")[2]), advice)
+
+
+def _fitted(
+    config: RunConfig, placed: Placed, roles: Sequence[str], found_so_far: Sequence[Problem] = ()
+) -> tuple[Any, Fitted, list[Problem]]:
+    """The transformers config of the model, what follows from the devices' memory, and what is wrong with either."""
+    model_config, problems = policy_model(config)
+    problems += [*other_models(config, roles), *found_so_far]
+    if not problems:
+        learning = [role for role in ("trainer", "critic") if role == "trainer" or role in roles]
+        problems += split_mistakes(config, model_config, {role: len(placed.seats[role].hosts) for role in learning})
+    if problems:
+        return model_config, Fitted(config), problems
+    with naming("model", config.model.path or config.model.config, "estimating its memory"):
+        fitted, problems = fit(config, model_config, placed, roles)
+    return model_config, fitted, problems
+
+
+def prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
+    """Import what a configuration names, and check what only that can show; see `job.prepare.prepare`.
+
+    Raises:
+        ConfigError: with every mistake.
+    """
+    algorithm, path = _algorithm(config.algorithm.name, lambda: control_algorithm_of(config)), acting_flow_of(config)
+    flow, model, items = _imported(path), _described(config), config.env.num_envs
+    in_flow = _flow_problems(path, flow, tuple(kind.name for kind in CONTROL))
+    problems = [*in_flow, *unusable(config), *_tracker_problems(config.metrics)]
+    problems += [_problem(*each) for each in mistakes_acting(config, algorithm)]
+    if config.placement.mode == "auto" and flow is sac and algorithm is None:
+        advice = "roles cannot move while something for the next step is under way: name a mode, or take another flow"
+        problems.append(_problem("placement.mode", "auto", advice))
+    told = Callbacks.of(config.callbacks, problems)
+    if problems:
+        raise ConfigError(problems)
+    staleness = config.algorithm.staleness if works_ahead(flow) else 0
+    said: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
+    placed, plan = _planned(config.placement, CONTROL, hosts, **said)
+    check_memory(config, placed)
+    return Prepared(**said, algorithm=algorithm, kinds=CONTROL, placed=placed, chosen=plan, held={}, callbacks=told)
+
+
+def _described(config: EmbodiedConfig) -> str:
+    env, policy = config.env, config.policy
+    settings = " ".join(f"{key}={value}" for key, value in sorted({**env.options, **policy.settings}.items()))
+    return f"{policy.type} in {env.simulator} {settings}, {policy.horizon} decisions in {env.slices} slices"
+
+
+FLOWS = {
+    SFT: "rlinf.flows.sft",
+    DPO: "rlinf.flows.dpo",
+    REWARD_MODEL: "rlinf.flows.reward_model",
+}
+"""Of each algorithm, where a configuration names none."""
+TRAINER, REFERENCE = "trainer", "reference"
+_UNREAD = ("reward", "sft", "rollout", "critic", "teacher", "task")
+"""Sections that nothing reads in such a run; `task` where data are named."""
+_READ_OF_EVALUATION = {"data", "split", "columns", "problems", "every"}
+_READ_OF_ALGORITHM = {"name"}
+
+
+def objective_of(config: RunConfig) -> Objective:
+    """What is learned.
+
+    Raises:
+        ValueError: settings that do not go together.
+    """
+    settings = config.supervised
+    if config.algorithm.name == DPO:
+        return Preference(settings.dpo.loss, settings.dpo.beta, settings.dpo.label_smoothing)
+    return Scores(settings.reward_model.center) if config.algorithm.name == REWARD_MODEL else Likelihood()
+
+
+def needed_roles(config: RunConfig) -> list[str]:
+    """The roles besides the trainer."""
+    reference = config.reference
+    return [REFERENCE] if config.algorithm.name == DPO and reference.kind == "frozen" and not reference.inside else []
+
+
+def prepare_supervised(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
+    """Import what a configuration names, and check what only that can show; see `job.prepare.prepare`.
+
+    Raises:
+        ConfigError: with every mistake.
+    """
+    path = config.flow or FLOWS[config.algorithm.name]
+    flow = resolve(path) if objects.flow is None else objects.flow
+    if objects.flow is not None:
+        path = f"{flow.__module__}.{flow.__qualname__}"
+    needed = needed_roles(config)
+    problems = [
+        *problems_of(config, own=config.data.train is not None or objects.train is not None),
+        *_flow_problems(path, flow, (TRAINER,), needed, (REFERENCE,)),
+        *_tracker_problems(config.metrics),
+    ]
+    callbacks = Callbacks.of((*config.callbacks, *objects.callbacks), problems)
+    if problems:
+        raise ConfigError(problems)
+    kinds = tuple(kind for kind in TEXT if kind.name in (TRAINER, *needed))
+    shape = config.model.path or " ".join(f"{key}={value}" for key, value in sorted(config.model.config.items()))
+    model, items = f"{shape}, {config.algorithm.name}", config.supervised.batch_size
+    placed, planned = _planned(config.placement, kinds, hosts, flow=flow, path=path, model=model, items=items)
+    model_config, fitted, problems = _fitted(config, placed, needed)
+    if problems:
+        raise ConfigError(problems)
+    return Prepared(
+        flow, path, None, kinds, model, items, placed, planned, fitted.held, model_config, objects, callbacks,
+        became=fitted.became, warnings=fitted.warnings, config=fitted.config,
+    )  # fmt: skip
+
+
+def problems_of(config: RunConfig, *, own: bool) -> Iterator[Problem]:
+    """What keys may not be together in a run on given texts.
+
+    Args:
+        config: of it.
+        own: it learns from data of the user's, and not from the generated task.
+    """
+    name = config.algorithm.name
+    try:
+        objective_of(config)
+    except ValueError as error:
+        yield _problem("supervised.dpo.label_smoothing", config.supervised.dpo.label_smoothing, str(error))
+    blank = type(config)()
+    for section in _UNREAD:
+        if getattr(config, section) != getattr(blank, section) and (section != "task" or own):
+            yield from _unread(section, getattr(config, section), getattr(blank, section), set(), name)
+    yield from _unread("algorithm", config.algorithm, blank.algorithm, _READ_OF_ALGORITHM, name)
+    yield from _unread("evaluation", config.evaluation, blank.evaluation, _READ_OF_EVALUATION, name)
+    unread = {"template", "max_prompt_tokens"}
+    yield from _unread("data", config.data, blank.data, {each.name for each in fields(config.data)} - unread, name)
+    read = {"batch_size", "epochs", "max_tokens"} | ({"dpo"} if name == DPO else set())
+    read |= {"reward_model"} if name == REWARD_MODEL else {"learn"}
+    yield from _unread("supervised", config.supervised, blank.supervised, read, name)
+    kind = config.reference.kind
+    if name != DPO and config.reference != blank.reference:
+        yield from _unread("reference", config.reference, blank.reference, set(), name)
+    elif kind == "ema":
+        yield _problem("reference.kind", kind, "dpo holds on to a policy that stays; take frozen, or adapters_off")
+    elif kind == "precomputed" and not own:
+        yield _problem("reference.kind", kind, "the generated task has no log-probs of a reference; take frozen")
+    if config.placement.profile is not None or config.placement.mode == "auto":
+        key = "profile" if config.placement.profile is not None else "mode"
+        advice = "there is nothing to plan without generation: remove it"
+        yield _problem(f"placement.{key}", getattr(config.placement, key), advice)
+
+
+def _unread(section: str, given: Any, blank: Any, read: set[str], algorithm: str) -> Iterator[Problem]:
+    """Keys of a section that were set, and that nothing reads."""
+    for each in fields(given):
+        value = getattr(given, each.name)
+        if each.name not in read and value != getattr(blank, each.name):
+            yield _problem(f"{section}.{each.name}", value, f"algorithm {algorithm} does not read it: remove it")

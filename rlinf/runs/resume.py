@@ -1,0 +1,423 @@
+"""How a run that ended early is gone on with: its newest checkpoint, and what to type.
+
+In: the run's directory, and how it was started. Out: words for whoever ended it.
+
+A run that is told to end soon, as schedulers do before they take a machine away, saves what it has first.
+
+In: the system's `Preemption`, which a signal sets off, and the run. Out: the run ends after the step under way if that
+comes in time; otherwise the step is given up, and what is saved is the state in which it began. Who wakes whom: the
+signal wakes `_end_soon`, which cancels the flow, or an evaluation, when time is up; the run goes on to save.
+
+What becomes of a key that was changed between a checkpoint and the run that goes on from it.
+
+In: a key, and whether the run is on text or embodied. Out: applied, ignored, or refused, with the reason. A checkpoint
+brings weights, the optimizer's state, and the position in the data; all else follows the configuration of the run that
+goes on. A key that stands nowhere here counts as applied; a test sees to it that every key stands here, by itself or
+by its section.
+
+Are the parts of checkpoints that a configuration names, such as `model.path=…/step_000100/hf`, what was written?
+
+In: a configuration. Out: a `Problem` for each that is damaged. Every file of such a part is read; blocking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import shlex
+import sys
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.load import ConfigError, InputError, Problem
+from rlinf.config.text import RunConfig
+from rlinf.runs.starting import ToldToEnd
+from rlinf.runtime.base.tasks import cancel_all
+from rlinf.storage.directory import RunDirectory, previous_with_checkpoints
+from rlinf.storage.files import Damaged, verify_part
+
+if TYPE_CHECKING:
+    from rlinf.config.common import CheckpointConfig
+    from rlinf.runs.loop import TrainingLoop
+
+
+def command(resolved: Path) -> str:
+    """What goes on with a run of `rlinf train` from its newest checkpoint, in as many processes as this one is of.
+
+    Args:
+        resolved: the run's configuration in full.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    machines = f"--nnodes {world // local} " if world > local else ""
+    start = "rlinf train" if world == 1 else f"torchrun {machines}--nproc-per-node {local} -m rlinf train"
+    return f"{start} --config {shlex.quote(from_here(resolved))} --resume auto"
+
+
+def going_on(directory: RunDirectory, checkpoint: CheckpointConfig) -> str:
+    """The newest checkpoint and what goes on from it; where there is none, what would have written one.
+
+    Args:
+        directory: of the run.
+        checkpoint: when it writes checkpoints.
+    """
+    if directory.latest.exists():
+        newest = from_here(directory.latest.resolve())
+        return f"the newest checkpoint is {newest}; to go on: {directory.resumed_by}"
+    every, minutes = checkpoint.every, checkpoint.minutes
+    by_step = f"after step {every} (checkpoint.every={every})" if every else ""
+    by_time = f"after {minutes:g} minutes of steps (checkpoint.minutes={minutes:g})" if minutes else ""
+    first = " or ".join(filter(None, (by_step, by_time))) or "after the last step"
+    more = "" if every else "; checkpoint.every=N writes one after every N steps"
+    return f"no checkpoint is there to go on from: the first comes {first}{more}"
+
+
+def beginning_anew(path: Path) -> str:
+    """What `--resume auto` says where it finds no checkpoint: that it starts at step 0, and where an earlier run is.
+
+    Args:
+        path: of the run directory.
+    """
+    told = f"--resume auto: no checkpoint in {from_here(path)}; beginning anew"
+    if (previous := previous_with_checkpoints(path)) is None:
+        return told
+    where = from_here(previous)
+    return f"{told}. A run with checkpoints is in {where}: --resume {shlex.quote(where)} goes on from it"
+
+
+def from_here(path: Path) -> str:
+    """A path as one types it in the working directory."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+@contextmanager
+def saying_how_to_go_on(directory: RunDirectory, checkpoint: CheckpointConfig) -> Iterator[None]:
+    """A run that ends before it could speak for itself: its report is written; and if a signal ended it at once, stderr
+    says how it is gone on with.
+
+    Args:
+        directory: of the run.
+        checkpoint: when it writes checkpoints.
+    """
+    from rlinf.runtime.system.ending import AT_ONCE, Stopped  # torch comes with it, which takes seconds
+
+    try:
+        yield
+    except (InputError, ToldToEnd):
+        raise  # nothing was run that a report could tell of
+    except BaseException as error:
+        if isinstance(error, Stopped):
+            at_once = error.number in AT_ONCE and checkpoint.grace > 0 and not directory.latest.exists()
+            hint = f". {error.name} saves nothing; SIGTERM (`kill`) writes a checkpoint first" if at_once else ""
+            sys.stderr.write(f"rlinf: {going_on(directory, checkpoint)}{hint}\n")
+        elif isinstance(error, SystemExit) and error.code != os.EX_TEMPFAIL:  # with that the run has spoken for itself
+            how = going_on(directory, checkpoint)
+            sys.stderr.write(f"rlinf: ended by sys.exit({error.code!r}) in code of the run; {how}\n")
+        _report_what_is_there(directory)
+        raise
+
+
+@contextmanager
+def keeping_earlier_run(directory: RunDirectory) -> Iterator[None]:
+    """A start that fails before anything was measured leaves an earlier run of the name where it was.
+
+    A start that a signal ended is taken up again with `--resume auto`, and so is one that torchrun restarts: they must
+    not go on with the earlier run, which stays aside then.
+
+    Args:
+        directory: of the run.
+    """
+    try:
+        yield
+    except Exception:
+        with suppress(OSError):  # it stays aside, then, and --resume auto says where
+            if not _is_restarted() and directory.give_back():
+                sys.stderr.write(
+                    f"rlinf: nothing was measured; the earlier run is as it was, in {from_here(directory.path)}\n"
+                )
+        raise
+
+
+def _is_restarted() -> bool:
+    """Whether torchrun starts the job once more when it fails."""
+    allowed, taken = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return taken < allowed
+
+
+def _report_what_is_there(directory: RunDirectory) -> None:
+    """Write the report of a run that has failed, if anything was measured; an error in it must not hide the run's."""
+    from rlinf.dashboard.report import write_report
+
+    if directory.metrics.is_file() and directory.metrics.stat().st_size:
+        try:
+            write_report(directory.path)
+        except Exception as error:
+            sys.stderr.write(f"rlinf: {directory.report} cannot be written: {type(error).__name__}: {error}\n")
+
+
+R = TypeVar("R")
+LIKE_THE_LAST = 1.2
+"""A step is expected to take as long as the last one, times this: answers differ in length."""
+SAVING = 2.0
+"""A checkpoint is given as long as the last one took, times this: others may be writing to the same disk now."""
+UNKNOWN = 0.5
+"""Share of the time for the checkpoint, where none was written yet."""
+
+
+class Leaving:
+    """How a run ends when it is preempted; entered around its steps.
+
+    Args:
+        run: whose steps; None, or a system without `Preemption`: it is never asked to end.
+    """
+
+    def __init__(self, run: TrainingLoop[Any] | None) -> None:
+        self._run = run
+        self._preemption = None if run is None else run.system.preemption
+        self._watch: asyncio.Task[None] | None = None
+        self._gives_way: asyncio.Task[Any] | None = None  # what may be given up, while it is under way
+        self._given_up = False
+        self._began = self._lasted = 0.0
+        self._position: Mapping[str, Any] = {}
+        self._steps: list[int] = []
+        self.told_to_end = asyncio.Event()
+        """A signal has come."""
+        self.left_out: str | None = None
+        """What was given up, in words."""
+
+    async def __aenter__(self) -> Self:
+        if self._preemption is not None:
+            self._watch = asyncio.create_task(self._end_soon(), name="preemption")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._watch is not None:
+            await cancel_all([self._watch])
+        if self._preemption is not None and self._run is not None and self._run.over:
+            self._preemption.complete = True
+
+    @property
+    def asked(self) -> bool:
+        """A signal has come: the run ends as soon as it can."""
+        return self.told_to_end.is_set()
+
+    def rested(self, seconds: float) -> None:
+        """So long the run stood still between two steps because somebody wanted it to."""
+        if self._began:
+            self._began += seconds
+
+    async def step_begins(self) -> None:
+        """Note the state in which a step begins."""
+        if (run := self._run) is not None and self._preemption is not None:
+            self._position = copy.deepcopy(run.position())
+            self._steps = await self._optimizer_steps()
+            now = asyncio.get_running_loop().time()
+            self._began, self._lasted = now, now - self._began if self._began else 0.0
+
+    async def unless_given_up(self, work: Awaitable[R]) -> R | None:
+        """What the flow or an evaluation comes to; None if it is given up, because there is no time for it."""
+        if self._given_up:
+            if asyncio.iscoroutine(work):
+                work.close()
+            return None
+        self._gives_way = task = asyncio.current_task()
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not self._given_up or task is None:
+                raise
+            task.uncancel()
+            return None
+        finally:
+            self._gives_way = None
+
+    async def save_beginning(self) -> None:
+        """Save the state in which the step that was given up began, if that can still be had.
+
+        It cannot if an optimizer step was taken since, or if the step has moved something on that is not drawn again.
+        """
+        run = self._run
+        assert run is not None  # a step of it was given up
+        self.left_out = f"step {run.done + 1} was given up"
+        if not run.restartable or await self._optimizer_steps() != self._steps:
+            return
+        await run.save({} if run.ahead else self._position)
+        await run.checkpoints.finish()
+        if await self._optimizer_steps() != self._steps:  # one was being taken when the step was given up
+            await asyncio.to_thread(run.directory.withdraw, run.done)
+
+    def told(self) -> str:
+        """What a preempted run says at its end."""
+        assert self._run is not None
+        assert self._preemption is not None
+        run, what = self._run, f"; {self.left_out}" if self.left_out else ""
+        told = f"told to end by {self._preemption.signal}: stopped after step {run.done}{what}"
+        saved = "" if run.checkpoints.newest == run.done else "its state is not saved; "
+        return f"{told}; {saved}{going_on(run.directory, run.config.checkpoint)}"
+
+    async def _end_soon(self) -> None:
+        """Once a signal has come: let the step end if it will in time, else give it up."""
+        preemption, run = self._preemption, self._run
+        assert preemption is not None
+        assert run is not None
+        await preemption.asked.wait()
+        self.told_to_end.set()
+        now = asyncio.get_running_loop().time
+        left = preemption.deadline - now()
+        taken = run.checkpoints.seconds
+        last = preemption.deadline - (left * UNKNOWN if taken is None else min(taken * SAVING, left))
+        in_time = self._began + self._lasted * LIKE_THE_LAST <= last
+        if in_time or not run.restartable or await self._optimizer_steps() != self._steps:
+            await asyncio.sleep(max(0.0, last - now()))
+        self._given_up = True
+        if self._gives_way is not None:
+            self._gives_way.cancel()
+
+    async def _optimizer_steps(self) -> list[int]:
+        """How many each role that learns has taken."""
+        assert self._run is not None
+        roles = self._run.roles.values()
+        learning = [group[0] for group in roles if "optimizer_steps" in group.endpoints]
+        return list(await asyncio.gather(*(ref.optimizer_steps() for ref in learning)))
+
+
+Effect = Literal["applied", "ignored", "refused"]
+WEIGHTS = "the weights are the checkpoint's"
+ORDER = "the checkpoint's position in the data would mean other problems"
+OVER = "the warm-up is over"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What becomes of a changed key."""
+
+    effect: Effect
+    """It is used from here on; the checkpoint's value stays; the run does not start."""
+    why: str = ""
+    """Unless it is applied."""
+
+
+_COMMON = (
+    *("name", "output_dir", "steps", "log_every", "trace", "flow", "system", "callbacks", "keep_previous"),
+    *("optimizer", "checkpoint", "metrics", "placement", "algorithm"),
+)
+TEXT: Mapping[str, Resumed] = {
+    **dict.fromkeys(_COMMON, Resumed("applied")),
+    **dict.fromkeys(
+        (
+            "agent",
+            "staleness",
+            "data",
+            "reward",
+            "reward_model",
+            "rollout",
+            "trainer",
+            "evaluation",
+            "critic",
+            "supervised",
+        ),
+        Resumed("applied"),
+    ),
+    **dict.fromkeys(
+        ("reference", "teacher", "teachers", "roles", "model.tokenizer", "model.lora.alpha"), Resumed("applied")
+    ),
+    "seed": Resumed("refused", ORDER),
+    "data.shuffle": Resumed("refused", ORDER),
+    "task": Resumed("refused", ORDER),
+    "model.path": Resumed("ignored", WEIGHTS),
+    "model.config": Resumed("refused", WEIGHTS),
+    "model.freeze": Resumed("refused", "the optimizer's state is that of the weights that learned"),
+    "model.lora.r": Resumed("refused", WEIGHTS),
+    "model.lora.target_modules": Resumed("refused", WEIGHTS),
+    "model.lora.path": Resumed("ignored", WEIGHTS),
+    "critic.model": Resumed("ignored", WEIGHTS),
+    "reference.adapter": Resumed("ignored", WEIGHTS),
+    "teacher.adapter": Resumed("ignored", WEIGHTS),
+    "reference.model": Resumed("ignored", "the run's reference stays; start a new run for another"),
+    "sft": Resumed("ignored", OVER),
+}
+"""Keys of runs on text. The longest one that a key is, or lies below, holds."""
+EMBODIED: Mapping[str, Resumed] = {
+    **dict.fromkeys(_COMMON, Resumed("applied")),
+    **dict.fromkeys(("seed", "env", "policy.horizon", "off_policy", "dagger", "trials"), Resumed("applied")),
+    **dict.fromkeys(("policy.gradient_checkpointing", "policy.sharding", "policy.lora.alpha"), Resumed("applied")),
+    "policy.dtype": Resumed("refused", "the checkpoint's parameters and their optimizer are grouped by it"),
+    "policy.train": Resumed("refused", "the optimizer's state is of other parameters"),
+    "policy.lora.r": Resumed("refused", WEIGHTS),
+    "policy.lora.target_modules": Resumed("refused", WEIGHTS),
+    "policy.lora.path": Resumed("ignored", WEIGHTS),
+    "policy.type": Resumed("refused", WEIGHTS),
+    "policy.settings": Resumed("refused", WEIGHTS),
+    "policy.path": Resumed("ignored", WEIGHTS),
+    "off_policy.alpha": Resumed("ignored", "the temperature is the checkpoint's"),
+    "imitation.statistics": Resumed("refused", WEIGHTS),
+    "imitation": Resumed("applied"),  # by runs of imitation; a warm-up that is over is not done again
+}
+"""The same of embodied runs."""
+
+
+def on_resume(schema: type[RunConfig | EmbodiedConfig], key: str, *, kept_reference: bool = True) -> Resumed:
+    """What becomes of a key that was changed since the checkpoint was written.
+
+    Args:
+        schema: `RunConfig` or `EmbodiedConfig`.
+        key: such as `optimizer.lr`, or `model.config.hidden_size`, which lies in a mapping.
+        kept_reference: checkpoint or run hold the reference policy, as they do after a warm-up.
+    """
+    if key == "reference.model" and not kept_reference:
+        return Resumed("applied")
+    entry = entry_of(schema, key)
+    return Resumed("applied") if entry is None else _table(schema)[entry]
+
+
+def entry_of(schema: type[RunConfig | EmbodiedConfig], key: str) -> str | None:
+    """The entry that holds for a key; None if there is none."""
+    parts, table = key.split("."), _table(schema)
+    above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((name for name in above if name in table), None)
+
+
+def _table(schema: type[RunConfig | EmbodiedConfig]) -> Mapping[str, Resumed]:
+    return TEXT if schema is RunConfig else EMBODIED
+
+
+def check_parts(config: Any) -> None:
+    """See that what a configuration names of checkpoints with a manifest is whole.
+
+    Raises:
+        ConfigError: something is not; the text names the key and the file.
+    """
+    problems = []
+    for key, path in _paths(config):
+        try:
+            verify_part(Path(path))
+        except Damaged as damage:
+            problems.append(Problem("configuration", key, path, str(damage)))
+        except (OSError, ValueError, RuntimeError):
+            pass  # no path at all: what reads it says so
+    if problems:
+        raise ConfigError(problems)
+
+
+def _paths(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Keys called `path` or `tokenizer` whose values are texts."""
+    if is_dataclass(tree):
+        children: Mapping[str, Any] = {field.name: getattr(tree, field.name) for field in fields(tree)}
+    elif isinstance(tree, Mapping):
+        children = tree
+    else:
+        return
+    for name, value in children.items():
+        if name in ("path", "tokenizer") and isinstance(value, str):
+            yield f"{prefix}{name}", value
+        else:
+            yield from _paths(value, f"{prefix}{name}.")

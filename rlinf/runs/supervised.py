@@ -1,0 +1,232 @@
+"""Runs on given texts: a language model learns from conversations, or from preference pairs.
+
+In: a `RunConfig` with `algorithm: sft`, `dpo` or `reward_model`, and the code that it names. Out: the run, by the
+training loop: batches in an order drawn from the seed, the loss on held-out rows, checkpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rlinf.actors.reference import Reference
+from rlinf.actors.supervised_trainer import SupervisedTrainer
+from rlinf.config.learning import DPO, REWARD_MODEL, SFT
+from rlinf.config.load import InputError
+from rlinf.config.text import RunConfig
+from rlinf.data.datasets.load import ConversationOptions, Conversations, load_conversations
+from rlinf.data.datasets.rendering import REF
+from rlinf.data.datasets.source import DataError
+from rlinf.data.datasets.stream import left_out
+from rlinf.data.step import SupervisedStep
+from rlinf.flows.annotate import told
+from rlinf.metrics.alarms import NothingLearnedAlarm
+from rlinf.placement.seats import Placed
+from rlinf.runs.dry_run.footprint import spread_of
+from rlinf.runs.loop import TrainingLoop
+from rlinf.runs.prepare import REFERENCE, TRAINER, InMemory, Prepared, objective_of
+from rlinf.runs.roles import Role, Roles, only, spawn_roles
+from rlinf.runs.text import read_from, room_of
+from rlinf.runtime.base.progress import work
+from rlinf.runtime.system.handles import ActorGroup
+from rlinf.runtime.system.system import ActorSystem
+from rlinf.storage.directory import Checkpoint, RunDirectory
+from rlinf.training.supervised import measured
+
+Numbers = dict[str, float]
+"""The loss of the held-out rows, and what the objective watches."""
+
+
+class SupervisedLoop(TrainingLoop[Numbers]):
+    """A run on given texts. Arguments are those of `TrainingLoop`."""
+
+    generates = TRAINER
+    headline = "evaluation/loss"
+    config: RunConfig
+
+    def __init__(self, system: ActorSystem, config: RunConfig, prepared: Prepared, directory: RunDirectory) -> None:
+        self.data = conversations_of(config, prepared.objects)
+        super().__init__(system, with_steps(config, self.data.rows), prepared, directory)
+        self.objective, self.notes = objective_of(config), prepared.told
+        self._nothing_learned = NothingLearnedAlarm()
+
+    @property
+    def evaluates_every(self) -> int:
+        return self.config.evaluation.every
+
+    async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
+        spread = spread_of(self.config, self.prepared.model_config, placed, self.prepared.roles)
+        for line in (*((spread.words,) if spread.words is not None else ()), *self.data.notes):
+            self.report.line(f"{self.config.name}: {line}")
+        roles = roles_to_start(self.config, self.data, self.prepared, spread.sharding)
+
+        def say(words: str) -> None:
+            self.report.line(f"{self.config.name}: {words}")
+
+        return await spawn_roles(self.system, placed, only(roles, names), say)
+
+    async def draw(self, index: int) -> SupervisedStep:
+        return SupervisedStep(index, await self.data.train.draw(self.config.supervised.batch_size))
+
+    async def evaluate(self) -> Numbers | None:
+        if not self.data.held_out:
+            return None
+        found = []
+        with work("evaluating", len(self.data.held_out), "rows") as evaluating:
+            async for group in self.roles[TRAINER].outputs(self.data.held_out):
+                found.append(group)
+                evaluating.advance()
+        found.sort(key=lambda group: group.id)
+        if REFERENCE in self.roles:
+            found = await told(found, self.roles[REFERENCE])
+        return with_perplexity(await asyncio.to_thread(measured, self.objective, found), self.config.algorithm.name)
+
+    def numbers(self, evaluation: Numbers) -> dict[str, float]:
+        return evaluation
+
+    def in_words(self, evaluation: Numbers) -> str:
+        found = f"loss {evaluation['loss']:.4f} on {len(self.data.held_out)} held-out rows"
+        if "perplexity" in evaluation:
+            found += f", perplexity {evaluation['perplexity']:.3f}"
+        if "rewards/accuracies" in evaluation:
+            found += f", the chosen one ahead in {evaluation['rewards/accuracies']:.1%}"
+        return found
+
+    def compared(self, before: Numbers, after: Numbers) -> Iterator[str]:
+        yield f"held-out loss {before['loss']:.4f} -> {after['loss']:.4f}"
+        if "rewards/accuracies" in after:
+            yield f"the chosen one ahead: {before['rewards/accuracies']:.1%} -> {after['rewards/accuracies']:.1%}"
+
+    async def samples(self) -> Sequence[Mapping[str, Any]]:
+        wanted = self.config.metrics
+        found: Sequence[Mapping[str, Any]] = await self.roles[TRAINER].samples(wanted.samples, wanted.token_rows)
+        return found
+
+    async def step_ended(self, returned: Mapping[str, float]) -> Mapping[str, float]:
+        metrics = with_perplexity(returned, self.config.algorithm.name)
+        return await super().step_ended({**metrics, **self.left_out(self.data.train)})
+
+    def stepped(self, metrics: Mapping[str, float]) -> None:
+        if (warning := self._nothing_learned.heard(self.done, metrics)) is not None:
+            self.alarm(warning)
+        stream = self.data.train
+        if self.done == self.config.steps:
+            for line in left_out(stream).values():
+                self.report.line(f"of {stream.position:,} rows drawn, {line}")
+
+    def queue(self) -> dict[str, Any]:
+        return {**super().queue(), **self.position()}
+
+    def position(self) -> dict[str, Any]:
+        return {"data": self.data.train.state_dict()}
+
+    @property
+    def restartable(self) -> bool:
+        return True
+
+    async def restore(self, begun: Checkpoint) -> None:
+        await super().restore(begun)
+        queue: Any = begun.queue
+        self.data.train.load_state_dict(queue["data"])
+
+    async def _publish(self, roles: Mapping[str, ActorGroup]) -> None:
+        """Nobody generates."""
+
+
+def with_perplexity(metrics: Mapping[str, float], algorithm: str) -> dict[str, float]:
+    """Metrics of a likelihood with exp(loss)."""
+    known = algorithm == SFT and "loss" in metrics
+    return {**metrics, "perplexity": math.exp(min(metrics["loss"], 700.0))} if known else dict(metrics)
+
+
+def with_steps(config: RunConfig, rows: int | None) -> RunConfig:
+    """The configuration with as many steps as its epochs have.
+
+    Raises:
+        InputError: it is not known how many rows an epoch has.
+    """
+    settings = config.supervised
+    if settings.epochs is None:
+        return config
+    if rows is None:
+        raise InputError("supervised.epochs: rows come one after the other, so nobody knows their number: set steps")
+    return replace(config, steps=math.ceil(settings.epochs * rows / settings.batch_size))
+
+
+def roles_to_start(
+    config: RunConfig, data: Conversations, prepared: Prepared, sharding: str = "shard"
+) -> dict[str, Role]:
+    """The roles of a run on given texts, ready to be started.
+
+    Args:
+        config: what, with its number of steps.
+        data: whose tokenizer the roles load.
+        prepared: says which roles there are.
+        sharding: how the trainer lies on its processes.
+    """
+    shared: dict[str, Any] = {
+        "model": config.model.path or config.model.config,
+        "tokenizer": data.tokenizer_source,
+        "seed": config.seed,
+    }
+    settings = {
+        **shared,
+        **asdict(config.optimizer),
+        **asdict(config.trainer),
+        "sharding": sharding,
+        "chat_template": None if config.data.chat_template is None else data.tokenizer.chat_template,
+        "saved_dtype": config.checkpoint.dtype,
+        "total_steps": max(1, config.steps),
+        "lora": config.model.lora.settings,
+        "freeze": config.model.freeze,
+        "objective": objective_of(config),
+        "reference": config.reference.inside if config.algorithm.name == DPO else None,
+    }
+    found = {TRAINER: Role(SupervisedTrainer, settings, prepared.held.get(TRAINER, (0, 0)))}
+    if REFERENCE in prepared.roles:
+        own = {} if config.reference.model is None else {"model": config.reference.model}
+        forward = {
+            name: getattr(config.trainer, name)
+            for name in ("micro_batch_tokens", "logprob_chunk", "attention", "compile")
+        }
+        how = {**forward, "order": "arrival", "column": REF, "dtype": config.reference.dtype}
+        found[REFERENCE] = Role(Reference, {**shared, **how, **own}, prepared.held.get(REFERENCE, (0, 0)))
+    return found
+
+
+def conversations_of(config: RunConfig, objects: InMemory | None = None) -> Conversations:
+    """What a configuration learns from, in an order drawn from its seed.
+
+    Args:
+        config: what.
+        objects: rows that were passed instead of being named.
+
+    Raises:
+        InputError: something cannot be read or used.
+    """
+    data, name = config.data, config.algorithm.name
+    options = ConversationOptions(
+        kind="sft" if name == SFT else "pairs",
+        scored=name == REWARD_MODEL,
+        learn=config.supervised.learn,
+        columns=data.columns,
+        chat=data.chat,
+        system=data.system,
+        chat_template=data.chat_template,
+        chat_args=data.chat_args,
+        max_tokens=config.supervised.max_tokens,
+        overlong=data.overlong,
+        unusable=data.unusable,
+        room=room_of(config, 0, ""),
+    )
+    try:
+        return load_conversations(
+            config.model.tokenizer or config.model.path,
+            options=options,
+            **read_from(config, objects),
+        )
+    except DataError as error:
+        raise InputError(str(error)) from error

@@ -1,0 +1,205 @@
+"""The roles of a run on text, ready to be started: from the keys of a configuration to the arguments of each `setup`.
+
+In: a configuration, its data and the code that it names. Out: a `Role` per name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rlinf.actors.critic import Critic
+from rlinf.actors.judge import Judge
+from rlinf.actors.reference import Blend, Reference
+from rlinf.actors.reward_model import GenerativeJudge, reward_model_class
+from rlinf.actors.rollout import Rollout
+from rlinf.actors.trainer import Trainer
+from rlinf.algos.algorithms import AlgorithmSpec
+from rlinf.config.learning import NamedTeacher
+from rlinf.config.load import InputError
+from rlinf.config.text import RunConfig
+from rlinf.data.datasets import source
+from rlinf.data.datasets.benchmarks import benchmarks_of
+from rlinf.data.datasets.load import Data
+from rlinf.data.step import works_ahead
+from rlinf.models.language.fsdp import Sharding
+from rlinf.rewards.base import OFFERED, Reward, RewardSource
+from rlinf.runs.prepare import Prepared
+from rlinf.runs.roles import CRITIC, REFERENCE, REWARD_MODEL, Role, own_roles
+
+Settings = dict[str, Any]
+"""Arguments of an actor's `setup`."""
+
+
+def roles_to_start(
+    config: RunConfig,
+    data: Data,
+    prepared: Prepared | None = None,
+    rescue: str | None = None,
+    sharding: Sharding = "shard",
+) -> dict[str, Role]:
+    """The roles of a run, ready to be started.
+
+    Args:
+        config: what.
+        data: what is answered: its tokenizer, and the columns that a reward may take.
+        prepared: the code that the configuration names; None is for an evaluation, which needs no trainer.
+        rescue: directory of the run, for a batch whose loss is no number and the output of inference servers.
+        sharding: how trainer and critic lie on their processes.
+
+    Raises:
+        InputError: the reward takes a column that there is not.
+    """
+    passed = None if prepared is None else prepared.objects.reward
+    check_reward(config, data, passed)
+    shared: Settings = {
+        "model": config.model.path or config.model.config,
+        "tokenizer": data.tokenizer_source,
+        "seed": config.seed,
+    }
+    found: dict[str, tuple[type[Any], Settings]] = {
+        "rollout": (Rollout, {**shared, **_rollout(config), "directory": rescue}),
+        "judge": (Judge, _judge(config, data, passed)),
+    }
+    if config.reward_model.path is not None:
+        found[REWARD_MODEL] = (reward_model_class(config.reward_model), _reward_model(config, passed))
+    if prepared is None:
+        return {name: Role(actor, settings) for name, (actor, settings) in found.items()}
+    found |= _learning_roles(config, data, prepared, shared, sharding)
+    found["trainer"][1]["rescue_dir"] = rescue
+    replays = config.trainer.backend != "megatron"  # which routes freely: nobody would read what the engine tells
+    found["rollout"][1]["routes"] = config.trainer.router_replay if replays else False
+    grain = {}
+    if works_ahead(prepared.flow) and config.staleness.max:
+        # Which answers a step learns from depends on when they come, so nothing is gained by waiting for an order
+        for _, settings in found.values():
+            settings |= {"order": "arrival"} if settings.get("order") == "prompt" else {}
+        found["trainer"][1]["staleness"] = config.staleness.max
+        # it always has answers under way: it gives its devices when there is enough for its share of a step
+        grain["rollout"] = -(-config.algorithm.prompts_per_step // len(prepared.placed.seats["rollout"].hosts))
+    ours = {
+        name: Role(actor, settings, prepared.held.get(name, (0, 0)), lease_items=grain.get(name))
+        for name, (actor, settings) in found.items()
+    }
+    return {**ours, **own_roles(config)}
+
+
+def _learning_roles(
+    config: RunConfig, data: Data, prepared: Prepared, shared: Settings, sharding: Sharding
+) -> dict[str, tuple[type[Any], Settings]]:
+    """The trainer, and whoever of the others computes what the algorithm learns from."""
+    algorithm = prepared.algorithm
+    assert algorithm is not None  # of every run on text
+    template = None if config.data.chat_template is None else data.tokenizer.chat_template
+    trainer = {**shared, **_trainer(config, algorithm), "sharding": sharding, "chat_template": template}
+    found: dict[str, tuple[type[Any], Settings]] = {"trainer": (Trainer, trainer)}
+    if CRITIC in prepared.roles:
+        found[CRITIC] = (Critic, {**shared, **_critic(config, algorithm), "sharding": sharding})
+    for name in (REFERENCE, "teacher", *config.named_teachers):
+        if name in prepared.roles:
+            found[name] = (Reference, {**shared, **_reference(config, name)})
+    return found
+
+
+def check_reward(config: RunConfig, data: Data, passed: RewardSource | None) -> None:
+    """See that rows have what the reward takes.
+
+    Raises:
+        InputError: it takes a column that there is not.
+    """
+    reward = config.reward
+    if data.columns:  # they are not known yet where rows come one by one
+        try:
+            Reward.of(passed or reward.source, reward.args, make=False).check({*OFFERED, "messages", *data.columns})
+        except ValueError as error:
+            raise InputError(f"reward: {error}") from error
+        known = {*OFFERED, "messages", *data.columns}
+        asked = source.fields(config.reward_model.template or "")
+        if missing := [name for name in asked if name not in known and name.partition(".")[0] not in known]:
+            raise InputError(f"reward_model.template: there is no column {missing[0]!r}; there are {sorted(known)}")
+
+
+def _judge(config: RunConfig, data: Data, passed: RewardSource | None) -> Settings:
+    asked = benchmarks_of(config.evaluation.named)
+    return {
+        **asdict(config.reward),
+        "reward": passed,
+        "columns": data.columns or None,
+        "named": {name: (each.reward, dict(each.args)) for name, each in asked.items()},
+    }
+
+
+def _rollout(config: RunConfig) -> Settings:
+    """The keys that are neither the work in flight's nor there to predict seconds by."""
+    others = ("carry", "extra", "groups", "expected_new_tokens")
+    own = {name: value for name, value in asdict(config.rollout).items() if name not in others}
+    return {**own, "kv": config.staleness.kv}
+
+
+def _learning_steps(config: RunConfig, algorithm: AlgorithmSpec) -> int:
+    """Steps in which the policy learns: all but those that the critic has for itself."""
+    return config.steps - (0 if algorithm.critic is None else config.critic.head_start)
+
+
+def _trainer(config: RunConfig, algorithm: AlgorithmSpec) -> Settings:
+    passes = config.algorithm
+    return {
+        **_learning(config, algorithm),
+        "router_aux_loss": config.algorithm.router_aux_loss,
+        "total_steps": max(1, _learning_steps(config, algorithm) * passes.epochs * passes.minibatches),
+        "lora": config.model.lora.settings,
+        "freeze": config.model.freeze,
+        "reference": config.reference.inside if algorithm.needs_reference else None,
+        "teacher": config.teacher.adapter if algorithm.needs_teacher else None,
+        # a moving mean that bfloat16 rounds at every step would not move
+        "publishes": "float32" if config.reference.kind == "ema" else config.rollout.dtype,
+    }
+
+
+def _critic(config: RunConfig, algorithm: AlgorithmSpec) -> Settings:
+    critic = config.critic
+    own = {name: getattr(critic, name) for name in ("lr", "warmup_steps", "grad_clip", "weight_decay")}
+    constant = {"schedule": "constant", "min_lr_ratio": 0.0}
+    changed = {} if critic.model is None else {"model": critic.model}
+    return {**_learning(config, algorithm), **own, **constant, **changed}
+
+
+def _learning(config: RunConfig, algorithm: AlgorithmSpec) -> Settings:
+    """What trainer and critic have in common: how a batch becomes optimizer steps."""
+    passes = {"epochs": config.algorithm.epochs, "minibatches": config.algorithm.minibatches}
+    saved = {"saved_dtype": config.checkpoint.dtype}
+    return {**asdict(config.optimizer), **asdict(config.trainer), **passes, **saved, "algorithm": algorithm}
+
+
+def scores_alone(config: RunConfig, passed: RewardSource | None) -> bool:
+    """Whether no reward function scores, only a reward model."""
+    return passed is None and config.reward.function is None and not config.reward.parts
+
+
+def _reward_model(config: RunConfig, passed: RewardSource | None) -> Settings:
+    order = {} if reward_model_class(config.reward_model) is GenerativeJudge else {"order": config.trainer.order}
+    return {**asdict(config.reward_model), **order, "alone": scores_alone(config, passed)}
+
+
+def _reference(config: RunConfig, role: str) -> Settings:
+    """The reference policy, or the teacher: log-probs by a model that does not learn."""
+    settings = config.frozen[role]
+    moving = role == "reference" and config.reference.kind == "ema"
+    changed: dict[str, Any] = {} if settings.model is None else {"model": settings.model}
+    column = "ref_logprobs" if role == REFERENCE else "teacher_logprobs"
+    if isinstance(settings, NamedTeacher):
+        share = settings.weight / sum(each.weight for each in config.named_teachers.values())
+        name = role.removeprefix("teacher_")
+        changed["blend"] = Blend(name, tuple(config.teachers), share, config.teacher.route)
+        column = f"{column}/{name}"
+    return {
+        "column": column,
+        "decay": config.reference.decay if moving else None,
+        "micro_batch_tokens": config.trainer.micro_batch_tokens,
+        "logprob_chunk": config.trainer.logprob_chunk,
+        "attention": config.trainer.attention,
+        "compile": config.trainer.compile,
+        "order": config.trainer.order,
+        "dtype": settings.dtype,
+        **changed,
+    }

@@ -1,0 +1,199 @@
+"""A model for the rest of the world: weights, configuration and tokenizer as `from_pretrained` wants them.
+
+Flows in: the trainer's model, whole or sharded, with or without adapters. Flows out: a directory with safetensors files
+under the names of the plain model. The weights are copied to host memory first, which is quick and takes every rank;
+writing them takes its time and can be done by any thread of rank 0 while the model goes on learning.
+
+Adapters by themselves, for the rest of the world: a directory as peft's `PeftModel.from_pretrained` wants it.
+
+Flows in: the trainer's model, whole or sharded. Flows out: two small files beside the merged model of a checkpoint. The
+tensors are gathered, which takes every rank; rank 0 writes them while the model goes on learning.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
+
+from rlinf.data.images import Pictures
+from rlinf.data.safetensors_io import explained, make_room, sync_directory, write_tensors, write_text
+from rlinf.models.language.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_config,
+    merged_named_parameters,
+    plain_name,
+    saved_names,
+)
+from rlinf.training.checkpoint import reshard
+from rlinf.training.weight_sync import gathered
+
+MODEL = "hf"
+"""Directory of a checkpoint with the model for everybody else."""
+
+SHARD_BYTES = 5_000_000_000
+"""Default size of a weights file: what hubs and file systems take without trouble."""
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""File names that `from_pretrained` looks for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelCopy:
+    """One version of a model in host memory, ready to be written."""
+
+    skeleton: PreTrainedModel
+    """The plain model without its tensors (on the meta device): says how they are written."""
+    tensors: dict[str, Tensor]
+    """Parameters and saved buffers in host memory, by their names in the plain model; tied ones once."""
+    tokenizer: PreTrainedTokenizerBase | None
+    """Written beside the model."""
+    pictures: Pictures | None
+    """Whose preprocessor is written beside them; None of a model that reads text alone."""
+    shard_bytes: int
+    """Bound on a weights file."""
+
+    def write(self, directory: Path, stop: threading.Event | None = None) -> None:
+        """Write everything and wait until the disk has it.
+
+        Args:
+            directory: made if need be.
+            stop: when it is set, writing ends with `WritingStopped`.
+
+        Raises:
+            OSError: the disk is full, or cannot be written to; the text names the file and the bytes it needs.
+        """
+        size = sum(tensor.nbytes for tensor in self.tensors.values())
+        make_room(directory, size)
+        with explained(directory, size):
+            self.skeleton.config.save_pretrained(directory)
+            if self.skeleton.can_generate():
+                self.skeleton.generation_config.save_pretrained(directory)
+            if self.skeleton.is_remote_code():
+                custom_object_save(self.skeleton, directory, config=cast(Any, self.skeleton.config))
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(directory)
+            if self.pictures is not None:
+                self.pictures.save(directory)
+        tensors: dict[str, Tensor] = revert_weight_conversion(self.skeleton, dict(self.tensors))
+        split = split_torch_state_dict_into_shards(
+            tensors, filename_pattern=WEIGHTS.replace(".", "{suffix}."), max_shard_size=self.shard_bytes
+        )
+        for name, inside in split.filename_to_tensors.items():
+            write_tensors(directory / name, {key: tensors[key] for key in inside}, {"format": "pt"}, stop)
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            write_text(directory / INDEX, json.dumps(index, indent=2, sort_keys=True))
+        sync_directory(directory)
+
+
+def copy_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    lead: bool,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    at_hand: Mapping[int, Tensor] | None = None,
+    pictures: Pictures | None = None,
+) -> ModelCopy | None:
+    """Copy a model to host memory. Blocking; every rank calls it, and the lead gets the copy.
+
+    Args:
+        model: whole or sharded by FSDP2, with or without adapters, which are merged.
+        tokenizer: to be written beside it.
+        lead: this rank will write.
+        dtype: what floating-point tensors are written as, such as bfloat16; None: as they are.
+        shard_bytes: bound on a weights file.
+        at_hand: copies that exist already, by the address of the original's memory.
+        pictures: reads those of prompts, whose preprocessor is to be written beside it, too.
+    """
+    reshard(model)
+    known = at_hand or {}
+    tensors = {}
+    for name, tensor in gathered(_saved(model), dtype=dtype):
+        if lead:
+            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            twin = known.get(tensor.data_ptr())
+            if twin is None or (twin.dtype, twin.shape) != (wanted, tensor.shape):
+                twin = tensor.to("cpu", wanted, copy=True)
+            tensors[name] = twin
+    return ModelCopy(skeleton_of(model, dtype), tensors, tokenizer, pictures, shard_bytes) if lead else None
+
+
+def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that belong to a model's weights."""
+    yield from merged_named_parameters(model)
+    kept = model.state_dict().keys()
+    yield from ((plain_name(name), buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
+def skeleton_of(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The same model without tensors and adapters, of its own class, which FSDP2 had replaced by one derived of it."""
+    bases = (base for base in type(model).__mro__ if issubclass(base, PreTrainedModel))
+    cls = next(base for base in bases if not issubclass(base, FSDPModule))
+    with torch.device("meta"):
+        skeleton = cls(copy.deepcopy(model.config))
+    if skeleton.can_generate():
+        skeleton.generation_config = copy.deepcopy(model.generation_config)
+    cast(torch.nn.Module, skeleton).to(model.dtype if dtype is None else dtype)
+    skeleton.config.dtype = str(skeleton.dtype).removeprefix("torch.")
+    skeleton.config.architectures = [cls.__name__]
+    return skeleton
+
+
+ADAPTER = "adapter"
+"""Directory of a checkpoint with the adapters that learn, where there are any."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterCopy:
+    """The adapters of one version in host memory, ready to be written."""
+
+    config: dict[str, Any]
+    """What they are like, as JSON values."""
+    tensors: dict[str, Tensor]
+    """By the names of peft's files."""
+
+    def write(self, directory: Path, stop: threading.Event | None = None) -> None:
+        """Write them and wait until the disk has them.
+
+        Args:
+            directory: made if need be.
+            stop: when it is set, writing ends with `WritingStopped`.
+
+        Raises:
+            OSError: the disk is full, or cannot be written to; the text names the file and the bytes it needs.
+        """
+        size = sum(tensor.nbytes for tensor in self.tensors.values())
+        make_room(directory, size)
+        with explained(directory, size):
+            write_tensors(directory / ADAPTER_WEIGHTS, self.tensors, {"format": "pt"}, stop)
+            write_text(directory / ADAPTER_CONFIG, json.dumps(self.config, indent=2, sort_keys=True) + "\n")
+        sync_directory(directory)
+
+
+def copy_adapter(model: PreTrainedModel, base: str | None, *, lead: bool) -> AdapterCopy | None:
+    """Copy the adapters that learn to host memory. Blocking; every rank calls it, and the lead gets the copy.
+
+    Args:
+        model: with adapters, whole or sharded.
+        base: where the model under them was loaded from; None for a new one.
+        lead: this rank will write.
+    """
+    reshard(model)
+    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in gathered(saved_names(model)) if lead}
+    return AdapterCopy(adapter_config(model, base), tensors) if lead else None

@@ -1,0 +1,375 @@
+"""The learning itself: a model, its optimizer, and the steps between them. Blocking code without any actor.
+
+Consumes micro-batches. Between two optimizer steps only sums gather: gradients of un-normalised losses, and token
+counts. `step` divides once, by the count of everything that came to all ranks; so it does not matter how the batch was
+cut, or how many ranks share it. Ranks must call the same methods in the same order: each is a collective.
+
+The back end for Hugging Face models as they are: in slices by FSDP2, in whole copies, or in copies of slices.
+
+In: a model's settings, and the ranks that train it. Out: a `BackEnd`, each rank of which has its own share of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlinf.algos.loss_sum import LossSum
+from rlinf.config.learning import ParallelConfig
+from rlinf.data.packing import Packed
+from rlinf.data.weights import Export
+from rlinf.models.language.build import Build, build_policy, build_scores, build_values, own_dtype, place
+from rlinf.models.language.fsdp import Layout, Sharding, arranged, dtype_of, stages_refused
+from rlinf.models.language.lora import POLICY, using
+from rlinf.models.language.moe import Mixture
+from rlinf.models.language.policy_model import HEAD, PolicyModel
+from rlinf.models.language.tensor_parallel import Division
+from rlinf.training.backend import HostCopy, Loss, ModelSettings, Optimization, Outputs, Ranks
+from rlinf.training.checkpoint import (
+    STATE,
+    Restored,
+    Source,
+    StateCopy,
+    copy_state,
+    held,
+    hyperparameters,
+    load_state,
+    set_hyperparameters,
+)
+from rlinf.training.export import ADAPTER, MODEL, copy_adapter, copy_model
+from rlinf.training.optimizer import (
+    SCHEDULES,
+    Kind,
+    Schedule,
+    adamw,
+    forget_gradients,
+    lr_factor,
+    optimizer_step,
+    sum_over_copies,
+)
+from rlinf.training.weight_sync import exported, reshard
+
+ALONE = Layout()
+
+
+class Learner:
+    """Trains one model with AdamW, a schedule of the learning rate, and a bound on the gradient's norm.
+
+    Args:
+        module: trained in place; its frozen parameters stay as they are.
+        layout: how it lies on the ranks that train it.
+        lr: learning rate after warm-up.
+        warmup_steps: optimizer steps over which the learning rate rises linearly; step i uses lr x i / warmup_steps.
+        schedule, total_steps, min_lr_ratio: of the learning rate afterwards, see `lr_factor`.
+        kind: of AdamW, see `adamw`.
+        betas: decay of the running means of the gradient and of its square.
+        weight_decay: decoupled weight decay.
+        grad_clip: a gradient with a larger global norm is scaled down to it.
+
+    Raises:
+        ValueError: an unknown schedule, or one that falls without knowing when it ends.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        layout: Layout = ALONE,
+        lr: float,
+        warmup_steps: int = 0,
+        schedule: Schedule = "constant",
+        total_steps: int | None = None,
+        min_lr_ratio: float = 0.0,
+        kind: Kind = "adamw",
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        grad_clip: float = 1.0,
+    ):
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule={schedule!r} is none of {list(SCHEDULES)}")
+        if schedule != "constant" and total_steps is None:
+            raise ValueError(f"schedule={schedule!r} needs total_steps, the optimizer steps of the whole run")
+        self.module = module
+        self._layout = layout
+        self._grad_clip, self._warmup_steps = grad_clip, warmup_steps
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.optimizer = adamw(self._parameters, kind, lr=lr, betas=betas, weight_decay=weight_decay)
+        self._given = hyperparameters(self.optimizer)
+
+        def factor(done: int) -> float:
+            return lr_factor(done, schedule, warmup_steps, total_steps, min_lr_ratio)
+
+        self._factor = factor
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+        self._sum: LossSum | None = None
+
+    def begin(self) -> None:
+        """Forget what has gathered since the last step, such as what an interrupted call left."""
+        forget_gradients(self.optimizer)
+        self._sum = None
+
+    def resumed(self) -> None:
+        """Go on with the hyperparameters given here, at the place in the schedule that a checkpoint brought."""
+        set_hyperparameters(self.optimizer, self._given)
+        self.schedule.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        """Learning rates as the schedule has them at its place."""
+        factor = self._factor(self.schedule.last_epoch)
+        for group, base in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
+            group["initial_lr"], group["lr"] = base, base * factor
+        self.schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def pass_over(self, count: int) -> None:
+        """Let the schedule pass over optimizer steps that are not taken; but not while it warms up, which is for steps
+        that are."""
+        if self.schedule.last_epoch >= self._warmup_steps:
+            self.schedule.last_epoch += count
+            self._set_rates()
+
+    def accumulate(self, batches: Sequence[Packed], loss: Loss, *, entropy_slope: bool = False) -> None:
+        """Add the gradients of some micro-batches, one after the other; each rank must, for as many.
+
+        Args:
+            batches: moved to the model's device if they are elsewhere.
+            loss: of a micro-batch and the outputs for it.
+            entropy_slope: it differentiates entropies too.
+        """
+        device = next(self.module.parameters()).device
+        for batch in (batch.to(device) for batch in batches):
+            found = loss(batch, self.module(batch, entropy_slope=True) if entropy_slope else self.module(batch))
+            found.total.backward()  # type: ignore[no-untyped-call]
+            part = found.detach()
+            self._sum = part if self._sum is None else self._sum + part
+
+    def step(self) -> tuple[LossSum, dict[str, float]]:
+        """Divide by the tokens that came to all ranks, clip, and take one optimizer step.
+
+        Returns:
+            What gathered on all ranks, and `loss`, `grad_norm` (before clipping) and `lr` of this step; and what the
+            module says of itself (`numbers`).
+
+        Raises:
+            ValueError: nothing came since the last step.
+            FloatingPointError: the loss or the gradient is not finite; the weights have not changed.
+        """
+        if self._sum is None:
+            raise ValueError("there is nothing to learn from: no micro-batch came since the last step")
+        try:
+            gathered, norm = self._taken(self._sum)
+        finally:
+            self.begin()
+        if float(gathered.weight) == 0:
+            raise ValueError("there is not one token to learn from: every response was empty")
+        lr = float(self.schedule.get_last_lr()[0])
+        self.schedule.step()
+        numbers = {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
+        return gathered, {**numbers, **getattr(self.module, "numbers", {})}
+
+    def _taken(self, mine: LossSum) -> tuple[LossSum, float]:
+        """Gather gradients from all ranks and take the step; arguments and results as of `optimizer_step`."""
+        layout = self._layout
+        if layout.copies is not None:
+            sum_over_copies(self._parameters, layout.copies)
+        return optimizer_step(
+            mine if layout.counts else mine.told_by_another(),
+            self._parameters,
+            self.optimizer,
+            ranks=layout.ranks,
+            leads=lambda _: layout.first_copy,
+            grad_clip=self._grad_clip,
+            named=self.module.named_parameters(),
+        )
+
+
+class FsdpBackEnd:
+    """See `BackEnd`."""
+
+    def __init__(
+        self, module: PolicyModel, layout: Layout, ranks: Ranks, model: ModelSettings, saved_dtype: torch.dtype
+    ) -> None:
+        self.module, self.layout, self._saved_dtype = module, layout, saved_dtype
+        self._base = model.source if isinstance(model.source, str) and model.lora is not None else None
+        self._adapted = model.lora is not None
+        where = arranged(model.sharding, ranks.machines, model.parallel)
+        self.data_ranks, self.copies_of_ranks = where.shares, where.copies
+        self._rank, self._ranks = ranks.rank, ranks.world_size
+
+    @classmethod
+    async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
+        if refused := "; ".join(stages_refused(model.parallel)):
+            raise ValueError(refused)
+        layout = await laid_out(ranks, model.sharding, model.parallel, mixed=dtype_of(model.dtype) != torch.float32)
+        module = await ranks.compute(cls.build, model, layout, ranks.device, tokenizer)
+        auto = model.saved_dtype == "auto"
+        saved = await ranks.compute(own_dtype, model.source) if auto else dtype_of(model.saved_dtype)
+        return cls(module, layout, ranks, model, saved)
+
+    @classmethod
+    def build(
+        cls, model: ModelSettings, layout: Layout, device: torch.device, tokenizer: PreTrainedTokenizerBase
+    ) -> PolicyModel:
+        """The module; blocking, and a collective where it lies in slices."""
+        made = Build(
+            model.source,
+            model.seed,
+            model.lora,
+            dtype_of(model.dtype),
+            device,
+            layout.slices,
+            model.gradient_checkpointing,
+            model.logprob_chunk,
+            model.adapters,
+            model.attention,
+            model.compiled,
+            layout.ranks,
+            layout.division,
+            layout.matrices,
+            layout.experts,
+            model.router_replay,
+            model.freeze,
+        )
+        makes = {"logprobs": build_policy, "values": build_values, "scores": build_scores}
+        return makes[model.head](made, tokenizer)
+
+    @property
+    def words(self) -> str:
+        """How the model is run, for people; empty where that is as usual."""
+        return self.module.unusual
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The Hugging Face model."""
+        return self.module.model
+
+    @property
+    def mixture(self) -> Mixture:
+        """The model's experts, as far as they are watched."""
+        return self.module.mixture
+
+    def optimization(self, **settings: Any) -> Learner:
+        return Learner(self.module, layout=self.layout, **settings)
+
+    @torch.no_grad()
+    def outputs(self, batch: Packed, *, adapter: str | None = POLICY) -> Outputs:
+        here = batch.to(next(self.module.parameters()).device)
+        if adapter != POLICY:  # another policy, which routes by itself
+            here = here.routed(None)
+        with nullcontext() if adapter == POLICY else using(self.module, adapter):
+            found: Outputs = self.module(here)
+        reshard(self.module)  # without a backward pass the whole weights would stay, and grow old
+        return found
+
+    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
+        return exported(self.model, dtype, self.layout.slices) if self.layout.first_copy else iter(())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self._layers()}
+
+    def take(self, named: Mapping[str, Tensor]) -> None:
+        reshard(self.module)
+        for name, parameter in self._layers():
+            place(parameter, named[name])
+
+    def _layers(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if not name.startswith(HEAD)]
+
+    def copies(
+        self,
+        optimization: Optimization,
+        version: int,
+        extra: Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> Mapping[str, HostCopy]:
+        first, state = self.layout.first_copy, self.state(optimization, version, extra)
+        lead = self._rank == 0
+        at_hand = state.copies if lead else None
+        whole = alone = None
+        if first:
+            how: dict[str, Any] = {"dtype": self._saved_dtype, "at_hand": at_hand, "pictures": self.module.pictures}
+            whole = copy_model(self.model, tokenizer, lead=lead, **how)
+        if first and self._adapted:
+            alone = copy_adapter(self.model, self._base, lead=lead)
+        parts = {STATE: state, MODEL: whole, ADAPTER: alone}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def state(self, optimization: Optimization, version: int, extra: Mapping[str, Any]) -> StateCopy:
+        learner = _ours(optimization)
+        return copy_state(
+            self.model,
+            learner.optimizer,
+            learner.schedule,
+            version,
+            rank=self._rank,
+            ranks=self._ranks,
+            extra=extra,
+            first_copy=self.layout.first_copy,
+        )
+
+    def restore(self, optimization: Optimization, source: Path | Source) -> Restored:
+        learner = _ours(optimization)
+        found = load_state(self.model, learner.optimizer, learner.schedule, source, rank=self._rank)
+        learner.resumed()
+        return found
+
+    def held(self, *optimizations: Optimization) -> Iterator[Tensor]:
+        reshard(self.module)  # a forward that failed leaves whole weights behind
+        return held(self.module, *(_ours(optimization).optimizer for optimization in optimizations))
+
+
+async def laid_out(ranks: Ranks, sharding: Sharding, parallel: ParallelConfig | None = None, *, mixed: bool) -> Layout:
+    """How a model lies on its ranks.
+
+    Args:
+        ranks: the ranks; each calls this.
+        sharding: as it was configured.
+        parallel: how one copy is split; None for not.
+        mixed: the model computes in another dtype than its weights': FSDP2's work, on a single rank too.
+
+    Raises:
+        ValueError: see `arranged`.
+    """
+    split = parallel or ParallelConfig()
+    where, me = arranged(sharding, ranks.machines, split), ranks.rank
+    own, alike, together = where.copy_of(me), where.alike(me), where.together[where.shares[me]]
+
+    async def mesh(members: Sequence[int], purpose: str) -> DeviceMesh:
+        everybody = len(members) == ranks.world_size > 1 and ranks.mesh is not None
+        return ranks.mesh if everybody else await ranks.mesh_of(members, purpose)  # type: ignore[return-value]
+
+    async def some(members: Sequence[int], purpose: str) -> DeviceMesh | None:
+        return await mesh(members, purpose) if len(members) > 1 else None
+
+    async def parts(count: int, purpose: str) -> DeviceMesh | None:
+        return await ranks.mesh_of(own, purpose, len(own) // count) if count > 1 else None
+
+    share, part = divmod(together.index(me), split.tensor)
+    division = None
+    if len(together) > 1:
+        all_of_it, first = await mesh(together, "together"), share * split.tensor
+        division = Division(
+            all_of_it,
+            all_of_it if split.tensor == 1 else await some(together[part :: split.tensor], "context"),
+            all_of_it if split.context == 1 else await some(together[first : first + split.tensor], "tensor"),
+        )
+    return Layout(
+        ranks.mesh,
+        await mesh(own, "slices") if len(own) > 1 or mixed else None,
+        await some(alike, "copies"),
+        division,
+        await parts(split.tensor, "matrices"),
+        await parts(split.expert, "experts"),
+    )
+
+
+def _ours(optimization: Optimization) -> Learner:
+    assert isinstance(optimization, Learner)
+    return optimization

@@ -11,7 +11,7 @@ import random
 import re
 
 import rlinf
-from rlinf.agents.tools.calculator import calculator
+from rlinf.agents.tools.arithmetic import calculator
 from rlinf.agents.tools.formats import CallFormat, Read
 from rlinf.agents.tools.tool import Tools
 

@@ -53,7 +53,6 @@ _MOVED = {
         "agents.search.retrievers",
         "agents.search.search_r1",
     ),
-    "rlinf.agents.tools.calculator": ("agents.tools.arithmetic",),
     "rlinf.agents.tools.formats": (
         "agents.tools.calls",
         "agents.tools.llama",

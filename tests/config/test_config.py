@@ -462,7 +462,7 @@ def test_a_name_close_to_that_of_a_configuration_of_ours_leads_to_it(named, mean
         ("rlinf.envs.benchmarks.simpler.Simpler", "rlinf.envs.adapters.simpler.Simpler"),
         ("rlinf.flows.supervised.sft", "rlinf.flows.sft"),
         ("rlinf.agents.search.search_r1", "rlinf.agents.search.search_r1"),
-        ("rlinf.agents.tools.arithmetic.calculator", "rlinf.agents.tools.calculator.calculator"),
+        ("rlinf.agents.tools.arithmetic.calculator", "rlinf.agents.tools.arithmetic.calculator"),
         ("rlinf.algos.losses.value", "rlinf.algos.losses.value"),
         ("rlinf.models.mlp.MlpPolicy", "rlinf.models.policy.actor_critic.MlpPolicy"),
     ],

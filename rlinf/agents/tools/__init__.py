@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlinf.agents.tools.calculator import calculator
+    from rlinf.agents.tools.arithmetic import calculator
     from rlinf.agents.tools.formats import CallFormat, Parsed, ToolCall, call_format
     from rlinf.agents.tools.tool import Tool, ToolFailed, Tools
 
@@ -17,7 +17,7 @@ _HOME = {
     "ToolCall": "formats",
     "ToolFailed": "tool",
     "Tools": "tool",
-    "calculator": "calculator",
+    "calculator": "arithmetic",
     "call_format": "formats",
 }
 

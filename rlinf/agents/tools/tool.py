@@ -544,7 +544,7 @@ async def use_tools(task: Any, llm: Any, *, tools: Sequence[str], turns: int = 8
     Args:
         task: a chat, or a text that the user says.
         llm: the model.
-        tools: dotted paths of functions or `Tool`s, such as `rlinf.agents.tools.calculator.calculator`.
+        tools: dotted paths of functions or `Tool`s, such as `rlinf.agents.tools.arithmetic.calculator`.
         turns: answers of the model at most; calls in the last one are not run.
 
     Raises:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.agents.tools import ToolFailed, calculator
-from rlinf.agents.tools.calculator import value_of
+from rlinf.agents.tools.arithmetic import value_of
 
 
 def expressions(signs):

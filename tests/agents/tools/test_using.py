@@ -12,7 +12,7 @@ from tests.agents.acting import TOKENIZER, begun, ids
 
 TASK = Prompt(0, ids("What is 6*7?"), "What is 6*7?", "42")
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
-TOOLS = ["rlinf.agents.tools.calculator.calculator"]
+TOOLS = ["rlinf.agents.tools.arithmetic.calculator"]
 
 
 async def test_results_are_read_until_it_answers_and_the_judge_is_left_to_score():

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("benchmarks/*.md")]
+)
 _FENCE = re.compile(
     r"(?:^ *<!-- not run: (?P<reason>[^\n]*\S) *-->\n)?^(?P<indent> *)```(?P<language>\w*)(?P<more>[^\n]*)\n"
     r"(?P<text>.*?)^(?P=indent)```[ ]*$",

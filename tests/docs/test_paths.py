@@ -1,9 +1,8 @@
-"""What documents and configurations name is there: files, pages, modules of a room, processes, keys of a simulator."""
+"""What documents and configurations name is there: files, pages, processes, keys of a simulator."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from rlinf.runs.rules import load_any
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *CONFIGS, ROOT / "Makefile"]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+DOCUMENTS = [*sorted(PAGES), *CONFIGS, ROOT / "Makefile"]
 SOURCES = sorted((ROOT / "rlinf").rglob("*.py"))
 PATH = re.compile(r"(?<![\w/.~$<>{}*-])(?:rlinf|tests|docs|configs|examples|benchmarks|\.ci)/[\w./-]*\w")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -50,26 +50,6 @@ def test_every_anchor_of_a_link_is_a_heading(page):
         if anchor and "://" not in link and target.suffix == ".md":
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, link
-
-
-def rooms() -> Iterator[tuple[frozenset[str], str]]:
-    """What the table of rooms in CONTRIBUTING.md names: a row's folders of `rlinf/`, and a module or folder there."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    table = text[text.index("## The house, room by room") : text.index("## The runtime, room by room")]
-    for row in table.splitlines()[3:]:
-        words = re.findall(r"`([^`]*)`", re.sub(r"\([^)]*\)", "", row.split("|")[2])) if row.startswith("|") else []
-        inside = frozenset(word.partition("/")[0] for word in words if "/" in word)
-        yield from ((inside, word.rstrip("/").rpartition("/")[2]) for word in words if not word.startswith("-"))
-
-
-def test_contributing_names_modules_that_are_there():
-    named = list(rooms())
-    assert len(named) > 100
-    rows = {row for row, _ in named}
-    there = {
-        row: row.union(*({path.stem for path in (ROOT / "rlinf" / room).rglob("*")} for room in row)) for row in rows
-    }
-    assert not [(sorted(row), word) for row, word in named if word not in there[row]]
 
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if COMMAND.search(path.read_text())], ids=name)

@@ -98,7 +98,7 @@ TOPICS = {
             "rlinf.flows.ppo_async",
             "rlinf.flows.agentic.agentic",
             "rlinf.flows.agentic.agentic_async",
-            "rlinf.flows.warm_up.sft",
+            "rlinf.flows.warm_up.warm_up",
             "rlinf.flows.embodied",
             "rlinf.flows.embodied_async",
             "rlinf.flows.sac",

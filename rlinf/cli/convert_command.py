@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any
 
 CONFIGURATIONS = (".yaml", ".yml", ".sh")
 """How the names of other frameworks' configurations end."""
@@ -22,14 +20,14 @@ def main(arguments: Sequence[str]) -> int:
         SystemExit: the arguments are none of the command's.
     """
     first = next((each for each in arguments if not each.startswith("-")), "")
+    from rlinf.cli.conversion import command  # each way imports what the other has no use for
+
     if not first and {"-h", "--help"} & {*arguments}:
-        sys.stdout.write(f"{_command('conversion.command').parser().format_help()}\n")
+        sys.stdout.write(f"{command.parser().format_help()}\n")
     if not arguments:
-        sys.stderr.write(_command("conversion.command").parser().format_usage())
-    return _command("conversion.command" if first.endswith(CONFIGURATIONS) else "demonstrations.convert").main(
-        arguments
-    )  # type: ignore[no-any-return]
+        sys.stderr.write(command.parser().format_usage())
+    if first.endswith(CONFIGURATIONS):
+        return command.main(arguments)
+    from rlinf.cli.demonstrations import convert
 
-
-def _command(room: str) -> Any:
-    return import_module(f"rlinf.cli.{room}")
+    return convert(arguments)

@@ -158,7 +158,7 @@ def test_a_signal_ends_a_run_that_starts_and_is_its_own_once_it_has_begun(monkey
 
 PROCESS = """
 import atexit, os, signal, sys
-from rlinf.job.ending import starting
+from rlinf.runs import starting
 
 def told():
     os.kill(os.getpid(), getattr(signal, sys.argv[1]))

@@ -418,7 +418,8 @@ class _World(dist.ProcessGroup):
 def _refuse(self: _World, *_: object, **__: object) -> Any:
     raise UserError(
         "a collective was called without a group. Roles that share this process must not share a default group: pass "
-        "group=mesh.get_group() (process_group=… for checkpoints), or use a Group of rlinf.runtime.transport.collectives"
+        "group=mesh.get_group() (process_group=… for checkpoints), or use a Group of "
+        "rlinf.runtime.transport.collectives"
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.launching import ROOT
 
 PACKAGE = ROOT / "rlinf"
-MOST_LINES, MOST_MODULES, MOST_LINES_ABOUT_A_FOLDER = 700, 16, 6
+MOST_LINES, MOST_MODULES, MOST_LINES_ABOUT_A_FOLDER = 1400, 20, 6
 """A file holds one idea. The limits are wide, since narrow ones cut one object into several files."""
 FOLDERS = sorted(path.parent for path in PACKAGE.rglob("__init__.py"))
 

@@ -54,6 +54,7 @@ class Zygote:
         self._started = []
         self._running = {}  # numbers of processes by pid, which the system gives to others later
         self._news = threading.Condition()
+        self._ended = False
         self.codes = {}
         """Exit codes by the numbers that `start` gives."""
         threading.Thread(target=self._listen, daemon=True).start()
@@ -68,6 +69,9 @@ class Zygote:
                     self._running[message["pid"]] = number = next(self._processes)
                     self._started.append((message["pid"], number))
                 self._news.notify_all()
+        with self._news:
+            self._ended = True
+            self._news.notify_all()
 
     def run(self, program, world, *arguments, cwd=ROOT, text="", **more):
         """Start `world` ranks of a program of this directory, with a rendezvous of their own and `text` to read; or one
@@ -79,7 +83,8 @@ class Zygote:
         with self._news:
             self._server.stdin.write(json.dumps(job).encode() + b"\n")
             self._server.stdin.flush()
-            assert self._news.wait_for(lambda: self._started, patient(DEADLINE)), "the fork server does not answer"
+            self._news.wait_for(lambda: self._started or self._ended, patient(DEADLINE))
+            assert self._started, "the fork server has ended" if self._ended else "the fork server does not answer"
             return self._started.pop()
 
     def close(self):

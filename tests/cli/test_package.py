@@ -66,7 +66,8 @@ def test_the_wheel_has_all_that_is_read_at_run_time_and_no_tests(built):
         for path in (ROOT / "configs").rglob("*")
         if path.suffix in (".yaml", ".npz")
     }
-    assert there | pages | configs | {"rlinf/py.typed"} <= names
+    tables = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlinf/cli/conversions").iterdir()}
+    assert there | pages | configs | tables | {"rlinf/py.typed"} <= names
     assert not [name for name in names if not name.startswith(("rlinf/", "rlinf-"))]
 
 

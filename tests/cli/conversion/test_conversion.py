@@ -1,5 +1,6 @@
 """Configurations of verl and RLinf as ours, held against what their authors publish."""
 
+import re
 import sys
 from pathlib import Path
 from typing import ClassVar
@@ -11,10 +12,9 @@ from hypothesis import strategies as st
 
 from rlinf.algos import recipes
 from rlinf.cli.commands import main
-from rlinf.cli.conversion.convert import convert
-from rlinf.cli.conversion.implied import engine_devices
-from rlinf.cli.conversion.reading import read
-from rlinf.cli.conversion.writing import as_yaml
+from rlinf.cli.convert import Absent, Same, _Rules, _table, as_yaml, convert, engine_devices
+from rlinf.cli.foreign import read
+from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.load import ConfigError, InputError
 from rlinf.config.schema import leaves
 from rlinf.config.text import RunConfig
@@ -241,6 +241,40 @@ def test_rules_name_keys_that_there_are():
             parts = key.split(".")
             above = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
             assert key.startswith("launch.") or any(each in known for each in above), key
+
+
+@pytest.mark.parametrize("name", ["verl", "rlinf_text", "rlinf_embodied"])
+def test_every_rule_takes_values_of_every_kind(name):
+    """A mistake in a table is an exception; a value of a kind that a rule does not expect has no counterpart."""
+
+    class Theirs:
+        missing = ()
+        values: ClassVar = {}
+
+    rules = _Rules(table := _table(name), Theirs)
+    for key in table["rules"]:
+        for value in (None, True, False, 7, -1, 0.5, "text", [], ["text", "more"], {"key": 1}):
+            assert isinstance(rules.outcome(key, value), Same | Absent | dict), key
+
+
+@pytest.mark.parametrize("name", ["verl", "rlinf_text", "rlinf_embodied"])
+def test_every_rule_names_a_key_that_there_is(name):
+    known = {leaf.key for leaf in leaves(EmbodiedConfig if name == "rlinf_embodied" else RunConfig)}
+    table = _table(name)
+    written = re.findall(r"-> ([a-z_.]+)", str(table["rules"]))
+    assert len(written) > 50
+    for key in written:
+        parts = key.rstrip(".").split(".")
+        above = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+        assert above & (known | {"launch"}), key
+
+
+def test_a_value_of_another_kind_than_a_rule_expects_has_no_counterpart():
+    class Theirs:
+        missing = ()
+        values: ClassVar = {"actor_rollout_ref.rollout.n": 8, "data.val_max_samples": "many"}
+
+    assert convert(Theirs).absent.keys() == {"data.val_max_samples"}
 
 
 SCRIPT = """\

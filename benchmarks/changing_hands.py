@@ -16,15 +16,24 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.changing_hands_modelled import Gathered, LeasedRollout, ModelledTrainer, Together
-from benchmarks.rescale import PUBLISHED, TRAINING
-from benchmarks.rescale_modelled import Lengths
+from benchmarks.changing_hands_modelled import (
+    DecodeCost,
+    Gathered,
+    LeasedRollout,
+    Lengths,
+    ModelledTrainer,
+    Together,
+)
 from rlinf.data.sample import Prompt
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.streams.stream import Stream
 from rlinf.runtime.system.system import ActorSystem
 
 DEVICES = 16
+PUBLISHED = DecodeCost(4.0e-3, 0.112e-3, 0.02e-3)
+"""Of a 7B model on two GPUs, fitted to published rollouts; the seconds to read a token are our assumption."""
+TRAINING = 1.877e-4
+"""Device-seconds per token, from published figures."""
 SWITCH = 2.0
 """Seconds to park a role or to bring it back: some 60 GB over a bus of 30 GB/s."""
 STEP = 1.5
@@ -61,7 +70,7 @@ CASES = (
 )
 
 
-def seconds(case: Case, own: int | None, order: str, *, rescale: bool = False, seed: int = 0) -> float:
+def seconds(case: Case, own: int | None, order: str, *, seed: int = 0) -> float:
     """Virtual seconds of one step, the second of two.
 
     Args:
@@ -69,13 +78,12 @@ def seconds(case: Case, own: int | None, order: str, *, rescale: bool = False, s
         own: devices that only the trainer has; None: it shares all with the rollout.
         order: `arrival`: the trainer goes in step, where it shares devices on all of them; `free`: its copies go at
             their own pace, on all devices.
-        rescale: the last answers are gathered on fewer engines.
         seed: which prompts.
     """
-    return run_virtual(_steps(case, own, order, rescale, seed))[0]
+    return run_virtual(_steps(case, own, order, seed))[0]
 
 
-async def _steps(case: Case, own: int | None, order: str, rescale: bool, seed: int) -> float:
+async def _steps(case: Case, own: int | None, order: str, seed: int) -> float:
     taken: list[dict[int, Gathered]] = []
     meetings: dict[Any, Together] = {}
     rollouts = range(own or 0, DEVICES)
@@ -85,7 +93,7 @@ async def _steps(case: Case, own: int | None, order: str, rescale: bool, seed: i
     ) as system:
         rollout = await system.spawn(
             LeasedRollout, hosts=[*rollouts], devices=[*rollouts], resident_bytes=60, name="rollout", law=PUBLISHED,
-            lengths=case.lengths, max_rows=case.max_rows, rescale=rescale, switch=SWITCH,
+            lengths=case.lengths, max_rows=case.max_rows, switch=SWITCH,
         )  # fmt: skip
         trainer = await system.spawn(
             ModelledTrainer, hosts=[*trainers], devices=[*trainers], resident_bytes=60, name="trainer",
@@ -107,11 +115,10 @@ def _prompts(first: int, count: int) -> list[Prompt]:
     return [Prompt(number, np.array([number] + [0] * 299)) for number in range(first, first + count)]
 
 
-def mean(case: Case, own: Sequence[int | None], order: str, *, rescale: bool = False) -> tuple[float, int | None]:
+def mean(case: Case, own: Sequence[int | None], order: str) -> tuple[float, int | None]:
     """The mean over draws under the best of some splits, and that split."""
     found = [
-        (float(np.mean([seconds(case, split, order, rescale=rescale, seed=seed) for seed in range(case.seeds)])), split)
-        for split in own
+        (float(np.mean([seconds(case, split, order, seed=seed) for seed in range(case.seeds)])), split) for split in own
     ]
     return min(found, key=lambda one: one[0])
 
@@ -122,16 +129,13 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many")
     arguments = parser.parse_args()
     table = Table(title=f"Seconds of a step on {DEVICES} devices: in step -> at their own pace (virtual)")
-    for name in ("answers", "placement", "engines as they are", "last answers gathered"):
+    for name in ("answers", "placement", "seconds"):
         table.add_column(name)
     for case in CASES[: arguments.cases]:
         for placement, own in (("collocated", (None,)), ("trainer's own devices, best split", SPLITS)):
-            cells = []
-            for rescale in (False, True):
-                (off, before), (on, after) = (mean(case, own, order, rescale=rescale) for order in ("arrival", "free"))
-                splits = "" if before is None else f", {before} -> {after} devices"
-                cells.append(f"{off:,.1f} -> {on:,.1f} ({off / on:.2f} x{splits})")
-            table.add_row(case.name, placement, *cells)
+            (off, before), (on, after) = (mean(case, own, order) for order in ("arrival", "free"))
+            splits = "" if before is None else f", {before} -> {after} devices"
+            table.add_row(case.name, placement, f"{off:,.1f} -> {on:,.1f} ({off / on:.2f} x{splits})")
     Console(width=200).print(table)
     return 0
 

@@ -1,14 +1,19 @@
-"""A trainer of which only the time is modelled: the real queue, turns, leases and micro-batches, around no model.
+"""A trainer and a rollout of which only the time is modelled, in virtual time.
 
-A micro-batch takes seconds per token, an optimizer step seconds of its own. In place of gradients it adds up a number
-per row, so that a test can tell who learned what. Virtual time.
+The trainer has the real queue, turns, leases and micro-batches, around no model: a micro-batch takes seconds per token,
+an optimizer step seconds of its own. In place of gradients it adds up a number per row, so that a test can tell who
+learned what. The rollout is the real one around modelled engines: a step of n rows takes `step + row·n` seconds, and
+each row gets a token of it; reading takes `token` seconds per token and holds up all rows. How long an answer becomes
+is a function of its seed, as in a real engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -16,13 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.rescale_modelled import ModelledEngine, ModelledRollout
+from rlinf.actors.rollout import PartialGroup, Rollout
 from rlinf.actors.text_trainer import TextTrainer
 from rlinf.data.packing import Row
-from rlinf.data.sample import Group
-from rlinf.engines.base import Completion, EngineSetup
+from rlinf.data.sample import Group, Sample
+from rlinf.data.weights import Weights
+from rlinf.engines.base import Completion, Engine, EngineSetup, Request
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
+from rlinf.runtime.streams.stream import each
 from rlinf.training.micro_batches import ForwardBackward, InOrder
 from rlinf.training.policy import LearnedRows
 from rlinf.training.schedule import BatchSchedule
@@ -212,6 +219,149 @@ def _rows(groups: Sequence[Group]) -> LearnedRows:
     return LearnedRows(rows, [1.0 for some in rows for _ in some], [1.0 for some in rows for _ in some])
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeCost:
+    """Seconds of an engine: `step + row·n` for a decode step with n rows, `token` for a token that is read."""
+
+    step: float
+    row: float
+    token: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of answers: log-normal, with a factor that all answers to a prompt share, and cut at a limit."""
+
+    median: float
+    """Tokens."""
+    spread: float
+    """Of the logarithm."""
+    limit: int
+    """Tokens."""
+    alike: float = 0.5
+    """Share of the variance that is the prompt's."""
+
+    def of(self, prompt: int, seed: int) -> int:
+        """Tokens of one answer."""
+        own, theirs = random.Random(seed).gauss(0, 1), random.Random(prompt).gauss(0, 1)
+        deviation = math.sqrt(self.alike) * theirs + math.sqrt(1 - self.alike) * own
+        return max(2, min(self.limit, round(self.median * math.exp(self.spread * deviation))))
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    reading: bool = True
+    rows: int = 0
+    finished: list[Completion] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    request: Request
+    call: _Call
+    ends: float
+    """Tokens that rows have got since the beginning, when it will end."""
+
+
+class ModelledEngine(Engine):
+    """An engine without a model: it has no weights, cannot be paused, and aborts nothing."""
+
+    version = 0
+
+    def __init__(self, setup: EngineSetup, *, law: DecodeCost, lengths: Lengths):
+        self.max_rows = setup.max_rows
+        self._law, self._lengths = law, lengths
+        self._rows: dict[int, _Row] = {}
+        self._tokens = 0.0  # that a row has got that was always there
+        self._since = 0.0
+        self._changed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def batches(self, requests: Any) -> AsyncGenerator[list[Completion], None]:
+        call = _Call()
+        reader = asyncio.create_task(self._read(call, requests))
+        try:
+            while call.reading or call.rows or call.finished:
+                changed = self._changed
+                if call.finished:
+                    finished, call.finished = call.finished, []
+                    yield finished
+                else:
+                    await changed.wait()
+            await reader
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read(self, call: _Call, requests: Any) -> None:
+        try:
+            async for request in each(requests):
+                while len(self._rows) >= self.max_rows:
+                    await self._changed.wait()
+                self._pass()
+                self._since += self._law.token * len(request.prompt_ids)
+                length = self._lengths.of(int(request.prompt_ids[0]), request.seed)
+                self._rows[request.id] = _Row(request, call, self._tokens + length)
+                call.rows += 1
+                self._wake()
+        finally:
+            call.reading = False
+            self._wake()
+
+    async def partial(self, ids: Iterable[int]) -> list[Request]:
+        raise NotImplementedError
+
+    async def abort(self, ids: Iterable[int] | None = None) -> None:
+        raise NotImplementedError
+
+    async def pause(self) -> None:
+        raise NotImplementedError
+
+    async def resume(self) -> None:
+        raise NotImplementedError
+
+    async def check(self, weights: Weights) -> None:
+        raise NotImplementedError
+
+    async def load(self, weights: Weights) -> None:
+        raise NotImplementedError
+
+    def _pass(self) -> None:
+        """Account for the steps since the last time."""
+        now = asyncio.get_running_loop().time()
+        rows = len(self._rows)
+        if not rows:
+            self._since = max(self._since, now)
+        elif now > self._since:
+            seconds = self._law.step + self._law.row * rows
+            steps = (now - self._since) / seconds
+            self._tokens += steps
+            self._since = now
+
+    def _wake(self) -> None:
+        """Hand out what has ended, and wait for the next end."""
+        loop = asyncio.get_running_loop()
+        self._pass()
+        for id in [id for id, row in self._rows.items() if row.ends <= self._tokens + 1e-6]:
+            row = self._rows.pop(id)
+            row.call.rows -= 1
+            row.call.finished.append(_completion(row.request, self._lengths))
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._rows:
+            seconds = self._law.step + self._law.row * len(self._rows)
+            left = min(row.ends for row in self._rows.values()) - self._tokens
+            self._timer = loop.call_at(max(self._since, loop.time()) + max(left, 0) * seconds, self._wake)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _completion(request: Request, lengths: Lengths) -> Completion:
+    count = lengths.of(int(request.prompt_ids[0]), request.seed)
+    ids, logprobs, versions = (np.broadcast_to(dtype(0), count) for dtype in (np.int64, np.float32, np.int32))
+    return Completion(request.id, ids, logprobs, versions, "length" if count == lengths.limit else "stop")
+
+
 class LeasedEngine(ModelledEngine):
     """A modelled engine that keeps its device as long as it has rows."""
 
@@ -236,20 +386,26 @@ class LeasedEngine(ModelledEngine):
             await came.aclose()
 
 
-class LeasedRollout(ModelledRollout):
-    """Modelled engines on devices that are shared, whose answers are all judged at once."""
+class LeasedRollout(Rollout):
+    """The real rollout around modelled engines, on devices that are shared; its answers are all judged at once."""
 
-    engine = f"{__name__}.LeasedEngine"
-
-    async def setup(self, *, switch: float = 0.0, **settings: Any) -> None:  # type: ignore[override]
-        """As the modelled rollout.
+    async def setup(self, *, law: DecodeCost, lengths: Lengths, switch: float, max_rows: int) -> None:  # type: ignore[override]
+        """Make the engine.
 
         Args:
+            law, lengths: of the engine, and of its answers.
             switch: seconds to leave the device, and to come back.
-            settings: see there.
+            max_rows: see `Rollout`.
         """
         self._switch = switch
-        await super().setup(**settings)
+        await super().setup(
+            model={},
+            tokenizer={"characters": "0"},
+            engine=f"{__name__}.LeasedEngine",
+            engine_args={"law": law, "lengths": lengths},
+            max_new_tokens=lengths.limit,
+            max_rows=max_rows,
+        )
 
     async def offload(self) -> None:
         """Take the time of it."""
@@ -260,8 +416,10 @@ class LeasedRollout(ModelledRollout):
         await asyncio.sleep(self._switch)
 
     async def _groups(self, answered: Any) -> list[Group]:
-        groups = await super()._groups(answered)
-        return [
-            Group(group.prompt, tuple(replace(sample, reward=1.0, outcome="ok") for sample in group.samples))
-            for group in groups
-        ]
+        return [Group(group.prompt, tuple(_judged(group, index) for index in sorted(group.done))) for group in answered]
+
+
+def _judged(group: PartialGroup, index: int) -> Sample:
+    done = group.done[index]
+    sample = Sample(group.prompt, index, done.response_ids, done.logprobs, done.versions, "", done.truncated)
+    return replace(sample, reward=1.0, outcome="ok")

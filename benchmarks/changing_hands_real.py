@@ -18,8 +18,7 @@ import numpy as np
 
 import rlinf
 from rlinf.actors import rollout as rollouts
-from rlinf.actors.in_flight import Generation, PartialGroup
-from rlinf.actors.rollout import Rollout
+from rlinf.actors.rollout import GenerateCall, PartialGroup, Rollout
 from rlinf.actors.trainer import Trainer
 from rlinf.data.sample import Group, Prompt
 from rlinf.engines.base import Sampling
@@ -39,13 +38,13 @@ ANSWERS = 4
 """Of each prompt."""
 
 
-class GivenLengths(Generation):
+class GivenLengths(GenerateCall):
     """Answers that are as long as their prompt's right answer says."""
 
-    def asked(self, prompt: Prompt, seeds: Iterable[int], sampling: Sampling) -> PartialGroup:
-        """See `Generation`."""
+    def new_group(self, prompt: Prompt, seeds: Iterable[int], sampling: Sampling) -> PartialGroup:
+        """See `GenerateCall`."""
         length = int(prompt.answer)
-        return super().asked(prompt, seeds, replace(sampling, min_new_tokens=length, max_new_tokens=length))
+        return super().new_group(prompt, seeds, replace(sampling, min_new_tokens=length, max_new_tokens=length))
 
 
 class Told(Rollout):
@@ -53,7 +52,7 @@ class Told(Rollout):
 
     async def setup(self, **settings: Any) -> None:  # type: ignore[override]
         """As the rollout's."""
-        mock.patch.object(rollouts, "Generation", GivenLengths).start()
+        mock.patch.object(rollouts, "GenerateCall", GivenLengths).start()
         await super().setup(**settings)
 
     async def _groups(self, answered: Any) -> list[Group]:

@@ -4,7 +4,6 @@
     rehearsal   regret of the chosen plan, and how long large rehearsals take: all step times are SIMULATED
     measured    steps of real processes whose stages sleep, beside their prediction; E of balanced stages
     switch      handing over a device with nothing to load
-    rescale     the last answers gathered on fewer engines: decisions are measured, all else is modelled
 
 A figure that misses its bar says LOST and is published as it is; so is a part that failed. The load of the machine is
 printed and saved with each part: on a machine that is shared, what is measured takes longer than it should.
@@ -94,14 +93,8 @@ def switch(part: Part, quick: bool) -> Iterator[Any]:
     yield from context_switch.rows()
 
 
-def rescale(part: Part, quick: bool) -> Iterator[Any]:
-    from benchmarks.rescale import rows  # which imports this
-
-    yield from rows()
-
-
 PARTS: dict[str, Callable[[Part, bool], Iterator[Any]]] = {
-    each.__name__: each for each in (measured, switch, planner, rescale, rehearsal)
+    each.__name__: each for each in (measured, switch, planner, rehearsal)
 }
 """What is measured, by name; first what a busy machine spoils most."""
 

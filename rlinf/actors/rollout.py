@@ -1,39 +1,43 @@
 """The rollout role: samples answers to prompts.
 
-Flows in: prompts, as a list or a stream, or one by one. Flows out: groups, each as soon as its last sample is finished;
-answers to single prompts. Who wakes whom: the engine (`engines/base.py`) wakes the running `generate` or `answer`. New
-weights arrive through `load`, also while answers are being generated. Towards the end ranks may hand what they have
-left over to each other (`tail_migration.py`).
+Flows in: prompts, as a list or a stream, or one by one; partial groups of a checkpoint. Flows out: groups, each as soon
+as its last sample is finished; answers to single prompts; partial groups for a checkpoint. Who wakes whom: every call
+of `generate` has a task that uses the engine (`engines/base.py`) and passes finished groups, one batch at a time, to
+whoever iterates the call; the engine wakes the caller of each `answer`. New weights arrive through `load`, also while
+answers are being generated.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlinf.actors.in_flight import Generation, PartialGroup, SingleAnswers, groups_of, one_by_one
-from rlinf.actors.tail_migration import TailMigration
 from rlinf.data.rng import mix
-from rlinf.data.sample import Group, Prompt
+from rlinf.data.sample import Group, Prompt, Sample, read_only
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer, padding_ids
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Engine, EngineSetup, Kv, PartialAnswer, Request, Sampling, make
 from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, limits, pictures_of
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.tensors import own_device
+from rlinf.runtime.streams.stream import Consumer, Stream, each
 from rlinf.training.weight_sync import Receiver
+
+T = TypeVar("T")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Rollout(Receiver, TailMigration):
+class Rollout(Receiver):
     """Generates groups of samples with an engine."""
 
     async def setup(  # type: ignore[override]
@@ -55,7 +59,6 @@ class Rollout(Receiver, TailMigration):
         max_tokens: int | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
         kv: Kv | None = None,
-        rescale: bool = False,
         routes: Literal["auto", True, False] = False,
         directory: str | None = None,
     ) -> None:
@@ -79,8 +82,6 @@ class Rollout(Receiver, TailMigration):
             dtype: in which answers are computed; weights of another are cast.
             kv: what becomes of keys and values when weights change in the middle of answers: `keep` those of the old
                 weights, or `reread` all with the new. None: the engine's own choice.
-            rescale: when the last answers of a shared stream of prompts are few, gather them on fewer ranks, so that
-                the devices of the others are free earlier. The samples stay the same, up to rounding.
             routes: have samples tell to which experts of a mixture their tokens went, `Sample.routes`; auto: where the
                 engine can and the model has experts.
             directory: of the run, where the output of an inference server goes.
@@ -90,7 +91,7 @@ class Rollout(Receiver, TailMigration):
         """
         if dtype not in _DTYPES:
             raise ValueError(f"rollout: dtype={dtype!r} must be one of {', '.join(_DTYPES)}")
-        self._seed, self._rescale = seed, rescale
+        self._seed = seed
         self._tokenizer = await self.compute(load_tokenizer, tokenizer)
         said = await self.compute(limits, model)
         if said.length is not None and max_new_tokens >= said.length:
@@ -121,11 +122,16 @@ class Rollout(Receiver, TailMigration):
             on_device=self.working,
         )
         self._engine = await make(engine, setup, engine_args)
-        if (lacking := _lacking(self._engine, engine, rescale=rescale, routes=routes is True)) is not None:
+        if routes is True and not self._engine.routes:
             await self._engine.close()
-            raise ValueError(lacking)
-        self._single, self.through_host = SingleAnswers(self._engine), self._engine.through_host
+            raise ValueError(
+                f"trainer.router_replay=true: {engine} does not tell to which experts of this model tokens go: auto "
+                "trains without it"
+            )
+        self.through_host = self._engine.through_host
         self._ids = itertools.count()  # of requests and groups, unique among calls that overlap
+        self._calls: list[GenerateCall] = []  # in progress
+        self._answer_names: dict[int, str] = {}  # of calls of `answer` in progress, by the id of their request
 
     async def close(self) -> None:
         """End what the engine started."""
@@ -171,38 +177,32 @@ class Rollout(Receiver, TailMigration):
         rules = _overridden(
             "generate", self._sampling, temperature=temperature, max_new_tokens=max_new_tokens, **sampling
         )
-        call = Generation(self._engine, self._ids, listed=listed)
-        key = self._key(prompts) if self._rescale else None
+        call = GenerateCall(self._engine, self._ids, listed=listed)
 
         async def requests() -> AsyncIterator[Request]:
             async for prompt in one_by_one(prompts):
                 if isinstance(prompt, PartialGroup):
-                    group = call.continued(prompt)
+                    group = call.resumed_group(prompt)
                 elif not isinstance(prompt, Prompt):
                     raise TypeError(
                         f"generate: a prompt is a {type(prompt).__name__}: pass rlinf.data.sample.Prompt objects, such "
                         "as Prompt(0, token_ids)"
                     )
                 else:
-                    group = call.asked(prompt, (mix(self._seed, prompt.id, i) for i in range(n)), rules)
+                    group = call.new_group(prompt, (mix(self._seed, prompt.id, i) for i in range(n)), rules)
                 for request in call.requests(group):
                     yield request
-            call.exhausted = True
-            self._tell(key)
 
-        calls = self._in_flight.calls
-        calls[key or call] = call
+        self._calls.append(call)
         try:
             call.start(requests())
             async for complete in call.complete():
-                self._tell(key)
                 for partial, group in zip(complete, await self._groups(complete), strict=True):
                     if group.samples and call.puts_out(partial):
                         yield group
         finally:
             await call.close()
-            self._tell(key)
-            del calls[key or call]
+            self._calls.remove(call)
 
     @endpoint(device=True)
     async def answer(
@@ -245,19 +245,37 @@ class Rollout(Receiver, TailMigration):
         ids, images = (prompt.token_ids, prompt.images) if isinstance(prompt, Prompt) else (np.asarray(prompt), ())
         given = {"temperature": temperature, "max_new_tokens": max_new_tokens, **sampling}
         rules = _overridden("answer", self._sampling, **given)
+        begun = begun if self._engine.hands_over else None
         request = Request(next(self._ids), ids, rules, seed, begun, images, conversation)
-        return await self._single.answer(request, name)
+        if name is None:
+            return await self._engine.answer(request)
+        self._answer_names[request.id] = name
+        try:
+            return await self._engine.answer(request)
+        finally:
+            del self._answer_names[request.id]
 
     @endpoint
     async def answering(self) -> dict[str, PartialAnswer]:
         """How far the calls of `answer` are that have a name, by that name: their tokens so far. They go on here; those
         that have no token yet are left out."""
-        return await self._single.partial()
+        answers: dict[str, PartialAnswer] = {}
+        # One that ends while the engine is asked is not in what the engine says. Asking once more for those that were
+        # not gives its completion the time to leave before this reply does.
+        for _ in range(2):
+            missing = {id: name for id, name in self._answer_names.items() if name not in answers}
+            for request in await self._engine.partial(missing) if missing else ():
+                if request.partial is not None:
+                    answers[missing[request.id]] = request.partial
+        return answers
 
     @endpoint
     async def forget(self, conversations: Sequence[int] | None = None) -> None:
         """Keep nothing more of these conversations, or of all: they are over."""
         await self._engine.forget(conversations)
+
+    def _listed(self) -> list[GenerateCall]:
+        return [call for call in self._calls if call.listed]
 
     async def _groups(self, answered: Sequence[PartialGroup]) -> list[Group]:
         return await self.compute(groups_of, answered, self._tokenizer) if answered else []
@@ -270,7 +288,7 @@ class Rollout(Receiver, TailMigration):
         They go on here; `generate` of a rollout with the same weights continues them to the same samples, up to
         rounding.
         """
-        return await self._in_flight.partial()
+        return [group for call in self._listed() for group in await call.partial()]
 
     @endpoint
     async def settled(self, answers: Iterable[int] | Mapping[int, Collection[int] | None]) -> None:
@@ -280,7 +298,8 @@ class Rollout(Receiver, TailMigration):
             answers: ids of prompts; or by prompt the indices of those of its answers that arrived, None for all. Others
                 than those of this rank are ignored.
         """
-        self._in_flight.settled(answers if isinstance(answers, Mapping) else dict.fromkeys(answers))
+        for call in self._listed():
+            call.settled(answers if isinstance(answers, Mapping) else dict.fromkeys(answers))
 
     @endpoint
     async def drop(self, prompts: Iterable[int]) -> dict[int, int]:
@@ -290,7 +309,10 @@ class Rollout(Receiver, TailMigration):
             Tokens that are thrown away, by prompt, for those that were in flight on this rank. Of any other it has
             nothing, or has put it out before.
         """
-        return await self._in_flight.drop(set(prompts))
+        wanted, tokens = set(prompts), Counter[int]()
+        for call in self._listed():
+            tokens.update(await call.drop(wanted))
+        return dict(tokens)
 
     @endpoint
     async def split(self, least: int = 2) -> int:
@@ -301,12 +323,11 @@ class Rollout(Receiver, TailMigration):
         """
         if least < 2:
             raise ValueError(f"split: least={least} must be at least 2: rewards are compared within a group")
-        return self._in_flight.split(least)
+        return sum(call.split(least) for call in self._listed())
 
     @endpoint
     async def abort(self) -> None:
         """End all answers in flight where they stand, and read no more prompts: `generate` yields what there is."""
-        self._in_flight.abort()
         await self._engine.abort()
 
     @endpoint
@@ -342,16 +363,237 @@ class Rollout(Receiver, TailMigration):
         await (self._engine.wake() if self._engine.sleeps else self._engine.resume())
 
 
-def _lacking(engine: Engine, name: str, *, rescale: bool, routes: bool) -> str | None:
-    """What is asked of an engine that it cannot do, in words."""
-    if rescale and not engine.hands_over:
-        return f"rollout.rescale: {name} does not hand over partial answers; set rollout.rescale=false"
-    if routes and not engine.routes:
-        return (
-            f"trainer.router_replay=true: {name} does not tell to which experts of this model tokens go: auto trains "
-            "without it"
+@dataclass(slots=True, eq=False)
+class PartialGroup:
+    """The answers to one prompt, until all have ended; `generate` continues it in place of a prompt."""
+
+    prompt: Prompt
+    """What is answered."""
+    done: dict[int, Completion] = field(default_factory=dict)
+    """The finished answers, by index."""
+    left: dict[int, Request] = field(default_factory=dict)
+    """The others, by index; on its way, each with its tokens so far. Empty: all have ended, and `generate` puts the
+    group out at once."""
+    temperature: float = 1.0
+    """At which they are sampled."""
+
+
+class _Place(NamedTuple):
+    """The answer that a request of the engine is for."""
+
+    group: int
+    """Number of its group in this call."""
+    answer: int
+    """Which of the group's answers."""
+
+
+class GenerateCall:
+    """One call of `generate`: the groups that it has in flight on this rank, and those that have come out of it and are
+    not settled yet.
+
+    Args:
+        engine: answers.
+        ids: names for requests and groups, unique among all calls.
+        listed: the rollout's `in_flight`, `settled`, `split` and `drop` are about its groups.
+    """
+
+    def __init__(self, engine: Engine, ids: Iterator[int], *, listed: bool = True):
+        self.listed = listed
+        self._over = False
+        self._engine, self._ids = engine, ids
+        self._groups: dict[int, PartialGroup] = {}
+        self._dropped: dict[int, PartialGroup] = {}  # by the same numbers, while their answers are being ended
+        self._ready: dict[PartialGroup, None] = {}  # complete, and not put out yet
+        self._out: dict[PartialGroup, None] = {}  # put out, and not settled yet
+        self._places: dict[int, _Place] = {}  # of requests that the engine has, by id
+        self._news: asyncio.Queue[list[PartialGroup] | PartialGroup | None] = asyncio.Queue()
+        self._room = asyncio.Semaphore()  # the engine waits for our reader
+        self._noted = asyncio.Event()
+
+    def new_group(self, prompt: Prompt, seeds: Iterable[int], sampling: Sampling) -> PartialGroup:
+        """A new group, one answer per seed."""
+        ids, images = prompt.token_ids, prompt.images
+        requests = (Request(next(self._ids), ids, sampling, seed, images=images) for seed in seeds)
+        return PartialGroup(prompt, {}, dict(enumerate(requests)), sampling.temperature)
+
+    def resumed_group(self, group: PartialGroup) -> PartialGroup:
+        """A group of a checkpoint, its requests named anew; where the engine cannot go on, answers begin anew."""
+        continues = self._engine.hands_over
+        left = {
+            index: replace(request, id=next(self._ids), partial=request.partial if continues else None)
+            for index, request in group.left.items()
+        }
+        return replace(group, done=dict(group.done), left=left)
+
+    def requests(self, group: PartialGroup) -> Iterator[Request]:
+        """The unfinished answers of a group; each is in flight from when it is taken. Without any it is complete."""
+        if not group.left:
+            self._ready[group] = None
+            self._news.put_nowait(group)
+            return
+        number = next(self._ids)
+        self._groups[number] = group
+        for index, request in list(group.left.items()):
+            if number not in self._groups:  # dropped meanwhile
+                return
+            self._places[request.id] = _Place(number, index)
+            yield request
+
+    def start(self, requests: AsyncIterable[Request]) -> None:
+        """Have the engine answer them."""
+        self._task = asyncio.create_task(self._answer(requests))
+        self._task.add_done_callback(lambda _: self._news.put_nowait(None))
+
+    async def complete(self) -> AsyncIterator[list[PartialGroup]]:
+        """Groups of which all answers have ended; once per batch of the engine's, so perhaps none. Last come those of
+        which some have ended and others were never asked for, because of `abort`."""
+        while (news := await self._news.get()) is not None:
+            if isinstance(news, PartialGroup):
+                yield [news]
+            else:
+                self._room.release()
+                yield news
+        await self._task  # which has ended: raises what went wrong
+        self._over = True
+        if rest := [replace(group, left={}) for group in self._groups.values() if group.done]:
+            self._groups.clear()
+            self._ready.update(dict.fromkeys(rest))
+            yield rest
+
+    def puts_out(self, group: PartialGroup) -> bool:
+        """A complete group is put out now, and kept until it is settled; False: no, it was dropped."""
+        if group not in self._ready:
+            return False
+        del self._ready[group]
+        self._out[group] = None
+        return True
+
+    async def close(self) -> None:
+        """End everything."""
+        self._over = True
+        self._tell_noted()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _answer(self, requests: AsyncIterable[Request]) -> None:
+        async with contextlib.aclosing(self._engine.batches(requests)) as batches:
+            async for completions in batches:
+                complete = self._note(completions)
+                await self._room.acquire()
+                self._news.put_nowait(complete)
+
+    def _note(self, completions: Sequence[Completion]) -> list[PartialGroup]:
+        complete: list[PartialGroup] = []
+        for completion in completions:
+            place = self._places.pop(completion.id)
+            group = self._groups.get(place.group) or self._dropped[place.group]
+            group.done[place.answer] = completion
+            del group.left[place.answer]
+            if not group.left and place.group in self._groups:
+                complete.append(self._groups.pop(place.group))
+        self._ready.update(dict.fromkeys(complete))
+        self._tell_noted()
+        return complete
+
+    def _tell_noted(self) -> None:
+        self._noted.set()
+        self._noted = asyncio.Event()
+
+    async def partial(self) -> list[PartialGroup]:
+        """All groups in flight with what there is of their answers, as a checkpoint keeps them, and then all that are
+        complete and not settled, with nothing left; they go on here."""
+        begun = {request.id: request for request in await self._engine.partial(list(self._places))}
+        return [
+            replace(group, done=dict(group.done), left={at: begun.get(one.id, one) for at, one in group.left.items()})
+            for group in (*self._groups.values(), *self._ready, *self._out)
+        ]
+
+    def settled(self, answers: Mapping[int, Collection[int] | None]) -> None:
+        """Keep these no more, which were put out: by prompt the indices of answers, None for all of them."""
+        for group in [group for group in self._out if group.prompt.id in answers]:
+            some = answers[group.prompt.id]
+            if some is None or group.done.keys() <= set(some):
+                del self._out[group]
+
+    def split(self, least: int) -> int:
+        """Let the finished answers come as a group of their own where there are so many, and as many others go on."""
+        parts = [one for one in self._groups.values() if min(len(one.done), len(one.left)) >= least]
+        for group in parts:
+            part = replace(group, left={})
+            group.done = {}
+            self._ready[part] = None
+            self._news.put_nowait(part)
+        return len(parts)
+
+    async def drop(self, prompts: Collection[int]) -> dict[int, int]:
+        """End the answers to these prompts, and put out nothing of them any more.
+
+        Returns:
+            How many tokens there were, by prompt, for those that this call has and has not put out.
+        """
+        dropped = {number: group for number, group in self._groups.items() if group.prompt.id in prompts}
+        for number in dropped:
+            self._dropped[number] = self._groups.pop(number)
+        ready = [group for group in self._ready if group.prompt.id in prompts]
+        for group in ready:
+            del self._ready[group]
+        tokens = Counter({group.prompt.id: 0 for group in (*dropped.values(), *ready)})
+        wanted = {id: place for id, place in self._places.items() if place.group in dropped}
+        if not self._engine.hands_over:
+            await self._engine.abort(wanted)
+        else:
+            for request in await self._engine.take_out(wanted):
+                tokens[dropped[self._places.pop(request.id).group].prompt.id] += request.answered
+        while not (self._over or self._places.keys().isdisjoint(wanted)):  # ended, and on their way to `_note`
+            await self._noted.wait()
+        for group in (*dropped.values(), *ready):
+            tokens[group.prompt.id] += sum(len(one.response_ids) for one in group.done.values())
+        for number in dropped:
+            del self._dropped[number]
+        return dict(tokens)
+
+
+def one_by_one(prompts: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
+    """The same, of a stream nothing ahead: what one rank takes before it has rows for it, no other can begin with."""
+    return Consumer(prompts, prefetch=False) if isinstance(prompts, Stream) else each(prompts)
+
+
+def groups_of(answered: Sequence[PartialGroup], tokenizer: PreTrainedTokenizerBase) -> list[Group]:
+    """The samples of each prompt, in order of their index; none where it was aborted before one began.
+
+    Args:
+        answered: all answers of each have ended.
+        tokenizer: decodes them.
+    """
+    return [
+        Group(
+            group.prompt,
+            tuple(
+                _sample(group.prompt, index, completion, group.temperature, tokenizer)
+                for index, completion in sorted(group.done.items())
+                if len(completion.response_ids)
+            ),
         )
-    return None
+        for group in answered
+    ]
+
+
+def _sample(
+    prompt: Prompt, index: int, completion: Completion, temperature: float, tokenizer: PreTrainedTokenizerBase
+) -> Sample:
+    kept = completion.response_ids[:-1] if completion.finish == "stop" else completion.response_ids
+    return Sample(
+        prompt=prompt,
+        index=index,
+        response_ids=read_only(completion.response_ids),  # of whoever takes it: what is learned is what was sampled
+        logprobs=read_only(completion.logprobs),
+        versions=read_only(completion.versions),
+        # Special tokens inside the answer stay visible: a reward must not take "12<pad>34" for "1234".
+        text=str(tokenizer.decode(kept, skip_special_tokens=False)),
+        truncated=completion.finish in ("length", "abort"),
+        temperature=temperature,
+        routes=completion.routes,
+    )
 
 
 def _overridden(call: str, own: Sampling, **changes: Any) -> Sampling:

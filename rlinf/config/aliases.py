@@ -1,4 +1,4 @@
-"""What other frameworks call our keys: `learning_rate`, `num_generations`, `max_completion_length`.
+"""Keys that are not ours: what other frameworks call ours (`learning_rate`, `num_generations`), and ours that went.
 
 In: a key that there is not. Out: ours, for the advice; a similar spelling would find another key, or none.
 """
@@ -6,6 +6,11 @@ In: a key that there is not. Out: ours, for the advice; a similar spelling would
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+GONE = {
+    "rollout.rescale": "answers move between ranks no more, which gained nothing: delete the line",
+}
+"""Keys that there were once, with the advice for those who still have them."""
 
 _OURS = {
     "steps": (

@@ -27,10 +27,6 @@ _MOVED = {
         "actors.base.spmd",
     ),
     "rlinf.actors.env": ("actors.embodied.env",),
-    "rlinf.actors.in_flight": (
-        "actors.base.in_flight",
-        "actors.base.single_answers",
-    ),
     "rlinf.actors.off_policy_trainer": (
         "actors.embodied.dagger",
         "actors.embodied.remembering_trainer",
@@ -45,7 +41,11 @@ _MOVED = {
         "actors.embodied.policy_trainer",
     ),
     "rlinf.actors.reference": ("actors.base.arrivals",),
-    "rlinf.actors.tail_migration": ("actors.base.tail_migration",),
+    "rlinf.actors.rollout": (
+        "actors.base.in_flight",
+        "actors.base.single_answers",
+        "actors.in_flight",
+    ),
     "rlinf.actors.text_trainer": ("actors.base.text_trainer",),
     "rlinf.agents.search": (
         "agents.search.by_tool",

@@ -22,7 +22,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlinf.config.aliases import OF_TORCHRUN, ours
+from rlinf.config.aliases import GONE, OF_TORCHRUN, ours
 from rlinf.config.importing import near_shipped
 from rlinf.config.reading import measure, read_bytes
 from rlinf.config.schema import Leaf, leaves, nearest, sections
@@ -232,7 +232,7 @@ class _Loader:
             advice = f"did you mean {near}?" if near else "--help lists every key"
             if elsewhere:
                 advice = f"torchrun {elsewhere} starts as many processes"
-            self._note(place_of(key), key, MISSING, f"unknown key; {advice}")
+            self._note(place_of(key), key, MISSING, f"unknown key; {GONE.get(key, advice)}")
 
     def _set(self, leaf: Leaf, key: str, value: Any, place: str) -> None:
         self.places[leaf.key] = place

@@ -199,9 +199,6 @@ class RolloutConfig:
     """Where the flow works ahead: learn from `whole` groups alone; or, where a step would have to wait, also from the
     finished answers to a prompt, if two or more are finished and two or more are not: each `partial` group has a
     baseline of its own, over fewer rewards."""
-    rescale: bool = False
-    """When the last answers of a step are few, gather them on fewer ranks, so that the devices of the others are free
-    earlier. Samples stay the same up to rounding; see docs/rescaling.md for when it pays."""
 
 
 @dataclass

@@ -203,31 +203,27 @@ class Completion:
 
 
 class StepStats(NamedTuple):
-    """How fast an engine decodes and reads, as sums from its beginning; those of several engines can be added."""
+    """How fast an engine decodes and reads, as sums from its beginning."""
 
     steps: float = 0.0
     """Decode steps: a row that was there in all of them has got so many tokens."""
     rows: float = 0.0
     """Rows of all steps."""
-    squared_rows: float = 0.0
-    """Squares of the rows of each step."""
     seconds: float = 0.0
     """Of all steps."""
-    row_seconds: float = 0.0
-    """Rows x seconds of each step."""
     read_tokens: float = 0.0
     """Tokens read, padding included."""
     read_seconds: float = 0.0
     """Seconds it took to read them."""
 
     def stepped(self, rows: float, seconds: float, steps: float = 1.0) -> StepStats:
-        """The same after so many decode steps of so many rows, each of which took so long."""
-        more = (steps, steps * rows, steps * rows * rows, steps * seconds, steps * rows * seconds, 0.0, 0.0)
-        return StepStats(*(one + other for one, other in zip(self, more, strict=True)))
+        """The sums after further decode steps, each of so many rows and seconds."""
+        steps, rows, seconds = self.steps + steps, self.rows + steps * rows, self.seconds + steps * seconds
+        return self._replace(steps=steps, rows=rows, seconds=seconds)
 
     def read(self, tokens: float, seconds: float) -> StepStats:
-        """The same after so many tokens were read in so many seconds."""
-        return StepStats(*self[:5], self.read_tokens + tokens, self.read_seconds + seconds)
+        """The sums after further tokens were read."""
+        return self._replace(read_tokens=self.read_tokens + tokens, read_seconds=self.read_seconds + seconds)
 
 
 class RequestRefused(ValueError):

@@ -91,9 +91,6 @@ ASIDE = frozenset(
             "joint_over",
             "joint_word",
             "joint_given",
-            "rescale_hand_over",
-            "rescale_take",
-            "rescale_tell",
         ),
     )
 )

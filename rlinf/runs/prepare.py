@@ -260,9 +260,6 @@ def mistakes_ahead(config: RunConfig, flow: Any) -> Iterator[tuple[str, Any, str
     """
     stale, rollout, plain = config.staleness, config.rollout, RunConfig()
     if works_ahead(flow):
-        if rollout.rescale:
-            advice = "the flow works ahead, so that answers never come to an end: leave it out"
-            yield "rollout.rescale", True, advice
         most = stale.max * config.algorithm.prompts_per_step
         if rollout.extra is not None and rollout.extra > most:
             yield "rollout.extra", rollout.extra, f"more than staleness.max batches, {most}, never helps: at most that"

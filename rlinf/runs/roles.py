@@ -35,7 +35,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rlinf.actors.base import JointActor
-from rlinf.actors.in_flight import PartialGroup
+from rlinf.actors.rollout import PartialGroup
 from rlinf.agents.agent import Agent, LastingAgent, lasts
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.episodes import OpenTask

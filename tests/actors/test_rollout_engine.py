@@ -88,14 +88,6 @@ async def test_partial_groups_go_on_in_another_rollout():
         assert await ours.in_flight() == [[]]
 
 
-async def test_rescaling_needs_an_engine_that_hands_over():
-    async with ActorSystem.local() as system:
-        with pytest.raises(ValueError, match=r"rollout.rescale: tests.actors.test_rollout_engine.plain does not hand"):
-            await system.spawn(
-                Rollout, name="rollout", engine="tests.actors.test_rollout_engine.plain", rescale=True, **SHARED
-            )
-
-
 class Parked(Rollout):
     """Counts how often its device was taken from it."""
 

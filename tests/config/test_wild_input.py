@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.config.aliases import _OURS, ours
+from rlinf.config.aliases import _OURS, GONE, ours
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import looks_local
 from rlinf.config.load import ConfigError, InputError
@@ -82,6 +82,13 @@ def test_a_whole_number_may_be_written_as_computers_do():
 )  # fmt: skip
 def test_a_key_of_another_framework_leads_to_ours(theirs, meant):
     assert problem(f"{theirs}=1") == f"command line: {theirs}: unknown key; did you mean {meant}?"
+
+
+def test_a_key_that_went_is_refused_with_what_became_of_it():
+    message = problem("rollout.rescale=true")
+    assert message.startswith("command line: rollout.rescale: unknown key; ")
+    assert "delete the line" in message
+    assert not GONE.keys() & {leaf.key for schema in (RunConfig, EmbodiedConfig) for leaf in leaves(schema)}
 
 
 def test_how_many_processes_there_are_is_said_to_torchrun():

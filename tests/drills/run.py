@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlinf.actors.in_flight import PartialGroup
+from rlinf.actors.rollout import PartialGroup
 from rlinf.data.in_flight.snapshot import read_kept
 from rlinf.runs.roles import KINDS
 from rlinf.storage.directory import find_checkpoint

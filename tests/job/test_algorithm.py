@@ -177,7 +177,6 @@ def test_what_does_not_go_together_is_told_before_anything_starts():
         (("staleness.max=3",), "staleness.max"),
         (("rollout.carry=2",), "rollout.carry"),
         (("rollout.groups=partial",), "rollout.groups"),
-        (("flow=rlinf.flows.grpo_async", "rollout.rescale=true"), "rollout.rescale"),
         (("flow=rlinf.flows.grpo_async", "rollout.extra=65"), "rollout.extra"),
     ],
 )

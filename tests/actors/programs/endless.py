@@ -29,13 +29,13 @@ class Watched(Rollout):
     @endpoint
     async def begun(self) -> tuple[list[int], int]:
         """Prompts that it has taken and not answered, and how many answers they lack."""
-        groups = [group for group in await self._in_flight.partial() if group.left]
+        groups = [group for group in await self.in_flight() if group.left]
         return [group.prompt.id for group in groups], sum(len(group.left) for group in groups)
 
     @endpoint
     async def idle(self) -> bool:
         """Nothing is left of any call."""
-        return not (self._in_flight.calls or self._engine._batch.live or self._engine._admission.calls)
+        return not (self._calls or self._engine._batch.live or self._engine._admission.calls)
 
 
 async def main(system: rlinf.ActorSystem) -> None:

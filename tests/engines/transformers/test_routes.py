@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.actors.in_flight import PartialGroup
+from rlinf.actors.rollout import PartialGroup
 from rlinf.data.in_flight.admission import Entry, Kept
 from rlinf.data.in_flight.snapshot import read_kept, write_kept
 from rlinf.data.sample import Prompt

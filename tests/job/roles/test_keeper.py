@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rlinf.actors.in_flight import PartialGroup
+from rlinf.actors.rollout import PartialGroup
 from rlinf.data.sample import Prompt
 from rlinf.engines.base import Request, Sampling
 from rlinf.runs.roles import RolloutKeeper

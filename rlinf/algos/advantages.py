@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlinf.algos.loss_sum import LOG_RATIO, Kept, keep, one_of, same_shape, wide
+from rlinf.algos.loss_sum import LOG_RATIO, Mask, one_of, same_shape, wide
 
 
 def overlong(lengths: Tensor, *, longest: int, cache: int, penalty: float = 1.0) -> Tensor:
@@ -91,11 +91,11 @@ def less_kl(rewards: Tensor, kl: Tensor, mask: Tensor, *, beta: float) -> Tensor
     same_shape("less_kl", "mask", mask, kl=kl)
     if mask.ndim != 2 or rewards.shape not in (mask.shape, mask.shape[:1]):
         raise ValueError(f"less_kl: rewards {list(rewards.shape)} fit neither mask {list(mask.shape)} nor its rows")
-    kept = keep(mask, wide(rewards.detach()).dtype)
-    penalty = beta * kept.only(kept.clean(kl).to(kept.dtype))
+    counted = Mask.of(mask, rewards)
+    penalty = beta * counted.fill(kl.detach())
     if rewards.ndim == 1:
         return wide(rewards.detach()) - penalty.sum(1)
-    return kept.only(kept.clean(rewards)) - penalty
+    return counted.fill(rewards.detach()) - penalty
 
 
 def uneven(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -344,17 +344,17 @@ def reinforce_pp(
     same_shape("reinforce_pp", "mask", mask, kl=kl)
     if kl is None and kl_beta != 0.0:
         raise ValueError(f"reinforce_pp: kl_beta={kl_beta} without kl, the penalty per token that it weighs")
-    kept = keep(mask, wide(rewards).dtype)
+    counted = Mask.of(mask, rewards)
     per_answer = rewards.ndim == 1
-    totals = wide(rewards.detach()) if per_answer else kept.only(kept.clean(rewards)).sum(1)
-    coming = totals[:, None].expand(mask.shape) if per_answer else _to_go(kept.only(kept.clean(rewards)))
+    totals = wide(rewards.detach()) if per_answer else counted.fill(rewards.detach()).sum(1)
+    coming = totals[:, None].expand(mask.shape) if per_answer else _to_go(counted.fill(rewards.detach()))
     if groups is not None:
         centred = _centred("reinforce_pp", totals, groups, weights)[0]
         coming = coming - (totals - centred)[:, None] if not per_answer else centred[:, None].expand(mask.shape)
     if all_equal(coming, mask, reduce=reduce):
         return torch.zeros_like(coming)
     if kl is not None and kl_beta != 0.0:
-        coming = coming - kl_beta * _to_go(kept.only(kept.clean(kl)))
+        coming = coming - kl_beta * _to_go(counted.fill(kl.detach()))
     return whiten(coming, mask, reduce=reduce)
 
 
@@ -456,9 +456,9 @@ def distillation(teacher_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> Te
         ValueError: shapes differ.
     """
     same_shape("distillation", "teacher_logprobs", teacher_logprobs, logprobs=logprobs, mask=mask)
-    kept = keep(mask, wide(logprobs.detach()).dtype)
-    apart = kept.clean(teacher_logprobs).to(kept.dtype) - kept.clean(logprobs)
-    return kept.only(apart.clamp(-LOG_RATIO, LOG_RATIO))
+    counted = Mask.of(mask, logprobs)
+    difference = counted.fill(teacher_logprobs.detach()) - counted.fill(logprobs.detach())
+    return difference.clamp(-LOG_RATIO, LOG_RATIO)
 
 
 def whiten(x: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
@@ -478,10 +478,10 @@ def whiten(x: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
         ValueError: shapes differ.
     """
     same_shape("whiten", "x", x, mask=mask)
-    kept, centred, variance, mean = _centred_by_batch(x, mask, reduce)
+    centred, variance, mean = _centred_by_batch(x, mask, reduce)
     if _is_rounding(variance, mean):
-        return torch.zeros_like(centred, dtype=kept.dtype)
-    return (centred / variance.clamp(min=_LEAST_VARIANCE).sqrt()).to(kept.dtype)
+        centred = torch.zeros_like(centred)
+    return (centred / variance.clamp(min=_LEAST_VARIANCE).sqrt()).to(wide(x).dtype)
 
 
 def all_equal(x: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> bool:
@@ -490,7 +490,7 @@ def all_equal(x: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> bool:
     Args:
         x, mask, reduce: see `whiten`.
     """
-    _, _, variance, mean = _centred_by_batch(x, mask, reduce)
+    _, variance, mean = _centred_by_batch(x, mask, reduce)
     return _is_rounding(variance, mean)
 
 
@@ -498,15 +498,15 @@ def _is_rounding(variance: Tensor, mean: Tensor) -> bool:
     return bool(variance <= (_ROUNDING * mean).square())
 
 
-def _centred_by_batch(x: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Kept, Tensor, Tensor, Tensor]:
-    """The mask; what counts less its mean, float64; variance and mean."""
-    kept = keep(mask, wide(x).dtype)
+def _centred_by_batch(x: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What counts less its mean, 0 elsewhere, float64; variance and mean."""
+    counted = Mask.of(mask, x)
     add = reduce if reduce is not None else (lambda sums: sums)
-    values = torch.where(kept.mask, kept.clean(x).double(), 0.0)
-    weight = 1.0 if kept.weight is None else kept.weight.double()
-    counted = kept.count if kept.weight is None else kept.weight.double().sum()
-    total, count = add(torch.stack([(values * weight).sum(), counted])).unbind()
+    values = counted.fill(x.detach()).double()
+    weight = 1.0 if counted.weight is None else counted.weight.double()
+    number = counted.number if counted.weight is None else counted.weight.double().sum()
+    total, count = add(torch.stack([(values * weight).sum(), number])).unbind()
     mean = total / count.clamp(min=1)
-    centred = torch.where(kept.mask, values - mean, 0.0)
+    centred = torch.where(counted.inside, values - mean, 0.0)
     variance = add((centred.square() * weight).sum().reshape(1))[0] / count.clamp(min=1)
-    return kept, centred, variance, mean
+    return centred, variance, mean

@@ -24,11 +24,9 @@ Plain data; which tensors an algorithm needs is its own business, and `need` say
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,6 +130,13 @@ class Explained:
     moments: Tensor
     """Number of targets, their sum and sum of squares, then the same two of target - prediction, float64 [5]."""
 
+    @classmethod
+    def of(cls, prediction: Tensor, target: Tensor, mask: Mask) -> Explained:
+        """The metric of predictions where `mask` counts."""
+        error, target = (target - prediction).detach().double(), target.detach().double()
+        sums = [mask.sum(x) for x in (target, target.square(), error, error.square())]
+        return cls(torch.stack([mask.number, *sums]))
+
     @property
     def value(self) -> float:
         """1 for a perfect prediction, 0 for a constant one; 0.0 where the targets do not vary."""
@@ -156,6 +161,11 @@ class EffectiveSize:
 
     moments: Tensor
     """Number of weights, their sum and their sum of squares, float64 [3]."""
+
+    @classmethod
+    def of(cls, weights: Tensor, mask: Mask) -> EffectiveSize:
+        """The metric of weights where `mask` counts."""
+        return cls(torch.stack([mask.number, mask.sum(weights), mask.sum(weights.square())]))
 
     @property
     def value(self) -> float:
@@ -299,115 +309,53 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def finite(x: Tensor) -> Tensor:
+    """In float32 (float64 stays), with a number for -inf, so that two impossible tokens are equally likely."""
+    x = wide(x)
+    return x.clamp(min=torch.finfo(x.dtype).min / 4)  # a quarter of the range: their difference is 0, and no NaN
+
+
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Which positions count."""
+class Mask:
+    """Positions that count, and how much each does; what lies outside may be anything, NaN and inf included."""
 
-    mask: Tensor
+    inside: Tensor
     """bool"""
-    number: Tensor | None
-    """The mask as 0 and 1, in the shape of `mask`; None if every position counts."""
-    count: Tensor
+    number: Tensor
     """How many count, [], float64."""
+    weight: Tensor | None
+    """How many tokens each position counts as in a mean, in the shape of `inside`, 0 outside it; None: as one."""
     dtype: torch.dtype
-    """Of the numbers: float32 or float64."""
-    weight: Tensor | None = None
-    """How many tokens each position counts as in a mean, in the shape of `mask`, 0 outside it; None: as one."""
+    """float32 or float64."""
 
-    def only(self, x: Tensor) -> Tensor:
-        """`x` (finite, broadcastable to the mask) where it counts, 0 elsewhere."""
-        return x if self.number is None else x * self.number
+    @classmethod
+    def of(cls, mask: Tensor, like: Tensor) -> Mask:
+        """Read a mask.
 
-    def only_(self, x: Tensor) -> Tensor:
-        """`only` in place, for a tensor in the mask's shape."""
-        return x if self.number is None else x.mul_(self.number)
+        Args:
+            mask: bool or 0/1. One of floats is also how much each position counts: a loss with 2.0 at all tokens of a
+                sequence is that of a batch which has the sequence twice. Metrics count every position once.
+            like: what is masked: in float64 if it is, else in float32.
+        """
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        inside = mask.bool()
+        return cls(inside, inside.sum().double(), mask.to(dtype) if mask.is_floating_point() else None, dtype)
 
-    def clean(self, x: Tensor) -> Tensor:
-        """`x` detached and wide, with something finite under the mask and for -inf; a NaN that counts stays one."""
-        x = wide(x.detach())
-        if not known_finite(x):
-            # A quarter of the range, so that -inf - -inf is 0 and not NaN: two impossible tokens are equally likely.
-            x = torch.where(self.mask, x, 0.0).clamp(min=torch.finfo(x.dtype).min / 4)
-        return x
+    def fill(self, x: Tensor) -> Tensor:
+        """`x` where it counts, finite for -inf, and 0 elsewhere, also in gradients; a NaN that counts stays one."""
+        return finite(torch.where(self.inside, x.to(self.dtype), 0.0))
 
-    def mean(self, x: Tensor) -> Mean:
-        """The metric that averages `x`, which is 0 outside the mask."""
-        return Mean(x.sum().double(), self.count)
+    def watch(self, metrics: Mapping[str, Tensor]) -> dict[str, Metric]:
+        """Averages of numbers, without gradient, over what counts; of names that end in /max, maxima."""
+        return {
+            name: max_of(x, self.inside) if name.endswith("/max") else Mean(self.sum(x), self.number)
+            for name, x in metrics.items()
+        }
 
-
-def keep(mask: Tensor, dtype: torch.dtype) -> Kept:
-    """Read a mask; numbers in `dtype`.
-
-    Args:
-        mask: bool or 0/1. One of floats is also how much each position counts: a loss with 2.0 at all tokens of a
-            sequence is that of a batch which has the sequence twice. Metrics count every position once.
-        dtype: float32 or float64.
-    """
-    weight = mask.to(dtype) if mask.is_floating_point() else None
-    mask = mask if mask.dtype == torch.bool else mask.bool()
-    bytes_ = mask.view(torch.uint8)  # bytes convert, and tell their minimum, in a quarter of the time of bool
-    if mask.device.type == "cpu" and (mask.numel() == 0 or bytes_.amin().item() == 1):
-        return Kept(mask, None, torch.tensor(float(mask.numel()), dtype=torch.float64), dtype, weight)
-    number = bytes_.to(dtype)
-    return Kept(mask, number, number.sum(-1).double().sum(), dtype, weight)  # exact up to 2^24 tokens in a row
-
-
-def known_finite(x: Tensor) -> bool:
-    """Whether all numbers are known to be finite; never on an accelerator, whose queue a question would stop."""
-    # A sum is finite only if all numbers are, and costs a tenth of `where`.
-    return x.device.type == "cpu" and math.isfinite(x.sum().item())
-
-
-def indicator(compare: Callable[..., Any], a: Tensor, b: Tensor | float) -> Tensor:
-    """Where `compare` (such as torch.gt) holds, as 0 and 1 in the dtype of `a`: a third of the price of bool.
-
-    Args:
-        compare: of torch, with an `out`.
-        a, b: what to compare; `b` broadcasts to the shape of `a`.
-    """
-    out: Tensor = compare(a, b, out=torch.empty_like(a, memory_format=torch.contiguous_format))
-    return out
-
-
-def largest(x: Tensor) -> Max:
-    """The metric that is the maximum of `x`."""
-    if x.numel() == 0:
-        return Max(torch.full((), float("-inf"), dtype=torch.float64, device=x.device))
-    return Max(x.amax().double())
-
-
-def log_ratio(logprobs: Tensor, old_logprobs: Tensor, kept: Kept) -> Tensor:
-    """log(new / old) of what counts, clamped to +-20; 0 elsewhere. A new tensor without gradient."""
-    difference = wide(logprobs.detach()) - wide(old_logprobs.detach())
-    if not known_finite(difference):
-        difference = kept.clean(logprobs) - kept.clean(old_logprobs)
-    return kept.only_(difference.clamp_(-LOG_RATIO, LOG_RATIO))
-
-
-def attach(leaf: Tensor, value: Tensor, slope: Tensor) -> Tensor:
-    """`value` with the gradient `slope` towards `leaf`.
-
-    Args:
-        leaf: what is differentiated.
-        value: one number, [], or one per element of `leaf`; detached.
-        slope: d value / d leaf, element by element, in the shape of `leaf`.
-    """
-    attached: Tensor = _Attached.apply(leaf, value, slope)
-    return attached
-
-
-class _Attached(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, value: Tensor, slope: Tensor) -> Tensor:
-        ctx.save_for_backward(slope)
-        ctx.dtype = leaf.dtype
-        return value.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slope,) = ctx.saved_tensors
-        return (slope * grad).to(ctx.dtype), None, None
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum of `x` over what counts, without gradient, [], float64."""
+        counted = x & self.inside if x.dtype == torch.bool else torch.where(self.inside, x.detach(), 0.0)
+        return counted.sum().double()
 
 
 _COUNTED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -431,13 +379,9 @@ class Sequences:
         gathered = torch.zeros(self.number, dtype=torch.float64, device=x.device)
         return gathered.index_add_(0, self.ids.flatten(), x.flatten().double()).to(x.dtype)
 
-    def lengths(self, kept: Kept) -> Tensor:
+    def lengths(self, mask: Mask) -> Tensor:
         """Tokens that count in each sequence, [sequences]."""
-        if kept.number is not None:
-            return self.sum(kept.number)
-        if self.ids is not None:
-            return torch.bincount(self.ids.flatten(), minlength=self.number).to(kept.dtype)
-        return torch.full((self.number,), kept.mask.shape[1], dtype=kept.dtype, device=kept.mask.device)
+        return self.sum(mask.inside.to(mask.dtype))
 
     def spread(self, x: Tensor) -> Tensor:
         """`x`, [sequences], for each token: broadcastable to the tokens' shape."""

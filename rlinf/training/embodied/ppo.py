@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from rlinf.algos.algorithms import AlgorithmSpec, loss_of, value_loss_of
-from rlinf.algos.loss_sum import LossSum, MicroBatch, keep
+from rlinf.algos.loss_sum import LossSum, Mask, MicroBatch
 from rlinf.algos.losses import coefficients
 from rlinf.data.rng import mix
 from rlinf.data.weights import Export
@@ -200,7 +200,7 @@ def _count(spec: AlgorithmSpec, mask: Tensor, sequences: Tensor | None) -> float
     how = spec.aggregation
     if how.how == "token-mean":
         return float(mask.sum())
-    return float(coefficients("minibatch", keep(mask, torch.float32), how.how, how.norm_length, sequences)[1])
+    return float(coefficients("minibatch", Mask.of(mask, mask), how.how, how.norm_length, sequences)[1])
 
 
 def cut(rows: Tensor, most: int | None, sequences: Tensor | None) -> list[Tensor]:

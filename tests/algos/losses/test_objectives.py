@@ -176,18 +176,6 @@ def test_packed_tokens_without_sequences_are_refused_where_answers_matter(case):
         case.loss(flat, how="seq-mean-token-mean")
 
 
-def test_a_large_micro_batch_is_computed_in_blocks_and_comes_out_the_same(monkeypatch):
-    b = tensors(batch(13, rows=9, tokens=11))
-    for case in CASES:
-        whole = case.loss(b)
-        expected = torch.autograd.grad(whole.total, b["new"])[0]
-        with monkeypatch.context() as patch:
-            patch.setattr("rlinf.algos.losses._BLOCK", 20)
-            found = case.loss(b)
-        torch.testing.assert_close(torch.autograd.grad(found.total, b["new"])[0], expected)
-        assert found.values() == pytest.approx(whole.values())
-
-
 @every_case
 def test_what_is_given_stays_as_it_was(case):
     arrays = batch(14)

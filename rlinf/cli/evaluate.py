@@ -25,7 +25,7 @@ from rlinf.data.datasets.load import Data
 from rlinf.data.datasets.source import counted
 from rlinf.data.sample import Evaluation, NotScored
 from rlinf.flows.agentic import agentic
-from rlinf.flows.session import RunningSession
+from rlinf.flows.session import RunSession
 from rlinf.metrics.alarms import Scored
 from rlinf.metrics.report import measure_of
 from rlinf.placement.seats import TEXT, place
@@ -113,7 +113,7 @@ async def _evaluated(data: Data, roles: Roles, config: RunConfig, agent: Agent |
         return await evaluate_on(data, roles, config)
     model, _ = policy_model(config)
     more: dict[str, Any] = {"compares": None, "judges": True, "counters": {}}
-    session = RunningSession(running_of(config, lambda: roles, data.tokenizer, model, agent, **more))
+    session = RunSession(running_of(config, lambda: roles, data.tokenizer, model, agent, **more))
     async with opened(agent):
         return await session.evaluate(data.held_out, n=config.evaluation.samples)
 

@@ -1,4 +1,4 @@
-"""What a flow is given for one step."""
+"""Steps, as flows are given them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rlinf.algos.algorithms import DynamicSampling
 from rlinf.data.in_flight import InFlight, Ledger
 from rlinf.data.in_flight.admission import Teaches, unequal
 from rlinf.data.sample import Group, Prompt
+from rlinf.runtime.streams.stream import Stream
 
 Draw = Callable[[int], Awaitable[Sequence[Prompt]]]
 """Draws so many more prompts of the run."""
@@ -58,6 +59,10 @@ class Step:
     """The run's account of samples, told of those that are dropped."""
     teaches: Teaches = unequal
     """Which groups give one, for `sampling`; by default, those of unequal rewards."""
+    batch: Stream[Group] | None = None
+    """Scored groups that are there already: they are learned from, and no prompt is answered."""
+    publishes: bool = True
+    """The rollout gets the new weights at the end of the step; otherwise whoever called the flow sees to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """Direct preference optimisation (arXiv:2305.18290): make the chosen answer likelier, the rejected one less likely,
-beside what a reference policy says of them."""
+relative to a reference policy."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rlinf.data.step import SupervisedStep
-from rlinf.flows.annotate import told
+from rlinf.flows.annotate import annotate_in_order
 
 
 async def dpo(step: SupervisedStep, trainer: Any, reference: Any = None) -> dict[str, float]:
@@ -20,6 +20,6 @@ async def dpo(step: SupervisedStep, trainer: Any, reference: Any = None) -> dict
     Returns:
         The trainer's metrics.
     """
-    pairs = step.batch if reference is None else await told(step.batch, reference)
+    pairs = step.batch if reference is None else await annotate_in_order(step.batch, reference)
     metrics: dict[str, float] = await trainer.train(pairs)
     return metrics

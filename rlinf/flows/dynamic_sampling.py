@@ -38,7 +38,8 @@ class Batch:
 
 
 def filled(step: Step, answer: Answer) -> Batch:
-    """The groups of a step: those of its prompts; with dynamic sampling, a full batch of groups that give a gradient.
+    """The groups of a step: its `batch`, or those of its prompts; with dynamic sampling, a full batch of groups that
+    give a gradient.
 
     Dynamic sampling is DAPO's (arXiv:2503.14476, section 3.2); `step.teaches` says what is kept, and `filters.Filling`
     how many more prompts are drawn. After the last round a batch that is not full goes on as it is. If not one group
@@ -51,6 +52,8 @@ def filled(step: Step, answer: Answer) -> Batch:
     Raises:
         ValueError: dynamic sampling, and the step does not say how many groups a full batch has.
     """
+    if step.batch is not None:
+        return Batch(step.batch)
     if step.sampling is None:
         return Batch(answer(step.prompts))
     if step.prompts_per_step < 1:

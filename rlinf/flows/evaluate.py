@@ -1,7 +1,4 @@
-"""Evaluation of a language model: answers to held-out problems, scored by the reward function.
-
-Evaluation of a policy that acts: whole episodes by its likeliest actions, or by sampled ones, as in training.
-"""
+"""Evaluations: of a language model on held-out problems, and of a policy that acts over whole episodes."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from torch import Tensor
 from rlinf.algos.evaluation import majority_at_k, pass_at_k
 from rlinf.data.sample import Evaluation, Group, NotScored, Prompt, Sample
 from rlinf.envs.episodes import Episode
+from rlinf.flows.annotate import annotate
 from rlinf.runtime.base.progress import Work, work
 from rlinf.training.batch_metrics import rewards_by_agent
 
@@ -48,11 +46,8 @@ async def evaluate(
         ValueError: there was no prompt.
     """
     answers = rollout.generate(prompts, n=n, temperature=temperature, listed=False, **sampling)
-    scored = judge.score.map(answers)
-    if reward_model is not None:
-        scored = reward_model.score(scored)
     groups: list[Group] = []
-    async for group in scored:
+    async for group in annotate(judge.score.map(answers), reward_model=reward_model):
         groups.append(group)
         if heard is not None:
             await heard(group)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlinf.data.step import Step
+from rlinf.flows.annotate import annotate, publish_weights
 from rlinf.flows.dynamic_sampling import filled
 
 
@@ -32,18 +33,11 @@ async def grpo(
     """
 
     def answers(prompts: Any) -> Any:
-        groups = judge.score.map(rollout.generate(prompts, n=step.group_size))
-        return groups if reward_model is None else reward_model.score(groups)
+        groups = rollout.generate(prompts, n=step.group_size)
+        return annotate(judge.score.map(groups), reward_model=reward_model)
 
     batch = filled(step, answers)
-    groups = batch.groups
-    if reference is not None:
-        groups = reference.logprobs(groups)
-    if teacher is not None:
-        groups = teacher.logprobs(groups)
+    groups = annotate(batch.groups, reference=reference, teacher=teacher)
     metrics: dict[str, float] = await trainer.train(groups)
-    weights = trainer.weights()  # they do not pass through here
-    await rollout.load(weights)  # the one barrier
-    if step.moving_reference:
-        await reference.follow(weights)
+    await publish_weights(step, trainer, rollout.load, reference)  # the one barrier
     return {**metrics, **batch.metrics}

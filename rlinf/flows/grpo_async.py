@@ -3,9 +3,11 @@ this one is learned from."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from rlinf.data.step import Step, ahead
+from rlinf.flows.annotate import annotate, publish_weights
 
 
 @ahead
@@ -35,18 +37,11 @@ async def grpo_async(
     """
 
     def answers(prompts: Any) -> Any:
-        groups = judge.score.map(rollout.generate(prompts, n=step.group_size))
-        return groups if reward_model is None else reward_model.score(groups)
+        groups = rollout.generate(prompts, n=step.group_size)
+        return annotate(judge.score.map(groups), reward_model=reward_model)
 
     batch = step.in_flight.next_batch(step, answers, rollout)
-    groups = batch.groups
-    if reference is not None:
-        groups = reference.logprobs(groups)
-    if teacher is not None:
-        groups = teacher.logprobs(groups)
+    groups = annotate(batch.groups, reference=reference, teacher=teacher)
     metrics: dict[str, float] = await trainer.train(groups)
-    weights = trainer.weights()  # they do not pass through here
-    await step.in_flight.publish(rollout, weights)
-    if step.moving_reference:
-        await reference.follow(weights)
+    await publish_weights(step, trainer, partial(step.in_flight.publish, rollout), reference)
     return {**metrics, **batch.metrics}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from rlinf.data.step import Step, ahead
+from rlinf.flows.annotate import annotate, publish_weights
 
 
 @ahead
@@ -26,20 +28,14 @@ async def ppo_async(
     """
 
     def answers(prompts: Any) -> Any:
-        groups = judge.score.map(rollout.generate(prompts, n=step.group_size))
-        return groups if reward_model is None else reward_model.score(groups)
+        groups = rollout.generate(prompts, n=step.group_size)
+        return annotate(judge.score.map(groups), reward_model=reward_model)
 
     batch = step.in_flight.next_batch(step, answers, rollout)
-    groups = batch.groups
-    if reference is not None:
-        groups = reference.logprobs(groups)
-    valued = critic.values(groups)
+    groups = annotate(batch.groups, reference=reference, critic=critic)
     if step.critic_only:
-        return {**await critic.train(valued), **batch.metrics}
-    for_critic, for_trainer = valued.tee()
+        return {**await critic.train(groups), **batch.metrics}
+    for_critic, for_trainer = groups.tee()
     learned = await asyncio.gather(critic.train(for_critic), trainer.train(for_trainer))
-    weights = trainer.weights()  # they do not pass through here
-    await step.in_flight.publish(rollout, weights)
-    if step.moving_reference:
-        await reference.follow(weights)
+    await publish_weights(step, trainer, partial(step.in_flight.publish, rollout), reference)
     return {**learned[0], **learned[1], **batch.metrics}

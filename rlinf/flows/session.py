@@ -1,16 +1,8 @@
-"""Answers of a run's model, asked for one by one: the part of a session that does not learn.
+"""A run's model as its own flow calls it, and as a program does: conversations, episodes and training.
 
-In: what is said. Out: replies, and groups of answers. Who wakes whom: the rollout's answers wake conversations.
-
-Episodes of a run: tasks that are played on its roles, group by group or task by task.
-
-In: tasks, and a program that plays one. Out: groups; what became of each task; for checkpoints, the tasks that are
-open. Who wakes whom: the rollout's answers wake episodes; their ends wake whoever waits for groups.
-
-What a flow takes as `session`: conversations, episodes and training on the roles of its run.
-
-In: tasks and episodes of the user's. Out: single answers, groups, metrics. `rlinf.Session` is the same with a life of
-its own. Who wakes whom: the rollout's answers wake conversations; the ends of episodes wake training.
+In: tasks, and functions that play one. Out: answers, groups of judged answers, metrics; for checkpoints, the tasks that
+are open. Who wakes whom: the rollout's answers wake conversations and episodes; ends of episodes wake training. A flow
+takes it as `session`; `rlinf.Session` is one that opens a run and closes it.
 
     async def game(step, session):
         groups = session.gather(step.prompts, episode, n=step.group_size)
@@ -19,8 +11,8 @@ its own. Who wakes whom: the rollout's answers wake conversations; the ends of e
 
 from __future__ import annotations
 
-import asyncio
 import functools
+import inspect
 import itertools
 from collections.abc import (
     AsyncIterable,
@@ -34,7 +26,7 @@ from collections.abc import (
     Sized,
 )
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -52,7 +44,11 @@ from rlinf.config.text import EndpointConfig
 from rlinf.data.in_flight import Made
 from rlinf.data.ledger import FAILED
 from rlinf.data.sample import Evaluation, Group, Prompt, Sample
+from rlinf.data.step import Step
+from rlinf.flows.annotate import publish_weights, with_one_teacher
 from rlinf.flows.evaluate import evaluate, measure
+from rlinf.flows.grpo import grpo
+from rlinf.flows.ppo import ppo
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.progress import work
 from rlinf.runtime.streams.stream import Stream, each
@@ -96,10 +92,8 @@ class Running:
     """Further arguments of the chat template."""
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     """`temperature`, `max_new_tokens` and `top_p` of evaluations."""
-    critic_only: Callable[[], bool] = lambda: False
-    """Only the critic learns yet."""
-    moving_reference: bool = False
-    """The reference follows the policy."""
+    step: Callable[[], Step] = lambda: Step(0, (), 1)
+    """The step that a call of `train` takes next, without its batch."""
     say: Callable[[str], None] = print
     """Prints a line for people."""
     dropped: Callable[[int, str, Sequence[int]], None] = lambda task, reason, attempts: None
@@ -114,17 +108,17 @@ class Running:
     """Where agents in other frameworks find the model."""
 
 
-class Answering:
-    """Conversations and single answers of a model that runs.
+class RunSession:
+    """Conversations, episodes and training on roles that run.
 
     Args:
         running: the run.
     """
 
     def __init__(self, running: Running) -> None:
-        self._begin_with(running)
+        self._attach(running)
 
-    def _begin_with(self, running: Running) -> None:
+    def _attach(self, running: Running) -> None:
         self._running = running
         self._chat = ChatFormat(running.tokenizer, running.chat_args, running.say)
         self._model = RolloutModel(lambda: running.roles()["rollout"])
@@ -133,10 +127,15 @@ class Answering:
         )
         self._calls = call_format(running.call_format, running.tokenizer)
         self._numbers = itertools.count()
-        self._tally = Tally()
-        self._untold: list[Tally] = []
+        self._playing: list[Episodes] = []  # of `gather_tasks`
+        endpoint = running.endpoint
+        self._watch = LoopWatch(running.say, lambda: None if endpoint is None else endpoint.address)
+        # what became of episodes, until a step has told of them:
+        self._tally = Tally()  # those of `gather`
+        self._unreported: list[Tally] = []  # those of each `gather_groups`
+        self._settled_tasks = Tally()  # those of `gather_tasks` whose tasks are over
 
-    # What is at hand --------------------------------------------------------------------------------------------
+    # The run and its roles --------------------------------------------------------------------------------------------
 
     def _open(self, call: str) -> Running:
         """The run, if there is one now.
@@ -336,20 +335,7 @@ class Answering:
         counters[what] = counters.get(what, 0) + 1
         return counters[what] - 1
 
-
-class Gathering(Answering):
-    """Conversations and episodes on roles that run.
-
-    Args:
-        running: the run.
-    """
-
-    def _begin_with(self, running: Running) -> None:
-        super()._begin_with(running)
-        self._playing: list[Episodes] = []  # of `gather_tasks`
-        endpoint = running.endpoint
-        self._watch = LoopWatch(running.say, lambda: None if endpoint is None else endpoint.address)
-        self._over = Tally()  # of their tasks that are over, until a step has told of them
+    # Episodes -----------------------------------------------------------------------------------------------------
 
     def gather(
         self,
@@ -447,7 +433,7 @@ class Gathering(Answering):
                     elif lost == give_up:
                         raise failing.nothing_to_learn()
                     outcome.tally.failed.clear()  # who takes `Made` tells of those of which nothing came
-                    self._over.add(outcome.tally)
+                    self._settled_tasks.add(outcome.tally)
                     yield Made(outcome.task, outcome.groups, "failed")
         finally:
             self._playing.remove(played)
@@ -499,7 +485,7 @@ class Gathering(Answering):
             try:
                 return Gathered(await groups.collect(), tally)
             finally:
-                self._untold.append(tally)
+                self._unreported.append(tally)
 
         return Awaited(collected(), "session.gather_groups(…)")
 
@@ -565,62 +551,34 @@ class Gathering(Answering):
 
         return play
 
-
-class RunningSession(Gathering):
-    """Conversations, episodes and training on roles that run.
-
-    Args:
-        running: the run.
-    """
-
-    # Learning ---------------------------------------------------------------------------------------------------
+    # Learning -----------------------------------------------------------------------------------------------------
 
     async def _learn(self, groups: Any, publish: bool) -> dict[str, float]:
-        """One step: what the roles make of groups, and of episodes."""
-        running, tally = self._open("train"), self._tally_of(groups)
-        roles = running.roles()
-        rollout, trainer, reference = roles["rollout"], roles["trainer"], roles.get("reference")
-        found: Any = Stream.of(self._checked(groups), name="groups")
-        if reference is not None:
-            found = reference.logprobs(found)
-        if (teacher := roles.get("teacher")) is not None:
-            found = teacher.logprobs(found)
-        metrics: dict[str, float] = {}
-        if (critic := roles.get("critic")) is not None:
-            found = critic.values(found)
-            if running.critic_only():
-                return {**await critic.train(found), **self._told(tally)}
-            for_critic, found = found.tee()
-            told, learned = await asyncio.gather(critic.train(for_critic), trainer.train(found))
-            metrics |= {**told, **learned}
-        else:
-            metrics |= await trainer.train(found)
-        if publish:
-            await self._publish(rollout, trainer, reference)
-        return {**metrics, **self._told(tally)}
+        """One step of the run's algorithm on these groups, by its flow."""
+        running, tally = self._open("train"), self._take_tally(groups)
+        roles = with_one_teacher(running.roles())
+        flow = ppo if "critic" in roles else grpo
+        step = replace(running.step(), batch=Stream.of(self._checked(groups), name="groups"), publishes=publish)
+        takes = inspect.signature(flow).parameters
+        metrics = await flow(step, **{name: role for name, role in roles.items() if name in takes})
+        return {**metrics, **self._report(tally)}
 
-    async def _publish(self, rollout: Any, trainer: Any, reference: Any) -> None:
-        weights = trainer.weights()  # they do not pass through here
-        await rollout.load(weights)
-        if reference is not None and self._running.moving_reference:
-            await reference.follow(weights)
-
-    def _tally_of(self, groups: Any) -> Tally:
+    def _take_tally(self, groups: Any) -> Tally:
         """What became of the episodes of a batch; of all that were not told of, if it does not say. A stream's are
         still played."""
         if isinstance(groups, Gathered):
-            self._untold = [tally for tally in self._untold if tally is not groups.tally]
+            self._unreported = [tally for tally in self._unreported if tally is not groups.tally]
             return groups.tally
         tally, self._tally = self._tally, Tally()
-        for untold in self._untold:
-            tally.add(untold)
-        self._untold = []
+        for each_tally in self._unreported:
+            tally.add(each_tally)
+        self._unreported = []
         return tally
 
-    def _told(self, tally: Tally) -> dict[str, float]:
+    def _report(self, tally: Tally) -> dict[str, float]:
         """Metrics of episodes; failures are said aloud."""
-        over, self._over = self._over, Tally()
-        tally.add(over)
+        settled, self._settled_tasks = self._settled_tasks, Tally()
+        tally.add(settled)
         for warning in tally.warnings():
             self._running.say(f"warning: {warning}")
         for task, attempt in tally.failed:
@@ -674,13 +632,15 @@ class RunningSession(Gathering):
                 _check(group)
         return Awaited(self._train(groups, publish, metrics or {}), "session.train(…)")
 
-    async def _train(self, groups: Any, publish: bool, told: Mapping[str, float]) -> Mapping[str, float]:
-        return {**await self._learn(groups, publish), **told}
+    async def _train(self, groups: Any, publish: bool, extra: Mapping[str, float]) -> Mapping[str, float]:
+        """Take the step of a call of `train`; the program's own metrics are `extra`."""
+        return {**await self._learn(groups, publish), **extra}
 
     async def publish(self) -> None:
         """Let the rollout have the trainer's weights, where `train(…, publish=False)` did not."""
-        roles = self._open("publish").roles()
-        await self._publish(roles["rollout"], roles["trainer"], roles.get("reference"))
+        running = self._open("publish")
+        roles = running.roles()
+        await publish_weights(running.step(), roles["trainer"], roles["rollout"].load, roles.get("reference"))
 
     def evaluate(
         self, tasks: Any, episode: Play | Agent | None = None, n: int = 1, **sampling: Any

@@ -46,7 +46,8 @@ from rlinf.config.load import ConfigError, InputError, Problem
 from rlinf.config.text import RunConfig
 from rlinf.data.tokenizer import pretrained
 from rlinf.engines.base import Completion, PartialAnswer, Request, Sampling
-from rlinf.flows.session import Running, RunningSession
+from rlinf.flows.annotate import Teachers
+from rlinf.flows.session import Running, RunSession
 from rlinf.models.language.build import context_length
 from rlinf.models.scoring import mistakes_in_saved, unreadable
 from rlinf.placement.plan import GB
@@ -548,23 +549,6 @@ def mistakes_in_models(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
 # Several teachers ----------------------------------------------------------------------------------------------------
 
 
-class Teachers:
-    """Several teachers that a flow calls like one: groups go from each to the next.
-
-    Args:
-        teachers: their handles.
-    """
-
-    def __init__(self, teachers: Sequence[Any]):
-        self._teachers = teachers
-
-    def logprobs(self, groups: Any) -> Any:
-        """Groups with what each teacher says, and with the mixture in `teacher_logprobs`."""
-        for teacher in self._teachers:
-            groups = teacher.logprobs(groups)
-        return groups
-
-
 def with_teachers(flow: Callable[..., Any], names: Collection[str]) -> Callable[..., Any]:
     """The flow as one that takes each of several teachers by its name, and gets all of them as `teacher`.
 
@@ -607,7 +591,7 @@ class RolloutKeeper:
         session: plays episodes; None where none was needed yet.
     """
 
-    def __init__(self, rollout: Callable[[], Any], session: Callable[[], RunningSession | None] = lambda: None) -> None:
+    def __init__(self, rollout: Callable[[], Any], session: Callable[[], RunSession | None] = lambda: None) -> None:
         self._rollout, self._session = rollout, session
 
     async def version(self) -> int:

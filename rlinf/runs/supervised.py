@@ -22,7 +22,7 @@ from rlinf.data.datasets.rendering import REF
 from rlinf.data.datasets.source import DataError
 from rlinf.data.datasets.stream import left_out
 from rlinf.data.step import SupervisedStep
-from rlinf.flows.annotate import told
+from rlinf.flows.annotate import annotate_in_order
 from rlinf.metrics.alarms import NothingLearnedAlarm
 from rlinf.placement.seats import Placed
 from rlinf.runs.dry_run.footprint import spread_of
@@ -81,7 +81,7 @@ class SupervisedLoop(TrainingLoop[Numbers]):
                 evaluating.advance()
         found.sort(key=lambda group: group.id)
         if REFERENCE in self.roles:
-            found = await told(found, self.roles[REFERENCE])
+            found = await annotate_in_order(found, self.roles[REFERENCE])
         return with_perplexity(await asyncio.to_thread(measured, self.objective, found), self.config.algorithm.name)
 
     def numbers(self, evaluation: Numbers) -> dict[str, float]:

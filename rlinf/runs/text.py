@@ -7,7 +7,7 @@ problems, the roles and the answers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields
 from functools import partial
@@ -30,7 +30,7 @@ from rlinf.data.ledger import CRITIC_ONLY, held_of
 from rlinf.data.sample import Evaluation, NotScored, Prompt
 from rlinf.data.step import Step, works_ahead
 from rlinf.engines.base import RequestRefused
-from rlinf.flows.session import Running, RunningSession
+from rlinf.flows.session import Running, RunSession
 from rlinf.flows.warm_up import warm_up
 from rlinf.metrics.alarms import (
     FailureAlarm,
@@ -103,7 +103,7 @@ class TextLoop(TrainingLoop[Evaluation]):
         """How much was drawn by sessions, for their randomness to go on after a checkpoint."""
         self.ledger = Ledger(own=not prepared.flow.__module__.startswith(_OUR_FLOWS))
         """What became of every sample that was drawn."""
-        self._session: RunningSession | None = None
+        self._session: RunSession | None = None
         self._endpoint = Endpoint(config.agent.endpoint)
         no_end = no_end_token(config, self.data)
         self.ahead = works_ahead(prepared.flow)
@@ -192,13 +192,16 @@ class TextLoop(TrainingLoop[Evaluation]):
         return True
 
     async def draw(self, index: int) -> Step:
-        config, count = self.config, self.config.algorithm.prompts_per_step
+        count = self.config.algorithm.prompts_per_step
+        return self._step(index, () if self.ahead else Stream.of(await self._drawn(count)))
+
+    def _step(self, index: int, prompts: Iterable[Prompt] | AsyncIterable[Prompt]) -> Step:
         assert self.prepared.algorithm is not None  # of every run on text
         return Step(
             index,
-            () if self.ahead else Stream.of(await self._drawn(count)),
-            config.algorithm.group_size,
-            prompts_per_step=count,
+            prompts,
+            self.config.algorithm.group_size,
+            prompts_per_step=self.config.algorithm.prompts_per_step,
             sampling=None if self.ahead else self.prepared.algorithm.sampling,
             teaches=partial(teaches, self.prepared.algorithm),
             draw=self._drawn,
@@ -225,10 +228,10 @@ class TextLoop(TrainingLoop[Evaluation]):
         return None if isinstance(algorithm.advantage, Distillation) else algorithm.compares_within_groups
 
     @property
-    def session(self) -> RunningSession:
+    def session(self) -> RunSession:
         """The roles as flows and agents call them."""
         if self._session is None:
-            self._session = RunningSession(self.running(judges=True))
+            self._session = RunSession(self.running(judges=True))
         return self._session
 
     def offered(self, step: Any) -> dict[str, Any]:
@@ -252,8 +255,7 @@ class TextLoop(TrainingLoop[Evaluation]):
             judges=judges,
             reward_chosen=not reward_is_default(self.config, self.prepared.objects),
             counters=self.counters,
-            critic_only=lambda: self._critic_only(self.done),
-            moving_reference=self.moving_reference,
+            step=lambda: self._step(self.done, ()),
             say=self.report.line,
             dropped=(lambda *_: None) if self.ahead else self.ledger.dropped,  # what is in flight tells it itself
             endpoint=self._endpoint,

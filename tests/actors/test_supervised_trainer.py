@@ -11,7 +11,7 @@ from rlinf.actors.reference import Reference
 from rlinf.actors.supervised_trainer import SupervisedTrainer
 from rlinf.data.datasets.load import ConversationOptions, load_conversations
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.flows.annotate import told
+from rlinf.flows.annotate import annotate_in_order
 from rlinf.models.language.build import build_model, pictures_of
 from rlinf.training.supervised import OUTPUT, Likelihood, Preference, Scores, measured
 from tests import pictured
@@ -99,7 +99,9 @@ async def test_a_step_is_that_of_a_plain_loop(system, name, budget):
     groups = make()
     trainer = await system.spawn(SupervisedTrainer, objective=objective, micro_batch_tokens=budget, **SHARED)
     if name == "dpo":
-        groups = await told(groups, await system.spawn(Reference, model=SHARED["model"], tokenizer=toys.ALPHABET))
+        groups = await annotate_in_order(
+            groups, await system.spawn(Reference, model=SHARED["model"], tokenizer=toys.ALPHABET)
+        )
     found = await trainer.train(Stream.of(reversed(groups)))
     loss, norm, after = plain(loss_of, **kind)
     assert found["loss"] == pytest.approx(loss, abs=1e-5)
@@ -114,7 +116,9 @@ async def test_a_reference_under_the_adapters_says_what_one_of_its_own_says(syst
     shared = {**SHARED, "objective": Preference(), "lora": lora}
     inside = await system.spawn(SupervisedTrainer, name="inside", reference="adapters_off", **shared)
     beside = await system.spawn(SupervisedTrainer, name="beside", **shared)
-    groups = await told(pairs(), await system.spawn(Reference, model=SHARED["model"], tokenizer=toys.ALPHABET))
+    groups = await annotate_in_order(
+        pairs(), await system.spawn(Reference, model=SHARED["model"], tokenizer=toys.ALPHABET)
+    )
     for _ in range(3):
         one, other = await inside.train(pairs()), await beside.train(groups)
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)

@@ -7,160 +7,50 @@ wakes whom: the program's calls wake the roles; their replies wake the program.
         for step in range(100):
             print(await s.train(s.gather(games, episode, n=8)))
 
-What a session or a run from Python begins with: settings and objects in memory, made into a checked configuration.
+`s.online(…)` goes on serving while it learns from what people say of its answers: the reward that completes a batch
+wakes the learner, which trains one step and publishes the weights. Answers that are being given meanwhile go on by the
+new ones, and each token knows its version.
 
-In: what a program passed, sorted by `Objects`. Out: the configuration, with what it names imported, and the run's
-directory, in which models and tokenizers that were objects are saved once, to be used by path. Nothing of an earlier
-run is moved aside before everything was checked.
-
-The training loop of a session: steps as the user's program takes them, in place of a flow's.
-
-In: what surrounds a step, from `TextLoop`. Out: the same files as of a configured run. What differs: nobody knows how
-many steps there will be unless it was said, problems are optional, and checkpoints keep the program's own state.
+    async with s.online(batch=64) as service:
+        answer = await service.complete([{"role": "user", "content": "Dear all,"}])
+        ...                                         # shown to a person, for as long as it takes
+        service.feedback(answer.id, 1.0)            # accepted
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
-import sys
 from collections.abc import Generator, Mapping
-from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rlinf.agents.agent import AgentLLM
 from rlinf.agents.arguments import Awaited, WrongType, plainly
+from rlinf.agents.chat import are_messages
 from rlinf.agents.episodes import Play
+from rlinf.agents.feedback import Counts, Feedback
+from rlinf.agents.llm import Reply
 from rlinf.config.learning import SUPERVISED
 from rlinf.config.load import ConfigError, InputError, Problem, RunFailure
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.source import DataError, Source
 from rlinf.data.sample import Evaluation, Prompt
-from rlinf.flows.session import Running, RunningSession
+from rlinf.flows.session import Running, RunSession
 from rlinf.metrics.progress import shown
 from rlinf.metrics.report import in_words
-from rlinf.runs.dry_run.transformer import refuse_other_kind
-from rlinf.runs.library.objects import Objects, configured, key_of, recipe_name
-from rlinf.runs.library.online import Online
-from rlinf.runs.prepare import InMemory, Prepared, prepare
-from rlinf.runs.resume import beginning_anew, keeping_earlier_run
-from rlinf.runs.start import checkpoint_to_resume, leaving_gpus, locked, open_run_directory
+from rlinf.runs.library.objects import Objects, key_of, recipe_name
+from rlinf.runs.library.opening import Given, given, opened
+from rlinf.runs.prepare import Prepared
+from rlinf.runs.start import locked
 from rlinf.runs.text import TextLoop
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.runtime.system.torchrun import switching_often
-from rlinf.storage.directory import Checkpoint, Lock, RunDirectory
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What a program passed."""
-
-    objects: Objects
-    """Models, data and rewards, by name or as objects."""
-    settings: Mapping[str, Any]
-    """For `configured`; they win over those of `objects`."""
-    run_dir: Path
-    """The directory of the run, absolute."""
-    resume: str
-    """`auto`, `never`, or the path of a run or checkpoint to go on from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A checked run that may begin."""
-
-    config: RunConfig
-    """What."""
-    prepared: Prepared
-    """What it names."""
-    directory: RunDirectory
-    """The run's."""
-    begun: Checkpoint | None
-    """Where to go on from."""
-    memory: dict[int, int] | None
-    """Bytes per device, if they are limited."""
-
-
-def given(objects: Objects, settings: Mapping[str, Any], run_dir: Any, resume: Any) -> Given:
-    """What a program passed, with its paths read.
-
-    Args:
-        objects, settings: see `Given`.
-        run_dir: a path; None takes outputs/run.
-        resume: see `Given`.
-
-    Raises:
-        ConfigError: one of the latter is no path.
-    """
-    run_dir = "outputs/run" if run_dir is None else run_dir
-    paths = {"run_dir": (run_dir, "give a path"), "resume": (resume, "give 'auto', 'never', or the path of a run")}
-    wrong = {name: each for name, each in paths.items() if not isinstance(each[0], str | os.PathLike)}
-    if wrong:
-        raise ConfigError([Problem(objects.who, name, *each) for name, each in wrong.items()])
-    return Given(objects, settings, Path(run_dir).expanduser().absolute(), os.fspath(resume))
-
-
-def opened(what: Given, hosts: int, lock: Lock | None, during: ExitStack | AsyncExitStack) -> Opened:
-    """Check everything, then open the run's directory; blocking.
-
-    Args:
-        what: was passed.
-        hosts: processes of the job.
-        lock: this program's hold of the run directory.
-        during: gets what holds as long as the run does: GPUs that are left alone, an earlier run that is moved back if
-            this one fails before anything was measured.
-
-    Raises:
-        InputError: with every mistake; nothing was made.
-    """
-    objects, path = what.objects, what.run_dir
-    try:
-        begun = checkpoint_to_resume(what.resume, path)
-    except InputError as error:
-        raise InputError(f"{objects.who}: {str(error).replace('--resume ', 'resume=')}") from None
-    again = begun is not None and begun.run == path.resolve()
-    aside = path.with_name(f".{path.name}.objects")
-    kept = {name for name in objects.to_save if again and (path / name).is_dir()}
-    try:
-        objects.sketch(aside)
-        settings = {**objects.settings, **objects.models_in(aside), **what.settings}
-        config = configured(path, settings, objects.who)
-        during.enter_context(leaving_gpus(config))
-        _check(config, objects.passed, objects.who)
-        refuse_other_kind(config.placement)
-        prepared = prepare(config, hosts, objects.passed)
-        for name in ("path", "tokenizer"):
-            place = getattr(config.model, name)
-            setattr(config.model, name, place and place.replace(str(aside), str(path)))
-        objects.save(aside, objects.to_save.keys() - kept)
-        if begun is None and what.resume == "auto":
-            sys.stdout.write(f"{beginning_anew(path).replace('--resume ', 'resume=')}\n")
-        directory = open_run_directory(path, config, begun, lock, prepared.told)
-        during.enter_context(keeping_earlier_run(directory))
-        for name in objects.to_save.keys() - kept:
-            (aside / name).replace(path / name)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    prepared = replace(prepared, model=prepared.model.replace(str(aside), str(path)))
-    return Opened(prepared.config, prepared, directory, begun, prepared.placed.memory_of(hosts))
-
-
-def _check(config: RunConfig, passed: InMemory, who: str) -> None:
-    """What `validate` cannot see, because objects stand in place of names."""
-    own = passed.train is not None or config.data.train is not None
-    problems = []
-    if config.evaluation.every and own and passed.evaluation is None and config.evaluation.data is None:
-        advice = "there is nothing to evaluate on: pass evaluation too"
-        problems.append(Problem(who, "evaluation.every", config.evaluation.every, advice))
-    if own and config.model.path is None and config.model.tokenizer is None:
-        text = "a new model needs one: a directory, or {'characters': '0123456789'}"
-        problems.append(Problem(who, "tokenizer", None, text))
-    if problems:
-        raise ConfigError(problems)
+from rlinf.storage.directory import Checkpoint, RunDirectory
 
 
 async def taken_by_the_program(step: Any, session: Any = None, **roles: Any) -> dict[str, float]:
@@ -238,7 +128,7 @@ class SessionStopped(UserError):
     order, and the program goes on behind the block."""
 
 
-class Session(RunningSession):
+class Session(RunSession):
     """Conversations, episodes and training, with a run directory of their own; `Session.local(…)` makes one."""
 
     def __init__(self, what: Given, system: ActorSystem | None, steps: int | None, *, judges: bool) -> None:
@@ -380,7 +270,7 @@ class Session(RunningSession):
         except DataError as error:
             raise InputError(str(error)) from error
         self._loop, self._entered = loop, system
-        self._begin_with(loop.running(judges=self._judges))
+        self._attach(loop.running(judges=self._judges))
         loop.step_begins()
 
     def _open(self, call: str) -> Running:
@@ -491,7 +381,7 @@ class Session(RunningSession):
 
         Args:
             tasks: prompts, or with an episode anything; None takes the session's `evaluation`.
-            episode, n, sampling: see `RunningSession.evaluate`.
+            episode, n, sampling: see `RunSession.evaluate`.
         """
         loop = self._here("evaluate")
         if tasks is None and not loop.data.held_out:
@@ -553,3 +443,158 @@ def _refuse_given_texts(who: str, algorithm: Any) -> None:
     if (name := recipe_name(algorithm)) in SUPERVISED:
         text = f"it learns from given texts, and nothing is played: use rlinf.train(model, data=…, algorithm={name!r})"
         raise ConfigError([Problem(who, "algorithm", name, text)])
+
+
+# Serving and learning at the same time --------------------------------------------------------------------------------
+
+JOURNAL = "feedback.jsonl"
+"""File in the run's directory: answers that were served, and what was said of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Served(Reply):
+    """An answer that feedback can name."""
+
+    id: str = ""
+    """Its name."""
+
+
+class Online:
+    """Serves answers and learns from feedback; made by `session.online`.
+
+    Args:
+        session: that answers and learns.
+        batch, max_age, keep: see `Feedback`.
+    """
+
+    def __init__(self, session: Session, batch: int, max_age: int, keep: int) -> None:
+        self._session = session
+        self._bounds: dict[str, Any] = {"batch": batch, "max_age": max_age, "keep": keep}
+        Feedback(**self._bounds)  # says at once what is wrong with them
+        self._feedback: Feedback | None = None
+        self._learner: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Online:
+        session = self._session
+        if (compares := session._open("online").compares) is not None:
+            raise UserError(
+                f"session.online: {compares} compares several answers to one question with each other, and a person "
+                "sees one; take one that compares with the batch: algorithm={'name': 'reinforce_pp', 'kl': None}"
+            )
+        if self._learner is not None:
+            raise UserError("session.online: it was opened before; make another one by session.online(…)")
+        if not session.checkpointed:
+            await session.checkpoint()  # else nothing could be gone on with, and what waits would be lost
+        journal: Path = session.run_dir / JOURNAL
+        self._feedback = Feedback(**self._bounds, journal=journal, done=session.step)
+        self._learner = asyncio.create_task(self._learn(self._feedback), name="online learner")
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Stop learning; a step that is under way is completed first. What waits stays in the journal."""
+        feedback, learner = self._opened("close"), self._learner
+        assert learner is not None  # it is open
+        self._feedback = None
+        try:
+            if self._training:
+                await asyncio.wait([learner], timeout=None)
+        finally:
+            await cancel_all([learner])
+            feedback.close()
+        if kind is None and not learner.cancelled() and (error := learner.exception()) is not None:
+            raise error
+
+    _training = False
+    """A step is under way."""
+
+    # Serving ----------------------------------------------------------------------------------------------------
+
+    async def complete(self, prompt: Any, **sampling: Any) -> Served:
+        """One answer, by the newest weights; any number may be asked for at the same time.
+
+        Args:
+            prompt: messages, a text that stands as it is, or token ids.
+            sampling: such as `max_new_tokens`; see `AgentLLM.chat`.
+
+        Raises:
+            UserError, TypeError, ValueError: something that cannot be answered.
+        """
+        llm = self.llm()
+        step = self._session.step
+        try:
+            if are_messages(prompt, "service.complete"):
+                reply: Reply = await llm.chat(prompt, **sampling)
+            else:
+                reply = await llm.generate(prompt, **sampling)
+        finally:
+            llm.end()
+        name = self.served(llm, step)
+        return Served(**{each.name: getattr(reply, each.name) for each in fields(Reply)}, id=name)
+
+    def llm(self, **sampling: Any) -> AgentLLM:
+        """The model for an agent of several calls; give it to `served` once it is done."""
+        self._opened("llm")
+        return self._session.llm(**sampling)
+
+    def served(self, llm: AgentLLM, step: int, id: str | None = None) -> str:
+        """All that a model said to an agent was served: it waits for one reward.
+
+        Args:
+            llm: that the agent called.
+            step: `session.step` when the agent began.
+            id: that feedback will name; None makes one that cannot be guessed.
+
+        Returns:
+            The id.
+        """
+        return self._opened("served").served(llm.samples(), step, id)
+
+    def feedback(self, id: str, reward: float) -> bool:
+        """What a person says of an answer, however late; the first word counts.
+
+        Args:
+            id: of the answer.
+            reward: the higher the better, such as 1 for accepted and 0 for rejected.
+
+        Returns:
+            Whether there is such an answer without a reward. One that is too old by then (`max_age`) is counted and
+            not learned from.
+        """
+        return self._opened("feedback").told(id, reward)
+
+    @property
+    def counts(self) -> Counts:
+        """What became of answers and of feedback."""
+        return self._opened("counts").counts
+
+    @property
+    def waiting(self) -> int:
+        """Answers that wait for a reward."""
+        return self._opened("waiting").waiting
+
+    def _opened(self, call: str) -> Feedback:
+        """What is under way; the learner's failure is the caller's too.
+
+        Raises:
+            UserError: it is not open.
+        """
+        if self._feedback is None:
+            raise UserError(f"service.{call}: it is not open; write `async with session.online(…) as service:`")
+        learner = self._learner
+        if learner is not None and learner.done() and call != "close" and (error := learner.exception()) is not None:
+            raise error
+        return self._feedback
+
+    # Learning ---------------------------------------------------------------------------------------------------
+
+    async def _learn(self, feedback: Feedback) -> None:
+        """Train on each batch as it is complete, until the service is closed."""
+        session = self._session
+        while self._feedback is feedback:
+            groups = await feedback.batch(session.step)
+            told: Mapping[str, float] = {**feedback.counts.metrics(), "online/waiting": float(feedback.waiting)}
+            self._training = True
+            try:
+                await session.train([*groups.values()], metrics=told)
+            finally:
+                self._training = False

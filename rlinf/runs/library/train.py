@@ -35,7 +35,7 @@ from rlinf.runs.start import leaving_gpus, locked, loop_of, plainly_told, run_to
 from rlinf.storage.files import read_lines
 
 if TYPE_CHECKING:
-    from rlinf.runs.library.session import Given, Opened
+    from rlinf.runs.library.opening import Given, Opened
     from rlinf.runtime.system.system import ActorSystem
 
 _CURVE = 24
@@ -248,7 +248,7 @@ async def train_async(model: Any, rewards: Any = None, data: Any = None, **rest:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("train_async: it runs in one process; under torchrun, call rlinf.train")
-    from rlinf.runs.library.session import opened
+    from rlinf.runs.library.opening import opened
     from rlinf.runtime.system.system import ActorSystem  # torch comes with it, which takes seconds
     from rlinf.runtime.system.torchrun import switching_often
 
@@ -274,7 +274,7 @@ def _train(call: _Call) -> Result | None:
         with leaving_gpus(config):
             run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
         return None
-    from rlinf.runs.library.session import opened  # torch comes with it, which takes seconds
+    from rlinf.runs.library.opening import opened  # torch comes with it, which takes seconds
 
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     given = _sorted(call, hosts)
@@ -317,7 +317,7 @@ def _sorted(call: _Call, hosts: int) -> Given:
         InputError: something cannot be what it was passed as.
     """
     from rlinf.runs.library.objects import Objects  # torch comes with it, which takes seconds
-    from rlinf.runs.library.session import given
+    from rlinf.runs.library.opening import given
 
     objects = Objects(WHO)
     objects.take_model(call.model)

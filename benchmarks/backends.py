@@ -35,10 +35,11 @@ import rlinf
 from rlinf import ActorSystem, endpoint
 from rlinf.actors.base import JointActor
 from rlinf.algos.losses import supervised
-from rlinf.config.learning import ParallelConfig
+from rlinf.config.learning import LearningSettings, ParallelConfig
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.training.backend import ModelSettings, back_end_of
+from rlinf.models.language.build import ModelSpec
+from rlinf.training.backend import back_end_of
 from rlinf.training.megatron.layers import Stage
 from rlinf.training.megatron.schedule import Pipeline
 
@@ -74,13 +75,15 @@ class Timed(JointActor):
 
     async def _made(self, backend: str, split: dict[str, int]) -> Any:
         model = {**MODEL, "num_hidden_layers": max(2, *split.values())} if split else MODEL
-        settings = ModelSettings(model, parallel=ParallelConfig(**split))
-        return await back_end_of(backend).make(self, settings, self._tokenizer)
+        spec = ModelSpec(model, compute=LearningSettings(parallel=ParallelConfig(**split)))
+        return await back_end_of(backend).make(self, spec, self._tokenizer)
 
     @endpoint
     async def whole(self, rounds: int) -> dict[str, list[float]]:
         """CPU seconds of each optimizer step, by back end."""
-        learners = {name: (await self._made(name, {})).optimization(lr=1e-4) for name in ("fsdp", "megatron")}
+        learners = {
+            name: (await self._made(name, {})).optimization(LearningSettings(lr=1e-4)) for name in ("fsdp", "megatron")
+        }
         return await self.compute(self._steps, learners, rounds)
 
     def _steps(self, learners: dict[str, Any], rounds: int) -> dict[str, list[float]]:

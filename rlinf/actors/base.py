@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from rlinf.config.schema import settings as settings_from
 from rlinf.data.weights import Weights
 from rlinf.models.offload import Parking
 from rlinf.runtime.actor.actor import Actor, endpoint
@@ -66,6 +68,53 @@ from rlinf.training.checkpoint import (
 )
 
 R = TypeVar("R")
+Setup = Callable[..., Coroutine[Any, Any, None]]
+
+
+def configured(kind: type[Any]) -> Callable[[Setup], Setup]:
+    """Let the keys of a role's settings be given one by one: `spawn(Trainer, lr=1e-4)` is short for
+    `spawn(Trainer, settings=TrainerSettings(lr=1e-4))`.
+
+        class Trainer(Actor):
+            @configured(TrainerSettings)
+            async def setup(self, *, model: ModelSource, settings: TrainerSettings) -> None: ...
+
+    Args:
+        kind: the class of the settings, a section of the configuration.
+
+    Returns:
+        A decorator of a `setup` that has an argument `settings`.
+
+    Raises:
+        ValueError: in `setup`, keys that there are not, with the nearest; values that cannot be; or settings of another
+            kind, or keys beside them.
+    """
+
+    def decorate(setup: Setup) -> Setup:
+        own = inspect.signature(setup)
+        names = own.parameters.keys()
+
+        @functools.wraps(setup)
+        async def with_settings(self: Actor, **given: Any) -> None:
+            role = self._cell.name.partition("[")[0]
+            keys = {name: value for name, value in given.items() if name not in names}
+            whole = given.get("settings")
+            if whole is None:
+                whole = settings_from(kind, keys, role)
+            elif keys or not isinstance(whole, kind):
+                wrong = f"{min(keys)} beside settings" if keys else f"settings of {type(whole).__name__}"
+                raise ValueError(f"{role}: {wrong}: give one {kind.__name__}, or its keys one by one")
+            arguments = {name: value for name, value in given.items() if name in names}
+            await setup(self, **{**arguments, "settings": whole})
+
+        optional = [each.replace(default=None) if each.name == "settings" else each for each in own.parameters.values()]
+        keys = inspect.Parameter("keys", inspect.Parameter.VAR_KEYWORD)
+        with_settings.__signature__ = own.replace(parameters=[*optional, keys])  # type: ignore[attr-defined]
+        return with_settings
+
+    return decorate
+
+
 Body = Callable[[Any], Coroutine[Any, Any, R]]
 """What a rank does in its turn, given what rank 0 has for it."""
 

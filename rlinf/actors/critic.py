@@ -11,24 +11,23 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from contextlib import aclosing
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
+from rlinf.actors.base import configured
 from rlinf.actors.text_trainer import TextTrainer
 from rlinf.algos.algorithms import value_loss_of
 from rlinf.algos.loss_sum import LossSum, counted
 from rlinf.config.learning import CriticSettings
-from rlinf.config.schema import settings as settings_of
 from rlinf.data.packing import Packed
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
-from rlinf.models.language.build import ModelSource
+from rlinf.models.language.build import ModelSource, ModelSpec
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import start_apart
 from rlinf.runtime.streams.stream import each
-from rlinf.training.backend import ModelSettings, Optimization, Outputs
+from rlinf.training.backend import Optimization, Outputs
 from rlinf.training.batch_metrics import describe_values, taken_steps
 from rlinf.training.micro_batches import Forward, ForwardBackward
 from rlinf.training.policy import RETURNS, VALUES, Algorithm, algorithm_of, value_rows
@@ -40,14 +39,15 @@ Groups = Iterable[Group] | AsyncIterable[Group]
 class Critic(TextTrainer):
     """Owns a model of what answers will earn."""
 
-    async def setup(  # type: ignore[override]
+    @configured(CriticSettings)
+    async def setup(
         self,
         *,
         model: ModelSource,
         tokenizer: TokenizerSource,
+        settings: CriticSettings,
         algorithm: Algorithm = "ppo",
         seed: int = 0,
-        **given: Any,
     ) -> None:
         """Make the model on the ranks, and its optimizer.
 
@@ -55,23 +55,20 @@ class Critic(TextTrainer):
             model: a policy's Hugging Face directory, or the configuration of a new one: the critic has its layers, and
                 a head that says 0 until it has learned.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`.
+            settings: how it computes and learns; or any of its keys, such as lr=1e-4. The head is float32 whatever
+                `dtype` says.
             algorithm: a recipe's name, `{"name": "ppo", "overrides": {...}}`, or a spec: says what returns are, and the
                 loss. The trainer's.
             seed: of a new model's weights, and of the order of minibatches.
-            given: any of `config.text.CriticSettings`, such as lr=1e-4, which has all keys with their meaning. The head
-                is float32 whatever `dtype` says.
 
         Raises:
             ValueError: a model or tokenizer that cannot be made, a setting that does not exist, an algorithm without a
                 critic, or two ranks on a host.
         """
-        settings = settings_of(CriticSettings, given, self._role)
-        self._spec = algorithm_of(algorithm)
+        self._spec, self._settings, self._seed = algorithm_of(algorithm), settings, seed
         if self._spec.critic is None:
             raise ValueError(f"critic: algorithm {self._spec.name!r} has none: take 'ppo', or leave the role out")
-        self._budget, self._seed = settings.micro_batch_tokens, seed
-        self._epochs, self._minibatches = settings.epochs, settings.minibatches
-        await self._make(ModelSettings(model, "values", seed), tokenizer=tokenizer, settings=settings)
+        await self._make(ModelSpec(model, "values", seed, compute=settings), tokenizer)
 
     # Predicting --------------------------------------------------------------------------------------------------
 
@@ -118,8 +115,8 @@ class Critic(TextTrainer):
             ranks=self._shares,
             in_order=None,
             budget=self._budget,
-            epochs=self._epochs,
-            minibatches=self._minibatches,
+            epochs=self._settings.epochs,
+            minibatches=self._settings.minibatches,
             seed=(self._seed, self.version),
             compute=self.compute,
             whole_batch=True,

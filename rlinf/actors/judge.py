@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.config.schema import settings as settings_of
+from rlinf.actors.base import configured
 from rlinf.config.text import RewardConfig
 from rlinf.data.datasets.benchmarks import SCORED_BY
 from rlinf.data.sample import Group, Outcome, Prompt, Sample
@@ -151,32 +151,33 @@ class _Scoring:
 class Judge(Actor):
     """Scores samples with a reward function."""
 
-    async def setup(  # type: ignore[override]
+    @configured(RewardConfig)
+    async def setup(
         self,
         *,
+        settings: RewardConfig,
         reward: RewardSource | None = None,
         columns: Iterable[str] | None = None,
         named: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
-        **given: Any,
     ) -> None:
         """Find the reward function and start its child processes.
 
         Args:
+            settings: how answers are scored; or any of its keys, such as timeout=60.0. Functions that are marked
+                `trusted` run in this process unless isolate="always"; in this process, plain functions have no
+                deadline.
             reward: `reward(response, answer, **row) -> float | Score`, plain or async, or its dotted path; or several
                 by name, each a function or a mapping with `function`, `weight` and `args`, which are summed. None takes
                 what `function` and `parts` of the settings say.
             columns: of the data set, to see at once whether the function's arguments are there.
             named: further functions, each a dotted path and its arguments, by the name that a prompt's row has in the
                 column "scored_by".
-            given: any of `config.text.RewardConfig`, such as timeout=60.0. Functions that are marked `trusted` run in
-                this process unless isolate="always"; in this process, plain functions have no deadline.
 
         Raises:
             ValueError: the function is not found, is given what it does not take, takes what is not there, or cannot be
                 sent to a child process.
             ChildDied: a child cannot be started; the text has what it printed.
         """
-        settings = settings_of(RewardConfig, given, self._cell.name)
         own = _Scoring(reward or settings.source, settings, self._cell.name)
         if columns is not None:
             own.reward.check({*OFFERED, "messages", *columns})

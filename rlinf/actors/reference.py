@@ -29,9 +29,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlinf.actors.base import ModelActor
-from rlinf.config.learning import ForwardConfig
-from rlinf.config.schema import settings as settings_of
+from rlinf.actors.base import ModelActor, configured
+from rlinf.config.learning import ForwardConfig, ReferenceSettings
 from rlinf.data.datasets.source import lookup
 from rlinf.data.packing import Row, cut, pack
 from rlinf.data.safetensors_io import make_room, write_tensors
@@ -149,48 +148,37 @@ FILE = "reference.safetensors"
 class Reference(ModelActor, Receiver):
     """Log-probs by a policy that does not learn."""
 
-    async def setup(  # type: ignore[override]
+    @configured(ReferenceSettings)
+    async def setup(
         self,
         *,
         model: ModelSource,
         tokenizer: TokenizerSource,
+        settings: ReferenceSettings,
         seed: int = 0,
-        column: str = "ref_logprobs",
-        decay: float | None = None,
-        micro_batch_tokens: int = 8192,
         blend: Blend | None = None,
-        **given: Any,
     ) -> None:
         """Make the model.
 
         Args:
             model: a Hugging Face directory, or the configuration of a new model.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`; a new model has its vocabulary.
-            seed: of a new model's weights: with the trainer's, it is the policy that the trainer began with.
-            column: key of `Sample.per_token` that is filled: `ref_logprobs`, or `teacher_logprobs` for a teacher.
-            decay: how much of the weights stays as it is when they `follow` others, in (0, 1); None: they follow none.
-            micro_batch_tokens: tokens (prompts included) computed at once, and groups held beyond those that are being
-                computed; a longer sample stands alone.
-            blend: it is one of several teachers.
-            given: any other of `config.text.ForwardConfig`, such as dtype="bfloat16". With order "prompt" each group is
+            settings: how it computes; or any of its keys, such as dtype="bfloat16". With order "prompt" each group is
                 computed by itself, since the last bits of a log-prob depend on what is computed beside it; "arrival"
                 computes together whatever has come, which is faster where answers are short. With `decay` weights are
                 kept in float32 besides those in `dtype`, since bfloat16 rounds small moves away.
+            seed: of a new model's weights: with the trainer's, it is the policy that the trainer began with.
+            blend: it is one of several teachers.
 
         Raises:
             ValueError: a model or tokenizer that cannot be made, or a setting out of range.
         """
-        if decay is not None and not 0 < decay < 1:
-            raise ValueError(f"reference: decay={decay} must be between 0 and 1, or None for weights that stay")
-        settings = settings_of(ForwardConfig, {"micro_batch_tokens": micro_batch_tokens, **given}, "reference")
-        computes_in = dtype_of(settings.dtype)
-        self._column, self._decay, self._blend = column, decay, blend
-        self._budget, self._alone = settings.micro_batch_tokens, settings.order == "prompt"
+        self._settings, self._blend = settings, blend
         read = await self.compute(load_tokenizer, tokenizer)
         self.policy = await self.compute(_policy, model, read, seed, self.device, settings)
         self._exact: nn.Module = self.policy.model
         """The model whose weights count: the policy's own, or one in float32 of which that is the rounded copy."""
-        if decay is not None and computes_in != torch.float32:
+        if settings.decay is not None and settings.dtype != "float32":
             exact: nn.Module = await self.compute(build_model, model, read, seed=seed)
             self._exact = exact.requires_grad_(False).to(self.device)
         self.version = 0
@@ -211,7 +199,7 @@ class Reference(ModelActor, Receiver):
         Raises:
             ValueError: a group has an empty prompt.
         """
-        arrivals = Arrivals(groups, self._budget)
+        arrivals = Arrivals(groups, self._settings.micro_batch_tokens)
         try:
             while taken := await arrivals.take():
                 for group in await self.on_model(self._told, taken):
@@ -226,21 +214,21 @@ class Reference(ModelActor, Receiver):
             return self._told_of(groups)
         mine = [group for group in groups if blend.asks(group.prompt)]
         others = [group for group in groups if not blend.asks(group.prompt)]
-        return [*others, *(blend.added(group, self._column) for group in self._told_of(mine))]
+        return [*others, *(blend.added(group, self._settings.column) for group in self._told_of(mine))]
 
     def _told_of(self, groups: Sequence[Group]) -> list[Group]:
-        together = [[group] for group in groups] if self._alone or not groups else [groups]
+        together = [[group] for group in groups] if self._settings.order == "prompt" or not groups else [groups]
         return [told for some in together for told in self._told_together(some)]
 
     def _told_together(self, groups: Sequence[Group]) -> Iterable[Group]:
         rows = [Row.of(sample) for group in groups for sample in group.samples]
         found = [np.empty(0, np.float32)]
-        for some in cut(rows, [row.size for row in rows], self._budget):
+        for some in cut(rows, [row.size for row in rows], self._settings.micro_batch_tokens):
             logprobs, _ = self.policy(pack(some).to(self.device))
             found.append(logprobs.cpu().numpy())
         ends = np.cumsum([row.learned for row in rows], dtype=np.int64)
         each_sample = iter(np.split(np.concatenate(found), ends[:-1]))
-        return [group.told(self._column, list(islice(each_sample, len(group.samples)))) for group in groups]
+        return [group.told(self._settings.column, list(islice(each_sample, len(group.samples)))) for group in groups]
 
     @endpoint
     async def computes(self) -> str:
@@ -259,7 +247,7 @@ class Reference(ModelActor, Receiver):
             ValueError: this reference has no `decay`.
             LoadError: see `load`.
         """
-        if self._decay is None:
+        if self._settings.decay is None:
             raise ValueError(f"{self._cell.name} follows no weights: it was made without decay (reference.kind: ema)")
         return await self.load(_Towards.of(weights), deadline=deadline)
 
@@ -269,8 +257,8 @@ class Reference(ModelActor, Receiver):
     async def switch_weights(self, weights: Weights) -> None:
         share = 1.0
         if isinstance(weights, _Towards):
-            assert self._decay is not None
-            share = 1.0 - self._decay
+            assert self._settings.decay is not None
+            share = 1.0 - self._settings.decay
         await self.on_model(self._move_towards, dict(weights.named()), share)
         self.version = weights.version
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
-from rlinf.actors.base import ModelActor
+from rlinf.actors.base import ModelActor, configured
 from rlinf.actors.judge import FailureStreak
 from rlinf.actors.reference import Arrivals
 from rlinf.actors.rollout import Rollout
 from rlinf.config.learning import RewardModelConfig
-from rlinf.config.schema import settings as settings_of
 from rlinf.data.sample import Group, Prompt
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.fsdp import dtype_of
@@ -34,13 +34,12 @@ from rlinf.training.checkpoint import held
 class _Scoring:
     """What both kinds of reward model do with a group before and after the model is run."""
 
-    def prepare(self, given: Mapping[str, Any], alone: bool) -> tuple[RewardModelConfig, str]:
-        """Take the settings over; returns them with the model's path.
+    def prepare(self, settings: RewardModelConfig, alone: bool) -> str:
+        """Take the settings over; returns the model's path.
 
         Raises:
-            ValueError: a setting that there is not, or out of range.
+            ValueError: there is no path.
         """
-        settings = settings_of(RewardModelConfig, given, NAME)
         if settings.path is None:
             raise ValueError(f"{NAME}: path must name a saved model")
         self._settings, self._alone = settings, alone
@@ -53,7 +52,7 @@ class _Scoring:
         )
         self._question.check()
         self._longest = longest_question(settings, self._question.tokenizer)
-        return settings, settings.path
+        return settings.path
 
     def questions(self, group: Group) -> tuple[dict[int, list[int]], dict[int, Verdict]]:
         """Token ids by index of the sample; and verdicts on those that the model cannot read."""
@@ -81,23 +80,27 @@ class _Scoring:
 class RewardModel(_Scoring, ModelActor):
     """Scores by one forward pass: of a classifier, or of a language model that chooses between given replies."""
 
-    async def setup(  # type: ignore[override]
-        self, *, path: str, alone: bool = False, order: Literal["prompt", "arrival", "free"] = "prompt", **given: Any
+    @configured(RewardModelConfig)
+    async def setup(
+        self,
+        *,
+        settings: RewardModelConfig,
+        alone: bool = False,
+        order: Literal["prompt", "arrival", "free"] = "prompt",
     ) -> None:
         """Load the model.
 
         Args:
-            path: a Hugging Face directory (or hub name).
+            settings: how answers are scored; or its keys, such as path="reward-model" and weight=0.5. A generative
+                model that writes its reply is a `GenerativeJudge`.
             alone: its score is the whole reward; otherwise it is added to the judge's.
             order: with "prompt" each group is computed by itself, since the last bits of a score depend on what is
                 computed beside it; "arrival" computes together whatever has come, which is faster for short answers.
-            given: any other of `config.learning.RewardModelConfig`, such as weight=0.5. A generative model that writes
-                its reply is a `GenerativeJudge`.
 
         Raises:
             ValueError: a model or tokenizer that cannot be used, or a setting out of range.
         """
-        settings, path = await self.compute(self.prepare, {"path": path, **given}, alone)
+        path = await self.compute(self.prepare, settings, alone)
         if settings.kind == "generative" and not settings.choices:
             raise ValueError(f"{NAME}: a generative model without choices writes its reply: spawn a GenerativeJudge")
         self._together = order != "prompt"
@@ -151,19 +154,20 @@ class RewardModel(_Scoring, ModelActor):
 class GenerativeJudge(_Scoring, Rollout):
     """Scores by what a language model writes when it is asked to judge an answer."""
 
-    async def setup(self, *, path: str, alone: bool = False, seed: int = 0, **given: Any) -> None:  # type: ignore[override]
+    @configured(RewardModelConfig)
+    async def setup(self, *, settings: RewardModelConfig, alone: bool = False, seed: int = 0) -> None:
         """Make the engine.
 
         Args:
-            path: a Hugging Face directory (or hub name).
+            settings: how answers are scored; or its keys: `path` and `template` are needed.
             alone: its score is the whole reward; otherwise it is added to the judge's.
             seed: of the engine; replies are the likeliest, so it changes nothing.
-            given: any other of `config.learning.RewardModelConfig`; `template` is needed.
 
         Raises:
             ValueError: a model or tokenizer that cannot be used, or a setting out of range.
         """
-        settings, path = await self.compute(self.prepare, {"path": path, "kind": "generative", **given}, alone)
+        settings = replace(settings, kind="generative")
+        path = await self.compute(self.prepare, settings, alone)
         await super().setup(
             model=path,
             tokenizer=settings.tokenizer or path,

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlinf.actors.base import configured
 from rlinf.actors.text_trainer import TextTrainer
 from rlinf.algos.loss_sum import LossSum
-from rlinf.config.learning import TrainerSettings
-from rlinf.config.schema import settings as settings_of
+from rlinf.config.learning import SupervisedSettings
 from rlinf.data.datasets.rendering import REF
 from rlinf.data.packing import Packed, Row
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource
-from rlinf.models.language.build import ModelSource
+from rlinf.models.language.build import ModelSource, ModelSpec
 from rlinf.models.language.lora import POLICY
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.streams.stream import each
-from rlinf.training.backend import ModelSettings, Optimization, Outputs
+from rlinf.training.backend import Optimization, Outputs
 from rlinf.training.micro_batches import Forward, ForwardBackward
 from rlinf.training.policy import ADAPTERS_OFF
 from rlinf.training.schedule import supervised_commands
@@ -38,46 +38,44 @@ Groups = Iterable[Group] | AsyncIterable[Group]
 class SupervisedTrainer(TextTrainer):
     """Owns the weights that learn from given texts."""
 
-    async def setup(  # type: ignore[override]
+    @configured(SupervisedSettings)
+    async def setup(
         self,
         *,
         model: ModelSource,
         tokenizer: TokenizerSource,
-        chat_template: str | None = None,
+        settings: SupervisedSettings,
         objective: Objective,
-        reference: str | None = None,
+        chat_template: str | None = None,
         seed: int = 0,
         lora: Mapping[str, Any] | None = None,
         freeze: Sequence[str] = (),
-        **given: Any,
     ) -> None:
         """Make the model on the ranks, and its optimizer.
 
         Args:
             model: a Hugging Face directory, or the configuration of a new model.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`; saved with every checkpoint.
-            chat_template: see `Trainer`.
+            settings: how it computes and learns; or any of its keys, such as lr=1e-4.
             objective: what is learned; it says which head the model gets.
-            reference: who says what a reference policy thinks of each token, if the objective asks for that: None for
-                the samples themselves, "adapters_off" for this model without its adapters, or the directory of saved
-                adapters for this model with those.
+            chat_template: see `Trainer`.
             seed: of a new model's weights, of a new head, and of adapters.
             lora, freeze: see `Trainer`.
-            given: any of `config.text.TrainerSettings` but epochs and minibatches: each batch is one optimizer step.
 
         Raises:
             ValueError: a model or tokenizer that cannot be made, a setting that does not exist, or two ranks on a host.
         """
-        settings = settings_of(TrainerSettings, given, self._role)
-        if several := sorted({"epochs", "minibatches"} & given.keys()):
-            raise ValueError(f"{self._role}: {several[0]} is not for given texts: each batch is one optimizer step")
+        reference = settings.reference
         if reference is not None and lora is None:
             raise ValueError(f"{self._role}: reference={reference!r} needs adapters: set lora")
-        others = {} if reference in (None, ADAPTERS_OFF) else {REF: str(reference)}
-        self._reference = REF if others else None
-        made = ModelSettings(model, objective.head, seed=seed, lora=lora, adapters=others, freeze=freeze)
-        await self._make(made, tokenizer=tokenizer, settings=settings, chat_template=chat_template)
-        self._objective, self._budget = objective, settings.micro_batch_tokens
+        saved = {} if reference in (None, ADAPTERS_OFF) else {REF: str(reference)}
+        self._reference = REF if saved else None
+        await self._make(
+            ModelSpec(model, objective.head, seed=seed, lora=lora, adapters=saved, freeze=freeze, compute=settings),
+            tokenizer,
+            chat_template,
+        )
+        self._objective = objective
         self._own_columns = (
             frozenset({REF}) if reference is not None and objective.needs_reference else frozenset[str]()
         )

@@ -6,9 +6,9 @@ tokens, weights, checkpoints. The ranks carry commands out together and answer a
 A subclass says what is learned:
 
     class Critic(TextTrainer):
-        async def setup(self, *, model, tokenizer, **given):
-            settings = settings_of(TrainerSettings, given, "critic")
-            await self._make(ModelSettings(model, "values"), tokenizer=tokenizer, settings=settings)
+        @configured(CriticSettings)
+        async def setup(self, *, model, tokenizer, settings):
+            await self._make(ModelSpec(model, "values", compute=settings), tokenizer)
 
         def _learn(self, learner, command, *, again=False):     # blocking
             learner.accumulate([command.packed()], loss)
@@ -43,15 +43,15 @@ from torch import Tensor
 
 from rlinf.actors.async_replicas import OwnPace
 from rlinf.algos.loss_sum import LossSum
-from rlinf.config.learning import TrainerSettings
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
 from rlinf.metrics.explain import MICRO_BATCH
+from rlinf.models.language.build import ModelSpec
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.streams.stream import Stream
-from rlinf.training.backend import ModelSettings, Optimization, back_end_of
+from rlinf.training.backend import Optimization, back_end_of
 from rlinf.training.checkpoint import HostCopy, Restored, Source, StateCopy
 from rlinf.training.micro_batches import (
     Command,
@@ -79,32 +79,26 @@ class TextTrainer(OwnPace):
     _publishes = torch.float32
     """Precision in which those compute who take its weights over."""
 
-    async def _make(
-        self,
-        model: ModelSettings,
-        *,
-        tokenizer: TokenizerSource,
-        settings: TrainerSettings,
-        chat_template: str | None = None,
-    ) -> None:
+    async def _make(self, spec: ModelSpec, tokenizer: TokenizerSource, chat_template: str | None = None) -> None:
         """Make the model on the ranks, and its optimizer; part of `setup`.
 
         Args:
-            model: what is trained.
+            spec: what is trained, and by which settings.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`.
-            settings: by which back end, how it is computed, and how it learns.
             chat_template: the model learns with this one; saved with the tokenizer. None: with the tokenizer's own.
 
         Raises:
             ValueError: a tokenizer that cannot be made, a setting that does not exist, or two ranks on a host.
         """
+        settings = spec.compute
         kind = back_end_of(settings.backend)
         self._tokenizer = await self.compute(load_tokenizer, tokenizer)
         if chat_template is not None:  # whoever loads the saved model is to speak to it as it was taught
             self._tokenizer.chat_template = chat_template
         await self._open_mesh()
-        self._back = await kind.make(self, model.computed_by(settings), self._tokenizer)
-        self._learner = self._at_work = self._back.optimization(**settings.learner)
+        self._back = await kind.make(self, spec, self._tokenizer)
+        self._learner = self._at_work = self._back.optimization(settings)
+        self._budget = settings.micro_batch_tokens
         self._coming_again: list[ForwardBackward] = []
         self.version = 0
         self._optimizer_steps = 0

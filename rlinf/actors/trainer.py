@@ -17,19 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.actors.base import configured
 from rlinf.actors.text_trainer import TextTrainer
-from rlinf.config.learning import TrainerSettings
-from rlinf.config.schema import settings as settings_of
+from rlinf.config.learning import LearningSettings, TrainerSettings
 from rlinf.data.in_flight.admission import teaches
 from rlinf.data.ledger import Learned
 from rlinf.data.packing import Packed, Row
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import TokenizerSource
-from rlinf.models.language.build import ModelSource
+from rlinf.models.language.build import ModelSource, ModelSpec
 from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.lora import POLICY
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.training.backend import ModelSettings, Optimization
+from rlinf.training.backend import Optimization
 from rlinf.training.batch_metrics import describe, rescue, show_samples, taken_steps
 from rlinf.training.micro_batches import Forward, ForwardBackward
 from rlinf.training.policy import (
@@ -50,69 +50,51 @@ Batches = Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]]
 _REMEMBERED = 1024
 """Batches whose samples a trainer remembers until it is asked: a program that never asks shall not fill memory."""
 
-_COLUMNS = {"reference": REFERENCE, "teacher": TEACHER}
-
 
 class Trainer(TextTrainer):
     """Owns the weights that learn."""
 
-    async def setup(  # type: ignore[override]
+    @configured(TrainerSettings)
+    async def setup(
         self,
         *,
         model: ModelSource,
         tokenizer: TokenizerSource,
-        chat_template: str | None = None,
+        settings: TrainerSettings,
         algorithm: Algorithm = "grpo",
-        reference: str | None = None,
-        teacher: str | None = None,
+        chat_template: str | None = None,
         seed: int = 0,
         lora: Mapping[str, Any] | None = None,
         freeze: Sequence[str] = (),
-        rescue_dir: str | None = None,
-        staleness: int = 0,
-        publishes: str = "float32",
-        **given: Any,
     ) -> None:
         """Make the model on the ranks, and its optimizer.
 
         Args:
             model: a Hugging Face directory, or the configuration of a new model.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`; saved with every checkpoint.
-            chat_template: the one that prompts were made with, saved with the tokenizer in place of its own; None keeps
-                that.
+            settings: how it computes and learns; or any of its keys, such as lr=1e-4.
             algorithm: a recipe's name; `{"name": "dapo", "overrides": {"loss.clip_high": 0.3}}`, see `recipes.get`; or
                 spec.
-            reference: who computes the reference policy's log-probs, if the algorithm asks for them: None for a role of
-                its own (`ref_logprobs` of the samples), "adapters_off" for this model without its adapters, or the
-                directory of saved adapters for this model with those in place of its own.
-            teacher: the same of a teacher's: None for a role of its own, or the directory of saved adapters.
+            chat_template: the one that prompts were made with, saved with the tokenizer in place of its own; None keeps
+                that.
             seed: of a new model's weights, of adapters, and of the order of minibatches.
             lora: `{"r": 8, "alpha": 16, "target_modules": "auto"}` trains adapters, see `add_adapters`; None all
                 weights.
             freeze: modules whose weights do not learn, see `ModelConfig.freeze`.
-            rescue_dir: where a batch is kept whose loss or gradient is not finite; None keeps none.
-            staleness: by how many versions tokens may be older than the weights that learn from them; above 0, metrics
-                tell their ages apart.
-            publishes: the precision in which those compute who take its weights over, such as the rollout's: the widest
-                of them. In it weights leave, so that half the bytes do with bfloat16.
-            given: any of `config.text.TrainerSettings`, such as lr=1e-4, which has all keys with their meaning.
 
         Raises:
             ValueError: a model or tokenizer that cannot be made, a setting that does not exist, or two ranks on a host.
         """
-        settings = settings_of(TrainerSettings, given, self._role)
-        spec = algorithm_of(algorithm)
-        others = _computed_inside(self._role, {"reference": reference, "teacher": teacher}, adapters=lora is not None)
-        saved = {column: source for column, source in others.items() if source != ADAPTERS_OFF}
-        self._others = {column: column if column in saved else None for column in others}
-        replay = settings.router_replay
-        made = ModelSettings(model, seed=seed, lora=lora, adapters=saved, freeze=freeze, router_replay=replay)
-        await self._make(made, tokenizer=tokenizer, settings=settings, chat_template=chat_template)
-        self._spec, self._minibatches = spec, settings.minibatches
-        self._epochs, self._budget, self._seed = settings.epochs, settings.micro_batch_tokens, seed
-        self._rescue_dir, self._staleness = rescue_dir, staleness
-        self._publishes = dtype_of(publishes)
-        self._balance, self._load_of = settings.router_aux_loss, self._loads(settings)
+        self._spec, self._settings, self._seed = algorithm_of(algorithm), settings, seed
+        own = _own_columns(self._role, settings, adapters=lora is not None)
+        saved = {column: source for column, source in own.items() if source != ADAPTERS_OFF}
+        self._adapters = {column: column if column in saved else None for column in own}
+        """Of each column that this model computes, the adapters that it takes in place of its own."""
+        spec = ModelSpec(
+            model, seed=seed, lora=lora, adapters=saved, freeze=freeze, watches_routing=True, compute=settings
+        )
+        await self._make(spec, tokenizer, chat_template)
+        self._publishes, self._load_of = dtype_of(settings.publishes), self._loads(settings)
         self._batch: BatchSchedule | None = None
         self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
 
@@ -163,15 +145,15 @@ class Trainer(TextTrainer):
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
         met = self.version
-        own = own_columns(self._spec, minibatches=self._minibatches, own=self._others)
+        own = own_columns(self._spec, minibatches=self._settings.minibatches, own=self._adapters)
         batch = BatchSchedule(
-            partial(advantage_rows, self._spec, later=own.first_pass, ages=self._staleness > 0),
+            partial(advantage_rows, self._spec, later=own.first_pass, ages=self._settings.staleness > 0),
             where="train",
             ranks=self._shares,
             in_order=self._in_order,
             budget=self._budget,
-            epochs=self._epochs,
-            minibatches=self._minibatches,
+            epochs=self._settings.epochs,
+            minibatches=self._settings.minibatches,
             seed=(self._seed, self.version),
             compute=self.compute,
             own=own,
@@ -192,7 +174,7 @@ class Trainer(TextTrainer):
         for group in batch.groups:
             parts[leaves_out and not teaches(self._spec, group)].append(group)
         self._learned.append(Learned.of(*parts))
-        described = await self.compute(describe, batch.groups, met, self._spec, oldest=self._staleness)
+        described = await self.compute(describe, batch.groups, met, self._spec, oldest=self._settings.staleness)
         return {**described, **taken_steps(steps)}
 
     @endpoint(device=True, joint=True, late=True)
@@ -211,7 +193,7 @@ class Trainer(TextTrainer):
             ValueError: there was no batch, or one with nothing to learn.
             FloatingPointError: the loss or its gradient is not finite.
         """
-        learner = self._back.optimization(lr=lr)
+        learner = self._back.optimization(LearningSettings(lr=lr, betas=(0.9, 0.999)))
         commands = supervised_commands(example_rows(batches), self._shares, self._budget, copies=self._side_by_side)
         steps = await self._work_together(commands, learner)
         if self.rank > 0:
@@ -226,7 +208,7 @@ class Trainer(TextTrainer):
         if command.supervised:
             learn_answers(learner, batch)
             return
-        for name in self._others.keys() & command.columns - command.kept.keys():
+        for name in self._adapters.keys() & command.columns - command.kept.keys():
             command.kept[name] = self._logprobs(batch, name)
         compare = command.compare and not again
         learn_policy(
@@ -236,8 +218,8 @@ class Trainer(TextTrainer):
             version=self.version,
             compare=compare,
             kept=command.kept,
-            oldest=self._staleness,
-            balance=self._balance,
+            oldest=self._settings.staleness,
+            balance=self._settings.router_aux_loss,
         )
 
     def _score(self, command: Forward) -> Tensor:
@@ -246,13 +228,13 @@ class Trainer(TextTrainer):
 
     def _logprobs(self, batch: Packed, column: str) -> Tensor:
         """Log-probs under our weights as they are or, for another policy, with its adapters in place of ours."""
-        return self._back.outputs(batch, adapter=self._others.get(column, POLICY))[0]
+        return self._back.outputs(batch, adapter=self._adapters.get(column, POLICY))[0]
 
     async def _kept(self, error: FloatingPointError, batch: BatchSchedule, met: int) -> FloatingPointError:
         """The error, with where the batch was kept."""
-        if self._rescue_dir is None:
+        if self._settings.rescue_dir is None:
             return error
-        path = await self.compute(rescue, batch.groups, batch.learned.advantages, Path(self._rescue_dir), met)
+        path = await self.compute(rescue, batch.groups, batch.learned.advantages, Path(self._settings.rescue_dir), met)
         return FloatingPointError(f"{error}. The batch was kept in {path} and, with its texts, in the .json beside it")
 
     # What it gives -----------------------------------------------------------------------------------------------
@@ -281,15 +263,19 @@ class Trainer(TextTrainer):
         return found
 
 
-def _computed_inside(role: str, sources: Mapping[str, str | None], *, adapters: bool) -> dict[str, str]:
-    """The policies that this model computes by adapters other than those that learn: the column of their log-probs, and
-    their source.
+def _own_columns(role: str, settings: TrainerSettings, *, adapters: bool) -> dict[str, str]:
+    """Columns of log-probs that this model computes by adapters other than those that learn, and their source.
 
     Raises:
         ValueError: there are some, and the model has no adapters.
     """
-    found = {name: source for name, source in sources.items() if source is not None}
-    if found and not adapters:
-        name, source = next(iter(found.items()))
-        raise ValueError(f"{role}: {name}={source!r} needs adapters: set lora, or give the {name} a role of its own")
-    return {_COLUMNS[name]: source for name, source in found.items()}
+    columns: dict[str, str] = {}
+    for name, column in (("reference", REFERENCE), ("teacher", TEACHER)):
+        source: str | None = getattr(settings, name)
+        if source is not None and not adapters:
+            raise ValueError(
+                f"{role}: {name}={source!r} needs adapters: set lora, or give the {name} a role of its own"
+            )
+        if source is not None:
+            columns[column] = source
+    return columns

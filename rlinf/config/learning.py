@@ -10,7 +10,7 @@ The text under a field is what `--help` and docs/config.md print. A key stands h
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from rlinf.config.schema import number, place
 
@@ -20,6 +20,7 @@ RECIPES = (
     "grpo_icepop",
 )
 """Names of `algos.recipes`, which takes torch to import."""
+S = TypeVar("S")
 BACK_ENDS = {
     "fsdp": "rlinf.training.fsdp.FsdpBackEnd",
     "megatron": "rlinf.training.megatron.backend.MegatronBackEnd",
@@ -295,8 +296,8 @@ class TrainerConfig(ForwardConfig):
 
 
 @dataclass
-class TrainerSettings(OptimizerConfig, TrainerConfig):
-    """How a trainer learns: what it takes by keyword beside model, tokenizer and algorithm."""
+class LearningSettings(OptimizerConfig, TrainerConfig):
+    """How a role computes a model and its optimizer steps: sections of a configuration, with nothing left to choose."""
 
     lr: float = number(OptimizerConfig.lr, low=0)
     """Learning rate after warm-up; 0 keeps all weights as they are."""
@@ -309,31 +310,82 @@ class TrainerSettings(OptimizerConfig, TrainerConfig):
     """Tokens that each rank computes at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation."""
-    epochs: int = number(AlgorithmConfig.epochs, low=1)
-    """Passes over each batch of groups."""
-    minibatches: int = number(AlgorithmConfig.minibatches, low=1)
-    """Optimizer steps in each pass, each on a part of the groups; with more than one, training begins when the whole
-    batch has come."""
-    router_aux_loss: float = number(AlgorithmConfig.router_aux_loss, low=0)
-    """Weight of the auxiliary loss of a mixture of experts."""
     saved_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights in a checkpoint's hf/; auto: that in which the model was saved."""
     total_steps: int | None = number(None, low=1)
     """Optimizer steps of the whole run, at the end of which a linear or cosine schedule has come down."""
 
-    @property
-    def learner(self) -> dict[str, Any]:
-        """Those of the optimizer and its schedule, as `Learner` takes them."""
-        names = (*(each.name for each in fields(OptimizerConfig)), "total_steps")
-        return {name: getattr(self, name) for name in names}
+
+@dataclass
+class BatchSettings(LearningSettings):
+    """How a role learns from batches of judged groups."""
+
+    epochs: int = number(AlgorithmConfig.epochs, low=1)
+    """Passes over each batch of groups."""
+    minibatches: int = number(AlgorithmConfig.minibatches, low=1)
+    """Optimizer steps in each pass, each on a part of the groups; with more than one, training begins when the whole
+    batch has come."""
 
 
 @dataclass
-class CriticSettings(TrainerSettings):
-    """How a critic learns: what it takes by keyword beside model, tokenizer and algorithm."""
+class TrainerSettings(BatchSettings):
+    """How the trainer learns; `system.spawn(Trainer, lr=1e-4)` is short for `settings=TrainerSettings(lr=1e-4)`."""
+
+    router_aux_loss: float = number(AlgorithmConfig.router_aux_loss, low=0)
+    """Weight of the auxiliary loss of a mixture of experts."""
+    reference: str | None = place(None)
+    """Where the trainer computes the reference's log-probs itself: adapters_off, by its model without adapters, or the
+    directory of saved adapters of its base model; None: samples bring them."""
+    teacher: str | None = place(None)
+    """Directory of a teacher's saved adapters for the trainer's base model; None: samples bring its log-probs."""
+    rescue_dir: str | None = place(None)
+    """Directory where a batch is written whose loss or gradient is not finite; None writes none."""
+    staleness: int = number(0, low=0)
+    """Versions by which tokens may be older than the weights that learn from them; above 0, metrics tell their ages
+    apart."""
+    publishes: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which weights leave the trainer: the widest of those who take them over."""
+
+
+@dataclass
+class CriticSettings(BatchSettings):
+    """How the critic learns."""
 
     lr: float = number(CriticConfig.lr, low=0)
     """Learning rate after warm-up; 0 keeps all weights as they are."""
+
+
+@dataclass
+class SupervisedSettings(LearningSettings):
+    """How a model learns from given texts, each batch of which is one optimizer step."""
+
+    reference: str | None = place(None)
+    """As the trainer's."""
+
+
+@dataclass
+class ReferenceSettings(ForwardConfig):
+    """How a model that does not learn computes log-probs."""
+
+    micro_batch_tokens: int = number(8192, low=1)
+    """Tokens (prompts included) computed at once, and read ahead; a longer sample stands alone."""
+    decay: float | None = number(None, above=0, below=1)
+    """How much of the weights stays as it is when they `follow` others; None: they follow none."""
+    column: str = "ref_logprobs"
+    """Key of `Sample.per_token` that is filled: `teacher_logprobs` for a teacher."""
+
+
+def combine(kind: type[S], /, *sections: Any, **more: Any) -> S:
+    """Settings of a role, with the values that sections of a configuration have under the same names.
+
+    Args:
+        kind: the class of the settings.
+        sections: of two that have a name, the later one counts.
+        more: what a run adds, or decides otherwise.
+    """
+    names = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+    values = {name: getattr(section, name) for section in sections for name in names & {*vars(section)}}
+    return kind(**{**values, **more})
 
 
 SFT, DPO, REWARD_MODEL = "sft", "dpo", "reward_model"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from rlinf.actors.reference import Reference
 from rlinf.actors.supervised_trainer import SupervisedTrainer
-from rlinf.config.learning import DPO, REWARD_MODEL, SFT
+from rlinf.config.learning import DPO, REWARD_MODEL, SFT, ReferenceSettings, SupervisedSettings, combine
 from rlinf.config.load import InputError
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.load import ConversationOptions, Conversations, load_conversations
@@ -172,28 +172,27 @@ def roles_to_start(
         "tokenizer": data.tokenizer_source,
         "seed": config.seed,
     }
-    settings = {
+    learns = {
         **shared,
-        **asdict(config.optimizer),
-        **asdict(config.trainer),
-        "sharding": sharding,
+        "settings": combine(
+            SupervisedSettings,
+            config.optimizer,
+            config.trainer,
+            sharding=sharding,
+            saved_dtype=config.checkpoint.dtype,
+            total_steps=max(1, config.steps),
+            reference=config.reference.inside if config.algorithm.name == DPO else None,
+        ),
         "chat_template": None if config.data.chat_template is None else data.tokenizer.chat_template,
-        "saved_dtype": config.checkpoint.dtype,
-        "total_steps": max(1, config.steps),
         "lora": config.model.lora.settings,
         "freeze": config.model.freeze,
         "objective": objective_of(config),
-        "reference": config.reference.inside if config.algorithm.name == DPO else None,
     }
-    found = {TRAINER: Role(SupervisedTrainer, settings, prepared.held.get(TRAINER, (0, 0)))}
+    found = {TRAINER: Role(SupervisedTrainer, learns, prepared.held.get(TRAINER, (0, 0)))}
     if REFERENCE in prepared.roles:
         own = {} if config.reference.model is None else {"model": config.reference.model}
-        forward = {
-            name: getattr(config.trainer, name)
-            for name in ("micro_batch_tokens", "logprob_chunk", "attention", "compile")
-        }
-        how = {**forward, "order": "arrival", "column": REF, "dtype": config.reference.dtype}
-        found[REFERENCE] = Role(Reference, {**shared, **how, **own}, prepared.held.get(REFERENCE, (0, 0)))
+        how = combine(ReferenceSettings, config.trainer, order="arrival", column=REF, dtype=config.reference.dtype)
+        found[REFERENCE] = Role(Reference, {**shared, "settings": how, **own}, prepared.held.get(REFERENCE, (0, 0)))
     return found
 
 

@@ -5,7 +5,7 @@ In: a configuration, its data and the code that it names. Out: a `Role` per name
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rlinf.actors.critic import Critic
@@ -15,7 +15,7 @@ from rlinf.actors.reward_model import GenerativeJudge, reward_model_class
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
 from rlinf.algos.algorithms import AlgorithmSpec
-from rlinf.config.learning import NamedTeacher
+from rlinf.config.learning import CriticSettings, NamedTeacher, ReferenceSettings, TrainerSettings, combine
 from rlinf.config.load import InputError
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets import source
@@ -52,53 +52,58 @@ def roles_to_start(
     """
     passed = None if prepared is None else prepared.objects.reward
     check_reward(config, data, passed)
+    ahead = prepared is not None and works_ahead(prepared.flow) and config.staleness.max > 0
+    if ahead and config.trainer.order == "prompt":
+        # Which answers a step learns from depends on when they come, so nothing is gained by waiting for an order
+        config = replace(config, trainer=replace(config.trainer, order="arrival"))
     shared: Settings = {
         "model": config.model.path or config.model.config,
         "tokenizer": data.tokenizer_source,
         "seed": config.seed,
     }
-    found: dict[str, tuple[type[Any], Settings]] = {
+    roles: dict[str, tuple[type[Any], Settings]] = {
         "rollout": (Rollout, {**shared, **_rollout(config), "directory": rescue}),
         "judge": (Judge, _judge(config, data, passed)),
     }
     if config.reward_model.path is not None:
-        found[REWARD_MODEL] = (reward_model_class(config.reward_model), _reward_model(config, passed))
+        roles[REWARD_MODEL] = (reward_model_class(config.reward_model), _reward_model(config, passed))
     if prepared is None:
-        return {name: Role(actor, settings) for name, (actor, settings) in found.items()}
-    found |= _learning_roles(config, data, prepared, shared, sharding)
-    found["trainer"][1]["rescue_dir"] = rescue
-    replays = config.trainer.backend != "megatron"  # which routes freely: nobody would read what the engine tells
-    found["rollout"][1]["routes"] = config.trainer.router_replay if replays else False
-    grain = {}
-    if works_ahead(prepared.flow) and config.staleness.max:
-        # Which answers a step learns from depends on when they come, so nothing is gained by waiting for an order
-        for _, settings in found.values():
-            settings |= {"order": "arrival"} if settings.get("order") == "prompt" else {}
-        found["trainer"][1]["staleness"] = config.staleness.max
-        # it always has answers under way: it gives its devices when there is enough for its share of a step
-        grain["rollout"] = -(-config.algorithm.prompts_per_step // len(prepared.placed.seats["rollout"].hosts))
-    ours = {
-        name: Role(actor, settings, prepared.held.get(name, (0, 0)), lease_items=grain.get(name))
-        for name, (actor, settings) in found.items()
-    }
-    return {**ours, **own_roles(config)}
-
-
-def _learning_roles(
-    config: RunConfig, data: Data, prepared: Prepared, shared: Settings, sharding: Sharding
-) -> dict[str, tuple[type[Any], Settings]]:
-    """The trainer, and whoever of the others computes what the algorithm learns from."""
-    algorithm = prepared.algorithm
-    assert algorithm is not None  # of every run on text
+        return {name: Role(actor, settings) for name, (actor, settings) in roles.items()}
+    assert prepared.algorithm is not None  # of every run on text
     template = None if config.data.chat_template is None else data.tokenizer.chat_template
-    trainer = {**shared, **_trainer(config, algorithm), "sharding": sharding, "chat_template": template}
-    found: dict[str, tuple[type[Any], Settings]] = {"trainer": (Trainer, trainer)}
+    learns: Settings = {
+        **shared,
+        "settings": trainer_settings(
+            config,
+            prepared.algorithm,
+            sharding=sharding,
+            rescue_dir=rescue,
+            staleness=config.staleness.max if ahead else 0,
+        ),
+        "algorithm": prepared.algorithm,
+        "chat_template": template,
+        "lora": config.model.lora.settings,
+        "freeze": config.model.freeze,
+    }
+    roles["trainer"] = (Trainer, learns)
     if CRITIC in prepared.roles:
-        found[CRITIC] = (Critic, {**shared, **_critic(config, algorithm), "sharding": sharding})
+        changed = {} if config.critic.model is None else {"model": config.critic.model}
+        critic = _critic_settings(config, sharding)
+        roles[CRITIC] = (Critic, {**shared, "algorithm": prepared.algorithm, "settings": critic, **changed})
     for name in (REFERENCE, "teacher", *config.named_teachers):
         if name in prepared.roles:
-            found[name] = (Reference, {**shared, **_reference(config, name)})
-    return found
+            roles[name] = (Reference, {**shared, **_reference(config, name)})
+    replays = config.trainer.backend != "megatron"  # which routes freely: nobody would read what the engine tells
+    roles["rollout"][1]["routes"] = config.trainer.router_replay if replays else False
+    # The rollout of a run that works ahead always has answers under way: it gives its devices away when there is enough
+    # for its share of a step
+    hosts = len(prepared.placed.seats["rollout"].hosts)
+    grain = {"rollout": -(-config.algorithm.prompts_per_step // hosts)} if ahead else {}
+    ours = {
+        name: Role(actor, settings, prepared.held.get(name, (0, 0)), lease_items=grain.get(name))
+        for name, (actor, settings) in roles.items()
+    }
+    return {**ours, **own_roles(config)}
 
 
 def check_reward(config: RunConfig, data: Data, passed: RewardSource | None) -> None:
@@ -122,7 +127,7 @@ def check_reward(config: RunConfig, data: Data, passed: RewardSource | None) -> 
 def _judge(config: RunConfig, data: Data, passed: RewardSource | None) -> Settings:
     asked = benchmarks_of(config.evaluation.named)
     return {
-        **asdict(config.reward),
+        "settings": config.reward,
         "reward": passed,
         "columns": data.columns or None,
         "named": {name: (each.reward, dict(each.args)) for name, each in asked.items()},
@@ -141,34 +146,34 @@ def _learning_steps(config: RunConfig, algorithm: AlgorithmSpec) -> int:
     return config.steps - (0 if algorithm.critic is None else config.critic.head_start)
 
 
-def _trainer(config: RunConfig, algorithm: AlgorithmSpec) -> Settings:
+def trainer_settings(config: RunConfig, algorithm: AlgorithmSpec, **more: Any) -> TrainerSettings:
+    """How the trainer of a run learns.
+
+    Args:
+        config: of the run.
+        algorithm: what it makes of the configuration.
+        more: further settings, which the run alone knows.
+    """
     passes = config.algorithm
-    return {
-        **_learning(config, algorithm),
-        "router_aux_loss": config.algorithm.router_aux_loss,
-        "total_steps": max(1, _learning_steps(config, algorithm) * passes.epochs * passes.minibatches),
-        "lora": config.model.lora.settings,
-        "freeze": config.model.freeze,
-        "reference": config.reference.inside if algorithm.needs_reference else None,
-        "teacher": config.teacher.adapter if algorithm.needs_teacher else None,
+    return combine(
+        TrainerSettings,
+        config.algorithm,
+        config.optimizer,
+        config.trainer,
+        saved_dtype=config.checkpoint.dtype,
+        total_steps=max(1, _learning_steps(config, algorithm) * passes.epochs * passes.minibatches),
+        reference=config.reference.inside if algorithm.needs_reference else None,
+        teacher=config.teacher.adapter if algorithm.needs_teacher else None,
         # a moving mean that bfloat16 rounds at every step would not move
-        "publishes": "float32" if config.reference.kind == "ema" else config.rollout.dtype,
-    }
+        publishes="float32" if config.reference.kind == "ema" else config.rollout.dtype,
+        **more,
+    )
 
 
-def _critic(config: RunConfig, algorithm: AlgorithmSpec) -> Settings:
-    critic = config.critic
-    own = {name: getattr(critic, name) for name in ("lr", "warmup_steps", "grad_clip", "weight_decay")}
+def _critic_settings(config: RunConfig, sharding: Sharding) -> CriticSettings:
     constant = {"schedule": "constant", "min_lr_ratio": 0.0}
-    changed = {} if critic.model is None else {"model": critic.model}
-    return {**_learning(config, algorithm), **own, **constant, **changed}
-
-
-def _learning(config: RunConfig, algorithm: AlgorithmSpec) -> Settings:
-    """What trainer and critic have in common: how a batch becomes optimizer steps."""
-    passes = {"epochs": config.algorithm.epochs, "minibatches": config.algorithm.minibatches}
-    saved = {"saved_dtype": config.checkpoint.dtype}
-    return {**asdict(config.optimizer), **asdict(config.trainer), **passes, **saved, "algorithm": algorithm}
+    sections = (config.algorithm, config.optimizer, config.trainer, config.critic)
+    return combine(CriticSettings, *sections, saved_dtype=config.checkpoint.dtype, sharding=sharding, **constant)
 
 
 def scores_alone(config: RunConfig, passed: RewardSource | None) -> bool:
@@ -178,7 +183,7 @@ def scores_alone(config: RunConfig, passed: RewardSource | None) -> bool:
 
 def _reward_model(config: RunConfig, passed: RewardSource | None) -> Settings:
     order = {} if reward_model_class(config.reward_model) is GenerativeJudge else {"order": config.trainer.order}
-    return {**asdict(config.reward_model), **order, "alone": scores_alone(config, passed)}
+    return {"settings": config.reward_model, **order, "alone": scores_alone(config, passed)}
 
 
 def _reference(config: RunConfig, role: str) -> Settings:
@@ -192,14 +197,6 @@ def _reference(config: RunConfig, role: str) -> Settings:
         name = role.removeprefix("teacher_")
         changed["blend"] = Blend(name, tuple(config.teachers), share, config.teacher.route)
         column = f"{column}/{name}"
-    return {
-        "column": column,
-        "decay": config.reference.decay if moving else None,
-        "micro_batch_tokens": config.trainer.micro_batch_tokens,
-        "logprob_chunk": config.trainer.logprob_chunk,
-        "attention": config.trainer.attention,
-        "compile": config.trainer.compile,
-        "order": config.trainer.order,
-        "dtype": settings.dtype,
-        **changed,
-    }
+    decay = config.reference.decay if moving else None
+    how = combine(ReferenceSettings, config.trainer, column=column, decay=decay, dtype=settings.dtype)
+    return {"settings": how, **changed}

@@ -12,9 +12,8 @@ ranks. So a back end never averages: neither over micro-batches nor over ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -23,11 +22,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rlinf.algos.loss_sum import LossSum
 from rlinf.config.importing import resolve
-from rlinf.config.learning import BACK_ENDS, ParallelConfig, TrainerSettings
+from rlinf.config.learning import BACK_ENDS, LearningSettings
 from rlinf.data.packing import Packed
 from rlinf.data.weights import Export
-from rlinf.models.language.build import ModelSource
-from rlinf.models.language.fsdp import Sharding
+from rlinf.models.language.build import ModelSpec
 from rlinf.models.language.lora import POLICY
 from rlinf.models.language.moe import Routed
 from rlinf.training.checkpoint import HostCopy, Restored, Source, StateCopy
@@ -38,57 +36,6 @@ and the hidden state that it is read from [learned, width]; a reward model has s
 a mixture of experts with `router_replay` a third: how tokens were routed."""
 Loss = Callable[[Packed, Outputs], LossSum]
 """The un-normalised loss of a micro-batch, given the outputs for it; both are on the model's device."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSettings:
-    """What is to be trained, and how it is computed."""
-
-    source: ModelSource
-    """A Hugging Face directory (or hub name), or the configuration of a new model."""
-    head: Literal["logprobs", "values", "scores"] = "logprobs"
-    """What it gives for each response token, see `Outputs`."""
-    seed: int = 0
-    """Of a new model's weights, and of adapters."""
-    lora: Mapping[str, Any] | None = None
-    """See `add_adapters`; None trains all weights."""
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    """Directories of further adapters of the same base, which do not learn, by name; only with `lora`."""
-    freeze: Sequence[str] = ()
-    """Modules whose weights do not learn, see `ModelConfig.freeze`."""
-    dtype: str = "float32"
-    """To compute in, "float32" or "bfloat16"; weights, gradients' sums and the optimizer are float32."""
-    saved_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the weights that checkpoints have for everybody else; auto: that of `source`."""
-    sharding: Sharding = "shard"
-    """How model and optimizer lie on the ranks."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How one copy of the model is split over ranks."""
-    gradient_checkpointing: bool = False
-    """Keep only the input of each layer, and compute the rest again for the gradient."""
-    logprob_chunk: int = 1024
-    """Response tokens whose logits exist at a time."""
-    attention: Literal["auto", "packed", "padded", "flash"] = "auto"
-    """How sequences are laid out for it, see `ForwardConfig.attention`."""
-    router_replay: Literal["auto", True, False] | None = None
-    """Tell how tokens are routed in a mixture of experts, see `TrainerConfig.router_replay`; None: no. A back end that
-    cannot replay routes refuses True."""
-    compiled: Literal["auto", True, False] = False
-    """Compile its blocks, see `ForwardConfig.compile`."""
-
-    def computed_by(self, settings: TrainerSettings) -> ModelSettings:
-        """The same model, computed as the settings of a trainer say."""
-        return replace(
-            self,
-            dtype=settings.dtype,
-            saved_dtype=settings.saved_dtype,
-            sharding=settings.sharding,
-            parallel=settings.parallel,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            attention=settings.attention,
-            compiled=settings.compile,
-            logprob_chunk=settings.logprob_chunk,
-        )
 
 
 class Ranks(Protocol):
@@ -164,7 +111,7 @@ class BackEnd(Protocol):
     and copies meet in `step`; a single one if that is not so."""
 
     @classmethod
-    async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
+    async def make(cls, ranks: Ranks, model: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Make the model on all ranks together.
 
         Raises:
@@ -172,13 +119,13 @@ class BackEnd(Protocol):
         """
         ...
 
-    def optimization(self, **settings: Any) -> Optimization:
-        """A new optimizer; `settings` as for `Learner`. Several may share the model, one at work at a time."""
+    def optimization(self, settings: LearningSettings) -> Optimization:
+        """A new optimizer. Several may share the model, one at work at a time."""
         ...
 
     def outputs(self, batch: Packed, *, adapter: str | None = POLICY) -> Outputs:
         """What the model gives for a micro-batch, without gradient: as it learns, with other adapters of
-        `ModelSettings.adapters`, or, for None, with none."""
+        `ModelSpec.adapters`, or, for None, with none."""
         ...
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
@@ -250,9 +197,8 @@ def back_end_of(name: str) -> type[BackEnd]:
         ValueError: there is nothing of that name.
     """
     try:
-        found: type[BackEnd] = resolve(BACK_ENDS.get(name, name))
+        return resolve(BACK_ENDS.get(name, name))  # type: ignore[no-any-return]
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"backend={name!r} is neither {' nor '.join(BACK_ENDS)} nor the dotted path of a class: {error}"
         ) from error
-    return found

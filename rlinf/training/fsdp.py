@@ -1,12 +1,9 @@
-"""The learning itself: a model, its optimizer, and the steps between them. Blocking code without any actor.
+"""Training of Hugging Face models as they are: in slices by FSDP2, in whole copies, or in copies of slices.
 
-Consumes micro-batches. Between two optimizer steps only sums gather: gradients of un-normalised losses, and token
-counts. `step` divides once, by the count of everything that came to all ranks; so it does not matter how the batch was
-cut, or how many ranks share it. Ranks must call the same methods in the same order: each is a collective.
-
-The back end for Hugging Face models as they are: in slices by FSDP2, in whole copies, or in copies of slices.
-
-In: a model's settings, and the ranks that train it. Out: a `BackEnd`, each rank of which has its own share of the data.
+`Learner` gathers the gradients of micro-batches and takes optimizer steps; `FsdpBackEnd` is the model on the ranks that
+train it. All of it blocks and knows no actor. Between two steps only sums gather: gradients of un-normalised losses,
+and token counts. `step` divides once, by the count of everything that came to all ranks; so it does not matter how the
+batch was cut, or how many ranks share it. Ranks must call the same methods in the same order: each is a collective.
 """
 
 from __future__ import annotations
@@ -22,16 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.algos.loss_sum import LossSum
-from rlinf.config.learning import ParallelConfig
+from rlinf.config.learning import LearningSettings, ParallelConfig
 from rlinf.data.packing import Packed
 from rlinf.data.weights import Export
-from rlinf.models.language.build import Build, build_policy, build_scores, build_values, own_dtype, place
-from rlinf.models.language.fsdp import Layout, Sharding, arranged, dtype_of, stages_refused
+from rlinf.models.language.build import ModelSpec, build_module, own_dtype, place
+from rlinf.models.language.fsdp import ALONE, Layout, Sharding, arranged, dtype_of, stages_refused
 from rlinf.models.language.lora import POLICY, using
 from rlinf.models.language.moe import Mixture
 from rlinf.models.language.policy_model import HEAD, PolicyModel
 from rlinf.models.language.tensor_parallel import Division
-from rlinf.training.backend import HostCopy, Loss, ModelSettings, Optimization, Outputs, Ranks
+from rlinf.training.backend import HostCopy, Loss, Optimization, Outputs, Ranks
 from rlinf.training.checkpoint import (
     STATE,
     Restored,
@@ -46,8 +43,6 @@ from rlinf.training.checkpoint import (
 from rlinf.training.export import ADAPTER, MODEL, copy_adapter, copy_model
 from rlinf.training.optimizer import (
     SCHEDULES,
-    Kind,
-    Schedule,
     adamw,
     forget_gradients,
     lr_factor,
@@ -56,59 +51,42 @@ from rlinf.training.optimizer import (
 )
 from rlinf.training.weight_sync import exported, reshard
 
-ALONE = Layout()
-
 
 class Learner:
     """Trains one model with AdamW, a schedule of the learning rate, and a bound on the gradient's norm.
 
     Args:
         module: trained in place; its frozen parameters stay as they are.
-        layout: how it lies on the ranks that train it.
-        lr: learning rate after warm-up.
-        warmup_steps: optimizer steps over which the learning rate rises linearly; step i uses lr x i / warmup_steps.
-        schedule, total_steps, min_lr_ratio: of the learning rate afterwards, see `lr_factor`.
-        kind: of AdamW, see `adamw`.
-        betas: decay of the running means of the gradient and of its square.
-        weight_decay: decoupled weight decay.
-        grad_clip: a gradient with a larger global norm is scaled down to it.
+        settings: of the optimizer and its schedule.
+        layout: how the module lies on the ranks that train it.
 
     Raises:
         ValueError: an unknown schedule, or one that falls without knowing when it ends.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        layout: Layout = ALONE,
-        lr: float,
-        warmup_steps: int = 0,
-        schedule: Schedule = "constant",
-        total_steps: int | None = None,
-        min_lr_ratio: float = 0.0,
-        kind: Kind = "adamw",
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        grad_clip: float = 1.0,
-    ):
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule={schedule!r} is none of {list(SCHEDULES)}")
-        if schedule != "constant" and total_steps is None:
-            raise ValueError(f"schedule={schedule!r} needs total_steps, the optimizer steps of the whole run")
+    def __init__(self, module: nn.Module, settings: LearningSettings, layout: Layout = ALONE):
+        if settings.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={settings.schedule!r} is none of {list(SCHEDULES)}")
+        if settings.schedule != "constant" and settings.total_steps is None:
+            raise ValueError(f"schedule={settings.schedule!r} needs total_steps, the optimizer steps of the whole run")
         self.module = module
-        self._layout = layout
-        self._grad_clip, self._warmup_steps = grad_clip, warmup_steps
+        self._settings, self._layout = settings, layout
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.optimizer = adamw(self._parameters, kind, lr=lr, betas=betas, weight_decay=weight_decay)
+        self.optimizer = adamw(
+            self._parameters,
+            settings.kind,
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+        )
         self._given = hyperparameters(self.optimizer)
-
-        def factor(done: int) -> float:
-            return lr_factor(done, schedule, warmup_steps, total_steps, min_lr_ratio)
-
-        self._factor = factor
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._factor)
         self._sum: LossSum | None = None
+
+    def _factor(self, done: int) -> float:
+        """Share of the learning rate that a step has after so many others."""
+        how = self._settings
+        return lr_factor(done, how.schedule, how.warmup_steps, how.total_steps, how.min_lr_ratio)
 
     def begin(self) -> None:
         """Forget what has gathered since the last step, such as what an interrupted call left."""
@@ -131,7 +109,7 @@ class Learner:
     def pass_over(self, count: int) -> None:
         """Let the schedule pass over optimizer steps that are not taken; but not while it warms up, which is for steps
         that are."""
-        if self.schedule.last_epoch >= self._warmup_steps:
+        if self.schedule.last_epoch >= self._settings.warmup_steps:
             self.schedule.last_epoch += count
             self._set_rates()
 
@@ -180,12 +158,12 @@ class Learner:
         if layout.copies is not None:
             sum_over_copies(self._parameters, layout.copies)
         return optimizer_step(
-            mine if layout.counts else mine.told_by_another(),
+            mine if layout.owns_metrics else mine.told_by_another(),
             self._parameters,
             self.optimizer,
             ranks=layout.ranks,
             leads=lambda _: layout.first_copy,
-            grad_clip=self._grad_clip,
+            grad_clip=self._settings.grad_clip,
             named=self.module.named_parameters(),
         )
 
@@ -194,51 +172,30 @@ class FsdpBackEnd:
     """See `BackEnd`."""
 
     def __init__(
-        self, module: PolicyModel, layout: Layout, ranks: Ranks, model: ModelSettings, saved_dtype: torch.dtype
+        self, module: PolicyModel, layout: Layout, ranks: Ranks, spec: ModelSpec, saved_dtype: torch.dtype
     ) -> None:
         self.module, self.layout, self._saved_dtype = module, layout, saved_dtype
-        self._base = model.source if isinstance(model.source, str) and model.lora is not None else None
-        self._adapted = model.lora is not None
-        where = arranged(model.sharding, ranks.machines, model.parallel)
+        self._base = spec.source if isinstance(spec.source, str) and spec.lora is not None else None
+        self._adapted = spec.lora is not None
+        where = arranged(spec.compute.sharding, ranks.machines, spec.compute.parallel)
         self.data_ranks, self.copies_of_ranks = where.shares, where.copies
         self._rank, self._ranks = ranks.rank, ranks.world_size
 
     @classmethod
-    async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
-        if refused := "; ".join(stages_refused(model.parallel)):
+    async def make(cls, ranks: Ranks, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> Self:
+        compute = spec.compute
+        if refused := "; ".join(stages_refused(compute.parallel)):
             raise ValueError(refused)
-        layout = await laid_out(ranks, model.sharding, model.parallel, mixed=dtype_of(model.dtype) != torch.float32)
-        module = await ranks.compute(cls.build, model, layout, ranks.device, tokenizer)
-        auto = model.saved_dtype == "auto"
-        saved = await ranks.compute(own_dtype, model.source) if auto else dtype_of(model.saved_dtype)
-        return cls(module, layout, ranks, model, saved)
-
-    @classmethod
-    def build(
-        cls, model: ModelSettings, layout: Layout, device: torch.device, tokenizer: PreTrainedTokenizerBase
-    ) -> PolicyModel:
-        """The module; blocking, and a collective where it lies in slices."""
-        made = Build(
-            model.source,
-            model.seed,
-            model.lora,
-            dtype_of(model.dtype),
-            device,
-            layout.slices,
-            model.gradient_checkpointing,
-            model.logprob_chunk,
-            model.adapters,
-            model.attention,
-            model.compiled,
-            layout.ranks,
-            layout.division,
-            layout.matrices,
-            layout.experts,
-            model.router_replay,
-            model.freeze,
+        layout = await laid_out(
+            ranks, compute.sharding, compute.parallel, mixed=dtype_of(compute.dtype) != torch.float32
         )
-        makes = {"logprobs": build_policy, "values": build_values, "scores": build_scores}
-        return makes[model.head](made, tokenizer)
+        module = await ranks.compute(cls.build, spec, tokenizer, ranks.device, layout)
+        auto = compute.saved_dtype == "auto"
+        saved = await ranks.compute(own_dtype, spec.source) if auto else dtype_of(compute.saved_dtype)
+        return cls(module, layout, ranks, spec, saved)
+
+    build = staticmethod(build_module)
+    """Makes the module; blocking, and a collective where it lies in slices."""
 
     @property
     def words(self) -> str:
@@ -255,8 +212,8 @@ class FsdpBackEnd:
         """The model's experts, as far as they are watched."""
         return self.module.mixture
 
-    def optimization(self, **settings: Any) -> Learner:
-        return Learner(self.module, layout=self.layout, **settings)
+    def optimization(self, settings: LearningSettings) -> Learner:
+        return Learner(self.module, settings, self.layout)
 
     @torch.no_grad()
     def outputs(self, batch: Packed, *, adapter: str | None = POLICY) -> Outputs:

@@ -4,7 +4,17 @@ from dataclasses import asdict
 
 import pytest
 
-from rlinf.config.learning import CriticConfig, CriticSettings, OptimizerConfig, TrainerConfig, TrainerSettings
+from rlinf.config.learning import (
+    AlgorithmConfig,
+    CriticConfig,
+    CriticSettings,
+    ForwardConfig,
+    OptimizerConfig,
+    ReferenceSettings,
+    TrainerConfig,
+    TrainerSettings,
+    combine,
+)
 from rlinf.config.schema import settings
 
 
@@ -19,9 +29,14 @@ def test_what_is_not_given_is_as_in_a_configuration():
         assert getattr(critic, name) == getattr(section, name)
 
 
-def test_the_learner_gets_what_the_optimizer_has_and_when_it_ends():
-    found = settings(TrainerSettings, {"total_steps": 7, "epochs": 3}, "trainer").learner
-    assert found == {**asdict(OptimizerConfig()), "total_steps": 7}
+def test_a_role_gets_what_sections_have_under_the_names_of_its_settings_and_nothing_else():
+    optimizer, trainer, algorithm = OptimizerConfig(lr=0.5), TrainerConfig(dtype="bfloat16"), AlgorithmConfig(epochs=3)
+    by_hand = {"sharding": "hybrid", "gradient_checkpointing": True, "micro_batch_tokens": 7}
+    found = combine(CriticSettings, algorithm, optimizer, trainer, CriticConfig(lr=0.25), **by_hand)
+    assert (found.lr, found.dtype, found.epochs, found.sharding) == (0.25, "bfloat16", 3, "hybrid")
+    assert found.parallel is trainer.parallel, "a section goes on as it is"
+    frozen = combine(ReferenceSettings, OptimizerConfig(), ForwardConfig(dtype="bfloat16"), column="x")
+    assert frozen == ReferenceSettings(2048, "bfloat16", column="x")
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,13 @@ import inspect
 import pytest
 
 from rlinf.actors.rollout import Rollout
-from rlinf.config.learning import TrainerSettings
 from rlinf.config.load import ConfigError
 from rlinf.placement.seats import TEXT, place
 from rlinf.placement.simulate import trial
 from rlinf.runs.prepare import algorithm_of, prepare
 from rlinf.runs.roles import Teachers, collected, with_teachers
 from rlinf.runs.rules import load_config
-from rlinf.runs.text_roles import _rollout, _trainer
+from rlinf.runs.text_roles import _rollout, trainer_settings
 from tests.models.scoring.saved import saved_classifier, saved_language_model
 
 OWN = ("flow=tests.own_roles.with_index", "roles.verifier.class=tests.own_roles.Verifier")
@@ -177,7 +176,7 @@ def test_a_flow_that_takes_a_teacher_gets_several_as_one_also_in_a_rehearsal():
 )
 def test_weights_leave_the_trainer_in_the_widest_dtype_of_those_who_take_them_over(overrides, published):
     prepared = prepare(load_config(None, overrides, 1), 1)
-    assert _trainer(prepared.config, prepared.algorithm)["publishes"] == published
+    assert trainer_settings(prepared.config, prepared.algorithm).publishes == published
 
 
 @pytest.mark.parametrize(
@@ -192,9 +191,7 @@ def test_weights_leave_the_trainer_in_the_widest_dtype_of_those_who_take_them_ov
 )
 def test_a_schedule_lasts_as_many_optimizer_steps_as_the_policy_takes(overrides, steps):
     config = load_config(None, overrides, 1)
-    settings = _trainer(config, algorithm_of(config))
-    assert settings["total_steps"] == steps
-    TrainerSettings(**{name: settings[name] for name in ("total_steps", "epochs", "minibatches")})
+    assert trainer_settings(config, algorithm_of(config)).total_steps == steps
 
 
 def test_the_rollout_takes_every_setting_that_it_is_given():

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from rlinf.algos.loss_sum import LossSum
+from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Packed
-from rlinf.models.language.build import Build, build_policy, build_values, place
-from rlinf.models.language.fsdp import dtype_of
+from rlinf.models.language.build import ModelSpec, build_module, place
 from rlinf.models.language.lora import POLICY, merged_named_parameters, using
 from rlinf.models.language.policy_model import HEAD
-from rlinf.training.backend import HostCopy, Loss, ModelSettings, Outputs, Ranks
+from rlinf.training.backend import HostCopy, Loss, Outputs, Ranks
 from rlinf.training.checkpoint import STATE, Restored, Source, StateCopy, copy_state, held, load_state
 from rlinf.training.export import MODEL, copy_model
 
@@ -28,11 +28,12 @@ from rlinf.training.export import MODEL, copy_model
 class PlainOptimization:
     """AdamW at a constant learning rate."""
 
-    def __init__(self, module: Any, *, lr: float, grad_clip: float = 1.0, **settings: Any):
-        self._module, self._clip, self._lr = module, grad_clip, lr
+    def __init__(self, module: Any, settings: LearningSettings):
+        self._module, self._clip, self._lr = module, settings.grad_clip, settings.lr
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        known = {name: settings[name] for name in ("betas", "weight_decay") if name in settings}
-        self.optimizer = torch.optim.AdamW(self._trained, **{"lr": lr, "weight_decay": 0.0, **known})
+        self.optimizer = torch.optim.AdamW(
+            self._trained, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+        )
         self._sum: LossSum | None = None
 
     def begin(self) -> None:
@@ -79,19 +80,15 @@ class PlainBackEnd:
         self._rank, self._ranks = ranks.rank, ranks.world_size
 
     @classmethod
-    async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: Any) -> Self:
-        made = Build(
-            model.source, model.seed, model.lora, dtype_of(model.dtype), ranks.device, None,
-            model.gradient_checkpointing, model.logprob_chunk,
-        )  # fmt: skip
-        return cls(cls.built(build_values if model.head == "values" else build_policy, made, tokenizer), ranks)
+    async def make(cls, ranks: Ranks, spec: ModelSpec, tokenizer: Any) -> Self:
+        return cls(cls.build(spec, tokenizer, ranks.device), ranks)
 
     @classmethod
-    def built(cls, build: Any, made: Build, tokenizer: Any) -> Any:
-        return build(made, tokenizer)
+    def build(cls, *given: Any) -> Any:
+        return build_module(*given)
 
-    def optimization(self, **settings: Any) -> PlainOptimization:
-        return PlainOptimization(self.module, **settings)
+    def optimization(self, settings: LearningSettings) -> PlainOptimization:
+        return PlainOptimization(self.module, settings)
 
     @torch.no_grad()
     def outputs(self, batch: Packed, *, adapter: str | None = POLICY) -> Outputs:

@@ -12,6 +12,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Row, cut, pack
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.training.checkpoint import copy_state, load_state
@@ -53,7 +54,7 @@ def expected():
 def learned(rows, dtype):
     """Gradients of rows, and what they weigh."""
     net = model("qwen2") if dtype == torch.float32 else in_double(model("qwen2"))
-    learner = Learner(PolicyModel(net), **WITHOUT_CLIPPING)
+    learner = Learner(PolicyModel(net), LearningSettings(**WITHOUT_CLIPPING))
     for piece in cut(rows, [row.size for row in rows], 40):
         learn_policy(learner, pack(piece), **CLIP)
     return gradients(net), float(learner._sum.weight)
@@ -94,7 +95,7 @@ def test_gradients_are_those_of_a_plain_loop_however_the_batch_is_cut(
     policy = PolicyModel(ours, chunk=chunk, gradient_checkpointing=checkpointing)
     if not packs:
         policy._use(packs=False, plain_head=True)
-    learner = Learner(policy, **WITHOUT_CLIPPING)
+    learner = Learner(policy, LearningSettings(**WITHOUT_CLIPPING))
     rows = [ROWS[i] for i in order]
     for piece in cut(rows, [row.size for row in rows], budget):
         learn_policy(learner, pack(piece), **CLIP)
@@ -124,7 +125,7 @@ def plainly(name):
 @settings(max_examples=3)
 def test_every_algorithm_has_the_gradient_of_a_plain_loop_however_the_batch_is_cut(name, budget, random):
     ours, algorithm = model(), ALGORITHMS[name]
-    learner = Learner(PolicyModel(ours, chunk=7), **WITHOUT_CLIPPING)
+    learner = Learner(PolicyModel(ours, chunk=7), LearningSettings(**WITHOUT_CLIPPING))
     learned = advantage_rows(algorithm, TOLD, later=frozenset({"proximal_logprobs"}))
     rows = [row for some in learned.rows for row in some]
     random.shuffle(rows)
@@ -137,7 +138,7 @@ def test_every_algorithm_has_the_gradient_of_a_plain_loop_however_the_batch_is_c
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_rank_without_work_knows_no_column_and_adds_nothing(name):
     ours = model()
-    learner = Learner(PolicyModel(ours), **WITHOUT_CLIPPING)
+    learner = Learner(PolicyModel(ours), LearningSettings(**WITHOUT_CLIPPING))
     learn_policy(learner, pack([]), ALGORITHMS[name], version=0, compare=True)
     assert all(not gradient.any() for gradient in gradients(ours).values())
     assert len(gradients(ours)) == len(list(ours.parameters()))
@@ -146,7 +147,7 @@ def test_a_rank_without_work_knows_no_column_and_adds_nothing(name):
 
 def test_a_rank_without_work_adds_nothing_to_any_gradient():
     ours = model()
-    learner = Learner(PolicyModel(ours), **WITHOUT_CLIPPING)
+    learner = Learner(PolicyModel(ours), LearningSettings(**WITHOUT_CLIPPING))
     learn_policy(learner, pack([]), **CLIP, compare=True)
     assert all(not gradient.any() for gradient in gradients(ours).values())
     assert len(gradients(ours)) == len(list(ours.parameters()))
@@ -162,7 +163,7 @@ def test_supervised_gradients_are_those_of_a_plain_loop():
         logprobs = torch.log_softmax(plain(ids).logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])
         losses.append(-logprobs[len(row.prompt_ids) - 1 :])
     torch.cat(losses).mean().backward()
-    learner = Learner(PolicyModel(ours), **WITHOUT_CLIPPING)
+    learner = Learner(PolicyModel(ours), LearningSettings(**WITHOUT_CLIPPING))
     for piece in (ROWS[:3], ROWS[3:]):
         learn_answers(learner, pack([Row(row.prompt_ids, row.response_ids) for row in piece]))
     found = {name: gradient / TOKENS for name, gradient in gradients(ours).items()}
@@ -172,7 +173,10 @@ def test_supervised_gradients_are_those_of_a_plain_loop():
 def test_steps_are_those_of_adam_with_warm_up_and_clipping():
     plain, ours = model(), model()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
-    learner = Learner(PolicyModel(ours), lr=0.01, warmup_steps=3, betas=(0.9, 0.99), weight_decay=0.1, grad_clip=0.05)
+    learner = Learner(
+        PolicyModel(ours),
+        LearningSettings(lr=0.01, warmup_steps=3, betas=(0.9, 0.99), weight_decay=0.1, grad_clip=0.05),
+    )
     for number in range(5):
         optimizer.zero_grad()
         by_a_plain_loop(plain, BATCH).backward()
@@ -225,7 +229,7 @@ def test_half_way_a_line_and_a_cosine_are_half_way_down():
 
 
 def test_steps_that_are_passed_over_move_the_schedule_on_but_no_warm_up():
-    learner = Learner(PolicyModel(model()), lr=1.0, warmup_steps=2, schedule="linear", total_steps=6)
+    learner = Learner(PolicyModel(model()), LearningSettings(lr=1.0, warmup_steps=2, schedule="linear", total_steps=6))
     learner.pass_over(3)
     assert learner.schedule.get_last_lr() == [0.5]
     for done, expected in ((2, 0.2), (3, 0.2)):  # of five that fall from the second on, the last; and none beyond
@@ -237,22 +241,22 @@ def test_steps_that_are_passed_over_move_the_schedule_on_but_no_warm_up():
 
 def test_schedules_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="needs total_steps"):
-        Learner(PolicyModel(model()), lr=0.1, schedule="linear")
+        Learner(PolicyModel(model()), LearningSettings(lr=0.1, schedule="linear"))
     with pytest.raises(ValueError, match="none of"):
-        Learner(PolicyModel(model()), lr=0.1, schedule="steps")
+        Learner(PolicyModel(model()), LearningSettings(lr=0.1, schedule="steps"))
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_a_checkpoint_brings_the_place_in_the_schedule_and_the_settings_stay_those_given(schedule, tmp_path):
     before = {"lr": 0.01, "warmup_steps": 6, "schedule": schedule, "total_steps": 20, "weight_decay": 0.3}
-    saved = Learner(PolicyModel(model()), **before)
+    saved = Learner(PolicyModel(model()), LearningSettings(**before))
     for _ in range(4):
         learn_policy(saved, pack(ROWS), **CLIP)
         saved.step()
     copy_state(saved.module.model, saved.optimizer, saved.schedule, 4, rank=0, ranks=1).write(tmp_path)
 
     def gone_on(**settings):
-        learner = Learner(PolicyModel(model()), **settings)
+        learner = Learner(PolicyModel(model()), LearningSettings(**settings))
         load_state(learner.module.model, learner.optimizer, learner.schedule, tmp_path, rank=0)
         learner.resumed()
         learn_policy(learner, pack(ROWS), **CLIP)
@@ -273,7 +277,7 @@ def test_a_checkpoint_brings_the_place_in_the_schedule_and_the_settings_stay_tho
 
 
 def test_the_mismatch_is_measured_when_asked():
-    learner = Learner(PolicyModel(model()), lr=0.0)
+    learner = Learner(PolicyModel(model()), LearningSettings(lr=0.0))
     learn_policy(learner, pack(ROWS), **CLIP)
     assert "mismatch/mean" not in learner._sum.values()
     learn_policy(learner, pack(ROWS), **CLIP, compare=True)
@@ -282,7 +286,10 @@ def test_the_mismatch_is_measured_when_asked():
 
 
 def test_with_ages_the_mismatch_is_that_of_tokens_of_these_weights_and_older_ones_have_drifted():
-    learner, quiet = Learner(PolicyModel(model()), lr=0.0), Learner(PolicyModel(model()), lr=0.0)
+    learner, quiet = (
+        Learner(PolicyModel(model()), LearningSettings(lr=0.0)),
+        Learner(PolicyModel(model()), LearningSettings(lr=0.0)),
+    )
     aged = [replace(row, columns={"versions": np.full(row.learned, 5 - n % 3)}) for n, row in enumerate(ROWS)]
     learn_policy(learner, pack(aged), **CLIP, version=5, compare=True, oldest=2)
     learn_policy(learner, pack([]), **CLIP, version=5, compare=True, oldest=2)  # a rank without work
@@ -294,7 +301,7 @@ def test_with_ages_the_mismatch_is_that_of_tokens_of_these_weights_and_older_one
 
 
 def test_a_step_without_a_token_is_refused():
-    learner = Learner(PolicyModel(model()), lr=0.1)
+    learner = Learner(PolicyModel(model()), LearningSettings(lr=0.1))
     with pytest.raises(ValueError, match="nothing to learn from"):
         learner.step()
     learn_answers(learner, pack([Row(np.array([1, 2]), np.array([], dtype=np.int64))]))
@@ -306,7 +313,7 @@ def test_a_step_without_a_token_is_refused():
 def test_a_loss_that_is_no_number_changes_nothing(bad):
     net = model()
     before = [parameter.clone() for parameter in net.parameters()]
-    learner = Learner(PolicyModel(net), lr=0.1)
+    learner = Learner(PolicyModel(net), LearningSettings(lr=0.1))
     learn_policy(learner, pack([Row(r.prompt_ids, r.response_ids, r.old_logprobs, bad) for r in ROWS]), **CLIP)
     with pytest.raises(FloatingPointError, match="not both finite"):
         learner.step()
@@ -322,7 +329,7 @@ def test_weights_that_are_not_finite_are_named_before_the_learning_rate_is(name,
     net = model()
     weight = net.model.get_parameter(name)
     weight.requires_grad_(not frozen)
-    learner = Learner(PolicyModel(net), lr=0.1)
+    learner = Learner(PolicyModel(net), LearningSettings(lr=0.1))
     for _ in range(taken):
         learn_policy(learner, pack(ROWS), **CLIP)
         learner.step()
@@ -335,7 +342,7 @@ def test_weights_that_are_not_finite_are_named_before_the_learning_rate_is(name,
 
 
 def test_the_learning_rate_is_blamed_only_once_a_step_was_taken():
-    learner = Learner(PolicyModel(model()), lr=0.1)
+    learner = Learner(PolicyModel(model()), LearningSettings(lr=0.1))
     bad = pack([Row(r.prompt_ids, r.response_ids, r.old_logprobs, math.nan) for r in ROWS])
     learn_policy(learner, bad, **CLIP)
     with pytest.raises(FloatingPointError, match="would have been this optimizer's first, so its learning rate is not"):

@@ -22,6 +22,7 @@ from benchmarks.gpu.checks.device import (
 from benchmarks.gpu.checks.judging import Bound, judge
 from benchmarks.gpu.checks.parts import policy_gradient, rows, trainer
 from benchmarks.gpu.scale import Outcome, Scale
+from rlinf.config.learning import LearningSettings
 from rlinf.config.text import RunConfig
 from rlinf.data.packing import pack
 from rlinf.data.weights import checksum
@@ -50,7 +51,7 @@ def parking(scale: Scale) -> Outcome:
     """A trainer with its optimizer, parked and unparked 20 times."""
     times = scale.of(20, 5)
     with trainer(scale) as back:
-        optimization = back.optimization(lr=1e-6)
+        optimization = back.optimization(LearningSettings(lr=1e-6))
         optimization.accumulate([pack(rows(scale, [(9, 8), (5, 7)]))], policy_gradient)
         optimization.step()
         emptied(scale.device)
@@ -140,7 +141,7 @@ def _peak(scale: Scale, back: Any, tokens: int) -> float:
     emptied(scale.device)  # of the optimizer of the size before
     each = min(tokens, scale.of(2048, 64))
     packed = pack(rows(scale, [(each // 4, each - each // 4)] * (tokens // each)))
-    optimization = back.optimization(lr=1e-6)
+    optimization = back.optimization(LearningSettings(lr=1e-6))
     for _ in range(2):
         peak_begun(scale.device)
         optimization.accumulate([packed, packed], policy_gradient)

@@ -21,13 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.gpu.checks.device import emptied
 from benchmarks.gpu.scale import Scale
 from rlinf.algos.loss_sum import LossSum
+from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Packed, Row
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.engines.base import Completion, Engine, EngineSetup, Request, Sampling, make
-from rlinf.models.language.build import build_model
+from rlinf.models.language.build import ModelSpec, build_model
 from rlinf.runtime.base.tasks import InThreads
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.backend import BackEnd, ModelSettings, back_end_of
+from rlinf.training.backend import BackEnd, back_end_of
 
 TOKENIZER = {"characters": "0123456789>"}
 """Of every model here: tokens beyond its 14 are read and written all the same, and have no text."""
@@ -132,14 +133,14 @@ class OneRank:
 
 @contextmanager
 def trainer(scale: Scale, **settings: Any) -> Iterator[Any]:
-    """A back end that trains the 1.5B model on one rank; `settings` are any of `ModelSettings`."""
-    given = {"source": str(scale.model_dir("1.5B")), "dtype": ENGINES_DTYPE[scale.dtype], **settings}
-    model, tokenizer = ModelSettings(**given), load_tokenizer(TOKENIZER)
+    """A back end that trains the 1.5B model on one rank; `settings` are any of `LearningSettings`."""
+    compute = LearningSettings(**{"dtype": ENGINES_DTYPE[scale.dtype], **settings})
+    spec, tokenizer = ModelSpec(str(scale.model_dir("1.5B")), compute=compute), load_tokenizer(TOKENIZER)
     kind: type[BackEnd] = back_end_of("fsdp")
 
     async def made() -> BackEnd:
         async with ActorSystem.local():  # which makes the device ready
-            return await kind.make(OneRank(scale.device), model, tokenizer)  # type: ignore[arg-type]
+            return await kind.make(OneRank(scale.device), spec, tokenizer)  # type: ignore[arg-type]
 
     try:
         yield asyncio.run(made())

@@ -18,6 +18,7 @@ from benchmarks.gpu.checks.device import cudnn_attention, emptied, kernels
 from benchmarks.gpu.checks.judging import Bound, judge
 from benchmarks.gpu.checks.parts import engine, policy_gradient, prompts, requests, rows, trainer
 from benchmarks.gpu.scale import Outcome, Scale
+from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Row, pack
 from rlinf.models.language.policy_model import PolicyModel
 
@@ -60,7 +61,7 @@ def beside_float32(scale: Scale) -> Outcome:
         packed = pack(batch)
         with kernels(scale.device) as found:
             ours = back.outputs(packed)[0].float().cpu()
-        optimization = back.optimization(lr=1e-6)
+        optimization = back.optimization(LearningSettings(lr=1e-6))
         optimization.accumulate([packed], policy_gradient)
         gradient = _gradients(back.model)
         way = {
@@ -104,8 +105,8 @@ def compiled(scale: Scale) -> Outcome:
     batches = [pack(rows(scale, lengths)) for lengths in shapes]
 
     def learned(on: bool) -> tuple[str, Tensor, dict[str, Tensor], list[int]]:
-        with trainer(scale, compiled=on, gradient_checkpointing=on) as back:
-            optimization = back.optimization(lr=1e-6)
+        with trainer(scale, compile=on, gradient_checkpointing=on) as back:
+            optimization = back.optimization(LearningSettings(lr=1e-6))
             logprobs = back.outputs(batches[0])[0].float().cpu()
             optimization.accumulate(batches[:1], policy_gradient)
             gradient, graphs = _gradients(back.model), [_graphs()]

@@ -1,22 +1,13 @@
-"""Making the model that a trainer or a critic learns with, whole on one rank or spread over many.
+"""Making language models: those that are trained, those that roles compute with, and what is known of them before.
 
-In: where the model comes from, and how it is to be trained. Out: a `PolicyModel` or a `ValueModel` on its device with
-its weights in it; the head of a new value model says 0.
+`build_module` makes what a trainer or a critic learns with: it takes a `ModelSpec` and the ranks that share the model,
+and returns a `PolicyModel` or a subclass on its device, with its weights. The head of a new value model gives 0.
+`build_model` makes the plain model of transformers, saved or new. `unsupported`, `limits` and `unreadable_weights` read
+a model's configuration and the headers of its files, so that mistakes show before anything is loaded.
 
 A saved model that is spread is never whole anywhere: it is built without memory (on the meta device), spread, given
 memory for its slices, and each rank reads its slices from the safetensors files. What those do not hold, such as the
-angles of rotary embeddings, is made anew: memory that nobody fills is the trap here, for it raises no error.
-
-Which kinds of causal language model the engine that comes with rlinf cannot decode, and why.
-
-In: a model's configuration. Out: a sentence, or None. What is said here is known before anything is built; what nobody
-knows beforehand is found out by trials, when a role has made its model (`PolicyModel.settle`, `fastest`).
-
-Making the model that a role works with: saved, or new from a configuration.
-
-What a model's files say about generating with it: how long a text may become, and which tokens end one.
-
-In: a configuration of transformers, or where a model comes from. Out: plain numbers. Nobody waits here but for files.
+angles of rotary embeddings, is made anew: memory that nobody fills raises no error.
 """
 
 from __future__ import annotations
@@ -24,10 +15,10 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 from zipfile import is_zipfile
 
 import torch
@@ -46,15 +37,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlinf.config.learning import LearningSettings
 from rlinf.data.images import FAMILIES, Pictures, auto_class, picture_tokens
 from rlinf.data.library_progress import fold_transformers
 from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.data.tokenizer import pretrained, without_own_code
-from rlinf.models.language.fsdp import shard
+from rlinf.models.language.fsdp import ALONE, Layout, dtype_of, shard
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
-from rlinf.models.language.moe import Replay, StackedExperts, split_experts
-from rlinf.models.language.policy_model import Attention, Compile, PolicyModel, ScoreModel, ValueModel
-from rlinf.models.language.tensor_parallel import Division, TensorRanks, halves, split_matrices
+from rlinf.models.language.moe import StackedExperts, split_experts
+from rlinf.models.language.policy_model import PolicyModel, ScoreModel, ValueModel
+from rlinf.models.language.tensor_parallel import TensorRanks, halves, split_matrices
 from rlinf.runtime.base.progress import work
 
 _SEVERAL = "token by token, among rows of other lengths, it gives something else than for a whole text"
@@ -249,10 +241,9 @@ def own_dtype(source: ModelSource) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else getattr(torch, str(found).removeprefix("torch."))
 
 
-_BEHIND_PADDING = {
-    "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod", "data2vec-text", "mpnet",
-    "longformer", "ibert",
-}  # fmt: skip
+_BEHIND_PADDING = frozenset(
+    ("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod", "data2vec-text")
+) | {"mpnet", "longformer", "ibert"}
 """Kinds of models whose positions are counted from behind the padding token's id, so that so many are never used."""
 _STRETCHED = {"linear", "dynamic"}
 """Kinds of rotary scaling whose configuration tells the length before scaling."""
@@ -329,47 +320,26 @@ def _ids(settings: Mapping[str, Any]) -> frozenset[int]:
     return frozenset() if found is None else frozenset(found if isinstance(found, (list, tuple)) else [found])
 
 
-M = TypeVar("M", bound=PolicyModel)
-
-
 @dataclass(frozen=True, slots=True)
-class Build:
-    """How a model is made."""
+class ModelSpec:
+    """A model that is trained: where it comes from, which parts of it learn, and how it is computed."""
 
     source: ModelSource
     """A Hugging Face directory (or hub name), or the configuration of a new model."""
-    seed: int
+    head: Literal["logprobs", "values", "scores"] = "logprobs"
+    """What it gives for each response token, see `rlinf.training.backend.Outputs`."""
+    seed: int = 0
     """Of a new model's weights, and of adapters."""
-    lora: Mapping[str, Any] | None
+    lora: Mapping[str, Any] | None = None
     """See `add_adapters`; None trains all weights."""
-    dtype: torch.dtype
-    """To compute in; weights are float32."""
-    device: torch.device
-    """Where it lives."""
-    mesh: DeviceMesh | None
-    """The ranks to spread it over; None leaves it whole."""
-    gradient_checkpointing: bool
-    """See `PolicyModel`."""
-    chunk: int
-    """See `PolicyModel`."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Directories of further adapters, which do not learn, by name."""
-    attention: Attention = "any"
-    """See `PolicyModel`."""
-    compiled: Compile = False
-    """See `PolicyModel`."""
-    ranks: DeviceMesh | None = None
-    """All that train it, who agree on how it is run; None for one."""
-    division: Division | None = None
-    """See `PolicyModel`."""
-    matrices: DeviceMesh | None = None
-    """Over which matrices are split, see `fsdp.Layout`."""
-    experts: DeviceMesh | None = None
-    """Over which experts are."""
-    router_replay: Replay | None = None
-    """See `PolicyModel`."""
+    """Directories of further adapters of the same base, which do not learn, by name; only with `lora`."""
     freeze: Sequence[str] = ()
-    """Modules whose weights do not learn."""
+    """Modules whose weights do not learn, see `ModelConfig.freeze`."""
+    watches_routing: bool = False
+    """Its outputs have the routing of a mixture of experts, which `compute.router_replay` may set."""
+    compute: LearningSettings = field(default_factory=LearningSettings)
+    """The settings of the role that trains it."""
 
 
 def freeze(model: nn.Module, modules: Sequence[str]) -> None:
@@ -391,113 +361,94 @@ def freeze(model: nn.Module, modules: Sequence[str]) -> None:
         raise ValueError(f"model.freeze={list(modules)} leaves nothing that learns")
 
 
-def build_policy(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
-    """Make a policy; a collective where it is spread.
+def build_module(
+    spec: ModelSpec, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu", layout: Layout = ALONE
+) -> PolicyModel:
+    """Make a model that is trained; a collective where it is spread.
+
+    Args:
+        spec: what it is.
+        tokenizer: gives a new model its vocabulary.
+        device: where it computes.
+        layout: the ranks that train it.
+
+    Returns:
+        A policy, a `ValueModel` with the layers of that policy, or a `ScoreModel`, as `spec.head` says.
 
     Raises:
-        ValueError: the model or its adapters cannot be made.
+        ValueError: the model or its adapters cannot be made, or cannot be split so.
     """
-    return _built(build, tokenizer, _policy)
-
-
-def build_values(build: Build, tokenizer: PreTrainedTokenizerBase) -> ValueModel:
-    """Make a value model, which has the layers of the policy that `build` describes; a collective where it is spread.
-
-    Raises:
-        ValueError: the model cannot be made.
-    """
-    return _built(build, tokenizer, _values)
-
-
-def build_scores(build: Build, tokenizer: PreTrainedTokenizerBase) -> ScoreModel:
-    """Make a reward model, a sequence classifier of one label; a collective where it is spread.
-
-    Raises:
-        ValueError: the model cannot be made, or transformers has no such classifier of it.
-    """
-    return _built(build, tokenizer, _scores, AutoModelForSequenceClassification)
-
-
-def _built(
-    build: Build,
-    tokenizer: PreTrainedTokenizerBase,
-    wrap: Callable[[PreTrainedModel, Build, Pictures | None], M],
-    kind: type[Any] = AutoModelForCausalLM,
-) -> M:
+    kind = AutoModelForSequenceClassification if spec.head == "scores" else AutoModelForCausalLM
     with ONE_AT_A_TIME:
-        spread = build.mesh is not None and kind is AutoModelForCausalLM  # a new head is in no file
-        files = (saved_files(build.source) if spread else None) or {}
-        empty = empty_model(str(build.source), files) if files else None
-        made = build_model(build.source, tokenizer, seed=build.seed, kind=kind) if empty is None else empty
-        pictures = pictures_of(build.source, tokenizer)
-        module = wrap(made, build, pictures)
-        freeze(module.model, build.freeze)
-        elsewhere = _split(module, build)
+        spread = layout.slices is not None and spec.head != "scores"  # a new head is in no file
+        files = (saved_files(spec.source) if spread else None) or {}
+        empty = empty_model(str(spec.source), files) if files else None
+        model = build_model(spec.source, tokenizer, seed=spec.seed, kind=kind) if empty is None else empty
+        module = _with_head(model, spec, layout, pictures_of(spec.source, tokenizer))
+        freeze(module.model, spec.freeze)
+        elsewhere = _split(module, layout)
         if empty is None:
-            _start(module, build)
-            module.to(build.device)
-        if build.mesh is not None:
+            _start(module, spec)
+            module.to(device)
+        if layout.slices is not None:
             if isinstance(module, ValueModel):
-                module.shard_head(build.mesh)
-            shard(module, build.mesh, build.dtype, elsewhere)
+                module.shard_head(layout.slices)
+            shard(module, layout.slices, dtype_of(spec.compute.dtype), elsewhere)
         if empty is not None:
-            module.to_empty(device=build.device)
+            module.to_empty(device=device)
             fill(module.model, files)
-            _start(module, build)
-        module.settle(build.ranks)
-        module.keeps_step = build.ranks is not None and build.ranks.size() > 1
+            _start(module, spec)
+        module.settle(layout.ranks)
+        module.keeps_step = layout.ranks is not None and layout.ranks.size() > 1
         return module
 
 
-def _split(module: PolicyModel, build: Build) -> dict[nn.Parameter, DeviceMesh]:
+def _split(module: PolicyModel, layout: Layout) -> dict[nn.Parameter, DeviceMesh]:
     """Leave this rank its part of matrices and experts; what was split, with the ranks that have the same part."""
-    if module.pictures is not None and {build.division, build.matrices, build.experts} != {None}:
+    if module.pictures is not None and {layout.division, layout.matrices, layout.experts} != {None}:
         raise ValueError(
             f"trainer.parallel: {type(module.model).__name__} reads pictures, and its sequences, matrices and experts "
             "cannot be split: take the keys away"
         )
-    found: dict[nn.Parameter, DeviceMesh] = {}
-    if build.matrices is not None:
-        module.tensor_ranks = TensorRanks(build.matrices)
-        found |= dict.fromkeys(split_matrices(module.model, module.tensor_ranks), module.tensor_ranks.alike)
-    if build.experts is not None:
-        alike, parts = halves(build.experts)
-        found |= dict.fromkeys(split_experts(module.model, parts), alike)
-    return found
+    split: dict[nn.Parameter, DeviceMesh] = {}
+    if layout.matrices is not None:
+        module.tensor_ranks = TensorRanks(layout.matrices)
+        split |= dict.fromkeys(split_matrices(module.model, module.tensor_ranks), module.tensor_ranks.alike)
+    if layout.experts is not None:
+        alike, parts = halves(layout.experts)
+        split |= dict.fromkeys(split_experts(module.model, parts), alike)
+    return split
 
 
-def _policy(model: PreTrainedModel, build: Build, pictures: Pictures | None) -> PolicyModel:
-    if build.lora is not None:
-        add_adapters(model, build.lora)
-        for name, directory in build.adapters.items():
-            add_adapters(model, {"path": directory}, name)
-    return PolicyModel(model, chunk=build.chunk, router_replay=build.router_replay, pictures=pictures, **_run(build))
+def _with_head(model: PreTrainedModel, spec: ModelSpec, layout: Layout, pictures: Pictures | None) -> PolicyModel:
+    """The model with its adapters, run as its settings say, behind the head that it is trained by."""
+    compute = spec.compute
+    ways: dict[str, Any] = {
+        "gradient_checkpointing": compute.gradient_checkpointing,
+        "attention": compute.attention,
+        "compiled": compute.compile,
+        "division": layout.division,
+    }
+    if spec.head == "values":
+        return ValueModel(model, pictures=pictures, **ways)
+    if spec.lora is not None:
+        add_adapters(model, spec.lora)
+    if spec.head == "scores":
+        return ScoreModel(model, pictures=pictures, **ways)
+    for name, directory in spec.adapters.items() if spec.lora is not None else ():
+        add_adapters(model, {"path": directory}, name)
+    replay = compute.router_replay if spec.watches_routing else None
+    return PolicyModel(model, chunk=compute.logprob_chunk, router_replay=replay, pictures=pictures, **ways)
 
 
-def _run(build: Build) -> dict[str, Any]:
-    """How models of all kinds are run."""
-    names = ("gradient_checkpointing", "attention", "compiled", "division")
-    return {name: getattr(build, name) for name in names}
-
-
-def _values(model: PreTrainedModel, build: Build, pictures: Pictures | None) -> ValueModel:
-    return ValueModel(model, pictures=pictures, **_run(build))
-
-
-def _scores(model: PreTrainedModel, build: Build, pictures: Pictures | None) -> ScoreModel:
-    if build.lora is not None:
-        add_adapters(model, build.lora)
-    return ScoreModel(model, pictures=pictures, **_run(build))
-
-
-def _start(module: PolicyModel, build: Build) -> None:
+def _start(module: PolicyModel, spec: ModelSpec) -> None:
     """Give a value to what no file holds."""
     if isinstance(module, ValueModel):
         module.start_head()
-    if build.lora is not None:
-        own = build.lora.get("path")
-        saved = {**({} if own is None else {POLICY: own}), **build.adapters}
-        for parameter, value in adapter_values(module.model, mix(build.seed, 1), saved):
+    if spec.lora is not None:
+        own = spec.lora.get("path")
+        saved = {**({} if own is None else {POLICY: own}), **spec.adapters}
+        for parameter, value in adapter_values(module.model, mix(spec.seed, 1), saved):
             place(parameter, value)
 
 

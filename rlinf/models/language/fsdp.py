@@ -170,9 +170,13 @@ class Layout:
         return self.copies is None or self.copies.get_local_rank() == 0
 
     @property
-    def counts(self) -> bool:
+    def owns_metrics(self) -> bool:
         """What this rank finds of its data is not what another one tells, too."""
         return self.division is None or self.division.lead
+
+
+ALONE = Layout()
+"""One rank has the whole model."""
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -16,16 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Packed
 from rlinf.data.rng import ONE_AT_A_TIME
 from rlinf.data.tokenizer import pretrained, without_own_code
 from rlinf.data.weights import Export
 from rlinf.models.language.attention import checkpoint_blocks
-from rlinf.models.language.build import build_model, own_dtype, saved_files
+from rlinf.models.language.build import ModelSpec, build_model, own_dtype, saved_files
 from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.lora import POLICY
 from rlinf.models.language.policy_model import HEAD, without_head
-from rlinf.training.backend import HostCopy, ModelSettings, Optimization, Outputs, Ranks
+from rlinf.training.backend import HostCopy, Optimization, Outputs, Ranks
 from rlinf.training.checkpoint import STATE, Restored, Source, StateCopy, held
 from rlinf.training.export import MODEL, SHARD_BYTES, ModelCopy, skeleton_of
 from rlinf.training.megatron import layout, standins
@@ -39,11 +40,9 @@ from rlinf.training.weight_sync import Held, Scattered, gathered
 class MegatronBackEnd:
     """See `BackEnd`."""
 
-    def __init__(
-        self, stages: Sequence[Stage], whole: PreTrainedModel, groups: Groups, ranks: Ranks, model: ModelSettings
-    ):
+    def __init__(self, stages: Sequence[Stage], whole: PreTrainedModel, groups: Groups, ranks: Ranks, spec: ModelSpec):
         self.module = nn.ModuleList(stages)
-        self._whole, self._groups, self._head = whole, groups, model.head
+        self._whole, self._groups, self._head = whole, groups, spec.head
         self._mesh, self._rank, self._ranks = ranks.mesh, ranks.rank, ranks.world_size
         self._pipeline = Pipeline(stages, groups)
         self._pieces = tuple(pieces_of(stages, whole.config, groups))
@@ -51,52 +50,53 @@ class MegatronBackEnd:
         grid = groups.grid
         self.data_ranks: Sequence[int] = [grid.place(rank).data for rank in range(grid.ranks)]
         self.copies_of_ranks: Sequence[Sequence[int]] = [range(grid.ranks)]  # experts may be spread over all of them
-        self._saved_dtype = dtype_of(model.saved_dtype) if model.saved_dtype != "auto" else own_dtype(model.source)
+        saved_dtype = spec.compute.saved_dtype
+        self._saved_dtype = dtype_of(saved_dtype) if saved_dtype != "auto" else own_dtype(spec.source)
         self._held: dict[str, list[Held]] = {}
         self._told: dict[tuple[str, Held], Piece] = {}
 
     @classmethod
-    async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
-        for setting, given in {"lora": model.lora, "adapters": model.adapters, "freeze": model.freeze}.items():
+    async def make(cls, ranks: Ranks, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> Self:
+        for setting, given in {"lora": spec.lora, "adapters": spec.adapters, "freeze": spec.freeze}.items():
             if given:
                 raise ValueError(f"model.{setting}: trainer.backend=megatron trains all weights; take fsdp")
-        if model.router_replay is True:
+        if spec.watches_routing and spec.compute.router_replay is True:
             raise ValueError("trainer.router_replay: trainer.backend=megatron does not replay routes; take fsdp")
-        if model.head == "scores":
+        if spec.head == "scores":
             raise ValueError("trainer.backend=megatron trains no reward models; take fsdp")
-        grid = Grid(model.parallel, ranks.world_size)
+        grid = Grid(spec.compute.parallel, ranks.world_size)
         await ranks.compute(standins.prepare)
         groups = await grouped(grid, ranks.rank, ranks.mesh_of, ranks.mesh)
-        return await ranks.compute(partial(cls.build, ranks, model, tokenizer, groups))  # type: ignore[no-any-return]
+        return await ranks.compute(partial(cls.build, ranks, spec, tokenizer, groups))  # type: ignore[no-any-return]
 
     @classmethod
-    def build(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase, groups: Groups) -> Self:
+    def build(cls, ranks: Ranks, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase, groups: Groups) -> Self:
         """All but the groups; blocking, and a collective."""
         with ONE_AT_A_TIME:
-            files = saved_files(model.source)
-            drawn = None if files else build_model(model.source, tokenizer, seed=model.seed)
-            config = pretrained(AutoConfig, str(model.source)) if drawn is None else drawn.config
-            if wrong := layout.mistakes(config, model.parallel):
+            files = saved_files(spec.source)
+            drawn = None if files else build_model(spec.source, tokenizer, seed=spec.seed)
+            config = pretrained(AutoConfig, str(spec.source)) if drawn is None else drawn.config
+            if wrong := layout.mistakes(config, spec.compute.parallel):
                 raise ValueError(f"trainer.backend=megatron: {'; '.join(wrong)}")
-            whole = _empty(config, model)
+            whole = _empty(config, spec)
             if drawn is not None:
                 whole.generation_config = drawn.generation_config
-            parts = range(model.parallel.interleave) if model.parallel.interleave > 1 else (None,)
-            inner = layout.inner_config(config, model.parallel, dtype_of(model.dtype))
-            stages = [Stage(inner, config, groups, part, model.head, model.logprob_chunk) for part in parts]
+            parts = range(spec.compute.parallel.interleave) if spec.compute.parallel.interleave > 1 else (None,)
+            inner = layout.inner_config(config, spec.compute.parallel, dtype_of(spec.compute.dtype))
+            stages = [Stage(inner, config, groups, part, spec.head, spec.compute.logprob_chunk) for part in parts]
         for stage in stages:
-            if stage.last and model.head == "values":
+            if stage.last and spec.head == "values":
                 for parameter in stage.score.parameters():
                     nn.init.zeros_(parameter)  # until it has learned, a critic should not make advantages worse
             _blank(stage)
-            if model.gradient_checkpointing:
+            if spec.compute.gradient_checkpointing:
                 checkpoint_blocks(list(stage.decoder.layers))
-        made = cls(stages, whole, groups, ranks, model)
+        made = cls(stages, whole, groups, ranks, spec)
         named = None if drawn is None else dict(drawn.named_parameters())
         missing = [name for name in fill(made._pieces, Files(files) if files else named or {}) if HEAD not in name]
         if missing:
             raise ValueError(
-                f"model.path: the files of {model.source} have no {missing[0]} (and lack {len(missing) - 1} more) by "
+                f"model.path: the files of {spec.source} have no {missing[0]} (and lack {len(missing) - 1} more) by "
                 "transformers' names, by which trainer.backend=megatron reads them: take fsdp, or save the model again "
                 "by transformers' save_pretrained"
             )
@@ -127,14 +127,14 @@ class MegatronBackEnd:
         how = " x ".join(f"{name} {size}" for name, size in split.items()) or "whole"
         return f"by Megatron-core, {how}, {self._groups.grid.shares} shares of the data"
 
-    def optimization(self, **settings: Any) -> SplitLearner:
+    def optimization(self, settings: LearningSettings) -> SplitLearner:
         tied = self._whole.config.tie_word_embeddings and self._head == "logprobs"
         shared = {
             f"{number}.{name}": sharing(name, self._groups, tied)
             for number, stage in enumerate(self._pipeline.stages)
             for name, _ in stage.named_parameters()
         }
-        return SplitLearner(self.module, self._pipeline, shared, self._groups, self._head, self._named, **settings)
+        return SplitLearner(self.module, settings, self._pipeline, shared, self._groups, self._head, self._named)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank has of each tensor of the model, in its order."""
@@ -225,15 +225,15 @@ class MegatronBackEnd:
         return held(self.module, *(_ours(optimization).optimizer for optimization in optimizations))
 
 
-def _empty(config: Any, model: ModelSettings) -> PreTrainedModel:
+def _empty(config: Any, spec: ModelSpec) -> PreTrainedModel:
     """The whole model without memory: its names, shapes and configuration."""
     with torch.device("meta"):
         whole: PreTrainedModel = without_own_code(AutoModelForCausalLM, config, dtype=torch.float32)
-        if model.head == "values":
+        if spec.head == "values":
             without_head(whole)
             whole.add_module("score", nn.Linear(config.hidden_size, 1))
-    if isinstance(model.source, str) and (Path(model.source) / "generation_config.json").exists():
-        whole.generation_config = GenerationConfig.from_pretrained(model.source)
+    if isinstance(spec.source, str) and (Path(spec.source) / "generation_config.json").exists():
+        whole.generation_config = GenerationConfig.from_pretrained(spec.source)
     return whole
 
 

@@ -395,8 +395,8 @@ class Stage(nn.Module):
         model: Hugging Face's.
         groups: this rank's.
         part: which of the parts that a stage has; None where stages are not interleaved.
-        head: see `ModelSettings.head`.
-        chunk: see `ModelSettings.logprob_chunk`.
+        head: see `ModelSpec.head`.
+        chunk: see `LearningSettings.logprob_chunk`.
     """
 
     def __init__(self, config: Any, model: Any, groups: Groups, part: int | None, head: str, chunk: int):

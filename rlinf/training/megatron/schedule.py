@@ -24,7 +24,7 @@ Imported by `schedule.py` alone, when a pipeline is run, since Megatron-core tak
 Learning where a model is split: whose gradients are added up over which ranks, and who counts them.
 
 In: micro-batches. Out: optimizer steps, by the same optimizer, schedule and bound on the norm as on a whole model
-(`training/learner.py`). Micro-batches wait until there are as many as fill the pipeline, or until the step.
+(`training/fsdp.py`). Micro-batches wait until there are as many as fill the pipeline, or until the step.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor, nn
 
 from rlinf.algos.loss_sum import LossSum
+from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Packed, pack
 from rlinf.models.language.fsdp import Layout
 from rlinf.training.backend import Loss
@@ -259,25 +260,25 @@ class SplitLearner(Learner):
 
     Args:
         module: the part.
+        settings: see `Learner`.
         pipeline: runs it.
         shared: who has each of its parameters, by name.
         groups: this rank's.
-        head: see `ModelSettings.head`.
+        head: see `ModelSpec.head`.
         named: gives what this rank has of every tensor of the model, for messages.
-        settings: see `Learner`.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        settings: LearningSettings,
         pipeline: Pipeline,
         shared: dict[str, Sharing],
         groups: Groups,
         head: str,
         named: Callable[[], Iterable[tuple[str, Tensor]]],
-        **settings: Any,
     ):
-        super().__init__(module, layout=Layout(groups.meshes["data"]), **settings)
+        super().__init__(module, settings, Layout(groups.meshes["data"]))
         self._pipeline, self._groups, self._head, self._named = pipeline, groups, head, named
         self._waiting: list[tuple[Packed, Loss, bool]] = []
         self._kinds = [(parameter, shared[name]) for name, parameter in module.named_parameters()]
@@ -335,7 +336,7 @@ class SplitLearner(Learner):
             ranks=meshes["data"],
             parts=meshes["copy"],
             leads=lambda parameter: self._shared[id(parameter)].counts,
-            grad_clip=self._grad_clip,
+            grad_clip=self._settings.grad_clip,
             named=self._named(),
         )
 

@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlinf.algos.loss_sum import LossSum
+from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.models.language.fsdp import Layout, shard
 from rlinf.models.language.kernels import Kernel
@@ -134,7 +135,7 @@ def peak_of(case: Case) -> int:
             module = PolicyModel(model, gradient_checkpointing=case.checkpointed)
             shard(module, mesh, torch.bfloat16)
             module.kernel = Kernel("a variable-length kernel that has only shapes", _attend)
-            learner = Learner(module, layout=Layout(mesh if case.ranks > 1 else None, mesh), lr=1e-3)
+            learner = Learner(module, LearningSettings(lr=1e-3), Layout(mesh if case.ranks > 1 else None, mesh))
             named = {name: getattr(packed, name) for name in packed.__slots__}
             fakes = {n: mode.from_tensor(one) for n, one in named.items() if isinstance(one, torch.Tensor)}
             batch = replace(packed, **fakes)

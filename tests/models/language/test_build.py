@@ -7,9 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlinf import ActorSystem
+from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Row, pack
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.build import Build, build_policy
+from rlinf.models.language.build import ModelSpec, build_module
 from rlinf.models.language.fsdp import Layout
 from rlinf.models.language.lora import merged_named_parameters
 from rlinf.training.fsdp import Learner
@@ -27,8 +28,9 @@ async def mesh():
         yield await system.collectives.mesh("alone", [0], "cpu")
 
 
-def build(source, mesh=None, lora=None, dtype=torch.float32):
-    return build_policy(Build(source, 0, lora, dtype, torch.device("cpu"), mesh, False, 16), TOKENIZER)
+def build(source, mesh=None, lora=None, dtype="float32"):
+    spec = ModelSpec(source, lora=lora, compute=LearningSettings(dtype=dtype, logprob_chunk=16))
+    return build_module(spec, TOKENIZER, layout=Layout(slices=mesh))
 
 
 def whole(policy):
@@ -50,7 +52,7 @@ async def test_a_spread_model_learns_as_a_whole_one_does(mesh):
     found = []
     for where in (None, mesh):
         policy = build(toys.configuration(), where)
-        learner = Learner(policy, layout=Layout(slices=where), lr=0.01)
+        learner = Learner(policy, LearningSettings(lr=0.01), Layout(slices=where))
         for _ in range(2):
             learn_policy(learner, pack(ROWS), **toys.CLIP)
             numbers = learner.step()[1]
@@ -109,7 +111,7 @@ def adapter_sum(directory, lora):
 async def test_merged_weights_are_those_that_the_adapters_compute_with(directory):
     lora = {"r": 2, "alpha": 4, "target_modules": "all-linear"}
     policy = build(str(directory), None, lora)
-    learner = Learner(policy, lr=0.05)
+    learner = Learner(policy, LearningSettings(lr=0.05))
     for _ in range(3):
         learn_policy(learner, pack(ROWS), **toys.CLIP)
         learner.step()

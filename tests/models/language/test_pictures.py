@@ -8,15 +8,15 @@ import torch
 
 from rlinf.data.packing import Row, pack
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.build import Build, build_model, build_policy, pictures_of
+from rlinf.models.language.build import ModelSpec, build_model, build_module, pictures_of
 from tests.pictured import MODELS, TOKENIZER, asked, pictures
 
 SIZES = (16, 16), (16, 24), (16, 16)
 
 
 def policy_of(kind):
-    build = Build(MODELS[kind], 1, None, torch.float32, torch.device("cpu"), None, False, 1024)
-    return build_policy(build, load_tokenizer(TOKENIZER))
+    spec = ModelSpec(MODELS[kind], seed=1)
+    return build_module(spec, load_tokenizer(TOKENIZER))
 
 
 def rows_of(kind):
@@ -90,8 +90,8 @@ def test_a_frozen_tower_learns_nothing_and_the_rest_what_it_would_have():
     kind = "qwen2_5_vl"
     rows = rows_of(kind)
     _, slopes = one_by_one(kind, rows)
-    build = Build(MODELS[kind], 1, None, torch.float32, torch.device("cpu"), None, False, 1024, freeze=["visual"])
-    policy = build_policy(build, load_tokenizer(TOKENIZER))
+    spec = ModelSpec(MODELS[kind], seed=1, freeze=["visual"])
+    policy = build_module(spec, load_tokenizer(TOKENIZER))
     policy(pack(rows))[0].mean().backward()
     for name, parameter in policy.model.named_parameters():
         if "visual" in name:
@@ -100,7 +100,7 @@ def test_a_frozen_tower_learns_nothing_and_the_rest_what_it_would_have():
             torch.testing.assert_close(parameter.grad, slopes[name], atol=1e-6, rtol=0)
     for wrong, told in (["tower"], "no module 'tower'"), (["model", "lm_head"], "nothing that learns"):
         with pytest.raises(ValueError, match=told):
-            build_policy(replace(build, freeze=wrong), load_tokenizer(TOKENIZER))
+            build_module(replace(spec, freeze=wrong), load_tokenizer(TOKENIZER))
 
 
 def test_an_answer_with_a_placeholder_is_an_error_and_has_no_probability():

@@ -6,9 +6,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlinf import ActorSystem
+from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Row, pack
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.build import Build, build_values
+from rlinf.models.language.build import ModelSpec, build_module
+from rlinf.models.language.fsdp import Layout
 from rlinf.models.language.policy_model import ValueModel
 from rlinf.models.offload import shard_of
 from tests.actors.toys import ALPHABET, VOCABULARY, configuration, furthest, gradients, model
@@ -28,9 +30,9 @@ async def mesh():
         yield await system.collectives.mesh("alone", [0], "cpu")
 
 
-def build(source, mesh=None, dtype=torch.float32):
-    made = Build(source, 0, None, dtype, torch.device("cpu"), mesh, False, 16)
-    return build_values(made, load_tokenizer(ALPHABET))
+def build(source, mesh=None, dtype="float32"):
+    spec = ModelSpec(source, "values", compute=LearningSettings(dtype=dtype, logprob_chunk=16))
+    return build_module(spec, load_tokenizer(ALPHABET), layout=Layout(slices=mesh))
 
 
 def with_opinions(values):
@@ -119,7 +121,7 @@ async def test_a_head_of_a_saved_model_that_is_spread_starts_at_zero(mesh, tmp_p
 
 async def test_in_bfloat16_values_are_near_and_their_head_stays_precise(mesh):
     exact = with_opinions(build(configuration(), mesh))(pack(ROWS))[0]
-    rounded = with_opinions(build(configuration(), mesh, torch.bfloat16))
+    rounded = with_opinions(build(configuration(), mesh, "bfloat16"))
     found, hidden = rounded(pack(ROWS))
     assert (hidden.dtype, found.dtype) == (torch.bfloat16, torch.float32)
     assert 1e-5 < float((found - exact).detach().abs().max()) < 0.2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ import rlinf
 from rlinf import endpoint
 from rlinf.actors.base import JointActor
 from rlinf.algos.losses import supervised
-from rlinf.config.learning import ParallelConfig
+from rlinf.config.learning import LearningSettings, ParallelConfig
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.build import build_model
+from rlinf.models.language.build import ModelSpec, build_model
 from rlinf.models.language.lora import POLICY
 from rlinf.models.offload import Parking
-from rlinf.training.backend import ModelSettings, back_end_of
+from rlinf.training.backend import back_end_of
 from rlinf.training.checkpoint import STATE, StateCopy, write_checkpoint
 from rlinf.training.megatron.backend import MegatronBackEnd
 from rlinf.training.policy import learn_policy
@@ -39,8 +40,8 @@ class PrecisePlain(PlainBackEnd):
     """Computes in float64."""
 
     @classmethod
-    def built(cls, build: Any, made: Any, tokenizer: Any) -> Any:
-        return precisely(lambda: build(made, tokenizer))
+    def build(cls, *given: Any) -> Any:
+        return precisely(partial(super().build, *given))
 
 
 class PreciseMegatron(MegatronBackEnd):
@@ -148,11 +149,10 @@ class Examined(JointActor):
         return {"shapes": back.shapes(), "taken": self._exported(back)}
 
     async def _made(self, **more: Any) -> tuple[Any, Any]:
-        model = ModelSettings(
-            toys.configuration(), sharding=self._sharding, logprob_chunk=5, parallel=self._parallel, **more
-        )
+        compute = LearningSettings(sharding=self._sharding, logprob_chunk=5, parallel=self._parallel)
+        model = ModelSpec(toys.configuration(), compute=compute, **more)
         back = await self._kind.make(self, model, self._tokenizer)
-        optimization = back.optimization(**OPTIMIZER)
+        optimization = back.optimization(LearningSettings(**OPTIMIZER))
         optimization.begin()
         return back, optimization
 

@@ -20,14 +20,14 @@ from rlinf import endpoint
 from rlinf.actors.base import JointActor
 from rlinf.algos.loss_sum import LossSum
 from rlinf.algos.losses import supervised
-from rlinf.config.learning import ParallelConfig
+from rlinf.config.learning import LearningSettings, ParallelConfig
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.data.weights import BUCKET_BYTES
-from rlinf.models.language.build import build_model
+from rlinf.models.language.build import ModelSpec, build_model
 from rlinf.models.language.policy_model import without_head
 from rlinf.training import weight_sync
-from rlinf.training.backend import ModelSettings, back_end_of
+from rlinf.training.backend import back_end_of
 from rlinf.training.megatron.state import fill
 from tests.actors import toys
 from tests.training.programs.alive import Alive
@@ -94,12 +94,18 @@ class Split(JointActor):
         source = configuration(kind, layers)
         back: Any = await back_end_of("megatron").make(
             self,
-            ModelSettings(
-                source, head=head, parallel=ParallelConfig(**split), logprob_chunk=7, dtype=dtype,
-                gradient_checkpointing="checkpointed" in how,
+            ModelSpec(
+                source,
+                head,
+                compute=LearningSettings(
+                    parallel=ParallelConfig(**split),
+                    logprob_chunk=7,
+                    dtype=dtype,
+                    gradient_checkpointing="checkpointed" in how,
+                ),
             ),
             self._tokenizer,
-        )  # fmt: skip
+        )
         net = build_model(source, self._tokenizer).eval()
         if head == "values":
             without_head(net)
@@ -110,7 +116,8 @@ class Split(JointActor):
         found: dict[str, Any] = await self.compute(self._compared, back, net, head)
         if dtype == "bfloat16" and kind in ("qwen2", "qwen3") and head == "logprobs":
             if (kind, layers) not in self._by_fsdp:
-                fsdp = await back_end_of("fsdp").make(self, ModelSettings(source, dtype=dtype), self._tokenizer)
+                spec = ModelSpec(source, compute=LearningSettings(dtype=dtype))
+                fsdp = await back_end_of("fsdp").make(self, spec, self._tokenizer)
                 self._by_fsdp[kind, layers] = await self.compute(self._loss, fsdp, net)
             found["FSDP's loss"] = self._by_fsdp[kind, layers]
         return found
@@ -120,8 +127,8 @@ class Split(JointActor):
         """The most bytes that were alive at once while weights were packed, beside those that were there before and the
         buckets; and whether the weights are the model's."""
         source = toys.configuration("qwen2", hidden_size=128, intermediate_size=192)
-        settings = ModelSettings(source, parallel=ParallelConfig(**split))
-        back: Any = await back_end_of("megatron").make(self, settings, self._tokenizer)
+        spec = ModelSpec(source, compute=LearningSettings(parallel=ParallelConfig(**split)))
+        back: Any = await back_end_of("megatron").make(self, spec, self._tokenizer)
         return await self.compute(self._packed, back, build_model(source, self._tokenizer))
 
     def _packed(self, back: Any, net: Any) -> dict[str, Any]:
@@ -143,7 +150,7 @@ class Split(JointActor):
     def _loss(self, back: Any, net: Any) -> float:
         """Of a step on all rows, of which this rank has its share."""
         back.take({name: parameter.detach() for name, parameter in net.named_parameters()})
-        learner = back.optimization(lr=0.01)
+        learner = back.optimization(LearningSettings(lr=0.01))
         learner.begin()
         learner.accumulate(self._batches(back), loss, entropy_slope=True)
         return float(learner.step()[1]["loss"])
@@ -157,7 +164,7 @@ class Split(JointActor):
         back.take(given)
         fill([piece for piece in back._pieces if piece.name.startswith("score.")], given)
         settings = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1, "grad_clip": 0.5}
-        learner = back.optimization(**settings)
+        learner = back.optimization(LearningSettings(**settings))
         probe = pack(rows()[:7])
         found = back.outputs(probe)[0]
         with torch.no_grad():

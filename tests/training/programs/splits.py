@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM
 import rlinf
 from rlinf import endpoint
 from rlinf.actors.base import JointActor
-from rlinf.config.learning import ParallelConfig
+from rlinf.config.learning import LearningSettings, ParallelConfig
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.training.backend import ModelSettings, back_end_of
+from rlinf.models.language.build import ModelSpec
+from rlinf.training.backend import back_end_of
 from rlinf.training.checkpoint import STATE, write_checkpoint
 from rlinf.training.export import MODEL
 from rlinf.training.policy import learn_policy
@@ -103,16 +104,18 @@ class Split(JointActor):
         self._tokenizer = load_tokenizer(toys.ALPHABET)
 
     async def _made(self, case: Case, seed: int = 0, source: str | None = None) -> tuple[Any, Any]:
-        model = ModelSettings(
+        model = ModelSpec(
             toys.configuration(case.kind, **case.more) if source is None else source,
             seed=seed,
-            sharding=case.sharding,
-            parallel=ParallelConfig(**case.parallel),
-            logprob_chunk=5,
-            **case.settings,
+            compute=LearningSettings(
+                sharding=case.sharding,
+                parallel=ParallelConfig(**case.parallel),
+                logprob_chunk=5,
+                **case.settings,
+            ),
         )
         back = await back_end_of("tests.actors.watched.Precise").make(self, model, self._tokenizer)
-        optimization = back.optimization(lr=0.01, weight_decay=0.1, grad_clip=0.05)
+        optimization = back.optimization(LearningSettings(lr=0.01, weight_decay=0.1, grad_clip=0.05))
         optimization.begin()
         return back, optimization
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlinf.algos import recipes
+from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Row, pack
 from rlinf.models.language.moe import drift, load
 from rlinf.models.language.policy_model import PolicyModel
@@ -63,7 +64,7 @@ def by_learner(spec, cuts, coefficient, mine):
     policy = PolicyModel(mixture(), router_replay="auto")
     policy.settle()
     share = torch.from_numpy(policy.mixture.load_of(mine))
-    learner = Learner(policy, lr=0.0, grad_clip=1e9)
+    learner = Learner(policy, LearningSettings(lr=0.0, grad_clip=1e9))
     seen = {}
     learner.optimizer.register_step_pre_hook(lambda *_: seen.update(gradients(policy.model)))
     for cut in cuts:

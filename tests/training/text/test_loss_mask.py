@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rlinf import ActorSystem
 from rlinf.actors.reference import Reference
 from rlinf.algos import recipes
+from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Row, cut, pack
 from rlinf.data.sample import Example, Group
 from rlinf.models.language.build import build_model
@@ -63,7 +64,7 @@ def test_gradients_are_those_of_the_learned_tokens_alone_however_the_batch_is_cu
     algorithm, ours = ALGORITHMS[name], toys.model()
     policy = PolicyModel(ours, chunk=7)
     policy._use(packs=packs, plain_head=True)
-    learner = Learner(policy, lr=0.0)
+    learner = Learner(policy, LearningSettings(lr=0.0))
     learned = advantage_rows(algorithm, BATCH, later=frozenset({"proximal_logprobs"}))
     rows = [row for some in learned.rows for row in some]
     random.shuffle(rows)
@@ -95,7 +96,7 @@ def test_supervised_gradients_are_those_of_the_learned_tokens_alone():
         losses.append(-logprobs[len(sample.prompt.token_ids) - 1 :][torch.tensor(sample.loss_mask)])
         rows.append(Row(sample.prompt.token_ids, sample.response_ids, loss_mask=sample.loss_mask))
     torch.cat(losses).mean().backward()
-    learner = Learner(PolicyModel(ours), lr=0.0)
+    learner = Learner(PolicyModel(ours), LearningSettings(lr=0.0))
     for piece in (rows[:3], rows[3:]):
         learn_answers(learner, pack(piece))
     weight = float(learner._sum.weight)
@@ -209,7 +210,7 @@ async def test_a_batch_without_a_learned_token_says_so(system):
 def summed(algorithm, batch):
     """Gradients of the batch's mean loss, and the rows."""
     ours = toys.model()
-    learner = Learner(PolicyModel(ours), lr=0.0)
+    learner = Learner(PolicyModel(ours), LearningSettings(lr=0.0))
     learned = advantage_rows(algorithm, batch, later=frozenset({"proximal_logprobs"}))
     rows = [row for some in learned.rows for row in some]
     for piece in cut(rows, [row.size for row in rows], 60):

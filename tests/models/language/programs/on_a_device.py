@@ -18,6 +18,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from rlinf.algos import recipes
 from rlinf.algos.losses import supervised
+from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Row, pack
 from rlinf.models.language.policy_model import PolicyModel, ValueModel
 from rlinf.training.fsdp import Learner
@@ -74,14 +75,14 @@ def rows(spec: Any) -> list[Row]:
 
 
 def learned(policy: Any, spec: Any, given: list[Row]) -> Counter[str]:
-    learner = Learner(policy, lr=0.0)
+    learner = Learner(policy, LearningSettings(lr=0.0))
     with Counted() as counted:
         learn_policy(learner, pack(given), spec, version=3, compare=True, kept={})
     return counted.seen
 
 
 def valued(model: Any, given: list[Row]) -> Counter[str]:
-    learner = Learner(model, lr=0.0)
+    learner = Learner(model, LearningSettings(lr=0.0))
     with Counted() as counted:
         learner.accumulate([pack(given)], lambda batch, found: supervised(found[0], batch.mask))
     return counted.seen

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlinf.data.packing import pack
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.build import Build, build_policy
+from rlinf.models.language.build import ModelSpec, build_module
+from rlinf.models.language.fsdp import Layout
 from tests.models.language.test_pictures import policy_of, rows_of
 from tests.pictured import MODELS, TOKENIZER
 
@@ -24,8 +24,8 @@ def main() -> None:
         rows = rows_of(kind)
         alone = policy_of(kind)
         alone(pack(rows))[0].sum().backward()
-        build = Build(MODELS[kind], 1, None, torch.float32, torch.device("cpu"), mesh, False, 1024, ranks=mesh)
-        policy = build_policy(build, load_tokenizer(TOKENIZER))
+        spec = ModelSpec(MODELS[kind], seed=1)
+        policy = build_module(spec, load_tokenizer(TOKENIZER), "cpu", Layout(mesh, mesh))
         mine = [row for row in rows if bool(row.images) == (dist.get_rank() == 0)]
         policy(pack(mine))[0].sum().backward()
         expected = {name: one.grad for name, one in alone.model.named_parameters()}

@@ -1,25 +1,16 @@
-"""Sums that stay un-normalised until the very end.
+"""Sums that stay un-normalised until the very end, and what advantages and losses are computed from.
 
 A micro-batch flows in as tensors and comes out as a `LossSum`: the sum of a loss over its tokens, and how many tokens
 that were. LossSums add; only the optimizer step divides, once, by the count of the whole batch. So the gradient does
-not depend on how the batch was cut, packed, ordered or spread over ranks.
+not depend on how the batch was cut, packed, ordered or spread over ranks. A sequence lies whole in one micro-batch, so
+that sums over sequences add over micro-batches and ranks like sums over tokens.
 
-Errors that say what was wrong and what was probably meant. Names and numbers in, ValueError out.
+    LossSum, Mean, Max, Explained, EffectiveSize, MetricGroup       sums of a loss and of its metrics
+    Mask, Sequences             which positions count, and which sequence they belong to
+    Answers, Advantages, MicroBatch         plain data; `need` names what an algorithm misses in them
+    one_of, same_shape, within  checks of arguments, whose errors say what was probably meant
 
-Masked tensors, and autograd functions with hand-written derivatives, that every loss builds on.
-
-Numbers under the mask may be anything, NaN and inf included, and count for nothing. Everything is float32 inside
-(float64 stays). A loss gives its values and its derivatives side by side, as formulas, and `attach` hands the second
-to autograd. On a CPU that is ten times faster than to let autograd differentiate clamps and maxima, whose backward
-passes select with `where`, at the price of an exponential each.
-
-Which tokens belong to one sequence: rows of a rectangle, or ids beside packed tokens.
-
-A sequence lies whole in one micro-batch, so sums over sequences add over micro-batches and ranks like sums over tokens.
-
-What advantages and losses are computed from: judged answers of whole groups, and tokens of a micro-batch.
-
-Plain data; which tensors an algorithm needs is its own business, and `need` says which is missing.
+Everything is float32 (float64 stays).
 """
 
 from __future__ import annotations
@@ -27,183 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
-
-
-def one_of(where: str, argument: str, value: object, choices: Iterable[str]) -> None:
-    """Check that `value` is one of the names.
-
-    Raises:
-        ValueError: it is not; the text names the nearest.
-    """
-    names = list(choices)
-    if value not in names:
-        near = get_close_matches(str(value), names, n=1)
-        raise ValueError(
-            f"{where}: {argument}={value!r} is none of {names}" + (f"; meant {near[0]!r}?" if near else "")
-        )
-
-
-def same_shape(where: str, of: str, like: Tensor, **others: Tensor | None) -> None:
-    """Check that the tensors given (None is not) have the shape of `like`, which the text calls `of`.
-
-    Raises:
-        ValueError: one has not.
-    """
-    for argument, value in others.items():
-        if value is not None and value.shape != like.shape:
-            raise ValueError(f"{where}: {argument} {list(value.shape)} must have the shape of {of} {list(like.shape)}")
-
-
-def within(where: str, argument: str, value: float, low: float = float("-inf"), high: float = float("inf")) -> None:
-    """Check that low <= value <= high, and that it is a number.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not low <= value <= high:
-        bounds = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
-        raise ValueError(f"{where}: {argument}={value} must be {bounds}")
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """A metric that is an average: its sum and what to divide it by. Adding two averages over both."""
-
-    total: Tensor
-    """Sum of the values, []."""
-    weight: Tensor
-    """Number of values (or their total weight), []."""
-
-    @property
-    def value(self) -> float:
-        """The average; 0.0 over nothing."""
-        weight = float(self.weight)
-        return float(self.total) / weight if weight else 0.0
-
-    @property
-    def empty(self) -> bool:
-        """Nothing has been added up."""
-        return not float(self.weight)
-
-    def nothing(self) -> Mean:
-        """What adds nothing."""
-        return Mean(torch.zeros_like(self.total), torch.zeros_like(self.weight))
-
-    def __add__(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.weight + other.weight)
-
-
-@dataclass(frozen=True, slots=True)
-class Max:
-    """A metric that is a maximum. Adding two takes the larger."""
-
-    largest: Tensor
-    """The largest value so far, []; -inf over nothing."""
-
-    @property
-    def value(self) -> float:
-        """The maximum; 0.0 over nothing."""
-        largest = float(self.largest)
-        return largest if largest != float("-inf") else 0.0
-
-    @property
-    def empty(self) -> bool:
-        """Nothing has been compared."""
-        return float(self.largest) == float("-inf")
-
-    def nothing(self) -> Max:
-        """What adds nothing."""
-        return Max(torch.full_like(self.largest, float("-inf")))
-
-    def __add__(self, other: Max) -> Max:
-        return Max(torch.maximum(self.largest, other.largest))
-
-
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """How much of the variance of targets a prediction explains: 1 - Var(target - prediction) / Var(target)."""
-
-    moments: Tensor
-    """Number of targets, their sum and sum of squares, then the same two of target - prediction, float64 [5]."""
-
-    @classmethod
-    def of(cls, prediction: Tensor, target: Tensor, mask: Mask) -> Explained:
-        """The metric of predictions where `mask` counts."""
-        error, target = (target - prediction).detach().double(), target.detach().double()
-        sums = [mask.sum(x) for x in (target, target.square(), error, error.square())]
-        return cls(torch.stack([mask.number, *sums]))
-
-    @property
-    def value(self) -> float:
-        """1 for a perfect prediction, 0 for a constant one; 0.0 where the targets do not vary."""
-        count, target, target_square, error, error_square = self.moments.tolist()
-        variance = target_square - target * target / count if count else 0.0
-        # Of equal targets only rounding is left, which must not be divided by.
-        if variance <= 1e-12 * max(target_square, error_square):
-            return 0.0
-        return float(1.0 - (error_square - error * error / count) / variance)
-
-    def nothing(self) -> Explained:
-        """What adds nothing."""
-        return Explained(torch.zeros_like(self.moments))
-
-    def __add__(self, other: Explained) -> Explained:
-        return Explained(self.moments + other.moments)
-
-
-@dataclass(frozen=True, slots=True)
-class EffectiveSize:
-    """The share of samples that is left when they count with unequal weights: (sum w)^2 / (n sum w^2), of Kish."""
-
-    moments: Tensor
-    """Number of weights, their sum and their sum of squares, float64 [3]."""
-
-    @classmethod
-    def of(cls, weights: Tensor, mask: Mask) -> EffectiveSize:
-        """The metric of weights where `mask` counts."""
-        return cls(torch.stack([mask.number, mask.sum(weights), mask.sum(weights.square())]))
-
-    @property
-    def value(self) -> float:
-        """1 where all weights are equal, 1 / n where one has all of it; 1.0 over nothing."""
-        count, total, square = self.moments.tolist()
-        return float(total * total / (count * square)) if square else 1.0
-
-    @property
-    def empty(self) -> bool:
-        """There are no weights."""
-        return not float(self.moments[0])
-
-    def nothing(self) -> EffectiveSize:
-        """What adds nothing."""
-        return EffectiveSize(torch.zeros_like(self.moments))
-
-    def __add__(self, other: EffectiveSize) -> EffectiveSize:
-        return EffectiveSize(self.moments + other.moments)
-
-
-@dataclass(frozen=True, slots=True)
-class Several:
-    """Several metrics of the same sums. Adding two adds the sums."""
-
-    sums: Tensor
-    """Of any shape, float64."""
-    told: Callable[[Tensor], Mapping[str, float]]
-    """Metrics by their names, of the sums of the whole batch."""
-
-    def nothing(self) -> Several:
-        """What adds nothing."""
-        return Several(torch.zeros_like(self.sums), self.told)
-
-    def __add__(self, other: Several) -> Several:
-        return Several(self.sums + other.sums, self.told)
-
-
-Metric = Mean | Max | Explained | EffectiveSize | Several
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +34,11 @@ class LossSum:
     """
 
     total: Tensor
-    """Sum over tokens of loss x mask (x coefficient, see `aggregate`), [], differentiable."""
+    """Sum over tokens of loss x mask (x coefficient, see `losses.coefficients`), [], differentiable."""
     weight: Tensor
-    """What to divide by: tokens, or sequences, [], float64 so that counting is exact beyond 2^24 tokens."""
+    """Divisor: tokens, or sequences, [], float64 so that counting is exact beyond 2^24 tokens."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """What to watch, as sums too; without gradient."""
+    """Metrics, as sums too; without gradient."""
 
     def __add__(self, other: LossSum) -> LossSum:
         metrics = dict(self.metrics)
@@ -242,7 +61,7 @@ class LossSum:
         return LossSum(self.total + scale * term.total, self.weight, {**self.metrics, **term.metrics})
 
     def watching(self, metrics: Mapping[str, Metric]) -> LossSum:
-        """The same loss with further metrics."""
+        """This loss with further metrics."""
         return LossSum(self.total, self.weight, {**self.metrics, **metrics})
 
     def mean(self) -> Tensor:
@@ -254,37 +73,174 @@ class LossSum:
         return float(self.total) / (float(self.weight) or 1.0)
 
     def detach(self) -> LossSum:
-        """The same sums without the graph that made them, to keep while further micro-batches come."""
+        """These sums without the graph that made them, to keep while further micro-batches come."""
         return LossSum(self.total.detach(), self.weight, self.metrics)
 
-    def told_by_another(self) -> LossSum:
+    def zeros_like(self) -> LossSum:
         """Sums of the same names that add nothing: of a rank that computed the same tokens as another."""
-        none = {name: metric.nothing() for name, metric in self.metrics.items()}
-        return LossSum(torch.zeros_like(self.total), torch.zeros_like(self.weight), none)
+        metrics = {name: metric.zeros_like() for name, metric in self.metrics.items()}
+        return LossSum(torch.zeros_like(self.total), torch.zeros_like(self.weight), metrics)
 
     def values(self) -> dict[str, float]:
         """Every metric as a number; those over nothing are absent, since 0 would look like a measurement."""
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for name, metric in self.metrics.items():
-            if isinstance(metric, Several):
-                found |= metric.told(metric.sums)
-            elif isinstance(metric, Explained) or not metric.empty:
-                found[name] = metric.value
-        return found
+            if isinstance(metric, MetricGroup):
+                numbers |= metric.metrics(metric.sums)
+            elif not metric.empty:
+                numbers[name] = metric.value
+        return numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A metric that is an average: its sum and what to divide it by. Adding two averages over both."""
+
+    total: Tensor
+    """Sum of the values, []."""
+    weight: Tensor
+    """Number of values (or their total weight), []."""
+
+    @property
+    def value(self) -> float:
+        """The average; 0.0 over nothing."""
+        weight = float(self.weight)
+        return float(self.total) / weight if weight else 0.0
+
+    @property
+    def empty(self) -> bool:
+        """Nothing has been added up."""
+        return not float(self.weight)
+
+    def zeros_like(self) -> Mean:
+        """An average over nothing."""
+        return Mean(torch.zeros_like(self.total), torch.zeros_like(self.weight))
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """A metric that is a maximum. Adding two takes the larger."""
+
+    largest: Tensor
+    """The largest value so far, []; -inf over nothing."""
+
+    @property
+    def value(self) -> float:
+        """The maximum; 0.0 over nothing."""
+        return 0.0 if self.empty else float(self.largest)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing has been compared."""
+        return float(self.largest) == float("-inf")
+
+    def zeros_like(self) -> Max:
+        """A maximum over nothing."""
+        return Max(torch.full_like(self.largest, float("-inf")))
+
+    def __add__(self, other: Max) -> Max:
+        return Max(torch.maximum(self.largest, other.largest))
+
+
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """A metric that follows from sums. Adding two adds the sums."""
+
+    moments: Tensor
+
+    @property
+    def empty(self) -> bool:
+        """Nothing has been added up."""
+        return not float(self.moments[0])
+
+    def zeros_like(self) -> Self:
+        """Sums over nothing."""
+        return type(self)(torch.zeros_like(self.moments))
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.moments + other.moments)
+
+
+class Explained(_Moments):
+    """How much of the variance of targets a prediction explains: 1 - Var(target - prediction) / Var(target).
+
+    Its moments: number of targets, their sum and sum of squares, then the same two of target - prediction, float64 [5].
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, prediction: Tensor, target: Tensor, mask: Mask) -> Explained:
+        """The metric of predictions where `mask` counts."""
+        error, target = (target - prediction).detach().double(), target.detach().double()
+        sums = [mask.sum(x) for x in (target, target.square(), error, error.square())]
+        return cls(torch.stack([mask.number, *sums]))
+
+    @property
+    def value(self) -> float:
+        """1 for a perfect prediction, 0 for a constant one; 0.0 where the targets do not vary."""
+        count, target, target_square, error, error_square = self.moments.tolist()
+        variance = target_square - target * target / count if count else 0.0
+        # Of equal targets only rounding is left, which must not be divided by.
+        if variance <= 1e-12 * max(target_square, error_square):
+            return 0.0
+        return float(1.0 - (error_square - error * error / count) / variance)
+
+    @property
+    def empty(self) -> bool:
+        """False: over nothing, it is 0."""
+        return False
+
+
+class EffectiveSize(_Moments):
+    """The share of samples that is left when they count with unequal weights: (sum w)^2 / (n sum w^2), of Kish.
+
+    Its moments: number of weights, their sum and their sum of squares, float64 [3].
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, weights: Tensor, mask: Mask) -> EffectiveSize:
+        """The metric of weights where `mask` counts."""
+        return cls(torch.stack([mask.number, mask.sum(weights), mask.sum(weights.square())]))
+
+    @property
+    def value(self) -> float:
+        """1 where all weights are equal, 1 / n where one has all of it; 1.0 over nothing."""
+        count, total, square = self.moments.tolist()
+        return float(total * total / (count * square)) if square else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MetricGroup:
+    """Several metrics of the same sums. Adding two adds the sums."""
+
+    sums: Tensor
+    """Sums of any shape, float64."""
+    metrics: Callable[[Tensor], Mapping[str, float]]
+    """Metrics by their names, from the sums of the whole batch."""
+
+    def zeros_like(self) -> MetricGroup:
+        """Sums over nothing."""
+        return MetricGroup(torch.zeros_like(self.sums), self.metrics)
+
+    def __add__(self, other: MetricGroup) -> MetricGroup:
+        return MetricGroup(self.sums + other.sums, self.metrics)
+
+
+Metric = Mean | Max | Explained | EffectiveSize | MetricGroup
 
 
 def _join(a: Metric, b: Metric) -> Metric:
-    if isinstance(a, Mean) and isinstance(b, Mean):
-        return a + b
-    if isinstance(a, Max) and isinstance(b, Max):
-        return a + b
-    if isinstance(a, Explained) and isinstance(b, Explained):
-        return a + b
-    if isinstance(a, EffectiveSize) and isinstance(b, EffectiveSize):
-        return a + b
-    if isinstance(a, Several) and isinstance(b, Several):
-        return a + b
-    raise TypeError(f"one metric name stands for a {type(a).__name__} and a {type(b).__name__}: give them two names")
+    if type(a) is not type(b):
+        raise TypeError(
+            f"one metric name stands for a {type(a).__name__} and a {type(b).__name__}: give them two names"
+        )
+    return a + b  # type: ignore[operator]
 
 
 def mean_of(values: Tensor, mask: Tensor) -> Mean:
@@ -358,8 +314,9 @@ class Mask:
         return counted.sum().double()
 
 
-_COUNTED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Of ids on accelerators, how many sequences they tell apart; beside the tensor, which losses of any origin hand on."""
+_NUMBERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Number of sequences by their ids, for ids on accelerators: kept beside the tensor, which losses of any origin hand
+on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +353,7 @@ def counted(ids: Tensor, number: int) -> Tensor:
         number: how many sequences there are.
     """
     if ids.device.type != "cpu":
-        _COUNTED[ids] = number
+        _NUMBERS[ids] = number
     return ids
 
 
@@ -421,8 +378,8 @@ def sequences_in(where: str, like: Tensor, ids: Tensor | None) -> Sequences:
     same_shape(where, "the tokens", like, sequences=ids)
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"{where}: sequences must be whole numbers from 0, not {ids.dtype}")
-    if ids.device.type != "cpu" and (known := _COUNTED.get(ids)) is not None:
-        return Sequences(ids, known)
+    if ids.device.type != "cpu" and (number := _NUMBERS.get(ids)) is not None:
+        return Sequences(ids, number)
     if ids.numel() == 0:
         return Sequences(ids.long(), 0)
     lowest, highest = ids.aminmax()
@@ -547,3 +504,39 @@ def _given(holder: Answers | MicroBatch, name: str) -> Tensor:
     if value is None:
         raise ValueError(f"{type(holder).__name__}.{name} is missing, which this algorithm needs")
     return value
+
+
+def one_of(where: str, argument: str, value: object, choices: Iterable[str]) -> None:
+    """Check that `value` is one of the names.
+
+    Raises:
+        ValueError: it is not; the text names the nearest.
+    """
+    names = list(choices)
+    if value not in names:
+        near = get_close_matches(str(value), names, n=1)
+        raise ValueError(
+            f"{where}: {argument}={value!r} is none of {names}" + (f"; meant {near[0]!r}?" if near else "")
+        )
+
+
+def same_shape(where: str, of: str, like: Tensor, **others: Tensor | None) -> None:
+    """Check that the tensors given (None is not) have the shape of `like`, which the text calls `of`.
+
+    Raises:
+        ValueError: one has not.
+    """
+    for argument, value in others.items():
+        if value is not None and value.shape != like.shape:
+            raise ValueError(f"{where}: {argument} {list(value.shape)} must have the shape of {of} {list(like.shape)}")
+
+
+def within(where: str, argument: str, value: float, low: float = float("-inf"), high: float = float("inf")) -> None:
+    """Check that low <= value <= high, and that it is a number.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not low <= value <= high:
+        bounds = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
+        raise ValueError(f"{where}: {argument}={value} must be {bounds}")

@@ -158,7 +158,7 @@ class Learner:
         if layout.copies is not None:
             sum_over_copies(self._parameters, layout.copies)
         return optimizer_step(
-            mine if layout.owns_metrics else mine.told_by_another(),
+            mine if layout.owns_metrics else mine.zeros_like(),
             self._parameters,
             self.optimizer,
             ranks=layout.ranks,

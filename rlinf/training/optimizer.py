@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from rlinf.algos.loss_sum import EffectiveSize, Explained, LossSum, Max, Mean, Metric, Several
+from rlinf.algos.loss_sum import EffectiveSize, Explained, LossSum, Max, Mean, Metric, MetricGroup
 from rlinf.models.offload import shard_of
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -424,8 +424,8 @@ def over_ranks(mine: LossSum, square: Tensor, ranks: DeviceMesh | None) -> tuple
     metrics: dict[str, Metric] = {}
     for name in names:
         kind, own = type(mine.metrics[name]), mine.metrics[name]
-        if isinstance(own, Several):
-            metrics[name] = Several(next(pieces).view(own.sums.shape), own.told)
+        if isinstance(own, MetricGroup):
+            metrics[name] = MetricGroup(next(pieces).view(own.sums.shape), own.metrics)
         elif kind is Max:
             metrics[name] = Max(next(highs))
         elif kind is Mean:
@@ -439,6 +439,6 @@ def _addends(metric: Metric) -> tuple[Tensor, ...]:
     """What of a metric is added over ranks."""
     if isinstance(metric, Mean):
         return metric.total, metric.weight
-    if isinstance(metric, Several):
+    if isinstance(metric, MetricGroup):
         return (metric.sums,)
     return () if isinstance(metric, Max) else (metric.moments,)

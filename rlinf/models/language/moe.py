@@ -52,7 +52,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from rlinf.algos.loss_sum import Metric, Several, mean_of, same_shape
+from rlinf.algos.loss_sum import Metric, MetricGroup, mean_of, same_shape
 from rlinf.data.packing import Packed, Row
 from rlinf.data.routes import compact_type, load_of
 from rlinf.models.language.tensor_parallel import Share, exchanged, local
@@ -76,7 +76,7 @@ def load(counts: Tensor, chances: Tensor) -> dict[str, Metric]:
         ValueError: shapes differ.
     """
     same_shape("load", "counts", counts, chances=chances)
-    return {"moe": Several(torch.stack([counts.detach().double(), chances.detach().double()]), _of_load)}
+    return {"moe": MetricGroup(torch.stack([counts.detach().double(), chances.detach().double()]), _of_load)}
 
 
 def _of_load(sums: Tensor) -> dict[str, float]:
@@ -100,7 +100,7 @@ def drift(apart: Tensor, mask: Tensor) -> dict[str, Metric]:
         Metric `moe/route_drift`, the share of pairs of a token and a layer; nothing where no token counts.
     """
     found = mean_of(apart.double(), mask.expand_as(apart))
-    return {"moe/route_drift": Several(torch.stack([found.total, found.weight]), _of_drift)}
+    return {"moe/route_drift": MetricGroup(torch.stack([found.total, found.weight]), _of_drift)}
 
 
 def _of_drift(sums: Tensor) -> dict[str, float]:

@@ -160,15 +160,17 @@ bench-gpu:  ## measure how fast a GPU is put to use, in ten minutes; GPU_ARGS as
 	$(PYTHON) -m benchmarks.gpu.measures $(GPU_ARGS)
 
 # SGLang's pins exclude ours. On a GPU pip brings its CUDA packages; on a CPU the list is exact, and what has no CPU
-# build is stood in for by rlinf/engines/served/stand_ins, which the engine puts on the server's path.
+# build is stood in for by a module that each Python of the environment imports as it starts.
 .PHONY: sglang
 sglang: $(SGLANG)/.installed  ## create .venv-sglang with SGLang, for rollout.engine: sglang; does nothing when that is up to date
 
-$(SGLANG)/.installed: constraints-sglang.txt | $(SGLANG)/bin/python
+$(SGLANG)/.installed: constraints-sglang.txt tests/stand_ins/sglang_on_cpu.py | $(SGLANG)/bin/python
 	if nvidia-smi -L >/dev/null 2>&1; then \
 	  $(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^sglang==' constraints-sglang.txt)"; \
 	else \
-	  $(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-sglang.txt; \
+	  $(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-sglang.txt && \
+	  packages="$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
+	  cp tests/stand_ins/sglang_on_cpu.py "$$packages" && echo "import sglang_on_cpu" >"$$packages/sglang_on_cpu.pth"; \
 	fi
 	$(SGLANG)/bin/python -c 'import importlib.metadata as m; print("sglang", m.version("sglang"), "torch", m.version("torch"))'
 	touch $@

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.tiny_checkpoints import NETWORK
 from rlinf.envs.base import Transition
 from rlinf.envs.episodes import EnvOutput
 from rlinf.envs.toy import REACH, Reach
-from rlinf.models.policy.vla.tiny import NETWORK
 from rlinf.runtime.actor.actor import Actor, endpoint
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.embodied_learning_cases import Case, Expert, parameters
+from examples.tiny_checkpoints import write_tiny_flow, write_tiny_openvla
 from rlinf.actors.env import EnvActor
 from rlinf.actors.policy import PolicyActor
 from rlinf.actors.policy_trainer import PolicyTrainer
@@ -24,7 +25,6 @@ from rlinf.flows.evaluate import trials
 from rlinf.flows.imitate import imitate
 from rlinf.flows.record import record
 from rlinf.models.policy.build import fitted, make_policy
-from rlinf.models.policy.vla import tiny
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.embodied.trajectories import summary
@@ -73,7 +73,7 @@ async def outcome(name: str, case: Case, seed: int, directory: Path, episodes: i
         env, config = await _environments(system, case, seed)
         path = None
         if case.checkpoint is not None:
-            write_tiny: Any = tiny.write_tiny_flow if config["type"] in ("pi0", "pi05") else tiny.write_tiny_openvla
+            write_tiny: Any = write_tiny_flow if config["type"] in ("pi0", "pi05") else write_tiny_openvla
             path = str(write_tiny(directory / "checkpoint", config["type"], seed=seed, **case.checkpoint))
         learning = {"algorithm": case.algorithm, "group_size": case.group_size, "seed": seed, **case.learning}
         policy = await system.spawn(PolicyActor, name="policy", policy=config, path=path)

@@ -35,6 +35,8 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """What stands for them in a rehearsal."""
+REHEARSED = "tests.stand_ins.recorder.Recorder"
+"""What records the steps of an engine in a rehearsal."""
 COMMON: dict[str, Any] = {
     "max_position_embeddings": 32768, "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip

@@ -199,7 +199,7 @@ def test_a_service_learns_what_its_users_like_while_it_serves_them(tmp_path):
 
 
 def test_the_gallery_has_every_example():
-    assert {*gallery.names()} == {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert {*gallery.names()} == {path.stem for path in (ROOT / "examples").glob("*.py")} - {"tiny_checkpoints"}
 
 
 @pytest.mark.parametrize("name", gallery.names())

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.gpu.checks.device import CLOCK, NAMES, cudnn_attention, emptied, kernels
 from benchmarks.gpu.checks.judging import Bound, judge
 from benchmarks.gpu.checks.parts import Made, engine, prompts, requests
-from benchmarks.gpu.scale import Outcome, Scale
+from benchmarks.gpu.scale import REHEARSED, Outcome, Scale
 from rlinf.engines.base import Completion, Request
 
 GRAPHS = "CUDA graphs"
@@ -106,7 +106,7 @@ def recorded(scale: Scale) -> Outcome:
 
     plain, beside = asyncio.run(by("off"))
     emptied(scale.device)
-    found, decoding = asyncio.run(by("rehearse" if scale.rehearse else "auto"))
+    found, decoding = asyncio.run(by(REHEARSED if scale.rehearse else "auto"))
     equal = [np.array_equal(a.response_ids, b.response_ids) for a, b in zip(found, plain, strict=True)]
     apart = [
         float(np.abs(a.logprobs - b.logprobs).max()) for a, b, same in zip(found, plain, equal, strict=True) if same

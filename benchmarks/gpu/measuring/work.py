@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.scale import NotRun, Scale
+from benchmarks.gpu.scale import REHEARSED, NotRun, Scale
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.engines.base import Request, Sampling, StepStats
 from rlinf.engines.transformers.engine import TransformersEngine
@@ -41,7 +41,7 @@ def engine_of(model: Any, scale: Scale, path: str, *, max_rows: int) -> Transfor
         NotRun: this engine has no such path here.
     """
     enter_device()  # as the runtime does: which kernels attention may use is said there
-    graphs = scale.of("auto", "rehearse") if path == "graphed" else "off"
+    graphs = scale.of("auto", REHEARSED) if path == "graphed" else "off"
     engine = TransformersEngine(model, compute=inline, max_rows=max_rows, graphs=graphs)
     if path == "graphed" and not engine.decoding.startswith(RECORDED):
         raise NotRun(f"no graphs: the engine decodes {engine.decoding}")

@@ -46,7 +46,7 @@ from rlinf.data.safetensors_io import write_tensors
 from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights
 from rlinf.engines.base import EngineSetup, Request, RequestRefused
-from rlinf.engines.served import far_side, stand_ins
+from rlinf.engines.served import far_side
 from rlinf.engines.served.engine import ServedEngine
 from rlinf.engines.served.server import (
     Ask,
@@ -368,13 +368,11 @@ class SGLangServer:
         return [*map(str, words), *options.args]
 
     def environment(self) -> Mapping[str, str | None]:
-        paths = [*far_side.__path__]
         variables: dict[str, str | None] = {"HF_HUB_OFFLINE": "1"}
         if self._options.device == "cpu":
-            paths += stand_ins.__path__
             variables |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
             variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        return {**variables, "PYTHONPATH": os.pathsep.join(paths)}
+        return {**variables, "PYTHONPATH": os.pathsep.join(far_side.__path__)}
 
     async def greet(self, http: Http) -> None:
         said = await http.get("/server_info")

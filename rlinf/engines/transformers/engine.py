@@ -424,8 +424,8 @@ class TransformersEngine(Engine):
         keep_tokens: of KV cache that are kept of conversations between their turns at most, those used longest ago
             going first; 0 for none. Default: what `max_tokens` leaves beside the answers in flight, or without that
             as much as `max_rows` of the longest answers may come to.
-        graphs: `auto` records decode steps as CUDA graphs where model and machine allow it; `off` does not; `rehearse`
-            does as if there were graphs on the CPU, to try that way out.
+        graphs: `auto` records decode steps as CUDA graphs where model and machine allow it; `off` does not; the dotted
+            path of a `graphs.Recorder` has that record instead, on the CPU, to try that way out.
         routes: tell to which experts of a mixture tokens go.
         version: of the weights the model has now.
         pictures: reads those of prompts; None if the model reads text alone.

@@ -9,12 +9,6 @@ Flows in: functions on tensors that stay where they are. Flows out: recordings. 
 A recording reads and writes the addresses that it saw, and Python is not asked again: what differs between two steps
 lies in tensors.
 
-Recordings without a GPU, as strict as CUDA graphs: for tests, and for rehearsing the way of GPUs on a CPU.
-
-Flows in: a function, run once. Flows out: a recording, which repeats the tensor operations that were seen, on the same
-tensors and with the same numbers, and asks Python nothing. What lies in no tensor is as it was when it was recorded,
-and what the work made in between is spoiled after each replay, so that whoever relies on either finds out.
-
 A decode step as a recording sees it: everything that differs from one step to the next lies in tensors that stay.
 
 Flows in: the rows, uploaded when they change. Flows out: a token and its log-prob per row, in `told`. Plain blocking
@@ -42,15 +36,14 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from rlinf.config.importing import mistake_in, resolve
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers.batch import BandedRows, Reader, Rows
 from rlinf.engines.transformers.model import Block, LeanForward, ModelForward, tolerance
@@ -259,83 +252,6 @@ def upload(target: Tensor, values: np.ndarray) -> None:
     if target.is_cuda:  # page-locked memory of torch's own store, which keeps it until it has been read
         host = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
     target.copy_(host, non_blocking=True)
-
-
-_WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::is_nonzero")
-"""Operations whose results Python needs: a device that records has none."""
-
-
-class RehearsedRecorder:
-    """Records on a CPU."""
-
-    def __init__(self) -> None:
-        self.recorded: list[Hashable] = []
-        """Names of all recordings so far."""
-
-    def record(self, name: Hashable, work: Callable[[], Tensor]) -> Recording:
-        self.recorded.append(name)
-        return _Rehearsed(work)
-
-    def clear(self) -> None:
-        """Nothing to do: memory goes with the recordings."""
-
-
-class _Rehearsed:
-    def __init__(self, work: Callable[[], Tensor]):
-        self._seen = _Seen()
-        with self._seen:
-            self.output = work()
-        self._spoil(every=True)
-
-    def replay(self) -> None:
-        for function, args, kwargs, results, addresses in self._seen.operations:
-            if _addresses(args, kwargs) != addresses:
-                raise RuntimeError(f"{function} was recorded with tensors that lie elsewhere now")
-            for old, new in zip(results, _tensors(function(*args, **kwargs)), strict=True):
-                if new.data_ptr() != old.data_ptr():
-                    old.copy_(new)
-        self._spoil()
-
-    def _spoil(self, *, every: bool = False) -> None:
-        kept = None if every else self.output.untyped_storage().data_ptr()
-        for tensor in self._seen.made:
-            if tensor.untyped_storage().data_ptr() != kept:
-                tensor.fill_(
-                    torch.nan if tensor.is_floating_point() else 1 if tensor.dtype == torch.bool else -(1 << 20)
-                )
-
-
-class _Seen(TorchDispatchMode):
-    """Writes down every operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[tuple[Any, Any, Any, list[Tensor], list[int]]] = []
-        self.made: list[Tensor] = []
-        """Tensors in memory that was not there before, one for each."""
-        self._memory: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.name in _WAITS:
-            raise RuntimeError(f"{func} waits for the device, which a recording cannot")
-        self._memory.update(tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs)))
-        found = func(*args, **kwargs)
-        results = _tensors(found)
-        self.operations.append((func, args, kwargs, results, _addresses(args, kwargs)))
-        for tensor in results:
-            if tensor.numel() and tensor.untyped_storage().data_ptr() not in self._memory:
-                self._memory.add(tensor.untyped_storage().data_ptr())
-                self.made.append(tensor)
-        return found
-
-
-def _addresses(*trees: Any) -> list[int]:
-    return [tensor.data_ptr() for tensor in _tensors(trees)]
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class Step:
@@ -651,17 +567,20 @@ def row_sizes(max_rows: int) -> list[int]:
     return sizes[: next(number for number, size in enumerate(sizes) if size >= max_rows) + 1]
 
 
-Graphs = Literal["auto", "off", "rehearse", False]
-"""Whether steps are recorded as CUDA graphs: where that is possible, never, or by a stand-in on the CPU. YAML reads
-`off` as False."""
+Graphs = str | Literal[False]
+"""Whether steps are recorded as CUDA graphs: `auto`, where that is possible; `off`, never, which YAML reads as False;
+or the dotted path of a `Recorder` that stands in for them on a CPU."""
 _REHEARSED_PAGE = 16
-"""Tokens of a page in a rehearsal: a few rows then have several."""
+"""Tokens of a page where a recorder of one's own records: a few rows then have several."""
 
 
 def unknown(graphs: Any) -> str | None:
-    """Why this is no word for `Graphs`; None if it is one."""
-    words = get_args(Graphs)
-    return None if graphs in words else f"graphs={graphs!r} must be one of {', '.join(filter(None, words))}"
+    """Why this is no value of `Graphs`; None if it is one."""
+    if graphs in ("auto", "off", False):
+        return None
+    if not isinstance(graphs, str) or "." not in graphs:
+        return f"graphs={graphs!r} must be auto, off, or the dotted path of a recorder"
+    return None if (mistake := mistake_in(graphs)) is None else f"graphs={graphs}: {mistake}"
 
 
 def rows_for(
@@ -676,15 +595,15 @@ def rows_for(
         max_tokens: of keys and values that answers in flight may come to; None for no bound.
 
     Raises:
-        ValueError: `graphs` is no such word, or the model cannot be rehearsed.
+        ValueError: `graphs` is none of its values, or a recorder of one's own cannot record the model.
     """
     if (problem := unknown(graphs)) is not None:
         raise ValueError(f"rollout.engine_args: {problem}")
-    if graphs == "rehearse":
+    if graphs and "." in graphs:
         if not isinstance(forward, LeanForward) or forward.device.type != "cpu":
-            raise ValueError("rollout.engine_args: graphs=rehearse needs a Llama-like model on the CPU")
+            raise ValueError(f"rollout.engine_args: graphs={graphs} needs a Llama-like model on the CPU")
         name = "recorded steps, rehearsed on the CPU"
-        return _graphed(forward, RehearsedRecorder(), max_rows, _REHEARSED_PAGE, max_tokens, name)
+        return _graphed(forward, resolve(graphs)(), max_rows, _REHEARSED_PAGE, max_tokens, name)
     if graphs in ("off", False) or forward.device.type != "cuda":
         return BandedRows(forward), f"step by step on {forward.device.type}"
     if not isinstance(forward, LeanForward):

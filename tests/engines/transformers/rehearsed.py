@@ -2,6 +2,8 @@
 
 from rlinf.engines.transformers import engine
 
+REHEARSED = "tests.stand_ins.recorder.Recorder"
+
 
 async def build(setup, **settings):
-    return await engine.build(setup, graphs="rehearse", **settings)
+    return await engine.build(setup, graphs=REHEARSED, **settings)

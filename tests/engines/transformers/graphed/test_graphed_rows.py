@@ -17,15 +17,14 @@ from rlinf.engines.transformers import graphs as reading
 from rlinf.engines.transformers.engine import TransformersEngine
 from rlinf.engines.transformers.graphs import row_sizes
 from rlinf.models.offload import bytes_of
+from tests.engines.transformers.rehearsed import REHEARSED
 from tests.engines.transformers.test_engine import VOCABULARY, answers, packed, ragged, request, tiny
 
 
 def both(model_seed=0, kind="qwen2", shape=None, **more):
     """The same engine twice: step by step, and by recorded steps."""
     shape = shape or {}
-    return [
-        TransformersEngine(tiny(kind, model_seed, **shape), graphs=graphs, **more) for graphs in ("off", "rehearse")
-    ]
+    return [TransformersEngine(tiny(kind, model_seed, **shape), graphs=graphs, **more) for graphs in ("off", REHEARSED)]
 
 
 def equal(plain, graphed):
@@ -145,7 +144,7 @@ def test_whatever_happens_in_between_each_token_is_of_the_weights_that_it_names(
     @given(asked_for, events, st.integers(2, 8))
     @settings(max_examples=15)
     def check(asked, happening, max_rows):
-        engine = TransformersEngine(tiny(), graphs="rehearse", reread=reread, max_rows=max_rows)
+        engine = TransformersEngine(tiny(), graphs=REHEARSED, reread=reread, max_rows=max_rows)
         requests, found, taken, seen = asyncio.run(run(engine, asked, happening))
         assert set(found) == {one.id for one in requests} - taken
         for number, one in found.items():
@@ -188,7 +187,7 @@ async def test_who_shares_a_step_depends_on_requests_and_not_on_timing(monkeypat
     requests = ragged(40, Sampling(15, stop_ids=(0, 1)))
     steps = []
     for quick in (True, False):
-        engine = TransformersEngine(tiny(), graphs="rehearse", max_rows=9, max_tokens=150)
+        engine = TransformersEngine(tiny(), graphs=REHEARSED, max_rows=9, max_tokens=150)
         rows, seen = engine._batch._rows, []
         step = rows.step
 
@@ -216,7 +215,7 @@ async def test_who_shares_a_step_depends_on_requests_and_not_on_timing(monkeypat
 
 
 async def test_nothing_is_recorded_again_for_other_weights_and_newcomers():
-    engine = TransformersEngine(tiny(), graphs="rehearse", max_rows=8)
+    engine = TransformersEngine(tiny(), graphs=REHEARSED, max_rows=8)
     recorder = engine._batch._rows._recorder
     await answers(engine, ragged(20, Sampling(12)))
     known = len(recorder.recorded)
@@ -228,7 +227,7 @@ async def test_nothing_is_recorded_again_for_other_weights_and_newcomers():
 
 
 async def test_weights_that_lie_elsewhere_are_recorded_anew():
-    engine = TransformersEngine(tiny(), graphs="rehearse", max_rows=8)
+    engine = TransformersEngine(tiny(), graphs=REHEARSED, max_rows=8)
     requests = ragged(6, Sampling(12))
     before = await answers(engine, requests)
     head = engine._forward._head.weight
@@ -237,7 +236,7 @@ async def test_weights_that_lie_elsewhere_are_recorded_anew():
 
 
 async def test_a_parked_engine_holds_nothing():
-    engine = TransformersEngine(tiny(), graphs="rehearse", max_rows=8)
+    engine = TransformersEngine(tiny(), graphs=REHEARSED, max_rows=8)
     await answers(engine, ragged(6, Sampling(12)))
     rows = engine._batch._rows
     assert bytes_of(rows.cache.keys) > 0
@@ -246,14 +245,14 @@ async def test_a_parked_engine_holds_nothing():
 
 
 async def test_an_answer_has_no_token_past_its_end_and_none_is_counted():
-    engine = TransformersEngine(tiny(), graphs="rehearse", max_rows=8)
+    engine = TransformersEngine(tiny(), graphs=REHEARSED, max_rows=8)
     found = await answers(engine, [request(i, [i], Sampling(5 + i)) for i in range(6)])
     assert [len(found[i].response_ids) for i in range(6)] == [5, 6, 7, 8, 9, 10]
     assert engine.stats.steps == 9  # of the longest, whose first token the prompt gave
 
 
 async def test_logits_that_are_not_finite_are_an_error_and_the_engine_goes_on():
-    engine = TransformersEngine(tiny(), graphs="rehearse", max_rows=8)
+    engine = TransformersEngine(tiny(), graphs=REHEARSED, max_rows=8)
     broken = tiny(seed=1)
     broken.lm_head.weight.data[3] = float("nan")
     await engine.load(packed(broken, 1))

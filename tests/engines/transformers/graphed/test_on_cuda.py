@@ -23,6 +23,7 @@ from rlinf.engines.transformers.batch import Reader
 from rlinf.engines.transformers.graphs import CudaRecorder, GraphedRows, ReadBack, upload
 from rlinf.engines.transformers.model import LeanForward
 from rlinf.engines.transformers.sampling import Slots
+from tests.engines.transformers.rehearsed import REHEARSED
 from tests.engines.transformers.test_engine import tiny
 from tests.fake_cuda import fake_cuda
 
@@ -211,20 +212,20 @@ def test_arrays_are_uploaded_through_page_locked_memory(no_events):
 def test_the_way_is_chosen_by_device_and_model(monkeypatch):
     own = LeanForward(tiny(), 0)
     assert graphs.rows_for(own, 4)[1] == "step by step on cpu"
-    with pytest.raises(ValueError, match="graphs='on' must be one of auto, off, rehearse"):
+    with pytest.raises(ValueError, match="graphs='on' must be auto, off"):
         graphs.rows_for(own, 4, "on")
     monkeypatch.setattr(own, "device", torch.device("cuda", 0))
     for off in ("off", False):  # as which YAML reads it
         assert graphs.rows_for(own, 4, off)[1] == "step by step on cuda"
     with pytest.raises(ValueError, match="on the CPU"):
-        graphs.rows_for(own, 4, "rehearse")
+        graphs.rows_for(own, 4, REHEARSED)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "Triton" in graphs.rows_for(own, 4)[1]
 
 
 def test_steps_that_compute_something_else_are_not_taken(monkeypatch):
     monkeypatch.setattr(graphs, "difference", lambda forward, rows: 0.5)
-    rows, name = graphs.rows_for(LeanForward(tiny(), 0), 4, "rehearse")
+    rows, name = graphs.rows_for(LeanForward(tiny(), 0), 4, REHEARSED)
     assert type(rows).__name__ == "BandedRows"
     assert "off by 50.0%" in name
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from examples.tiny_checkpoints import write_tiny_openvla as write_tiny
 from rlinf.models.policy.build import make_policy
-from rlinf.models.policy.vla.tiny import write_tiny_openvla as write_tiny
 from tests.models.policy.contract import Instance
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rlinf.models.policy.vla.tiny import write_tiny_flow as write_tiny
+from examples.tiny_checkpoints import write_tiny_flow as write_tiny
 from tests.models.policy.contract import Instance
 
 _RUN = {"image": [32, 28, 6], "state_size": 8, "action_size": 7, "chunk": 2, "embodiment": "libero", "steps": 2,

@@ -9,14 +9,14 @@ from torch.nn import functional
 from transformers import GemmaConfig, PI0Config, PI0ForConditionalGeneration
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
+from examples.tiny_checkpoints import SIZES
+from examples.tiny_checkpoints import flow_tokenizer as tokenizer
+from examples.tiny_checkpoints import write_tiny_flow as write_tiny
 from rlinf.data.rng import mix
 from rlinf.models.policy.build import build_policy_model, load_policy, make_policy, save_policy
 from rlinf.models.policy.vla.flow import follow, sinusoids
 from rlinf.models.policy.vla.gemma import AdaptiveNorm, Gemma
 from rlinf.models.policy.vla.pi0 import Prompts, written
-from rlinf.models.policy.vla.tiny import SIZES
-from rlinf.models.policy.vla.tiny import flow_tokenizer as tokenizer
-from rlinf.models.policy.vla.tiny import write_tiny_flow as write_tiny
 from rlinf.training.embodied.ppo import Preparation, choose
 from tests.models.policy.cases import rough
 

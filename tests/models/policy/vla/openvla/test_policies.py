@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from rlinf.models.policy.vla.tiny import write_tiny_openvla as write_tiny
+from examples.tiny_checkpoints import write_tiny_openvla as write_tiny
 from rlinf.training.embodied.ppo import learns
 from tests.models.policy.vla.openvla_case import loaded, seen, shaken, told
 

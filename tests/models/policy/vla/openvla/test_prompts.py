@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from examples.tiny_checkpoints import openvla_tokenizer as tokenizer
 from rlinf.models.policy.vla.openvla import Prompts
 from rlinf.models.policy.vla.robots import OPENVLA_PROMPT
-from rlinf.models.policy.vla.tiny import openvla_tokenizer as tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples.tiny_checkpoints import unit_statistics
+from examples.tiny_checkpoints import write_tiny_openvla as write_tiny
 from rlinf.data.safetensors_io import write_tensors
 from rlinf.models.policy.build import build_policy_model, make_policy, save_policy
 from rlinf.models.policy.published import tensor_files, write_sharded
-from rlinf.models.policy.vla.tiny import unit_statistics
-from rlinf.models.policy.vla.tiny import write_tiny_openvla as write_tiny
 from rlinf.models.policy.vla.tokens import ActionTokens
 from tests.models.policy.vla.openvla_case import CPU, loaded, seen, shaken, told
 

@@ -1,14 +1,12 @@
-"""Tiny random pi0 and pi0.5 of the true structure, in the form in which openpi publishes them.
+"""Writes tiny random checkpoints of vision-language-action models, in the form in which the real ones are published.
 
-    write_tiny(Path("tiny-pi05"), "pi05")        # then policy.type: pi05, policy.path: tiny-pi05
+    write_tiny_flow(Path("tiny-pi05"), "pi05")      # then policy.type: pi05, policy.path: tiny-pi05
+    write_tiny_openvla(Path("tiny-openvla"))        # then policy.type: openvla, policy.path: tiny-openvla
 
-About 100,000 weights, pictures of 28 pixels, a tokenizer of single characters: enough to try a configuration, a flow or
-a trainer within seconds. It knows nothing, and does not learn what the real ones know.
-
-Tiny random OpenVLA checkpoints: the published files, names and structure with small sizes, for tests and trials.
-
-In: where to, and sizes. Out: a directory that `policy.path` takes, with a quarter of the encoders' depth at most and a
-tokenizer that knows the prompt's words; the ids that OpenVLA gives a meaning to (1, 2, 29871, 32000) are the true ones.
+True files, names and structure, small sizes: enough to try a configuration, a flow or a trainer within seconds, without
+a download. They know nothing, and do not learn what the real ones know. pi0 and pi0.5 have about 100,000 weights,
+pictures of 28 pixels and a tokenizer of single characters. OpenVLA's have a quarter of the encoders' depth at most and
+a tokenizer that knows the prompt's words; the ids that OpenVLA gives a meaning to (1, 2, 29871, 32000) are true.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Lets SGLang's published wheels run on a CPU. Python runs this file when the server starts; it changes what follows.
+"""Lets SGLang's published wheels run on a CPU; it changes what is imported after it.
+
+`make sglang` puts it into the environment's site-packages where there is no GPU, with a line of a .pth file that
+imports it whenever a Python of that environment starts.
 
 * torchvision's wheel is linked to CUDA, so that its operators do not load, and importing it fails where they are looked
   up: the two that are missing are declared.

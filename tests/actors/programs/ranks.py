@@ -28,7 +28,8 @@ class Apprentice(Watched, Trainer):
     @endpoint(device=True, joint=True)
     async def become(self, algorithm: AlgorithmSpec, minibatches: int = 1, others: dict | None = None) -> None:
         """Learn by another algorithm from now on, as if for the first time."""
-        self._spec, self._minibatches, self._others = algorithm, minibatches, others or {}
+        self._spec, self._adapters = algorithm, others or {}
+        self._settings = replace(self._settings, minibatches=minibatches)
         self.version = 0
         self.seen.clear()
 

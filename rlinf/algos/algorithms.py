@@ -1,22 +1,15 @@
-"""The parts of an algorithm, as data: what can stand at each place of an `AlgorithmSpec`.
-
-Each is a frozen dataclass that holds its own hyper-parameters and nothing else, so a key that is accepted is a key that
-is used. Advantages and losses are also functions, called as written in `apply`; a user's own function, or frozen
-dataclass with `__call__`, stands in the same place.
-
-An algorithm as data: a name stands for a frozen `AlgorithmSpec`, any field of which can be changed.
+"""Algorithms as data: a frozen `AlgorithmSpec`, any field of which can be changed, and its work on a batch.
 
     recipes.get("dapo")
     recipes.get("dapo", {"loss.clip_high": 0.3, "kl": {"place": "loss", "beta": 0.01}})
     recipes.get("grpo", {"loss": "sapo", "advantage": my_function})
 
-`recipes` has the named ones, and `apply` turns a spec into advantages and losses. Nothing here reads a file: YAML
-arrives as the mapping that it is.
+Judged groups become one `Answers`; `advantages_of` gives each answer (or token) its advantage; the trainer cuts
+`MicroBatch`es and adds up their `loss_of`, then divides once by the summed weight. Pure, without I/O.
 
-A spec put to work: advantages for a batch of groups, and the loss of a micro-batch. Pure, without I/O.
-
-Flow: judged groups become one `Answers`; `advantages_of` gives each answer (or token) its advantage; the trainer cuts
-`MicroBatch`es and adds up what `loss_of` says, then divides once by the summed weight.
+At each place of a spec stands a part: a frozen dataclass that holds its own hyper-parameters and nothing else, so a key
+that is accepted is a key that is used. Advantages and losses are functions, too; a user's own function, or frozen
+dataclass with `__call__`, stands in the same place. `override` reads changes from mappings such as YAML gives.
 """
 
 from __future__ import annotations
@@ -26,29 +19,35 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rlinf.algos import advantages, losses
-from rlinf.algos.advantages import Reduce, at_end, less_kl, uneven
+from rlinf.algos.advantages import Reduce, all_equal, at_end, less_kl, uneven, whiten
 from rlinf.algos.loss_sum import Advantages, Answers, LossSum, Metric, MicroBatch, one_of, same_shape, within
 from rlinf.algos.losses import (
     CUT,
-    ERRORS,
     HOWS,
     KINDS,
     LEVELS,
     RATIOS,
+    Aggregating,
     Error,
     How,
     Kind,
     Level,
+    Options,
     Outside,
     Ratio,
+    check_aipo,
+    check_bounds,
     check_clip,
+    check_rejection,
+    check_sapo,
+    check_value,
 )
 
 # Advantages ----------------------------------------------------------------------------------------------------------
@@ -64,21 +63,21 @@ class GroupRelative:
     def __post_init__(self) -> None:
         one_of("advantage.group_relative", "scale", self.scale, ("std", "none"))
 
-    def __call__(self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None) -> Tensor:
-        found = advantages.group_relative(
+    def __call__(self, answers: Answers, penalty: Tensor | None, reduce: Reduce | None) -> Tensor:
+        relative = advantages.group_relative(
             _totals(answers, penalty), answers.groups, scale=self.scale, weights=answers.weights
         )
         if penalty is None or self.scale == "none":
-            return found
+            return relative
         # where rewards are equal the penalty alone is left, and the division would make it as large as any difference
-        return torch.where(uneven(answers.rewards, answers.groups), found, 0.0)
+        return torch.where(uneven(answers.rewards, answers.groups), relative, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveOneOut:
     """The reward less the others' mean: `advantages.leave_one_out`."""
 
-    def __call__(self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None) -> Tensor:
+    def __call__(self, answers: Answers, penalty: Tensor | None, reduce: Reduce | None) -> Tensor:
         return advantages.leave_one_out(_totals(answers, penalty), answers.groups, weights=answers.weights)
 
 
@@ -89,7 +88,7 @@ class ReinforcePP:
     baseline: bool = False
     """Subtract the group's mean first."""
 
-    def __call__(self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None) -> Tensor:
+    def __call__(self, answers: Answers, penalty: Tensor | None, reduce: Reduce | None) -> Tensor:
         groups = answers.groups if self.baseline else None
         beta = 0.0 if penalty is None else 1.0  # the penalty comes weighted
         return advantages.reinforce_pp(
@@ -120,38 +119,36 @@ class Gae:
         within("advantage.gae", "gamma", self.gamma, 0.0, 1.0)
         within("advantage.gae", "lam", self.lam, 0.0, 1.0)
 
-    def __call__(
-        self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None
-    ) -> tuple[Tensor, Tensor]:
-        rewards, fallen = answers.unspent, answers.token_rewards
-        rewards = at_end(rewards if fallen is None else rewards - fallen.sum(1), answers.mask)
-        rewards = rewards if fallen is None else rewards + fallen
+    def __call__(self, answers: Answers, penalty: Tensor | None, reduce: Reduce | None) -> tuple[Tensor, Tensor]:
+        per_token = answers.token_rewards
+        rest = answers.unspent if per_token is None else answers.unspent - per_token.sum(1)
+        rewards = at_end(rest, answers.mask) if per_token is None else at_end(rest, answers.mask) + per_token
         if penalty is not None:
             rewards = less_kl(rewards, penalty, answers.mask, beta=1.0)
-        found, returns = advantages.gae_tokens(
+        values, returns = advantages.gae_tokens(
             rewards, answers.need("values"), answers.mask, gamma=self.gamma, lam=self.lam
         )
         if not self.whiten:
-            return found, returns
-        if self._says_nothing(answers, reduce):
-            return torch.zeros_like(found), returns
-        return advantages.whiten(found, answers.mask, reduce=reduce), returns
+            return values, returns
+        if self._rewards_are_equal(answers, reduce):
+            return torch.zeros_like(values), returns
+        return whiten(values, answers.mask, reduce=reduce), returns
 
     @staticmethod
-    def _says_nothing(answers: Answers, reduce: advantages.Reduce | None) -> bool:
-        """Rewards are equal, of all answers that count and of all their turns."""
-        counted, fallen = answers.mask.any(1), answers.token_rewards
-        alike = advantages.all_equal(answers.unspent, counted, reduce=reduce)
-        return alike and (fallen is None or advantages.all_equal(fallen, answers.mask.bool(), reduce=reduce))
+    def _rewards_are_equal(answers: Answers, reduce: Reduce | None) -> bool:
+        """All answers that count have the same reward, and so have all their turns."""
+        per_token = answers.token_rewards
+        equal = all_equal(answers.unspent, answers.mask.any(1), reduce=reduce)
+        return equal and (per_token is None or all_equal(per_token, answers.mask.bool(), reduce=reduce))
 
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
     """Log-prob of the teacher less the student's, per token: `advantages.distillation`."""
 
-    def __call__(self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None) -> Tensor:
-        found = advantages.distillation(answers.need("teacher_logprobs"), answers.need("logprobs"), answers.mask)
-        return found if penalty is None else found - penalty
+    def __call__(self, answers: Answers, penalty: Tensor | None, reduce: Reduce | None) -> Tensor:
+        gains = advantages.distillation(answers.need("teacher_logprobs"), answers.need("logprobs"), answers.mask)
+        return gains if penalty is None else gains - penalty
 
 
 def _totals(answers: Answers, penalty: Tensor | None) -> Tensor:
@@ -196,13 +193,13 @@ class Decoupled:
     cap: float = 2.0
     """Largest weight proximal / behavior."""
     outside: Outside = "mask"
-    """What becomes of a larger one."""
+    """A larger one is cut to it (truncate), or its token counts as 0 (mask)."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
-    """Where the proximal log-probs come from: a forward pass before the update, or `importance.interpolate`."""
+    """Where the proximal log-probs come from: a forward pass before the update, or `losses.interpolate`."""
 
     def __post_init__(self) -> None:
         check_clip("loss.decoupled", self.clip_low, self.clip_high, self.dual_clip)
-        losses.check_bounds("loss.decoupled", self.cap, 0.0, self.outside)
+        check_bounds("loss.decoupled", self.cap, 0.0, self.outside)
         one_of("loss.decoupled", "proximal", self.proximal, ("recompute", "interpolate"))
 
     def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
@@ -212,19 +209,9 @@ class Decoupled:
             )
         else:
             proximal = batch.need("proximal_logprobs")
-        return losses.decoupled(
-            batch.logprobs,
-            proximal,
-            batch.need("old_logprobs"),
-            batch.need("advantages"),
-            batch.mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-            cap=self.cap,
-            outside=self.outside,
-            **_options(batch, aggregation, weights),
-        )
+        settings = {name: value for name, value in asdict(self).items() if name != "proximal"}
+        tensors = (proximal, batch.need("old_logprobs"), batch.need("advantages"), batch.mask)
+        return losses.decoupled(batch.logprobs, *tensors, **settings, **_options(batch, aggregation, weights))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +240,7 @@ class Sapo:
     """... and elsewhere."""
 
     def __post_init__(self) -> None:
-        for name in ("tau_pos", "tau_neg"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"loss.sapo: {name}={getattr(self, name)} must be more than 0")
+        check_sapo("loss.sapo", self.tau_pos, self.tau_neg)
 
     def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
         return _surrogate(losses.sapo, self, batch, aggregation, weights)
@@ -275,9 +260,7 @@ class Aipo:
     """Coefficient of the squared log-ratio."""
 
     def __post_init__(self) -> None:
-        if not self.cap > 0:
-            raise ValueError(f"loss.aipo: cap={self.cap} must be more than 0")
-        within("loss.aipo", "drift", self.drift, 0.0)
+        check_aipo("loss.aipo", self.cap, self.mask_low, self.mask_high, self.drift)
 
     def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
         return _surrogate(losses.aipo, self, batch, aggregation, weights)
@@ -287,20 +270,13 @@ def _surrogate(
     loss: Callable[..., LossSum], part: Any, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None
 ) -> LossSum:
     """A loss of log-probs, old log-probs, advantages and mask, with the part's fields as its hyper-parameters."""
-    own = {field.name: getattr(part, field.name) for field in fields(part)}
     tensors = (batch.logprobs, batch.need("old_logprobs"), batch.need("advantages"), batch.mask)
-    return loss(*tensors, **own, **_options(batch, aggregation, weights))
+    return loss(*tensors, **asdict(part), **_options(batch, aggregation, weights))
 
 
-def _options(batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> dict[str, Any]:
-    """What every loss takes alike."""
-    return {
-        "weights": weights,
-        "entropy": batch.entropy,
-        "how": aggregation.how,
-        "norm_length": aggregation.norm_length,
-        "sequences": batch.sequences,
-    }
+def _options(batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> Options:
+    """Keywords of every surrogate."""
+    return {**aggregation.of(batch.sequences), "weights": weights, "entropy": batch.entropy}
 
 
 # The rest ------------------------------------------------------------------------------------------------------------
@@ -308,7 +284,7 @@ def _options(batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """How losses of tokens become one: `aggregate.reduce`."""
+    """How losses of tokens become one: `losses.reduce`."""
 
     how: How = "token-mean"
     """token-mean, seq-mean-token-sum, seq-mean-token-mean or seq-mean-token-sum-norm."""
@@ -323,10 +299,14 @@ class Aggregation:
                 f"{self.how!r}"
             )
 
+    def of(self, sequences: Tensor | None) -> Aggregating:
+        """Keywords of a loss over tokens of these sequences."""
+        return {"how": self.how, "norm_length": self.norm_length, "sequences": sequences}
+
 
 @dataclass(frozen=True, slots=True)
 class Kl:
-    """A penalty for leaving a reference policy: `kl.estimate`."""
+    """A penalty for leaving a reference policy: `losses.estimate`."""
 
     place: Literal["loss", "reward"] = "loss"
     """Added to the loss, or taken off the rewards token by token."""
@@ -354,7 +334,7 @@ class Kl:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Importance sampling between engine and trainer: `importance.weights`, `importance.drifted`.
+    """Importance sampling between engine and trainer: `losses.weights`.
 
     The old log-probs are then the trainer's own, recomputed before the first update; the engine's are the behaviour.
     """
@@ -366,17 +346,17 @@ class Correction:
     level: Level = "token"
     """A weight per token, or one per sequence: the product of its tokens' ratios, or their geometric mean."""
     outside: Outside = "truncate"
-    """What becomes of a weight beyond the bounds: truncate it (TIS), or mask its token (IcePop)."""
+    """A weight beyond the bounds is cut to them (truncate, TIS), or its token counts as 0 (mask, IcePop)."""
 
     def __post_init__(self) -> None:
-        losses.check_bounds("correction", self.cap, self.floor, self.outside)
+        check_bounds("correction", self.cap, self.floor, self.outside)
         one_of("correction", "level", self.level, LEVELS)
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
     """Leaves out sequences that the trainer, before the first update, finds too unlike those it would have drawn:
-    `importance.rejected`."""
+    `losses.rejected`."""
 
     floor: float = 0.5
     """Smallest geometric mean of the ratios trainer / engine of a sequence's tokens, less than 1."""
@@ -386,19 +366,19 @@ class Rejection:
     """Smallest ratio that any token of it may have; 0 for no bound."""
 
     def __post_init__(self) -> None:
-        losses.check_rejection("rejection", self.floor, self.cap, self.least)
+        check_rejection("rejection", self.floor, self.cap, self.least)
 
 
 @dataclass(frozen=True, slots=True)
 class Overlong:
-    """A penalty near the length limit: `shaping.overlong`."""
+    """A penalty near the length limit: `advantages.overlong`."""
 
     longest: int = 20480
     """The limit, tokens."""
     cache: int = 4096
     """How many tokens before it the penalty begins."""
     penalty: float = 0.5
-    """What an answer at the limit loses, in units of reward; above 0. Half of what a right answer is above a wrong one,
+    """Reward that an answer at the limit loses; above 0. Half of what a right answer is above a wrong one,
     where those are 1 and 0: with 1 a right answer at the limit would be worth no more than a short wrong one, and
     answers would only become shorter. DAPO takes 1 off rewards of 1 and -1, which is the same half."""
 
@@ -411,7 +391,7 @@ class Overlong:
 
 @dataclass(frozen=True, slots=True)
 class DynamicSampling:
-    """Drop groups that give no gradient and draw more until the batch is full: `filters.Filling`."""
+    """Drop groups that give no gradient and draw more until the batch is full: `advantages.Filling`."""
 
     max_rounds: int = 10
     """Rounds of generation per step at most."""
@@ -433,9 +413,7 @@ class Critic:
     """Where Huber's error turns straight."""
 
     def __post_init__(self) -> None:
-        one_of("critic", "error", self.error, ERRORS)
-        if not self.delta > 0 or (self.clip is not None and not self.clip > 0):
-            raise ValueError(f"critic: clip={self.clip} and delta={self.delta} must be more than 0")
+        check_value("critic", self.error, self.delta, self.clip)
 
 
 ADVANTAGES = {
@@ -445,14 +423,10 @@ ADVANTAGES = {
     "gae": Gae,
     "distillation": Distillation,
 }
-"""What can stand at `advantage`, by name."""
+"""Parts that can stand at `advantage`, by name."""
 
 LOSSES = {"clipped": Clipped, "decoupled": Decoupled, "cispo": Cispo, "sapo": Sapo, "aipo": Aipo}
-"""What can stand at `loss`, by name."""
-
-
-Resolve = Callable[[str], Any]
-"""Turns a dotted path into what it names."""
+"""Parts that can stand at `loss`, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,7 +434,7 @@ class AlgorithmSpec:
     """How judged answers become a gradient."""
 
     name: str
-    """Of the recipe it came from."""
+    """Name of the recipe it came from."""
     advantage: Callable[..., Any] = GroupRelative()
     """(Answers, penalty of tokens or None, reduce) -> advantages, or (advantages, returns); one of `ADVANTAGES`."""
     loss: Callable[..., Any] = Clipped()
@@ -550,6 +524,133 @@ def _check_call(where: str, function: Callable[..., Any], arguments: tuple[str, 
         raise ValueError(f"{where}: {name} is called as {name}({given}), by position, and: {error}") from None
 
 
+def advantages_of(spec: AlgorithmSpec, answers: Answers, reduce: Reduce | None = None) -> Advantages:
+    """The advantages of a batch.
+
+    If `spec.needs_whole_batch`, `answers` must be all answers of an optimizer step (or `reduce` must see the other
+    ranks' shares); otherwise any number of whole groups will do, so that training can begin while others still decode.
+
+    Args:
+        spec: the algorithm.
+        answers: judged answers.
+        reduce: adds a tensor of sums up over ranks; None if this is all.
+
+    Raises:
+        ValueError: a tensor that the spec needs is missing, or shapes do not fit.
+    """
+    per_answer = {"groups": answers.groups, "truncated": answers.truncated, "weights": answers.weights}
+    same_shape("advantages_of", "rewards", answers.rewards, **per_answer)
+    mask = answers.mask.bool()
+    rewards = shaped(spec, answers.rewards, mask.sum(1) if answers.lengths is None else answers.lengths)
+    if spec.truncated == "mask":
+        mask = advantages.whole(mask, answers.need("truncated"))
+    penalty = None
+    if spec.kl is not None and spec.kl.place == "reward":
+        logprobs, reference = answers.need("logprobs").detach(), answers.need("ref_logprobs")
+        ours, theirs = (torch.where(answers.mask.bool(), x, 0.0) for x in (logprobs, reference))
+        penalty = spec.kl.beta * losses.estimate(ours, theirs, kind=spec.kl.kind, cut=spec.kl.cut)
+    counted = mask if answers.weights is None else mask * answers.weights[:, None]
+    result = spec.advantage(replace(answers, rewards=rewards, mask=counted), penalty, reduce)
+    values, returns = result if isinstance(result, tuple) else (result, None)
+    return Advantages(values.float(), mask, rewards, None if returns is None else returns.float())
+
+
+def shaped(spec: AlgorithmSpec, rewards: Tensor, lengths: Tensor) -> Tensor:
+    """Rewards as an algorithm compares them: with its penalty for long answers, if it has one.
+
+    In float64, since rewards may be large numbers that differ little, such as minus nanoseconds.
+
+    Args:
+        spec: the algorithm.
+        rewards: of each answer, [answers].
+        lengths: its generated tokens, [answers].
+    """
+    rewards, part = rewards.detach().double(), spec.shaping
+    if part is None:
+        return rewards
+    return rewards + advantages.overlong(lengths, longest=part.longest, cache=part.cache, penalty=part.penalty)
+
+
+def loss_of(spec: AlgorithmSpec, batch: MicroBatch) -> LossSum:
+    """The loss of a micro-batch: the surrogate with its corrections, plus KL, less the entropy bonus.
+
+    Args:
+        spec: the algorithm.
+        batch: log-probs and what belongs to them.
+
+    Returns:
+        Un-normalised sums, differentiable by `batch.logprobs` (and `batch.entropy`); LossSums of micro-batches and
+        ranks add, and the summed gradient is divided by the summed weight once.
+
+    Raises:
+        ValueError: a tensor that the spec needs is missing, or shapes do not fit.
+    """
+    weights, metrics = _weights(spec, batch)
+    surrogate: LossSum = spec.loss(batch, spec.aggregation, weights)
+    if not isinstance(surrogate, LossSum):
+        name = getattr(spec.loss, "__name__", type(spec.loss).__name__)
+        raise TypeError(
+            f"loss {name} returned a {type(surrogate).__name__}, not a LossSum: end it with rlinf.algos.losses.policy "
+            "or its like, or with LossSum of your own sums (docs/algorithms.md)"
+        )
+    loss, aggregation = surrogate.watching(metrics), spec.aggregation.of(batch.sequences)
+    if (kl := spec.kl) is not None and kl.place == "loss":
+        old, reference = batch.need("old_logprobs") if kl.corrected else None, batch.need("ref_logprobs")
+        term = losses.kl(
+            batch.logprobs, reference, batch.mask, kind=kl.kind, cut=kl.cut, old_logprobs=old, **aggregation
+        )
+        loss = loss.plus(term, kl.beta)
+    if spec.entropy_bonus:
+        loss = loss.plus(losses.entropy_bonus(batch.need("entropy"), batch.mask, **aggregation), spec.entropy_bonus)
+    return loss
+
+
+def value_loss_of(
+    spec: AlgorithmSpec,
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    sequences: Tensor | None = None,
+) -> LossSum:
+    """The critic's loss of a micro-batch, aggregated as the policy's.
+
+    Args:
+        spec: an algorithm with a critic.
+        values, old_values, returns, mask, sequences: see `losses.value`.
+
+    Raises:
+        ValueError: the spec has no critic, or shapes do not fit.
+    """
+    if spec.critic is None:
+        raise ValueError(f"algorithm {spec.name!r} has no critic: name one (critic: {{}}), or take 'ppo'")
+    return losses.value(values, old_values, returns, mask, **asdict(spec.critic), **spec.aggregation.of(sequences))
+
+
+def _weights(spec: AlgorithmSpec, batch: MicroBatch) -> tuple[Tensor | None, dict[str, Metric]]:
+    """Factors of the tokens' losses by `correction`, `rejection` and `max_drift`, and what to watch about them."""
+    parts: list[tuple[Tensor, dict[str, Metric]]] = []
+    mask, sequences = batch.mask, batch.sequences
+    if spec.correction is not None:
+        tensors = batch.need("old_logprobs"), batch.need("behavior_logprobs"), mask
+        parts.append(losses.weights(*tensors, **asdict(spec.correction), sequences=sequences))
+    if spec.rejection is not None:
+        tensors = batch.need("proximal_logprobs"), batch.need("behavior_logprobs"), mask
+        parts.append(losses.rejected(*tensors, **asdict(spec.rejection), sequences=sequences))
+    if spec.max_drift is not None:
+        old, gains = batch.need("old_logprobs"), batch.need("advantages")
+        parts.append(losses.drifted(batch.logprobs, old, gains, mask, most=spec.max_drift, sequences=sequences))
+    weights: Tensor | None = None
+    metrics: dict[str, Metric] = {}
+    for factor, watched in parts:
+        weights = factor if weights is None else weights * factor
+        metrics |= watched
+    return weights, metrics
+
+
+Resolve = Callable[[str], Any]
+"""Turns a dotted path into what it names."""
+
 _PARTS: dict[str, Any] = {
     "aggregation": Aggregation,
     "kl": Kl,
@@ -586,11 +687,13 @@ def override(spec: AlgorithmSpec, changes: Mapping[str, Any], *, resolve: Resolv
         one_of(where, "key", place, places)
         old = changed.get(place, getattr(spec, place))
         if place in _CHOICES:
-            changed[place] = _chosen(f"{where}: {place}", old, change, _CHOICES[place], resolve)
+            changed[place] = _choose(f"{where}: {place}", old, change, _CHOICES[place], resolve)
         elif place in _PARTS:
-            changed[place] = _part(f"{where}: {place}", old, change, _PARTS[place], optional=place != "aggregation")
+            changed[place] = _optional_part(
+                f"{where}: {place}", old, change, _PARTS[place], optional=place != "aggregation"
+            )
         else:
-            changed[place] = _value(where, place, change, typing.get_type_hints(AlgorithmSpec)[place])
+            changed[place] = _check_value(where, place, change, typing.get_type_hints(AlgorithmSpec)[place])
     return dataclasses.replace(spec, **changed)
 
 
@@ -600,10 +703,10 @@ def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in changes.items():
         place, _, inner = key.partition(".")
         if inner:
-            held = nested.setdefault(place, {})
-            if not isinstance(held, dict):
+            fields = nested.setdefault(place, {})
+            if not isinstance(fields, dict):
                 raise ValueError(f"{key} and {place} are both given: write one of them")
-            held[inner] = value
+            fields[inner] = value
         elif isinstance(value, Mapping) and isinstance(nested.get(place, {}), dict):
             nested[place] = {**nested.get(place, {}), **value}
         elif place in nested:
@@ -613,27 +716,27 @@ def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _chosen(where: str, old: Any, change: Any, choices: dict[str, Any], resolve: Resolve | None) -> Any:
+def _choose(where: str, old: Any, change: Any, choices: dict[str, Any], resolve: Resolve | None) -> Any:
     """One of several parts, or a user's own."""
     if isinstance(change, Mapping):
         values = dict(change)
         kind = values.pop("name", None)
         if kind is None:
-            return _filled(where, old, values)
-        return _filled(where, _chosen(where, old, kind, choices, resolve), values)
+            return _set_fields(where, old, values)
+        return _set_fields(where, _choose(where, old, kind, choices, resolve), values)
     if isinstance(change, str):
         if "." in change and resolve is not None:
-            found = resolve(change)
-            return found() if isinstance(found, type) else found
+            change = resolve(change)
+            return change() if isinstance(change, type) else change
         one_of(where, "name", change, choices)
         return choices[change]()
     return change() if isinstance(change, type) else change
 
 
-def _part(where: str, old: Any, change: Any, kind: Any, *, optional: bool) -> Any:
+def _optional_part(where: str, old: Any, change: Any, kind: Any, *, optional: bool) -> Any:
     """A part that may be left out."""
     if isinstance(change, Mapping):
-        return _filled(where, kind() if old is None else old, dict(change))
+        return _set_fields(where, kind() if old is None else old, dict(change))
     if isinstance(change, kind) or (change is None and optional):
         return change
     raise ValueError(
@@ -643,7 +746,7 @@ def _part(where: str, old: Any, change: Any, kind: Any, *, optional: bool) -> An
     )
 
 
-def _filled(where: str, part: Any, values: dict[str, Any]) -> Any:
+def _set_fields(where: str, part: Any, values: dict[str, Any]) -> Any:
     """A part with some of its fields changed."""
     if not dataclasses.is_dataclass(part) or isinstance(part, type):
         if not values:
@@ -653,11 +756,11 @@ def _filled(where: str, part: Any, values: dict[str, Any]) -> Any:
     names = [field.name for field in dataclasses.fields(part)]
     for key in values:
         one_of(f"{where} ({type(part).__name__})", "key", key, names)
-    checked = {key: _value(where, key, value, hints[key]) for key, value in values.items()}
+    checked = {key: _check_value(where, key, value, hints[key]) for key, value in values.items()}
     return dataclasses.replace(part, **checked)
 
 
-def _value(where: str, key: str, value: Any, hint: Any) -> Any:
+def _check_value(where: str, key: str, value: Any, hint: Any) -> Any:
     """A plain value of the type that the field has; whole numbers stand for floats."""
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     for kind in kinds:
@@ -672,158 +775,3 @@ def _value(where: str, key: str, value: Any, hint: Any) -> Any:
             return value
     names = " or ".join("null" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds)
     raise ValueError(f"{where}: {key}={value!r} must be {names}")
-
-
-def advantages_of(spec: AlgorithmSpec, answers: Answers, reduce: Reduce | None = None) -> Advantages:
-    """The advantages of a batch.
-
-    If `spec.needs_whole_batch`, `answers` must be all answers of an optimizer step (or `reduce` must see the other
-    ranks' shares); otherwise any number of whole groups will do, so that training can begin while others still decode.
-
-    Args:
-        spec: the algorithm.
-        answers: judged answers.
-        reduce: adds a tensor of sums up over ranks; None if this is all.
-
-    Raises:
-        ValueError: a tensor that the spec needs is missing, or shapes do not fit.
-    """
-    per_answer = {"groups": answers.groups, "truncated": answers.truncated, "weights": answers.weights}
-    same_shape("advantages_of", "rewards", answers.rewards, **per_answer)
-    mask = answers.mask.bool()
-    rewards = shaped(spec, answers.rewards, mask.sum(1) if answers.lengths is None else answers.lengths)
-    if spec.truncated == "mask":
-        mask = advantages.whole(mask, answers.need("truncated"))
-    penalty = None
-    if spec.kl is not None and spec.kl.place == "reward":
-        logprobs, reference = answers.need("logprobs").detach(), answers.need("ref_logprobs")
-        ours, theirs = (torch.where(answers.mask.bool(), x, 0.0) for x in (logprobs, reference))
-        penalty = spec.kl.beta * losses.estimate(ours, theirs, kind=spec.kl.kind, cut=spec.kl.cut)
-    counted = mask if answers.weights is None else mask * answers.weights[:, None]
-    found = spec.advantage(replace(answers, rewards=rewards, mask=counted), penalty, reduce)
-    values, returns = found if isinstance(found, tuple) else (found, None)
-    return Advantages(values.float(), mask, rewards, None if returns is None else returns.float())
-
-
-def shaped(spec: AlgorithmSpec, rewards: Tensor, lengths: Tensor) -> Tensor:
-    """Rewards as an algorithm compares them: with its penalty for long answers, if it has one.
-
-    In float64, since rewards may be large numbers that differ little, such as minus nanoseconds.
-
-    Args:
-        spec: the algorithm.
-        rewards: of each answer, [answers].
-        lengths: its generated tokens, [answers].
-    """
-    rewards, part = rewards.detach().double(), spec.shaping
-    if part is None:
-        return rewards
-    return rewards + advantages.overlong(lengths, longest=part.longest, cache=part.cache, penalty=part.penalty)
-
-
-def loss_of(spec: AlgorithmSpec, batch: MicroBatch) -> LossSum:
-    """The loss of a micro-batch: the surrogate with its corrections, plus KL, less the entropy bonus.
-
-    Args:
-        spec: the algorithm.
-        batch: log-probs and what belongs to them.
-
-    Returns:
-        Un-normalised sums, differentiable by `batch.logprobs` (and `batch.entropy`); LossSums of micro-batches and
-        ranks add, and the summed gradient is divided by the summed weight once.
-
-    Raises:
-        ValueError: a tensor that the spec needs is missing, or shapes do not fit.
-    """
-    weights, watched = _weights(spec, batch)
-    surrogate: LossSum = spec.loss(batch, spec.aggregation, weights)
-    if not isinstance(surrogate, LossSum):
-        name = getattr(spec.loss, "__name__", type(spec.loss).__name__)
-        raise TypeError(
-            f"loss {name} returned a {type(surrogate).__name__}, not a LossSum: end it with rlinf.algos.losses.policy "
-            "or its like, or with LossSum of your own sums (docs/algorithms.md)"
-        )
-    loss = surrogate.watching(watched)
-    how: dict[str, Any] = {
-        "how": spec.aggregation.how,
-        "norm_length": spec.aggregation.norm_length,
-        "sequences": batch.sequences,
-    }
-    if spec.kl is not None and spec.kl.place == "loss":
-        old = batch.need("old_logprobs") if spec.kl.corrected else None
-        what: dict[str, Any] = {"kind": spec.kl.kind, "cut": spec.kl.cut, "old_logprobs": old}
-        term = losses.kl(batch.logprobs, batch.need("ref_logprobs"), batch.mask, **what, **how)
-        loss = loss.plus(term, spec.kl.beta)
-    if spec.entropy_bonus:
-        loss = loss.plus(losses.entropy_bonus(batch.need("entropy"), batch.mask, **how), spec.entropy_bonus)
-    return loss
-
-
-def value_loss_of(
-    spec: AlgorithmSpec,
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    sequences: Tensor | None = None,
-) -> LossSum:
-    """The critic's loss of a micro-batch, aggregated as the policy's.
-
-    Args:
-        spec: an algorithm with a critic.
-        values, old_values, returns, mask, sequences: see `losses.value`.
-
-    Raises:
-        ValueError: the spec has no critic, or shapes do not fit.
-    """
-    if spec.critic is None:
-        raise ValueError(f"algorithm {spec.name!r} has no critic: name one (critic: {{}}), or take 'ppo'")
-    return losses.value(
-        values,
-        old_values,
-        returns,
-        mask,
-        clip=spec.critic.clip,
-        error=spec.critic.error,
-        delta=spec.critic.delta,
-        how=spec.aggregation.how,
-        norm_length=spec.aggregation.norm_length,
-        sequences=sequences,
-    )
-
-
-def _weights(spec: AlgorithmSpec, batch: MicroBatch) -> tuple[Tensor | None, dict[str, Metric]]:
-    """Factors of the tokens' losses by `correction`, `rejection` and `max_drift`, and what to watch about them."""
-    weights: Tensor | None = None
-    watched: dict[str, Metric] = {}
-    if spec.correction is not None:
-        weights, watched = losses.weights(
-            batch.need("old_logprobs"),
-            batch.need("behavior_logprobs"),
-            batch.mask,
-            cap=spec.correction.cap,
-            floor=spec.correction.floor,
-            level=spec.correction.level,
-            outside=spec.correction.outside,
-            sequences=batch.sequences,
-        )
-    left_out: list[tuple[Tensor, dict[str, Metric]]] = []
-    if spec.rejection is not None:
-        bounds = {"floor": spec.rejection.floor, "cap": spec.rejection.cap, "least": spec.rejection.least}
-        before, drawn = batch.need("proximal_logprobs"), batch.need("behavior_logprobs")
-        left_out.append(losses.rejected(before, drawn, batch.mask, **bounds, sequences=batch.sequences))
-    if spec.max_drift is not None:
-        left_out.append(
-            losses.drifted(
-                batch.logprobs,
-                batch.need("old_logprobs"),
-                batch.need("advantages"),
-                batch.mask,
-                most=spec.max_drift,
-                sequences=batch.sequences,
-            )
-        )
-    for staying, more in left_out:
-        weights = staying if weights is None else weights * staying
-        watched = {**watched, **more}
-    return weights, watched

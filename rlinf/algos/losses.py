@@ -270,12 +270,7 @@ def aipo(
     Raises:
         ValueError: shapes do not fit, or a bound is out of range.
     """
-    if not cap > 0:
-        raise ValueError(f"aipo: cap={cap} must be more than 0")
-    within("aipo", "drift", drift, 0.0)
-    low, high = (1.0 if bound is None else bound for bound in (mask_low, mask_high))
-    within("aipo", "mask_low", low, 0.0, 1.0)
-    within("aipo", "mask_high", high, 0.0, 1.0)
+    check_aipo("aipo", cap, mask_low, mask_high, drift)
     tokens = Tokens.of("aipo", logprobs, mask, options, behavior_logprobs=behavior_logprobs)
     new, behavior, A = tokens.read(logprobs), tokens.constant(behavior_logprobs), tokens.advantages(advantages)
     log_r = _log_ratio(new, behavior)
@@ -283,6 +278,7 @@ def aipo(
     metrics = {"clip_frac": r > cap, **_ratio_metrics(r, log_r)}
     w = r.clamp(max=cap)
     if mask_low is not None or mask_high is not None:
+        low, high = (1.0 if bound is None else bound for bound in (mask_low, mask_high))
         rise = new.detach().exp() - behavior.exp()
         metrics["drop_frac"] = dropped = ((A > 0) & (rise > high)) | ((A < 0) & (-rise > low))
         w = torch.where(dropped, 0.0, w)
@@ -320,8 +316,7 @@ def sapo(
     Raises:
         ValueError: shapes do not fit, or a temperature is not positive.
     """
-    if not (tau_pos > 0 and tau_neg > 0):
-        raise ValueError(f"sapo: tau_pos={tau_pos} and tau_neg={tau_neg} must be more than 0")
+    check_sapo("sapo", tau_pos, tau_neg)
     tokens = Tokens.of("sapo", logprobs, mask, options, old_logprobs=old_logprobs)
     new, old, A = tokens.read(logprobs), tokens.constant(old_logprobs), tokens.advantages(advantages)
     log_r = _log_ratio(new, old)
@@ -486,9 +481,7 @@ def value(
     Raises:
         ValueError: shapes differ, a bound is out of range, or a name is unknown.
     """
-    one_of("value", "error", error, ERRORS)
-    if not delta > 0 or (clip is not None and not clip > 0):
-        raise ValueError(f"value: clip={clip} and delta={delta} must be more than 0")
+    check_value("value", error, delta, clip)
     tokens = Tokens.of("value", values, mask, options, old_values=old_values, returns=returns)
     v, v_old, R = tokens.read(values), tokens.constant(old_values), tokens.constant(returns)
 
@@ -901,7 +894,7 @@ def _cut_weights(w: Tensor, cap: float, floor: float, outside: str) -> tuple[Ten
 
 
 def _ratio_metrics(r: Tensor, log_r: Tensor) -> dict[str, Tensor]:
-    """What to watch about a ratio; `approx_kl` is k3 of the policy before against the one being trained."""
+    """Metrics of a ratio; `approx_kl` is k3 of the policy before against the one being trained."""
     r, log_r = r.detach(), log_r.detach()
     return {"approx_kl": r - 1.0 - log_r, "ratio/mean": r, "ratio/max": r}
 
@@ -916,6 +909,42 @@ def check_clip(where: str, clip_low: float, clip_high: float, dual_clip: float |
     within(where, "clip_high", clip_high, 0.0)
     if dual_clip is not None and not dual_clip > 1.0:
         raise ValueError(f"{where}: dual_clip={dual_clip} must be more than 1")
+
+
+def check_sapo(where: str, tau_pos: float, tau_neg: float) -> None:
+    """Check the temperatures of the soft gate.
+
+    Raises:
+        ValueError: one is not positive.
+    """
+    for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
+        if not tau > 0:
+            raise ValueError(f"{where}: {name}={tau} must be more than 0")
+
+
+def check_aipo(where: str, cap: float, mask_low: float | None, mask_high: float | None, drift: float) -> None:
+    """Check the bounds of weights and of distances in probability.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    if not cap > 0:
+        raise ValueError(f"{where}: cap={cap} must be more than 0")
+    within(where, "drift", drift, 0.0)
+    for name, bound in (("mask_low", mask_low), ("mask_high", mask_high)):
+        if bound is not None:
+            within(where, name, bound, 0.0, 1.0)
+
+
+def check_value(where: str, error: str, delta: float, clip: float | None) -> None:
+    """Check the settings of a critic's loss.
+
+    Raises:
+        ValueError: a bound is not positive, or `error` is unknown.
+    """
+    one_of(where, "error", error, ERRORS)
+    if not delta > 0 or (clip is not None and not clip > 0):
+        raise ValueError(f"{where}: clip={clip} and delta={delta} must be more than 0")
 
 
 def check_bounds(where: str, cap: float, floor: float, outside: str) -> None:

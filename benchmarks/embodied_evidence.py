@@ -2,7 +2,7 @@
 
 Each is run as its user runs it, `launch.py --config`, on several seeds, one process after the other, and is judged by
 the likeliest actions of the trained policy in trials whose starts nobody learned from; with `--seeds` and `--only` a
-part of it is made. `--save` writes benchmarks/results, `--markdown` the table of docs/embodied-learning.md.
+part of it is made. `--save` writes benchmarks/results, `--markdown` the table of docs/embodied.md.
 
 Success and return are those of the last evaluation; steps are environment steps that were learned from; minutes are
 wall time and processor time of the whole command, evaluations and imports included.

@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages that are made when the site is built, and links that leave docs/.
 
 In: the pages of docs/. Out: the same, with links to files of the repository leading to pages that show these files;
-beside them the reference (`reference.py`) and CONTRIBUTING.md.
+beside them the reference (`reference.py`), CONTRIBUTING.md and the gallery, which is examples/README.md.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ import repository  # noqa: E402
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that no file of docs/ holds."""
     made = {name: (text, InclusionLevel.UNDEFINED) for name, text in reference.pages().items()}
-    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    made["contributing.md"] = (repository.with_links(contributing, "", "contributing.md"), InclusionLevel.UNDEFINED)
+    for source, name in (("CONTRIBUTING.md", "contributing.md"), ("examples/README.md", "gallery.md")):
+        text = (ROOT / source).read_text(encoding="utf-8")
+        repository.note(text, source)
+        text = repository.with_links(text, source, name).replace('"../docs/', '"')  # pictures are HTML
+        made[name] = (text, InclusionLevel.UNDEFINED)
     for file in files.documentation_pages():
         repository.note(file.content_string, f"docs/{file.src_uri}")
-    repository.note(contributing, "CONTRIBUTING.md")
     made |= {name: (text, InclusionLevel.NOT_IN_NAV) for name, text in repository.pages().items()}
     for name, (text, inclusion) in made.items():
         files.append(File.generated(config, name, content=text, inclusion=inclusion))

@@ -61,7 +61,7 @@ TOPICS = {
     ),
     "roles": Topic(
         "Roles and data",
-        "What a step is made of. [A loop of your own](../own-loop.md) starts them by hand.",
+        "What a step is made of. [A loop of your own](../library.md#roles-by-hand) starts them by hand.",
         (
             "rlinf.Rollout",
             "rlinf.Judge",

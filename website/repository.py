@@ -58,7 +58,7 @@ def note(text: str, source: str) -> None:
     def find(part: str) -> str:
         for link in LINK.finditer(part):
             path = target(link[1], source)
-            if not path.startswith(("docs/", "..")) and path != "CONTRIBUTING.md" and (ROOT / path).exists():
+            if not path.startswith(("docs/", "..")) and path not in _ON_SITE and (ROOT / path).exists():
                 _linked.add(path)
         return part
 

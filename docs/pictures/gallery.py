@@ -1,4 +1,4 @@
-"""Makes the gallery: a picture of what each example prints, and the tables of examples/README.md and docs/gallery.md.
+"""Makes the gallery: a picture of what each example prints, and the tables of examples/README.md.
 
     python -m docs.pictures.gallery                 # runs every example; minutes
     python -m docs.pictures.gallery grpo sac        # these alone; the figures of the others stay
@@ -19,15 +19,14 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures" / "gallery"
 FIGURES = PICTURES / "seconds.json"
-TABLES = {ROOT / "examples" / "README.md": "../docs/pictures/gallery", ROOT / "docs" / "gallery.md": "pictures/gallery"}
-"""Pages, and where each finds the pictures."""
+PAGE = ROOT / "examples" / "README.md"
 BEGIN, END = "<!-- gallery: begin -->", "<!-- gallery: end -->"
 SECTIONS = {
     "Actors": ("hello_actors", "pipeline", "two_nodes"),
@@ -107,31 +106,24 @@ def described(name: str) -> tuple[str, int]:
     return said, len(source.splitlines())
 
 
-def table(figures: Mapping[str, float], pictures: str) -> str:
-    """The examples in Markdown.
-
-    Args:
-        figures: seconds of a core, by name.
-        pictures: the directory that the pictures are in, from the page.
-    """
-    examples = "../examples/" if pictures.startswith("pictures") else ""
-    parts = []
+def table(figures: Mapping[str, float]) -> str:
+    """The examples in Markdown, by their seconds of a core."""
+    pictures, parts = "../docs/pictures/gallery", []
     for section, own in SECTIONS.items():
         parts.append(f"### {section}\n\n| | what it shows | seconds | lines |\n|---|---|---|---|")
         for name in own:
             said, lines = described(name)
             image = f'<a href="{pictures}/{name}.svg"><img src="{pictures}/{name}.svg" width="280" alt="{name}"></a>'
             seconds = f"{figures[name]:.0f}" if name in figures else ""
-            link = f"[{name}.py]({examples}{name}.py)"
+            link = f"[{name}.py]({name}.py)"
             parts[-1] += f"\n| {image} | {link}: {said}<br>`python examples/{name}.py` | {seconds} | {lines} |"
     return "\n\n".join(parts)
 
 
-def pages(figures: Mapping[str, float]) -> Iterator[tuple[Path, str]]:
-    """Each page, and its text with the table that is right now."""
-    for path, pictures in TABLES.items():
-        before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-        yield path, f"{before}{BEGIN}\n\n{table(figures, pictures)}\n\n{END}{rest.partition(END)[2]}"
+def page(figures: Mapping[str, float]) -> str:
+    """The page with the table that is right now."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table(figures)}\n\n{END}{rest.partition(END)[2]}"
 
 
 def main() -> None:
@@ -150,8 +142,7 @@ def main() -> None:
         (PICTURES / f"{name}.svg").write_text(picture(f"python examples/{name}.py", text), encoding="utf-8")
         sys.stdout.write(f"{name}: {seconds:.1f} s of a core\n")
     FIGURES.write_text(json.dumps({name: figures[name] for name in names() if name in figures}, indent=2) + "\n")
-    for path, text in pages(figures):
-        path.write_text(text, encoding="utf-8")
+    PAGE.write_text(page(figures), encoding="utf-8")
 
 
 if __name__ == "__main__":

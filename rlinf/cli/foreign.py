@@ -194,7 +194,7 @@ def _of_script(path: Path, missing: list[str]) -> tuple[dict[str, Any], list[str
             "key=value …`"
         )
     if any("sft_trainer" in word for word in command):
-        raise InputError(f"{path} starts verl's supervised trainer: it has few keys, see docs/sft.md for ours")
+        raise InputError(f"{path} starts verl's supervised trainer: it has few keys, see docs/supervised.md for ours")
     named = dict(word[2:].partition("=")[::2] for word in command if word.startswith("--config-"))
     name = named.get("config-name", "").removesuffix(".yaml")
     if not name or name in _COMPOSED_BY_VERL:

@@ -76,7 +76,7 @@ class AlgorithmConfig:
     sampling: Any = field(default_factory=dict)
     """Draw more prompts in place of those whose groups give no gradient: {max_rounds: 10}; null for none."""
     router_aux_loss: float = number(0.0, low=0)
-    """Weight of the auxiliary loss that spreads tokens evenly over the experts of a mixture: docs/moe.md. 0: none, as
+    """Weight of the auxiliary loss that spreads tokens evenly over the experts of a mixture: docs/models.md. 0: none, as
     is usual in reinforcement learning."""
     critic: Any = field(default_factory=dict)
     """Changes the critic's loss where there is one: {clip: 0.2, error: huber}."""
@@ -249,7 +249,7 @@ class ForwardConfig:
 class ParallelConfig:
     """How one copy of a model is split over processes: `tensor` x `pipeline` x `context` of them have one copy, and
     what remains of the trainer's processes computes on further shares of the data. docs/training.md has how `fsdp`
-    splits, without stages, and docs/backends.md how `megatron` does."""
+    splits, without stages, and how `megatron` does."""
 
     tensor: int = number(1, low=1)
     """Processes over which every layer's matrices are split, and between them the tokens."""
@@ -292,7 +292,7 @@ class TrainerConfig(ForwardConfig):
     and float32 on CPUs."""
     router_replay: Literal["auto", True, False] = "auto"
     """In a mixture of experts, compute on the experts that the engine chose for each token, with the gate's weights of
-    now: docs/moe.md. `auto` does where the engine tells them; true is an error where it does not."""
+    now: docs/models.md. `auto` does where the engine tells them; true is an error where it does not."""
 
 
 @dataclass

@@ -81,7 +81,7 @@ class DataConfig:
     columns: dict[str, Any] = field(default_factory=dict)
     """Where our columns are in yours, such as {prompt: question, answer: reward_model.ground_truth}; what is not named
     here has our own name: `prompt`, `answer`, `response` for the warm-up, `choices` for multiple choice, `images` for
-    pictures (null: none). Runs on given texts have other ones, see docs/sft.md."""
+    pictures (null: none). Runs on given texts have other ones, see docs/supervised.md."""
     template: str | None = None
     """Makes the prompt's text from columns, such as "Question: {question}\\nAnswer:"; null takes the prompt column,
     text or chat messages."""

@@ -17,7 +17,7 @@ FILE = re.compile(r"\.(json|jsonl|yaml|safetensors)$")
 OTHERS = {"model.generate", "policy.decoder", "reward_model.ground_truth", "system.preemption.asked", "trainer.save"}
 OTHERS |= {"task.answer", "task.id", "task.row", "task.text"}
 """What looks like a key, and is a method, an attribute or a column."""
-OURS = [page for page in PAGES if page.parent.name != "coming-from"]  # those have the keys of others beside ours
+OURS = [page for page in PAGES if page.stem != "coming-from"]  # those have the keys of others beside ours
 
 
 def is_key(name: str) -> bool:

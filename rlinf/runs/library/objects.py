@@ -6,7 +6,7 @@ there, each in its own process, once the run directory has taken them in.
 
 What TRL's `GRPOTrainer` and `GRPOConfig` call things, and how the same is said to `rlinf.train`.
 
-In: the name of a setting that we do not have. Out: ours, for the error and for the tables in docs/coming-from/trl.md.
+In: the name of a setting that we do not have. Out: ours, for the error and for the tables in docs/coming-from.md.
 Names are those of TRL 1.16.
 
 Turns keyword arguments into a checked configuration, and objects in memory into what stands in for its names.

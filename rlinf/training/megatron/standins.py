@@ -1,7 +1,7 @@
 """What stands in for the parts of Megatron-core 0.16.1 that only CUDA has, where there is no CUDA.
 
 Flows in: nothing. Flows out: modules of Megatron-core that make tensors on the CPU where they would on a GPU. No tensor
-operation is replaced, so the arithmetic and the collectives are Megatron's own; `docs/backends.md` lists what stands
+operation is replaced, so the arithmetic and the collectives are Megatron's own; `docs/training.md` lists what stands
 in.
 """
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.launching import ROOT
 
-PAGE = (ROOT / "docs" / "what-can-go-wrong.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8").partition("## What can go wrong")[2]
 ROWS = [row.split(" | ") for row in PAGE.splitlines() if row.startswith("| ") and not row.startswith("| what is seen")]
 QUOTES = [quote for row in ROWS for quote in re.findall(r"`([^`]+ [^`]+)`", row[1])]
 HOLE = "\0"

@@ -76,8 +76,8 @@ class AlgorithmConfig:
     sampling: Any = field(default_factory=dict)
     """Draw more prompts in place of those whose groups give no gradient: {max_rounds: 10}; null for none."""
     router_aux_loss: float = number(0.0, low=0)
-    """Weight of the auxiliary loss that spreads tokens evenly over the experts of a mixture: docs/models.md. 0: none, as
-    is usual in reinforcement learning."""
+    """Weight of the auxiliary loss that spreads tokens evenly over the experts of a mixture: docs/models.md. 0: none,
+    as is usual in reinforcement learning."""
     critic: Any = field(default_factory=dict)
     """Changes the critic's loss where there is one: {clip: 0.2, error: huber}."""
 

@@ -1,23 +1,34 @@
-"""The interface of engines, which generate text with one model: requests in, finished answers out, as they finish.
+"""The interface of engines, which generate text with one model; the scheduler that they share; and how one is made.
 
 Token ids in, token ids out; text is never encoded again. Every token carries the version of the weights that made it.
 `tests/engines/test_engine_contract.py` holds what every engine must do.
 
-Making the engine that a configuration names, `rollout.engine`.
-
-Flows in: a name or dotted path, and what every engine is made from. Flows out: an engine. Nobody waits here but for the
-engine's own start.
+Who wakes whom: every change wakes whoever waits on `Scheduler.changed`, and a grant of room wakes the reader of a
+call's requests. Of the callers of `answer` one at a time waits for changes, and wakes the next when it leaves.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import contextvars
 import importlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Container,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
+from math import isqrt
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,6 +41,7 @@ from rlinf.data.sample import ImageRef, PrefixKey, prefix_key
 from rlinf.data.weights import Weights
 from rlinf.engines import ENGINES
 from rlinf.runtime.base.tasks import InThreads
+from rlinf.runtime.streams.stream import each
 
 Finish = Literal["stop", "text", "length", "abort"]
 """Why an answer ended: a stop token (its last token), a stop text, the length limit, or `abort`."""
@@ -285,7 +297,7 @@ class Engine(ABC):
 
     async def generate(self, requests: Iterable[Request] | AsyncIterable[Request]) -> AsyncGenerator[Completion, None]:
         """As `batches`, one answer at a time."""
-        async with contextlib.aclosing(self.batches(requests)) as batches:
+        async with aclosing(self.batches(requests)) as batches:
             async for completions in batches:
                 for completion in completions:
                     yield completion
@@ -410,6 +422,452 @@ def named(requests: Iterable[Request]) -> str:
     ids = sorted(request.id for request in requests)
     more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
     return f"request{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids[:8]))}{more}"
+
+
+Advance = Callable[[], Awaitable[bool]]
+Drop = Callable[[Sequence[Request]], Awaitable[None]]
+
+PATIENCE = 0.25
+"""Seconds for which a source is waited for, again and again, until it was slower once. More than a scheduling delay on
+a busy machine, less than anybody minds once per call."""
+_LEAST, _MOST = 1, 16
+"""Newcomers are let in when between all and 1/16 of the room is free: answers of a few tokens are fastest in waves."""
+
+
+class Call:
+    """One call of `batches` in progress.
+
+    Args:
+        slow: its source is not waited for.
+    """
+
+    def __init__(self, *, slow: bool = False) -> None:
+        self.context = contextvars.copy_context()
+        """Of the call, and with it of its lease."""
+        self.waiting: deque[Request] = deque()
+        """Read from the source, and not yet in flight."""
+        self.finished: deque[Completion] = deque()
+        """Not yet yielded."""
+        self.running: set[Request] = set()
+        """In flight."""
+        self.reader: asyncio.Task[None] | None = None
+        """Reads the source."""
+        self.error: BaseException | None = None
+        self.reading = True
+        """The source may have more."""
+        self.slow = slow
+        """Its source is not waited for, or once took too long."""
+        self.granted = 0
+        """Requests that may be waiting."""
+        self._grant = asyncio.Event()
+        self._patience: asyncio.TimerHandle | None = None
+
+    @property
+    def wanting(self) -> bool:
+        """The source was asked for more and has not answered."""
+        return self.reading and len(self.waiting) < self.granted
+
+    @property
+    def over(self) -> bool:
+        """Everything has been yielded."""
+        return not (self.reading or self.waiting or self.running or self.finished)
+
+    def ended(self, request: Request, completion: Completion) -> None:
+        """Take the answer to one of its requests."""
+        self.finished.append(completion)
+
+    def failed(self, request: Request, error: Exception) -> None:
+        """Note that one of its requests was lost."""
+        self.error = error
+
+    def context_of(self, request: Request) -> contextvars.Context:
+        """The context in which to work on one of its requests."""
+        return self.context
+
+    def grant(self, count: int) -> None:
+        """Let the reader fill up to so many waiting requests."""
+        self.granted = count
+        if self.wanting:
+            self._grant.set()
+
+    async def granting(self) -> None:
+        """Wait until one more request may be read."""
+        while len(self.waiting) >= self.granted:
+            self._grant.clear()
+            await self._grant.wait()
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """Lose patience unless the source answers in time."""
+        if self._patience is None:
+            self._patience = asyncio.get_running_loop().call_later(PATIENCE, self._lose_patience, scheduler)
+
+    def answered(self) -> None:
+        """Note that the source has done what it was asked for."""
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _lose_patience(self, scheduler: Scheduler) -> None:
+        self.slow = True
+        scheduler.wake()
+
+
+class Caller:
+    """One call of `answer` in progress."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.context = contextvars.copy_context()
+        self.completion: Completion | None = None
+        self.error: Exception | None = None
+        self._woken: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        """Tell it that its answer is there, or that it is its turn to drive."""
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+    async def woken(self) -> None:
+        """Wait for `wake`."""
+        self._woken = asyncio.get_running_loop().create_future()
+        await self._woken
+
+
+class Callers(Call):
+    """All calls of `answer` in progress: together they are one call, so that thousands cost no more than one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading = False
+        self.since = 0.0
+        """Decode steps made when the one who waits longest for a row came."""
+        self._callers: dict[Request, Caller] = {}
+        self._driver: Caller | None = None
+
+    @property
+    def nobody(self) -> bool:
+        """No caller waits."""
+        return not self._callers
+
+    @property
+    def ids(self) -> set[int]:
+        """Of the requests whose callers wait."""
+        return {request.id for request in self._callers}
+
+    def enter(self, request: Request, steps: float) -> Caller:
+        """Add a caller, after so many decode steps."""
+        if not self.waiting:
+            self.since = steps
+        self.waiting.append(request)
+        caller = self._callers[request] = Caller(request)
+        return caller
+
+    def context_of(self, request: Request) -> contextvars.Context:
+        return self._callers[request].context
+
+    def drives(self, caller: Caller) -> bool:
+        """It is this caller's turn to drive the engine; the others wait to be woken."""
+        self._driver = self._driver or caller
+        return self._driver is caller
+
+    def leave(self, caller: Caller) -> None:
+        """Remove a caller; if it drove, another does."""
+        if self._callers.pop(caller.request, None) is not None and caller.request not in self.running:
+            self.waiting.remove(caller.request)
+        if self._driver is caller:
+            self._driver = next(iter(self._callers.values()), None)
+            if self._driver is not None:
+                self._driver.wake()
+
+    def ended(self, request: Request, completion: Completion) -> None:
+        caller = self._callers.pop(request)
+        caller.completion = completion
+        caller.wake()
+
+    def failed(self, request: Request, error: Exception) -> None:
+        caller = self._callers.pop(request)
+        caller.error = error
+        caller.wake()
+
+
+class Scheduler:
+    """Decides which requests an engine has in flight, of those of all calls of `batches` and `answer`.
+
+    Calls take turns, and within a call who comes first is served first. A source is read no further than there is room:
+    what is taken from a stream here, no other rank can begin with.
+
+    An engine that reads prompts in between decode steps (without `admit`) asks when newcomers are `due`: once a share
+    of the rows, and of the token budget, is free, or all that is left fits, or nothing is in flight; so one reading
+    serves several of them. Reading costs about as much as a step, whoever is read; rows that wait for it stand empty.
+    With answers of L tokens, the sum of both is least at sqrt(2/L) of the rows. Its sources are read only when
+    newcomers are due, and then waited for, so that it depends on the requests alone who shares the batch with whom. A
+    source that once took longer than `PATIENCE` is slow: it is waited for no more, and then arrival times decide.
+
+    Args:
+        max_rows: answers in flight at a time.
+        max_tokens: of KV cache that they may come to, together; None for no bound.
+        check: raises ValueError of a request that cannot be answered.
+        admit: called at every change by an engine that takes each request as soon as there is room, by `take_next`.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_tokens: int | None,
+        check: Callable[[Request], None],
+        admit: Callable[[], None] | None = None,
+    ):
+        self.max_rows, self.max_tokens = max_rows, max_tokens
+        self.callers = Callers()
+        """Of `answer`."""
+        self.calls: deque[Call] = deque()
+        """The one whose turn it is first."""
+        self.owners: dict[Request, Call] = {}
+        """Calls that get the answers, by the requests in flight."""
+        self.changed = asyncio.Event()
+        """Set, and replaced, whenever something may have become possible."""
+        self._share = _LEAST
+        self._usual = 1.0  # tokens that an answer may come to, as far as any have been seen
+        self._tokens = 0  # of KV cache that the requests in flight may come to
+        self._check, self._admit = check, admit
+
+    async def batches(
+        self, requests: Iterable[Request] | AsyncIterable[Request], advance: Advance, drop: Drop
+    ) -> AsyncGenerator[list[Completion], None]:
+        """Answer the requests of one call; see `Engine.batches`.
+
+        Args:
+            requests: of the call.
+            advance: does some work of the engine; False if there is none before something changes.
+            drop: ends requests in flight that nobody wants any more.
+        """
+        call = Call(slow=self._admit is not None)
+        self.calls.append(call)
+        call.reader = asyncio.create_task(self._read(call, requests))
+        try:
+            if self._admit is not None:
+                self._admit()
+            while True:
+                changed = self.changed
+                if call.finished:
+                    completions = list(call.finished)
+                    call.finished.clear()
+                    yield completions
+                elif call.error is not None:
+                    raise call.error
+                elif call.over:
+                    return
+                elif not await advance():
+                    await changed.wait()
+        finally:
+            call.reader.cancel()
+            await drop(self._end(call))
+            await asyncio.gather(call.reader, return_exceptions=True)
+            call.reader = None  # what cancelled it has a traceback, which holds the source and this
+
+    def enter(self, request: Request, steps: float = 0.0) -> Caller:
+        """Begin to answer one request by itself, after so many decode steps; `answer` waits for it."""
+        self._check(request)
+        if self.callers not in self.calls:
+            self.calls.append(self.callers)
+        caller = self.callers.enter(request, steps)
+        self.wake()
+        return caller
+
+    async def answer(self, caller: Caller, advance: Advance, drop: Drop) -> Completion:
+        """Wait for an answer; `advance` and `drop` as for `batches`."""
+        try:
+            while caller.completion is None:
+                changed = self.changed
+                if caller.error is not None:
+                    raise caller.error
+                if not self.callers.drives(caller):
+                    await caller.woken()
+                elif not await advance():
+                    await changed.wait()
+            return caller.completion
+        finally:
+            if self._leave(caller):  # cancelled
+                await drop([caller.request])
+
+    def wake(self) -> None:
+        """Have everybody look again."""
+        if self._admit is not None:
+            self._admit()
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    # Requests that wait ------------------------------------------------------------------------------------------
+
+    def waiting(self, ids: Container[int]) -> list[Request]:
+        """Requests that wait, of those with these ids."""
+        return [request for call in self.calls for request in call.waiting if request.id in ids]
+
+    def withdraw(self, ids: Container[int]) -> list[Request]:
+        """Take out requests that wait; their calls get no answer to them."""
+        withdrawn = self.waiting(ids)
+        for call in self.calls:
+            call.waiting = deque(request for request in call.waiting if request.id not in ids)
+        return withdrawn
+
+    def abort(self, ids: Container[int] | None) -> None:
+        """End requests that wait; None: all of them, and read no more."""
+        for call in self.calls:
+            if ids is None and call.reader is not None:
+                call.reader.cancel()
+            for request in [request for request in call.waiting if ids is None or request.id in ids]:
+                call.waiting.remove(request)
+                call.ended(request, request.ended("abort"))
+
+    async def _read(self, call: Call, requests: Iterable[Request] | AsyncIterable[Request]) -> None:
+        """Read a call's source as far as it is granted; its failure is the call's."""
+        try:
+            await call.granting()
+            async with _closing(each(requests)) as source:
+                async for request in source:
+                    self._check(request)
+                    call.waiting.append(request)
+                    if len(call.waiting) >= call.granted:
+                        call.answered()
+                        self.wake()
+                        await call.granting()
+                    elif call.slow:
+                        self.wake()
+        except Exception as error:
+            call.error = error
+        finally:
+            call.reading = False
+            call.answered()
+            self.wake()
+
+    def due(self, steps: float) -> tuple[int, int]:
+        """The free rows and the tokens taken at which newcomers are let in.
+
+        Args:
+            steps: decode steps made so far.
+        """
+        waiting = [request for call in self.calls for request in call.waiting]
+        more = any(call.reading and not call.slow for call in self.calls)
+        if not waiting and not more:  # of a slow source, word comes by `changed`
+            return self.max_rows + 1, 0
+        share = max(1, self.max_rows // self._share)
+        rows = share if more else min(share, len(waiting))
+        if not more and len(waiting) == len(self.callers.waiting) and (missing := self._missing(steps)):
+            rows = self.max_rows - len(self.owners) + missing  # which are free when so many have ended
+        if self.max_tokens is None:
+            return rows, 1 << 62
+        head = next((call.waiting[0].cache_tokens for call in self.calls if call.waiting), 0)
+        need = self.max_tokens // self._share
+        if not more:
+            need = min(need, sum(request.cache_tokens for request in waiting))
+        return rows, self.max_tokens - max(head, need)
+
+    def _leave(self, caller: Caller) -> bool:
+        """End a call of `answer`; True if its request is still in flight."""
+        self.callers.leave(caller)
+        running = self.left(caller.request) is not None
+        if self.callers.nobody and self.callers in self.calls:
+            self.calls.remove(self.callers)
+        return running
+
+    def ready(self, steps: float) -> bool:
+        """See if callers of `answer` are to be let in now, and there is a row for them."""
+        return len(self.owners) < self.max_rows and not self._missing(steps)
+
+    def _missing(self, steps: float) -> int:
+        """Callers of `answer` that should still come before those who wait are let in."""
+        waiting = len(self.callers.waiting)
+        if steps - self.callers.since >= 2 * self._share:
+            return 0
+        return max(0, (len(self.owners) + waiting) // self._share - waiting)
+
+    def left(self, request: Request) -> Call | None:
+        """Note that a request is in flight no more; returns its call, unless that has ended before."""
+        call = self.owners.pop(request, None)
+        if call is not None:
+            call.running.discard(request)
+            self._tokens -= request.cache_tokens
+        return call
+
+    def _end(self, call: Call) -> list[Request]:
+        """End a call of `batches`; returns those of its requests that are in flight."""
+        self.calls.remove(call)
+        for request in call.running:
+            del self.owners[request]
+            self._tokens -= request.cache_tokens
+        self.wake()
+        return list(call.running)
+
+    def fill(self, free: int) -> bool:
+        """Ask the sources that are waited for, each for `free` requests; True once all have answered."""
+        settled = True
+        for call in self.calls:
+            if call.slow:
+                continue
+            call.grant(free)
+            if call.wanting:
+                call.watch(self)
+                settled = False
+        return settled
+
+    def offer(self, free: int, tokens: int, live: int) -> None:
+        """Let slow sources, which nobody waits for, be read as far as there is room now.
+
+        Args:
+            free, tokens, live: see `take`.
+        """
+        if self.max_tokens is not None:
+            self._usual = tokens / live if live else self._usual
+            room = int((self.max_tokens - tokens) // self._usual)
+            free = min(free, room if live else max(1, room))
+        for call in self.calls:
+            if call.slow:
+                call.grant(max(0, free))
+
+    def take_next(self) -> list[Request]:
+        """Let in all for whom there is room."""
+        live = len(self.owners)
+        return self.take(self.max_rows - live, self._tokens, live)
+
+    def take(self, free: int, tokens: int, live: int) -> list[Request]:
+        """Let requests in, calls in turn; a request that does not fit holds up all behind it.
+
+        Args:
+            free: rows.
+            tokens: of cache taken.
+            live: answers in flight; if there are none, even a request above the budget comes in, by itself.
+        """
+        taken: list[Request] = []
+        blocked = False
+        while len(taken) < free:
+            call = next((call for call in self.calls if call.waiting), None)
+            if call is None:
+                break
+            request = call.waiting[0]
+            if self.max_tokens is not None and tokens + request.cache_tokens > self.max_tokens and (live or taken):
+                blocked = True
+                break
+            tokens += request.cache_tokens
+            taken.append(call.waiting.popleft())
+            call.running.add(request)
+            self.owners[request] = call
+            self._tokens += request.cache_tokens
+            if len(self.calls) > 1:
+                self.calls.remove(call)
+                self.calls.append(call)
+        for call in self.calls:
+            if not call.slow:
+                call.grant(0)
+        self.offer(0 if blocked else free - len(taken), tokens, live + len(taken))
+        if taken:
+            longest = max(request.sampling.max_new_tokens for request in taken)
+            self._share = min(max(_LEAST, isqrt(longest // 2)), _MOST)
+        return taken
+
+
+def _closing(source: AsyncIterator[Request]) -> AbstractAsyncContextManager[AsyncIterator[Request]]:
+    """Have a generator end its work when it is left half way; a stream ends when it is let go of."""
+    return aclosing(source) if isinstance(source, AsyncGenerator) else nullcontext(source)
 
 
 Compute = Callable[..., Awaitable[Any]]

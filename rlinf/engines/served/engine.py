@@ -1,28 +1,17 @@
 """An engine around an inference server: a child process that is driven over HTTP and may die at any moment.
 
 Flows in: requests, of any number of `batches` and `answer` calls at once. Flows out: completions as they end. Who wakes
-whom: every answer in flight is one task, which asks the server for what is left of it and takes in tokens as they
-stream; its end wakes its call and whoever waits for its row. `pause`, `sleep` and `load` close the gate, end what the
-server does and wait for the streams' ends; opening the gate wakes the answers, which go on from their tokens. So does a
-server that is up again after it died.
+whom: the scheduler lets a request in as soon as there is room; then it is one task, which asks the server for what is
+left of the answer and takes in tokens as they stream; its end wakes its call and makes room for the next. `pause`,
+`sleep` and `load` close the gate, end what the server does and wait for the streams' ends; opening the gate wakes the
+answers, which go on from their tokens. So does a server that is up again after it died.
 
-All tokens are on this side, with the version of the weights that made them. Whatever interrupts an answer (a pause,
+All tokens are on this side (`Row`), with the version of the weights that made them. The server streams tokens and is
+not believed about the end: this side knows the rules (`Sampling`), and a server that stops early, for an end token of
+its own or because it dies, is asked to go on from the tokens that there are. Whatever interrupts an answer (a pause,
 other weights, a crash) is handled in one way: it is asked for again, prompt and tokens as the prompt, and the rest as
 the answer. The server has read most of it already, unless its weights have changed: then it has forgotten all it has
 read (`Server.quiet`), for a token has one version, and pieces that stream while weights change would have two.
-
-Answers in flight, kept on this side of a server: their tokens so far, and when each has ended.
-
-Flows in: requests and chunks of tokens. Flows out: completions; what is left to ask for. Nobody waits here.
-
-The server streams tokens and is not believed about the end: this side knows the rules (`Sampling`), and a server that
-stops early, for an end token of its own or because it dies, is asked to go on from the tokens that there are.
-
-Which answers a server has at once: at most so many, and at most so many tokens of KV cache.
-
-Flows in: rows that want in, rows that are over. Flows out: nothing but the right to begin. Who wakes whom: a row that
-leaves wakes those who wait, first come, first served; a row that does not fit holds up those behind it, and one that is
-larger than the whole budget goes by itself. Room for one more wakes those who read requests.
 """
 
 from __future__ import annotations
@@ -33,10 +22,8 @@ import itertools
 import logging
 import math
 import secrets
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -50,14 +37,26 @@ from rlinf.engines.base import (
     PartialAnswer,
     Request,
     RequestRefused,
+    Scheduler,
     StepStats,
     StopTexts,
     named,
 )
 from rlinf.engines.served.server import Ask, Chunk, Http, Lost, ModelFiles, Refused, ServerChild
 from rlinf.runtime.base.tasks import cancel_all
-from rlinf.runtime.streams.stream import each
 
+logger = logging.getLogger(__name__)
+
+_TRIES = 6
+"""Times in a row that an answer is lost without a new token before its call is told; some seconds, by the pauses."""
+_PAUSE = 0.05
+"""Seconds before the first try after a loss, doubled for each further one: a server's end is noticed within it."""
+_DEATHS = 2
+"""Times that the server dies over an answer in a row without a new token of it: it may be what the server dies of."""
+_HEARD = 10.0
+"""Seconds for which tokens prove that a server lives."""
+_ASK_AGAIN = 0.25
+"""Seconds before an abort is said again, for asks that were on their way when the server heard the first."""
 _SEEDS = (1 << 31) - 1
 """Servers take seeds of 32 bits."""
 
@@ -83,10 +82,10 @@ class Row:
         self.request = request
         self.finish: Finish | None = None
         """Why it has ended; None while it goes on."""
-        self.taken = False
+        self.handed_over = False
         """Somebody else goes on with it: no completion comes of it here."""
-        self.alone = False
-        """Its caller waits for it alone, so `take_out` leaves it."""
+        self.task: asyncio.Task[None] | None = None
+        """Has the server answer it."""
         self.scope: asyncio.Timeout | None = None
         """Around the stream that is open for it, if one is."""
         self.lost = self.deaths = 0
@@ -103,7 +102,7 @@ class Row:
     @property
     def over(self) -> bool:
         """Nothing more is wanted of a server."""
-        return self.finish is not None or self.taken
+        return self.finish is not None or self.handed_over
 
     def interrupt(self) -> None:
         """Leave the stream that is open for it, at once."""
@@ -166,136 +165,22 @@ class Row:
     @property
     def partial(self) -> Request:
         """The request with its tokens so far."""
-        return replace(self.request, partial=PartialAnswer(*self._arrays, self._told) if self.tokens else None)
+        return replace(self.request, partial=PartialAnswer(*self._arrays, self._joined_routes) if self.tokens else None)
 
     @property
     def completion(self) -> Completion:
         """The answer as it ended."""
         assert self.finish is not None
-        return Completion(self.request.id, *self._arrays, self.finish, self._told)
+        return Completion(self.request.id, *self._arrays, self.finish, self._joined_routes)
 
     @property
-    def _told(self) -> np.ndarray | None:
+    def _joined_routes(self) -> np.ndarray | None:
         """Experts of what was read so far; what no ask has told of is unknown there."""
         return joined(len(self.request.prompt_ids) + len(self.tokens) - 1, self._routes)
 
     @property
     def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return np.array(self.tokens, np.int64), np.array(self.logprobs, np.float32), np.array(self.versions, np.int32)
-
-
-class Call:
-    """One `batches` in progress."""
-
-    def __init__(self) -> None:
-        self.news: asyncio.Queue[tuple[Row | None, Exception | None]] = asyncio.Queue()
-        """Rows that are over, and None when the reading is; with what went wrong, if anything."""
-        self.tasks: set[asyncio.Task[None]] = set()
-        """One per row that was let in."""
-        self.running = 0
-        """Rows that were read and whose end is not noted."""
-        self.reading = True
-        """There may be more requests."""
-        self.error: Exception | None = None
-        """What ends the call."""
-
-    def ended(self, news: tuple[Row | None, Exception | None]) -> list[Row]:
-        """Note this and all other news; returns the rows that have an answer."""
-        rows: list[Row] = []
-        while True:
-            row, error = news
-            self.error = self.error or error
-            if row is None:
-                self.reading = False
-            else:
-                self.running -= 1
-                if row.finish is not None and error is None and not row.taken:
-                    rows.append(row)
-            if self.news.empty():
-                return rows
-            news = self.news.get_nowait()
-
-
-class Admission:
-    """Rows that have been let in, and those that wait.
-
-    Args:
-        max_rows: let in at once.
-        max_tokens: prompts and possible answers of those, together; None for no bound.
-    """
-
-    def __init__(self, max_rows: int, max_tokens: int | None) -> None:
-        self.readers: set[asyncio.Task[Any]] = set()
-        """Tasks that read requests, which `abort` of everything ends."""
-        self._max_rows, self._max_tokens = max_rows, max_tokens
-        self._inside: set[Row] = set()
-        self._tokens = 0
-        self._waiting: deque[tuple[Row, asyncio.Future[None]]] = deque()
-        self._room = asyncio.Event()  # one more of the usual size would be let in
-        self._room.set()
-
-    async def next_of(self, source: AsyncIterator[Request]) -> Request | None:
-        """The next request of a source, once there is a row for it: what is taken from a stream earlier, no other rank
-        can begin with. None at the end."""
-        await self._room.wait()
-        return await anext(source, None)
-
-    async def enter(self, row: Row) -> None:
-        """Wait until there is room, or nothing more is wanted of the row. Cancelled, it has not entered."""
-        place = asyncio.get_running_loop().create_future()
-        self._waiting.append((row, place))
-        self.settle()
-        try:
-            await place
-        except asyncio.CancelledError:
-            self._waiting = deque(one for one in self._waiting if one[0] is not row)
-            self.leave(row)
-            raise
-
-    def leave(self, row: Row) -> None:
-        """A row is over; it may not have been inside."""
-        if row in self._inside:
-            self._inside.remove(row)
-            self._tokens -= row.request.cache_tokens
-        self.settle()
-
-    def settle(self) -> None:
-        """Let in who fits, and let go who has nothing to wait for."""
-        for row, place in list(self._waiting):
-            if row.over and not place.done():
-                place.set_result(None)
-        self._waiting = deque(one for one in self._waiting if not one[1].done())
-        while self._waiting and self._fits(self._waiting[0][0]):
-            row, place = self._waiting.popleft()
-            self._inside.add(row)
-            self._tokens += row.request.cache_tokens
-            place.set_result(None)
-        usual = self._tokens / len(self._inside) if self._inside else 0
-        full = self._max_tokens is not None and self._tokens + usual > self._max_tokens
-        if self._waiting or len(self._inside) >= self._max_rows or full:
-            self._room.clear()
-        else:
-            self._room.set()
-
-    def _fits(self, row: Row) -> bool:
-        if not self._inside:
-            return True
-        room = self._max_tokens is None or self._tokens + row.request.cache_tokens <= self._max_tokens
-        return len(self._inside) < self._max_rows and room
-
-
-logger = logging.getLogger(__name__)
-
-_TRIES = 6
-"""Times in a row that an answer is lost without a new token before its call is told; some seconds, by the pauses."""
-_PAUSE = 0.05
-"""Seconds before the first try after a loss, doubled for each further one: a server's end is noticed within it."""
-_DEATHS = 2
-"""Times that the server dies over an answer in a row without a new token of it: it may be what the server dies of."""
-_HEARD = 10.0
-"""Seconds for which tokens prove that a server lives."""
-_ASK_AGAIN = 0.25
-"""Seconds before an abort is said again, for asks that were on their way when the server heard the first."""
 
 
 class ServedEngine(Engine):
@@ -320,7 +205,7 @@ class ServedEngine(Engine):
         self._padding = frozenset(setup.padding)
         self._reader = StopTexts.of(setup.tokenizer)
         self._files, self._deadline = files, deadline
-        self._admission = Admission(setup.max_rows, setup.max_tokens)
+        self._scheduler = Scheduler(setup.max_rows, setup.max_tokens, self.check_request, self._admit)
         self._rows: dict[Request, Row] = {}
         self._streams: dict[str, Row] = {}  # asks that are open at the server
         self._names = (f"{secrets.token_hex(6)}-{number:012d}" for number in itertools.count())
@@ -350,76 +235,45 @@ class ServedEngine(Engine):
 
     # Answering ---------------------------------------------------------------------------------------------------
 
-    async def batches(
-        self, requests: Iterable[Request] | AsyncIterable[Request]
-    ) -> AsyncGenerator[list[Completion], None]:
-        call = Call()
-        reader = asyncio.create_task(self._read(call, requests), name=f"requests of {self._name}")
-        self._admission.readers.add(reader)
-        try:
-            while call.reading or call.running or not call.news.empty():
-                rows = call.ended(await call.news.get())
-                if rows:
-                    yield [row.completion for row in rows]
-                if call.error is not None:
-                    raise call.error
-        finally:
-            self._admission.readers.discard(reader)
-            await cancel_all([reader, *call.tasks])
-
-    async def _read(self, call: Call, requests: Iterable[Request] | AsyncIterable[Request]) -> None:
-        """Read requests as there is room for them, and have each answered by a task."""
-        error: Exception | None = None
-        try:
-            source = each(requests)
-            while (request := await self._admission.next_of(source)) is not None:
-                self.check_request(request)
-                row = self._enter(request)
-                call.running += 1
-                try:
-                    await self._admission.enter(row)
-                except asyncio.CancelledError:
-                    self._leave(row)
-                    call.news.put_nowait((row, None))  # aborted
-                    raise
-                task = asyncio.create_task(self._run(call, row), name=f"answer {request.id} of {self._name}")
-                call.tasks.add(task)
-                task.add_done_callback(call.tasks.discard)
-        except Exception as caught:
-            error = caught
-        finally:
-            call.news.put_nowait((None, error))
-
-    async def _run(self, call: Call, row: Row) -> None:
-        error: Exception | None = None
-        try:
-            await self._complete(row)
-        except Exception as caught:
-            error = caught
-        finally:
-            call.news.put_nowait((row, error))
+    def batches(self, requests: Iterable[Request] | AsyncIterable[Request]) -> AsyncGenerator[list[Completion], None]:
+        return self._scheduler.batches(requests, self._advance, self._drop)
 
     async def answer(self, request: Request) -> Completion:
-        self.check_request(request)
-        row = self._enter(request)
-        row.alone = True
+        return await self._scheduler.answer(self._scheduler.enter(request), self._advance, self._drop)
+
+    async def _advance(self) -> bool:
+        return False  # tasks do the work
+
+    async def _drop(self, requests: Sequence[Request]) -> None:
+        rows = [self._rows.pop(request) for request in requests if request in self._rows]
+        await cancel_all([row.task for row in rows if row.task is not None])
+
+    def _admit(self) -> None:
+        """Have a task answer each request for which there is room."""
+        for request in self._scheduler.take_next():
+            row = self._rows[request] = Row(request, self._reader, self._banned, self._padding)
+            context = self._scheduler.owners[request].context_of(request).copy()
+            row.task = asyncio.create_task(
+                self._answer(row), name=f"answer {request.id} of {self._name}", context=context
+            )
+
+    async def _answer(self, row: Row) -> None:
+        failure: Exception | None = None
         try:
-            await self._admission.enter(row)
-        except BaseException:
-            self._leave(row)
-            raise
-        await self._complete(row)
-        return row.completion
-
-    def _enter(self, request: Request) -> Row:
-        row = self._rows[request] = Row(request, self._reader, self._banned, self._padding)
-        return row
-
-    def _leave(self, row: Row) -> None:
-        self._rows.pop(row.request, None)
+            await self._complete(row)
+        except Exception as error:
+            failure = error
+        finally:
+            self._rows.pop(row.request, None)
+            call = self._scheduler.left(row.request)
+            if call is not None and failure is not None:
+                call.failed(row.request, failure)
+            elif call is not None and row.finish is not None and not row.handed_over:
+                call.ended(row.request, row.completion)
+            self._scheduler.wake()
 
     async def _complete(self, row: Row) -> None:
-        """Have the server answer until the answer has ended; the row has been let in."""
+        """Have the server answer until the answer has ended."""
         try:
             while not row.over:
                 if self._paused or self._changing.locked():
@@ -436,9 +290,6 @@ class ServedEngine(Engine):
         except Exception as error:
             error.add_note(f"the engine was answering {named([row.request])}")
             raise
-        finally:
-            self._leave(row)
-            self._admission.leave(row)
 
     async def _try(self, row: Row) -> None:
         """Ask once; after a failure, wait until it can be tried again, or raise `Lost` where it was tried enough."""
@@ -500,33 +351,32 @@ class ServedEngine(Engine):
     # Ending and handing over -------------------------------------------------------------------------------------
 
     async def abort(self, ids: Iterable[int] | None = None) -> None:
-        for row in self._named(ids):
+        wanted = None if ids is None else set(ids)
+        self._scheduler.abort(wanted)
+        for row in [row for row in self._rows.values() if wanted is None or row.request.id in wanted]:
             row.finish = row.finish or "abort"
             row.interrupt()
-        if ids is None:
-            for reader in self._admission.readers:
-                reader.cancel()
         self._wake()
 
     async def take_out(self, ids: Iterable[int]) -> list[Request]:
-        rows = [row for row in self._named(ids) if not row.alone and not row.over]
+        wanted = set(ids) - self._scheduler.callers.ids
+        waiting = self._scheduler.withdraw(wanted)
+        rows = [row for row in self._rows.values() if row.request.id in wanted and not row.over]
         for row in rows:
-            row.taken = True
+            row.handed_over = True
             row.interrupt()
         self._wake()
-        return [row.partial for row in rows]
+        return [*waiting, *(row.partial for row in rows)]
 
     async def partial(self, ids: Iterable[int]) -> list[Request]:
-        return [row.partial for row in self._named(ids) if not row.over]
-
-    def _named(self, ids: Iterable[int] | None) -> list[Row]:
-        wanted = None if ids is None else set(ids)
-        return [row for row in self._rows.values() if wanted is None or row.request.id in wanted]
+        wanted = set(ids)
+        rows = [row for row in self._rows.values() if row.request.id in wanted and not row.over]
+        return [*self._scheduler.waiting(wanted), *(row.partial for row in rows)]
 
     # The gate ----------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        self._admission.settle()
+        self._scheduler.wake()
         self._changed.set()
         self._changed = asyncio.Event()
 

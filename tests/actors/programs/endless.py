@@ -35,7 +35,7 @@ class Watched(Rollout):
     @endpoint
     async def idle(self) -> bool:
         """Nothing is left of any call."""
-        return not (self._calls or self._engine._batch.live or self._engine._admission.calls)
+        return not (self._calls or self._engine._batch.live or self._engine._scheduler.calls)
 
 
 async def main(system: rlinf.ActorSystem) -> None:

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlinf.engines import base
 from rlinf.engines.base import Sampling, StopTexts
 from rlinf.engines.transformers import batch
-from rlinf.engines.transformers import engine as admission
 from rlinf.runtime.base import clock
 from tests.engines.scripted import Weights, answer, answers, ragged, request, right, scripted, ticks
 
@@ -253,7 +253,7 @@ def test_a_prompt_source_is_waited_for_and_a_slow_one_is_not():
 
 @pytest.mark.parametrize(("max_tokens", "most"), [(None, 4), (2 * 50_000, 2)])
 async def test_a_slow_source_is_read_no_further_than_there_is_room(max_tokens, most, monkeypatch):
-    monkeypatch.setattr(admission, "PATIENCE", 0.0)
+    monkeypatch.setattr(base, "PATIENCE", 0.0)
     engine, _ = scripted(max_rows=4, max_tokens=max_tokens)
     taken = found = 0
     ahead = []

@@ -24,6 +24,8 @@ import math
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -42,10 +44,11 @@ from rlinf.engines.base import (
     StopTexts,
     named,
 )
-from rlinf.engines.served.server import Ask, Chunk, Http, Lost, ModelFiles, Refused, ServerChild
+from rlinf.engines.served.server import Ask, Chunk, Http, Lost, ModelFiles, Refused, Server, ServerChild, ServerSettings
 from rlinf.runtime.base.tasks import cancel_all
 
 logger = logging.getLogger(__name__)
+E = TypeVar("E", bound="ServedEngine")
 
 _TRIES = 6
 """Times in a row that an answer is lost without a new token before its call is told; some seconds, by the pauses."""
@@ -493,3 +496,39 @@ class ServedEngine(Engine):
             await cancel_all([self._sweeper])
         await self.child.stop()
         self._files.remove()
+
+
+async def start_server(
+    kind: type[E], server: Server, setup: EngineSetup, files: ModelFiles, settings: ServerSettings
+) -> E:
+    """Start a server, and make the engine around it.
+
+    Args:
+        kind: class of the engine.
+        server: to be started.
+        setup: what every engine is made from.
+        files: the model's; deleted if the server does not come up, where they were made for it.
+        settings: how the server is kept.
+
+    Raises:
+        ChildDied: the server did not come up; with the last lines of its output.
+    """
+    engine = kind(setup, files, deadline=settings.deadline)
+    log = None if setup.directory is None else Path(setup.directory) / f"{server.kind.lower()}-{setup.name}.log"
+    child = ServerChild(
+        server,
+        files.directory,
+        f"{server.kind} of {setup.name}",
+        engine.prepare,
+        engine.busy,
+        log=log,
+        start_deadline=settings.start_deadline,
+        max_restarts=settings.max_restarts,
+        silence=settings.silence,
+    )
+    try:
+        await engine.start(child)
+    except BaseException:
+        files.remove()
+        raise
+    return engine

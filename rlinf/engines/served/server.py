@@ -41,6 +41,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from rlinf.config.schema import number
 from rlinf.data.images import FAMILIES, auto_class
 from rlinf.data.routes import experts_of
 from rlinf.data.sample import ImageRef
@@ -356,6 +357,27 @@ class Server(Protocol):
 
     def close(self) -> None:
         """Let go of what it holds on this side, such as shared memory. The process has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Keys of `rollout.engine_args` that every kind of server has."""
+
+    python: str | None = None
+    """Interpreter of an environment with the server. null: $RLINF_SGLANG_PYTHON or .venv-sglang, which `make sglang`
+    creates; of vLLM, $RLINF_VLLM_PYTHON or .venv-vllm."""
+    tensor_parallel: int = number(1, low=1)
+    """GPUs, from this rank's on, over which the model is split."""
+    memory_share: float | None = None
+    """Share of a GPU's memory for weights and KV cache; null: the server's own choice."""
+    start_deadline: float = 600.0
+    """Seconds for the server's start."""
+    deadline: float = 300.0
+    """Seconds for a change of weights, for going to sleep and for waking, each; then it is started again."""
+    silence: float = 300.0
+    """Seconds without a token after which an answer is asked for again."""
+    max_restarts: int = 3
+    """Deaths in a row that are followed by a restart."""
 
 
 _TORCHRUN = (

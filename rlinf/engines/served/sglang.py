@@ -1,25 +1,12 @@
-"""Where the versions of SGLang differ, as far as its HTTP interface is used here.
+"""The SGLang engine, `rollout.engine: sglang`: how its server is started and spoken to, and gets its weights.
 
-In: a version as the server tells it. Out: what to do. Nobody waits here.
-
-How weights get into an SGLang server: the routes, and which is taken.
-
-Flows in: the buckets of `Weights`, in the trainer's order. Flows out: requests that tell the server where they are. Who
-waits: the caller, for each bucket in turn; the deadline is the engine's. Names are those of the checkpoint; the server
-fuses and shards for itself.
-
-An SGLang server as `served/engine.py` wants one: its command line, its HTTP interface, its weights.
-
-In: what `served/server.py` says. Out: HTTP requests. Nobody waits here but for the server.
+Flows in: asks, and the buckets of `Weights`. Flows out: chunks of tokens. Nobody waits here but for the server's start
+and its replies; `served/engine.py` awaits all of it. Weights go in by one of several routes, bucket by bucket, under
+the names of the checkpoint: the server fuses and shards for itself.
 
 Its log-probs are log-softmax(logits / temperature) before top-k, top-p and min-p, which is what ours mean. Its random
 numbers, with `--enable-deterministic-inference`, are a hash of seed and position, so an answer that is continued goes
 on as it would have.
-
-Making the SGLang engine from a configuration.
-
-In: what every engine is made from, and `rollout.engine_args`. Out: an engine whose server is up, or an error that says
-what is missing. Who waits: the caller, for the server's start.
 """
 
 from __future__ import annotations
@@ -31,7 +18,7 @@ import os
 import pickle
 import shutil
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,6 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.config.schema import number
+from rlinf.config.schema import settings as settings_of
 from rlinf.data.images import content_of
 from rlinf.data.routes import compact_type
 from rlinf.data.safetensors_io import write_tensors
@@ -47,7 +36,7 @@ from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights
 from rlinf.engines.base import EngineSetup, Request, RequestRefused
 from rlinf.engines.served import far_side
-from rlinf.engines.served.engine import ServedEngine
+from rlinf.engines.served.engine import ServedEngine, start_server
 from rlinf.engines.served.server import (
     Ask,
     Chunk,
@@ -55,7 +44,7 @@ from rlinf.engines.served.server import (
     Http,
     Lost,
     Refused,
-    ServerChild,
+    ServerSettings,
     environment_of,
     model_files,
 )
@@ -145,13 +134,13 @@ class SharedMemoryRoute:
         """See `Route`."""
         ready = asyncio.ensure_future(asyncio.to_thread(self._memory.copy, weights, 0))
         try:
-            for number in range(len(weights.buckets)):
+            for index in range(len(weights.buckets)):
                 manifest = torch.frombuffer(bytearray((await ready).encode()), dtype=torch.uint8)
-                if number + 1 < len(weights.buckets):
-                    ready = asyncio.ensure_future(asyncio.to_thread(self._memory.copy, weights, number + 1))
+                if index + 1 < len(weights.buckets):
+                    ready = asyncio.ensure_future(asyncio.to_thread(self._memory.copy, weights, index + 1))
                 await _update(target, _plain([("manifest", manifest)]), weights, "rlinf_weights.load")
-                if (word := self._memory.word(number)) != "ok":
-                    raise Refused(f"bucket {number} of the weights of version {weights.version}: {word or 'not read'}")
+                if (word := self._memory.word(index)) != "ok":
+                    raise Refused(f"bucket {index} of the weights of version {weights.version}: {word or 'not read'}")
         finally:
             await asyncio.wait([ready])  # a thread cannot be stopped, and it writes where the next bucket goes
 
@@ -167,8 +156,8 @@ class PickleRoute:
 
     async def send(self, target: Target, weights: Weights) -> None:
         """See `Route`."""
-        for number in range(len(weights.buckets)):
-            payload = await asyncio.to_thread(_plain, _bucket(weights, number))
+        for index in range(len(weights.buckets)):
+            payload = await asyncio.to_thread(_plain, _bucket(weights, index))
             await _update(target, payload, weights, None)
 
     def close(self) -> None:
@@ -185,8 +174,8 @@ class CudaIpcRoute:
         from torch.multiprocessing.reductions import init_reductions
 
         init_reductions()
-        for number in range(len(weights.buckets)):  # each lives until the reply
-            await _update(target, _handles(_bucket(weights, number)), weights, None)
+        for index in range(len(weights.buckets)):  # each lives until the reply
+            await _update(target, _handles(_bucket(weights, index)), weights, None)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -284,52 +273,47 @@ _IDLE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """How the server is run."""
+class SGLangSettings(ServerSettings):
+    """Keys of `rollout.engine_args`."""
 
-    python: str
-    """Interpreter of its environment."""
-    device: str
-    """"cuda" or "cpu"."""
-    first_device: int = 0
-    """Number of the first GPU that it takes."""
-    dtype: str = "float32"
-    """In which it computes."""
-    tensor_parallel: int = 1
-    """GPUs, or processes on a CPU, over which the model is split."""
-    max_rows: int = 128
-    """Answers decoded together."""
-    max_tokens: int | None = None
-    """Tokens of KV cache; None: on a CPU as many as `max_rows` answers may come to, on a GPU what fits."""
-    max_length: int | None = None
-    """Tokens, prompt and answer together; None: what the model's files say."""
-    memory_share: float | None = None
-    """Share of a GPU's memory for weights and KV cache; None: SGLang's own choice."""
     seeded: bool = True
-    """Seeds count, at some cost in speed on GPUs."""
-    stream_interval: int = 8
-    """Tokens that come in one piece."""
-    seed: int = 0
-    """Of everything else that is random."""
+    """Seeds count, so that samples can be repeated and continued; on GPUs this costs speed, and only some attention
+    back ends can."""
+    stream_interval: int = number(8, low=1)
+    """Tokens that come in one piece: fewer are kept sooner, more are cheaper."""
     route: str | None = None
-    """How weights get in; None: the fastest that works."""
-    experts: Experts | None = None
-    """Of the model, to have it told which ones tokens went to; None: it is not told."""
-    args: tuple[str, ...] = ()
-    """Further words of the command line."""
+    """How weights get in: cuda_ipc, shared_memory, http or disk; null: the fastest that works."""
+    args: list[Any] = field(default_factory=list)
+    """Further words of the server's command line."""
 
 
 class SGLangServer:
-    """One SGLang server; a `Server`."""
+    """One SGLang server; a `Server`.
+
+    Args:
+        settings: how it is run.
+        setup: what every engine is made from.
+        python: interpreter of its environment.
+        device: "cuda" or "cpu", and the number of the first GPU that it takes.
+        experts: of the model, to have it told which ones tokens went to; None: it is not told.
+    """
 
     kind = "SGLang"
     reads_images = True
 
-    def __init__(self, options: Options) -> None:
-        self.seeded, self.routes = options.seeded, options.experts is not None
+    def __init__(
+        self,
+        settings: SGLangSettings,
+        setup: EngineSetup,
+        python: str,
+        device: tuple[str, int],
+        experts: Experts | None = None,
+    ) -> None:
+        self.seeded, self.routes = settings.seeded, experts is not None
         self.version = "?"
         """As the server tells it."""
-        self._options = options
+        self._settings, self._setup, self._python, self._experts = settings, setup, python, experts
+        self._device, self._first_device = device
         self._differences: Differences | None = None
         self._model = Path()
         self._route: Route | None = None
@@ -338,38 +322,40 @@ class SGLangServer:
     # The process -------------------------------------------------------------------------------------------------
 
     def command(self, model: Path, host: str, port: int) -> Sequence[str]:
-        self._model, options = model, self._options
+        self._model, settings, setup = model, self._settings, self._setup
+        dtype = str(setup.dtype).removeprefix("torch.")
         words: list[Any] = [
-            options.python, "-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", port,
-            "--device", options.device, "--dtype", options.dtype, "--tp-size", options.tensor_parallel,
-            "--max-running-requests", options.max_rows, "--stream-interval", options.stream_interval,
-            "--random-seed", options.seed, "--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "warning",
+            self._python, "-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", port,
+            "--device", self._device, "--dtype", dtype, "--tp-size", settings.tensor_parallel,
+            "--max-running-requests", setup.max_rows, "--stream-interval", settings.stream_interval,
+            "--random-seed", setup.seed % (1 << 31), "--log-level", "warning", "--skip-tokenizer-init",
+            "--skip-server-warmup",
             "--incremental-streaming-output", "--grammar-backend", "none",
             "--custom-weight-loader", "rlinf_weights.load",
         ]  # fmt: skip
-        if options.max_length is not None:
-            words += ["--context-length", options.max_length]
-        if options.seeded:
+        if setup.max_length is not None:
+            words += ["--context-length", setup.max_length]
+        if settings.seeded:
             words += ["--enable-deterministic-inference"]
-        if options.experts is not None:
+        if self._experts is not None:
             words += ["--enable-return-routed-experts"]
-        if options.device == "cpu":
+        if self._device == "cpu":
             words += [
                 "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph",
                 "--disable-overlap-schedule", "--mem-fraction-static", "0.1",
-                "--max-total-tokens", options.max_tokens or options.max_rows * min(options.max_length or 2048, 4096),
+                "--max-total-tokens", setup.max_tokens or setup.max_rows * min(setup.max_length or 2048, 4096),
             ]  # fmt: skip
         else:
-            words += ["--base-gpu-id", options.first_device, "--enable-memory-saver"]
-            if options.max_tokens is not None:
-                words += ["--max-total-tokens", options.max_tokens]
-            if options.memory_share is not None:
-                words += ["--mem-fraction-static", options.memory_share]
-        return [*map(str, words), *options.args]
+            words += ["--base-gpu-id", self._first_device, "--enable-memory-saver"]
+            if setup.max_tokens is not None:
+                words += ["--max-total-tokens", setup.max_tokens]
+            if settings.memory_share is not None:
+                words += ["--mem-fraction-static", settings.memory_share]
+        return [*map(str, words), *map(str, settings.args)]
 
     def environment(self) -> Mapping[str, str | None]:
         variables: dict[str, str | None] = {"HF_HUB_OFFLINE": "1"}
-        if self._options.device == "cpu":
+        if self._device == "cpu":
             variables |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
             variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         return {**variables, "PYTHONPATH": os.pathsep.join(far_side.__path__)}
@@ -417,7 +403,7 @@ class SGLangServer:
             # The newest entries are the news, whether the server repeats the others or not.
             news = int(meta["completion_tokens"]) - got
             told = meta.get("routed_experts")
-            routes = None if told is None or self._options.experts is None else routes_told(told, self._options.experts)
+            routes = None if told is None or self._experts is None else routes_told(told, self._experts)
             if news > 0 and (entries := (meta.get("output_token_logprobs") or ())[-news:]):
                 got += len(entries)
                 yield Chunk([entry[1] for entry in entries], [entry[0] for entry in entries], routes)
@@ -449,9 +435,9 @@ class SGLangServer:
 
     async def update(self, http: Http, weights: Weights) -> None:
         assert self._differences is not None
-        target = Target(http, self._options.tensor_parallel, self._options.device)
+        target = Target(http, self._settings.tensor_parallel, self._device)
         if self._route is None:
-            self._route = route_for(self._options.route, weights, self._options.device)
+            self._route = route_for(self._settings.route, weights, self._device)
         self._held = ("mixed",)
         if self._differences.sessions and self._route.sessions:
             await http.post("/begin_weight_update", {})
@@ -468,7 +454,7 @@ class SGLangServer:
 
     async def regain(self, http: Http, weights: Weights | None) -> None:
         await http.post("/resume_memory_occupation", {})
-        lost = self._options.device != "cpu"  # the memory saver is for GPUs; on a CPU nothing was given back
+        lost = self._device != "cpu"  # the memory saver is for GPUs; on a CPU nothing was given back
         if weights is not None and (lost or self._held != weights.key):
             await self.update(http, weights)
         elif weights is None and lost:
@@ -534,80 +520,19 @@ def lacking(args: Mapping[str, Any]) -> str | None:
     return None
 
 
-async def build(
-    setup: EngineSetup,
-    *,
-    python: str | None = None,
-    tensor_parallel: int = 1,
-    memory_share: float | None = None,
-    seeded: bool = True,
-    stream_interval: int = 8,
-    route: str | None = None,
-    start_deadline: float = 600.0,
-    deadline: float = 300.0,
-    silence: float = 300.0,
-    max_restarts: int = 3,
-    args: Sequence[str] = (),
-) -> SGLangEngine:
+async def build(setup: EngineSetup, **args: Any) -> SGLangEngine:
     """Start a server, and make the engine around it; see `make`.
 
     Args:
         setup: what every engine is made from.
-        python: interpreter of an environment with SGLang. Default: $RLINF_SGLANG_PYTHON, or .venv-sglang, which `make
-            sglang` creates.
-        tensor_parallel: GPUs, from this rank's on, over which the model is split.
-        memory_share: share of a GPU's memory for weights and KV cache. Default: SGLang's own.
-        seeded: seeds count, so that samples can be repeated and continued; on GPUs this costs speed, and only some
-            attention back ends can.
-        stream_interval: tokens that come in one piece: fewer are kept sooner, more are cheaper.
-        route: how weights get in: cuda_ipc, shared_memory, http or disk. Default: the fastest that works.
-        start_deadline: seconds for the server's start.
-        deadline: seconds for a change of weights, for going to sleep and for waking, each; then it is started again.
-        silence: seconds without a token after which an answer is asked for again.
-        max_restarts: deaths in a row that are followed by a restart.
-        args: further words of the server's command line.
+        args: any of `SGLangSettings`.
 
     Raises:
-        ValueError: there is no environment, or an argument is out of range.
+        ValueError: there is no environment, or an argument is unknown or out of range.
         ChildDied: the server did not come up; with the last lines of its output.
     """
-    if tensor_parallel < 1 or stream_interval < 1:
-        raise ValueError("rollout.engine_args: tensor_parallel and stream_interval must be at least 1")
-    device, first = device_here()
-    found = interpreter(python)
+    settings = settings_of(SGLangSettings, args, "rollout.engine_args")
+    python = interpreter(settings.python)
     files = await setup.compute(model_files, setup)
-    options = Options(
-        python=found,
-        device=device,
-        first_device=first,
-        dtype=str(setup.dtype).removeprefix("torch."),
-        tensor_parallel=tensor_parallel,
-        max_rows=setup.max_rows,
-        max_tokens=setup.max_tokens,
-        max_length=setup.max_length,
-        memory_share=memory_share,
-        seeded=seeded,
-        stream_interval=stream_interval,
-        seed=setup.seed % (1 << 31),
-        route=route,
-        experts=files.experts if setup.routes else None,
-        args=tuple(map(str, args)),
-    )
-    engine = SGLangEngine(setup, files, deadline=deadline)
-    child = ServerChild(
-        SGLangServer(options),
-        files.directory,
-        f"SGLang of {setup.name}",
-        engine.prepare,
-        engine.busy,
-        log=None if setup.directory is None else Path(setup.directory) / f"sglang-{setup.name}.log",
-        start_deadline=start_deadline,
-        max_restarts=max_restarts,
-        silence=silence,
-    )
-    try:
-        await engine.start(child)
-    except BaseException:
-        files.remove()
-        raise
-    return engine
+    server = SGLangServer(settings, setup, python, device_here(), files.experts if setup.routes else None)
+    return await start_server(SGLangEngine, server, setup, files, settings)

@@ -1,11 +1,8 @@
-"""How a vLLM server is started and spoken to; the other end is `inside/serve.py`.
+"""The vLLM engine, `rollout.engine: vllm`: how its server is started and spoken to.
 
 Flows in: asks, and weights in host memory. Flows out: chunks of tokens, and weights in memory that the server maps.
-Nobody waits here but for the server's replies; `served/engine.py` awaits all of it.
-
-Making the vLLM engine, `rollout.engine: vllm`.
-
-Flows in: what every engine is made from. Flows out: an engine whose server is up. Nobody waits here but for its start.
+Nobody waits here but for the server's start and its replies; `served/engine.py` awaits all of it. The other end is
+`vllm_inside/serve.py`.
 """
 
 from __future__ import annotations
@@ -15,16 +12,18 @@ import mmap
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlinf.config.schema import settings as settings_of
 from rlinf.data.weights import Weights
 from rlinf.engines.base import EngineSetup
-from rlinf.engines.served.engine import ServedEngine
-from rlinf.engines.served.server import Ask, Chunk, Http, ServerChild, environment_of, model_files
+from rlinf.engines.served.engine import ServedEngine, start_server
+from rlinf.engines.served.server import Ask, Chunk, Http, ServerSettings, environment_of, model_files
 from rlinf.runtime.base.tasks import in_thread
 from rlinf.runtime.base.tensors import seen_by_children
 
@@ -179,69 +178,45 @@ def lacking(args: Mapping[str, Any]) -> str | None:
     return None
 
 
-async def build(
-    setup: EngineSetup,
-    *,
-    python: str | None = None,
-    tensor_parallel: int = 1,
-    memory_share: float | None = None,
-    start_deadline: float = 600.0,
-    deadline: float = 300.0,
-    silence: float = 300.0,
-    max_restarts: int = 3,
-    args: Mapping[str, Any] | None = None,
-) -> VllmEngine:
+@dataclass(frozen=True, slots=True)
+class VllmSettings(ServerSettings):
+    """Keys of `rollout.engine_args`."""
+
+    args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's `AsyncEngineArgs`, such as `max_num_batched_tokens`."""
+
+
+async def build(setup: EngineSetup, **args: Any) -> VllmEngine:
     """Start a vLLM server, and make the engine around it; see `make`.
 
     Args:
         setup: what every engine is made from.
-        python: interpreter of an environment with vLLM and aiohttp. Default: $RLINF_VLLM_PYTHON, or .venv-vllm, which
-            `make vllm` creates.
-        tensor_parallel: GPUs over which the model is split.
-        memory_share: share of a GPU's memory for weights and KV cache. Default: vLLM's own.
-        start_deadline: seconds from the server's start until it must answer.
-        deadline: seconds for a change of weights, for going to sleep and for waking, each; then it is started again.
-        silence: seconds without a token after which an answer is asked for again.
-        max_restarts: deaths in a row that are followed by a restart.
-        args: further arguments of vLLM's `AsyncEngineArgs`, such as `max_num_batched_tokens`.
+        args: any of `VllmSettings`.
 
     Raises:
-        ValueError: there is no such environment, or `args` has what the engine itself sets.
+        ValueError: there is no such environment, an argument is unknown, or `args` has what the engine itself sets.
         ChildDied: the server did not come up; with the last lines of its output.
     """
+    settings = settings_of(VllmSettings, args, "rollout.engine_args")
     if setup.pictures is not None:
         raise ValueError("rollout.engine=vllm reads no pictures, and the model does: take sglang or transformers")
+    server = VllmServer(interpreter(settings.python), _engine_args(setup, settings), settings.deadline)
+    files = await setup.compute(model_files, setup)
+    return await start_server(VllmEngine, server, setup, files, settings)
+
+
+def _engine_args(setup: EngineSetup, settings: VllmSettings) -> dict[str, Any]:
     own: dict[str, Any] = {
         "dtype": str(setup.dtype).removeprefix("torch."),
         "max_num_seqs": setup.max_rows,
         "max_model_len": setup.max_length,
-        "tensor_parallel_size": tensor_parallel,
-        "gpu_memory_utilization": memory_share,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "gpu_memory_utilization": settings.memory_share,
     }
-    if taken := sorted(own.keys() & (args or {}).keys()):
+    if taken := sorted(own.keys() & settings.args.keys()):
         raise ValueError(
             f"rollout.engine_args.args: {', '.join(taken)} cannot be given here: the engine sets dtype by "
             "rollout.dtype, max_num_seqs by rollout.max_rows, max_model_len by the model, tensor_parallel_size and "
             "gpu_memory_utilization by rollout.engine_args.tensor_parallel and memory_share"
         )
-    settings = {name: value for name, value in own.items() if value is not None} | dict(args or {})
-    server = VllmServer(interpreter(python), settings, deadline)
-    files = await setup.compute(model_files, setup)
-    engine = VllmEngine(setup, files, deadline=deadline)
-    child = ServerChild(
-        server,
-        files.directory,
-        f"vLLM of {setup.name}",
-        engine.prepare,
-        engine.busy,
-        log=None if setup.directory is None else Path(setup.directory) / f"vllm-{setup.name}.log",
-        start_deadline=start_deadline,
-        max_restarts=max_restarts,
-        silence=silence,
-    )
-    try:
-        await engine.start(child)
-    except BaseException:
-        files.remove()
-        raise
-    return engine
+    return {name: value for name, value in own.items() if value is not None} | settings.args

@@ -13,9 +13,10 @@ from base64 import b64encode
 import numpy as np
 from aiohttp import web
 
+from rlinf.engines.base import EngineSetup
 from rlinf.engines.served.engine import ServedEngine
 from rlinf.engines.served.server import Experts, ModelFiles, ServerChild
-from rlinf.engines.served.sglang import Options, SGLangServer
+from rlinf.engines.served.sglang import SGLangServer, SGLangSettings
 
 VOCABULARY = 11
 EXPERTS = Experts(layers=3, top_k=2, count=16)
@@ -43,8 +44,8 @@ def routes(text):
 class Imitation(SGLangServer):
     """Speaks to itself: the client's half is the real one."""
 
-    def __init__(self, version="0.5.20", **options):
-        super().__init__(Options(python="-", device="cpu", route="http", **options))
+    def __init__(self, version="0.5.20", experts=None):
+        super().__init__(SGLangSettings(route="http"), EngineSetup("", {}, None), "-", ("cpu", 0), experts)
         self.tells, self.weights, self.calls = version, 0, []
         self.wrong = []  # what is done wrong with the next requests: a status, "half", "hang" or "nothing"
         self.running = {}  # request ids, and whether they were aborted

@@ -14,7 +14,7 @@ from rlinf.data.weights import Weights
 from rlinf.engines.base import EngineSetup, Request, Sampling
 from rlinf.engines.served.engine import Row
 from rlinf.engines.served.server import model_files
-from rlinf.engines.served.sglang import Options, SGLangServer
+from rlinf.engines.served.sglang import SGLangServer, SGLangSettings
 from rlinf.models.language.build import build_model, pictures_of
 from tests.pictured import MODELS, TOKENIZER, asked, pictures
 
@@ -29,7 +29,7 @@ async def test_sglang_gets_pictures_and_never_draws_their_placeholders():
         sent.append(body)
         yield {"meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1.0, 3]]}}
 
-    server = SGLangServer(Options(python="-", device="cpu"))
+    server = SGLangServer(SGLangSettings(), EngineSetup("", {}, None), "-", ("cpu", 0))
     ask = Row(request, None, shows.banned).ask("name")
     assert [chunk.tokens async for chunk in server.generate(SimpleNamespace(events=events), ask)] == [[3]]
     (body,) = sent

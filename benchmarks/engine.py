@@ -1,6 +1,6 @@
 """`python -m benchmarks.engine`: tokens per second of the transformers engine, beside `generate` and a bare loop.
 
-"own forward" is the same engine without `llama_forward.py`, whose gain that shows.
+"own forward" is the same engine without the lean forward of `model.py`, whose gain that shows.
 
 One thread. Contestants take turns, A B C A B C …, in one process, because the machine's speed drifts; a ratio is taken
 within a round, and shown are medians over the rounds with their quartiles in brackets. A row that misses its bar says

@@ -2,7 +2,7 @@
 the optimizer step alone.
 
 In: the commands of one call, as for a single copy. Out: optimizer steps, the same on every rank. Who wakes whom: rank 0
-reads the commands into a queue (`training/text/work_queue.py`); a round there makes each copy ask for its own devices;
+reads the commands into a queue (`training/work_queue.py`); a round there makes each copy ask for its own devices;
 whoever gets them takes rounds until there are none. When all are done, all ranks take their devices together, add up
 what they have and take the step.
 

@@ -19,7 +19,7 @@ runtime calls `offload` and `onload` around device calls; nobody waits here.
 An actor whose weights learn, on one rank or on many: what trainers of language models and of policies share.
 
 In: calls on the whole group, which its ranks carry out together. Out: the weights and their version, checkpoints, and
-a device that is free between calls. Who wakes whom: see `spmd.py`.
+a device that is free between calls. Who wakes whom: see `SPMD` below.
 
 A subclass makes its module and optimizer in `setup` and hands them to `_own`; it says how its weights are published
 (`_published`), and adds to its state what else it has (`_extra`, `_state`, `_take`), and to checkpoints what has files

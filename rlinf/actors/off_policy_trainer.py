@@ -1,7 +1,7 @@
 """A trainer that remembers: a replay buffer beside the weights, in checkpoints and wherever the trainer moves.
 
 Consumes trajectories, keeps rows of them, and learns from rows drawn; what rows are is said by the trainers that derive
-from it (`sac_trainer.py`, `dagger.py`). Every rank has all rows.
+from it (`SacTrainer`, `DaggerTrainer`). Every rank has all rows.
 
 The trainer of off-policy learning, from a replay buffer: soft actor-critic, REDQ, RLPD, CrossQ, IQL.
 

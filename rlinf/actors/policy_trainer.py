@@ -2,7 +2,7 @@
 
 Consumes the trajectories of a step, produces metrics, versioned weights and checkpoints; unblocked by the last
 trajectory. Every rank has the whole policy and all trajectories, and computes on its share of each minibatch; all of
-them take the same optimizer steps (`policy_step.py`).
+them take the same optimizer steps (`training/embodied/ppo.py`).
 
 The trainer of runs that learn from demonstrations alone.
 

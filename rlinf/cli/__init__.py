@@ -1,4 +1,4 @@
-"""The command line: train, evaluate, plan, trace, dry run, and what is wrong with a configuration.
+"""The command line, `rlinf COMMAND`: parsing, printing, and exit codes; a run itself is in `runs`.
 
-Prints and parses; a run itself is `job`.
+`commands` finds the command, `main` is `rlinf train`; others are a file each.
 """

@@ -1,4 +1,5 @@
-"""The keys of a configuration as dataclasses, and how YAML becomes them.
+"""Every key of a configuration with its type, default, limits and meaning, and how YAML becomes them.
 
-What keys may not be together, and what opening files shows, is `job.validate` and `job.prepare`.
+`text`, `embodied`, `learning` and `common` have the keys, `load` reads files and overrides, `importing` resolves dotted
+paths. Rules that ask engines, placement or data are in `runs.rules`.
 """

@@ -1,6 +1,6 @@
 """The keys of runs in which a policy acts in environments, and how such a configuration is read.
 
-A file with a section `env` is one of these; every other one is for text (`text.py`, `validate.py`).
+A file with a section `env` is one of these; every other one is for text (`text.py`).
 """
 
 from __future__ import annotations

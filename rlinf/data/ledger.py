@@ -1,7 +1,7 @@
 """The ledger: what became of every sample of every prompt that a run has drawn.
 
 In: what was drawn, dropped and trained, as it happens. Out: one line of `ledger.jsonl` per step. Pure counting: nobody
-waits here. `balance.py` reads the lines back and says whether something was lost, or trained twice.
+waits here. `balance` reads the lines back and says whether something was lost, or trained twice.
 
 A sample is one of the `answers` that were asked for a prompt, named by the prompt's id and its index from 0; for
 agents, one attempt at a task, whatever number of conversations came of it. A line holds ids as ranges: 1,000 prompts of

@@ -130,7 +130,7 @@ class Packed:
     images: tuple[ImageRef, ...] = ()
     """Pictures to be read, in the order of their placeholders in `ids`."""
     routes: Tensor | None = None
-    """Experts to which `ids` went, [tokens, layers, experts per token], see `data.routing.routes`; None: unknown."""
+    """Experts to which `ids` went, [tokens, layers, experts per token], see `data.routes`; None: unknown."""
     expert_load: Tensor | None = None
     """Share of the whole batch's choices that each expert has, [layers, experts], where experts are balanced."""
     stands: np.ndarray | None = None

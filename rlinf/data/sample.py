@@ -176,7 +176,7 @@ class Sample:
     """How many generated tokens `loss_mask` hides because they are older than the bound: read, and not learned."""
     routes: np.ndarray | None = None
     """Of a mixture of experts, to which of them each token went that was read, the prompt's too, uint8 or int16
-    [prompt + response - 1, layers, experts per token], see `data.routing.routes`; None: nobody told."""
+    [prompt + response - 1, layers, experts per token], see `data.routes`; None: nobody told."""
 
     def __post_init__(self) -> None:
         if self.loss_mask is None and self.weight == 1.0:

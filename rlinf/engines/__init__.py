@@ -1,6 +1,7 @@
-"""Text generation behind one interface (`base.py`); `make.py` makes the engine that `rollout.engine` names.
+"""Text generation behind one interface, `base.Engine`; `base.make` makes the engine that is named.
 
-Each engine has a folder of its own, or is somebody else's code. Nothing here knows of actors, leases or flows.
+`transformers` generates in the actor's own process, `served` around an inference server (SGLang, vLLM). Nothing here
+knows of actors, leases or flows.
 """
 
 ENGINES = {

@@ -1,4 +1,5 @@
-"""Simulators behind one protocol, and what every environment needs around them once: chunks, resets, seeds, metrics.
+"""Simulators behind one protocol, `base.Simulator`, and what every environment needs around them.
 
-Steps worlds, in child processes; no policies and no learning.
+`environment` adds chunks, resets, seeds and metrics, `workers` child processes, `wrappers` rules and mixtures of tasks;
+adapters are a file each, those that are installed apart in `adapters`. No policies and no learning.
 """

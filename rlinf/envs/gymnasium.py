@@ -8,7 +8,7 @@ In: what a step returned beside its observation. Out: the entry, where there is 
 
 Any environment of gymnasium, by its id: N of them, one after the other in one process.
 
-In and out: what `Simulator` says. `spaces.py` tells what becomes of observations and actions. gymnasium's own time
+In and out: what `Simulator` says. `observations_of` and `actions_of` say what becomes of both. gymnasium's own time
 limit is taken off, and its number of steps becomes `max_steps`, so that whoever owns the simulator may change it.
 
 A vector environment of gymnasium as one simulator: a registered id, or one's own `gymnasium.vector.VectorEnv`.

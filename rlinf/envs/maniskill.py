@@ -16,7 +16,7 @@ Tasks of ManiSkill 3: finding one by its id, making it, and reading what it show
 
 In: what a config says of the task. Out: ManiSkill's own environment, and functions that turn its observations into
 ours. Whatever is missing is said in one message that names the command which brings it; nothing asks on the terminal,
-as ManiSkill does by itself. `cpu.py` and `gpu.py` step what is made here.
+as ManiSkill does by itself.
 
 ManiSkill 3 on the CPU: N simulations of one task, one after the other in one process.
 

@@ -2,7 +2,7 @@
 
 In and out: what `Simulator` says; every call that a wrapper does not change goes to the simulator inside. From the
 inside: the adapter; `Mixture`, which has several; `Scored`, whose functions see single observations; `FrameStack`, in
-the `Environment`. `job/embodied/roles.py` names the first three by the configuration's keys.
+the `Environment`. `runs/embodied_roles.py` names the first three by the configuration's keys.
 
 Several tasks of one simulator, mixed: which of them an episode is of follows from its seed.
 

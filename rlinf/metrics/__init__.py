@@ -1,7 +1,7 @@
-"""A run's numbers: files for programs (`files`), lines and a live view for people (`table`, `live`), TensorBoard, wandb
-and SwanLab (`tracking`), and where the time of a step went (`timing`).
+"""What a run measures and prints: files for programs, lines and a live view for people, trackers, alarms.
 
-Names are the field's: `reward/mean`, `clip_frac`, `grad_norm`, `timing/step`; docs/metrics.md lists them.
+`recorder` writes, `timing` says where the time of a step went, `explain` why, `alarms` what is wrong. Names are the
+field's (`reward/mean`, `clip_frac`, `grad_norm`); docs/metrics.md lists them.
 """
 
 from rlinf.metrics.tables import ProgressTable

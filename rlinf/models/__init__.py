@@ -1,4 +1,4 @@
-"""Models: language models as we train them (`language`), and policies that act (`policy`).
+"""Networks: language models as we train them, policies that act, and models that score.
 
-Networks only; losses are `algos`, optimizer steps `training`.
+Networks only; losses are in `algos`, optimizer steps in `training`.
 """

@@ -22,7 +22,7 @@ The best plan of a flow with work in flight between steps: which stages share de
 Flows in: a workload and the staleness. Flows out: plans as trees with their seconds in the long run, the best of each
 mode. Nothing waits here.
 
-In the long run only loads and the way of one batch count (`steady.py`), so a plan is a partition: stages of one part
+In the long run only loads and the way of one batch count (`Steady`), so a plan is a partition: stages of one part
 take turns on its devices, parts are side by side. Sizes come from bisection: of the least seconds for which every part
 finds enough devices; then they are moved from part to part while that helps. Where there are few, all are tried.
 

@@ -225,7 +225,7 @@ class Row:
     """Into how many a step is cut where stages overlap."""
 
     risk: float = 1.0
-    """By which factor it is expected to take longer because the costs are not known exactly; see `risk.py`."""
+    """By which factor it is expected to take longer because the costs are not known exactly."""
 
     @property
     def seconds(self) -> float:

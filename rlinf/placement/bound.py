@@ -1,7 +1,7 @@
 """Lower bound on the seconds of a step, over all placements, with its parts.
 
 Flows in: a workload, and what is known of its longest item. Flows out: the bound, and which part of it binds. Nothing
-waits here. Where the time above the bound went is `lost_time.py`.
+waits here. Where the time above the bound went is `Losses`.
 
 Stretches of time as arrays: what a device did during a step may be 100,000 of them, read in a few milliseconds.
 

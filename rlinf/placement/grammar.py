@@ -2,7 +2,7 @@
 
 Flows in: `"0-1:0-3,3-5,7-10:7-14"` and the like, as users of RLinf write them, with the number of resources there are.
 Flows out: per process its resource ranks; or every mistake, each with its position and what to write instead. The
-reading of one string is here, that of the table of roles in `assignments.py`. Nothing waits here.
+reading of one string is here, that of the table of roles in `assign`. Nothing waits here.
 
     placement  := segment ("," segment)*
     segment    := resources [":" processes]

@@ -1,6 +1,6 @@
 """A plan: per role its devices and what stays on them, per edge its granularity. Its mode is derived, never stated.
 
-Flows in: what the planner chose, or a file that a person edited (`plan_file.py`). Flows out: the mode, the bytes of
+Flows in: what the planner chose, or a file that a person edited (`from_yaml`). Flows out: the mode, the bytes of
 each device in each phase, and every reason why a cluster could not run it. Nothing waits here.
 
 `plan.yaml`: a plan that people read, edit and load again.

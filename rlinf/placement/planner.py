@@ -4,7 +4,7 @@ Flows in: a `Workload`. Flows out: the best plan, and the best of each mode, as 
 here.
 
 One search over all structures is in `search.py`. Here is which sizes it is given: all of them if they are few.
-Otherwise those that balance stages (`balance.py`), then a thinned set, and each time, round by round, those around the
+Otherwise those that balance stages (`pareto.py`), then a thinned set, and each time, round by round, those around the
 best so far. The best plan so far bounds the next search.
 
 A plan as a tree: stages one after the other on the same devices, or side by side on devices of their own.

@@ -1,6 +1,6 @@
 """What stages cost on this machine: the measured input of the planner.
 
-Flows in: timings of ordinary steps, read off their spans by `step_costs.py`. Flows out: `profile.json`, merged over
+Flows in: timings of ordinary steps, read off their spans by `costs.py`. Flows out: `profile.json`, merged over
 runs; estimates with error bars; the release curve of generation. Nothing waits here.
 
 Interpolate measured times over batch size and device count, with error bars.

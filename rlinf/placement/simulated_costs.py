@@ -1,7 +1,7 @@
 """Generation that decodes all that it is given at once: how fast items grow in each other's company.
 
 Flows in: seconds of a step's items alone, with the part that its longest takes alone, and when items leave. Flows out:
-when each item leaves that comes at any time. Nothing waits here: `actors.py` asks when to wake.
+when each item leaves that comes at any time. Nothing waits here: `simulated_actors.py` asks when to wake.
 
 A token takes a + b·n with n items at work. In units of the longest item, with B items of a step, L = a·tokens of the
 longest and q = b·tokens of all, that is L + q·(n / B) / mean length. Lengths are those that make a step's items alone

@@ -109,7 +109,7 @@ class Workload:
     """One step of a flow and the devices for it."""
 
     stages: tuple[Stage, ...]
-    """The nodes of the flow's graph, loops already condensed (`flow_graph.py`)."""
+    """The nodes of the flow's graph, loops already condensed (`profile.py`)."""
     edges: tuple[Edge, ...]
     """The edges; no cycle."""
     devices: Mapping[str, int]

@@ -1,4 +1,4 @@
 """Reward functions, how their arguments are found, and the child processes in which they run.
 
-Scores single answers; what is learned from scores is `algos`.
+`base` calls any function, `pool` runs it in processes that may be killed; one file per reward that comes with it.
 """

@@ -33,7 +33,7 @@ steps done; `metrics`, of the step, by name; `samples`, rows as in samples.jsonl
 
 
 class Driven(Protocol):
-    """A run as its callbacks see it: `job.loop.TrainingLoop`."""
+    """A run as its callbacks see it: `runs.loop.TrainingLoop`."""
 
     config: Any
     directory: RunDirectory

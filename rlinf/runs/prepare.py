@@ -7,12 +7,12 @@ Which algorithm a configuration means: its recipe, with the parts that were chan
 
 In: a `RunConfig`. Out: an `AlgorithmSpec`, and the roles and the flow that it needs.
 
-What only importing can show to be wrong with a run in which a policy acts; the counterpart of `job.prepare`.
+What only importing can show to be wrong with a run in which a policy acts.
 
 In: a configuration that is right by itself. Out: its flow and algorithm, and where its roles run, or everything that is
 wrong with it.
 
-What only importing can show to be wrong with a run on given texts; the counterpart of `job.prepare`.
+What only importing can show to be wrong with a run on given texts.
 
 In: a configuration that is right by itself, with `algorithm: sft`, `dpo` or `reward_model`. Out: its flow and where its
 roles run, or everything that is wrong with it.
@@ -303,7 +303,7 @@ class InMemory:
     parts: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Functions in place of the algorithm's `advantage` or `loss`."""
     callbacks: tuple[Any, ...] = ()
-    """What is told of the run besides the configuration's `callbacks`; see `job.callbacks`."""
+    """What is told of the run besides the configuration's `callbacks`; see `runs.callbacks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -610,7 +610,7 @@ def _fitted(
 
 
 def prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
-    """Import what a configuration names, and check what only that can show; see `job.prepare.prepare`.
+    """Import what a configuration names, and check what only that can show; see `prepare`.
 
     Raises:
         ConfigError: with every mistake.
@@ -671,7 +671,7 @@ def needed_roles(config: RunConfig) -> list[str]:
 
 
 def prepare_supervised(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
-    """Import what a configuration names, and check what only that can show; see `job.prepare.prepare`.
+    """Import what a configuration names, and check what only that can show; see `prepare`.
 
     Raises:
         ConfigError: with every mistake.

@@ -1,1 +1,1 @@
-"""What lies in a run's directory: files that grow, checkpoints and their checksums, the lock of who writes."""
+"""A run's directory: files that grow, checkpoints and their checksums, the lock of the one run that writes."""

@@ -1,4 +1,5 @@
-"""What trainers compute: batches, passes, schedules, optimizer steps, for text and for policies that act.
+"""What trainers compute: batches, passes, schedules, optimizer steps, weight transfer, checkpoints.
 
-No endpoints, no processes: actors call this.
+`backend` is the protocol of what trains, `fsdp` and `megatron` have it; `schedule` cuts and orders micro-batches,
+`policy` makes advantages and losses of groups, `weight_sync` publishes and receives. No endpoints, no processes.
 """

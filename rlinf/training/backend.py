@@ -132,7 +132,7 @@ class BackEnd(Protocol):
         """Tensors under the names of the Hugging Face checkpoint, adapters added in: whole or as `DTensor`s, at once or
         each when it is needed.
 
-        Every rank runs it to its end and has what it yields gathered, in that order (`weights.publish.pack`). What it
+        Every rank runs it to its end and has what it yields gathered, in that order (`weight_sync.pack`). What it
         yields must not be changed.
 
         Args:

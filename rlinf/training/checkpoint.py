@@ -7,7 +7,7 @@ sharded tensor stays sharded.
 A trainer's state, from which training goes on bit for bit: copied, written into files, taken over.
 
 Flows in: a model, its optimizer and schedule. Flows out: a directory `state/`, and the same model, optimizer and
-schedule on another day; or, through memory (`parked_state.py`), on other hosts. Saving has two halves: copies in host
+schedule on another day; or, through memory, on other hosts. Saving has two halves: copies in host
 memory, made in the compute thread between two steps, and the writing, in a thread of its own while training goes on.
 Neither the writing nor the reading communicates, so they cannot come between collectives of the training.
 

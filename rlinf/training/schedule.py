@@ -2,7 +2,7 @@
 
 In: scored groups as they come, or batches of worked examples. Out: commands for all ranks. Those of the first epoch
 come while groups are still being made, unless something must be known of the whole batch first. Policy and critic
-differ in what they make of groups (`advantage_rows.py`), not in their schedule.
+differ in what they make of groups (`policy.py`), not in their schedule.
 
 A forward pass over judged groups, on all ranks together: values, or log-probs under other weights.
 

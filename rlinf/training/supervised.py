@@ -80,7 +80,7 @@ class Likelihood:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Direct preference optimisation on pairs, see `algos.preference.pairs.dpo`."""
+    """Direct preference optimisation on pairs, see `algos.preference.dpo`."""
 
     loss_kind: PairLoss = "sigmoid"
     """Which loss."""
@@ -125,7 +125,7 @@ class Preference:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A reward model, learned from pairs: see `algos.preference.pairs.bradley_terry`."""
+    """A reward model, learned from pairs: see `algos.preference.bradley_terry`."""
 
     center: float = 0.0
     """Weight of what keeps the scores around 0."""

@@ -9,7 +9,7 @@ A copy may be several ranks, which compute a round together. Whichever of them a
 see one sequence of rounds, with None where their copy found nothing and left.
 
 Why any order does: losses are un-normalised sums, which the optimizer step adds up over copies and divides once
-(`algos/tensor/loss_sum.py`). So which copy computed what changes rounding, and nothing else.
+(`algos/loss_sum.py`). So which copy computed what changes rounding, and nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model can call: tools made of functions or of MCP servers, and the formats in which models call them."""
+"""Tools that a model can call: made of functions or MCP servers, and the formats in which models call them."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ In: an answer, and where in it a call begins. Out: `Read`. `calls.CallFormat` do
 Tool calls in what a model wrote, and which format a model writes them in.
 
 In: the text of an answer. Out: `Parsed`: the calls, the text around them, and what was wrong with calls that cannot be
-read. Nothing here raises because of what a model wrote. The formats themselves are in `formats.py` and `llama.py`;
+read. Nothing here raises because of what a model wrote. The formats themselves are below;
 `call_format` chooses one by its name or by the markers in a tokenizer's chat template.
 
     parsed = call_format(None, tokenizer).parse(reply.text)

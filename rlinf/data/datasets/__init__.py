@@ -1,4 +1,4 @@
-"""From files, hub data sets and generated tasks to streams of prompts.
+"""Data sets of prompts and conversations: from files, the hub and generated tasks to streams of prompts.
 
-Reading, columns, order and cursor; rewards are `rewards`.
+Reading, columns, order, and the place to go on from; rewards are in `rewards`.
 """

@@ -1,6 +1,6 @@
 """Rows of a data set that can be read in any order: one mapping per row, by number.
 
-In: files and objects that are open already (`sources.py` opens them). Out: rows, and for each a name by which a person
+In: files and objects that are open already. Out: rows, and for each a name by which a person
 finds it. Lines of jsonl stay in the file and tables stay in Arrow's memory; a row becomes Python objects when it is
 read.
 

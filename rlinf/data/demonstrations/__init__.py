@@ -1,5 +1,7 @@
-"""Demonstrations: episodes that somebody acted well in, read and written in several formats; and what is computed of
-them: decisions to learn from, batches in an order drawn from a seed, statistics of features. All of it blocks.
+"""Demonstrations: episodes that somebody acted well in, read and written in several formats.
+
+From them come decisions to learn from, batches in an order drawn from a seed, and statistics of features. All of it
+blocks.
 """
 
 from rlinf.data.demonstrations.episode import Decisions, Demonstration, Window, decisions, joined, write_demonstrations

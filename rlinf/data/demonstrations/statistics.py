@@ -1,6 +1,6 @@
 """Statistics of features: mean, spread, bounds and quantiles of every number, from data that need not fit into memory.
 
-In: rows, part by part. Out: `FeatureStatistics`; and, in `statistics_files.py`, the files that published checkpoints
+In: rows, part by part. Out: `FeatureStatistics`; and the files that published checkpoints
 keep them in. Mean, standard deviation, least and greatest value are exact. Quantiles are exact up to `keep` rows; of
 more, they are those of `keep` rows drawn evenly by a fixed seed.
 

@@ -1,4 +1,4 @@
-"""Work in flight between steps: what was begun for steps to come, what is known of it, and what became of it."""
+"""Work in flight between steps: answers begun for later steps, the bound on their age, their checkpoints."""
 
 from __future__ import annotations
 

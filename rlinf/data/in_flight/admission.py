@@ -369,7 +369,7 @@ class Choosing:
         return chosen
 
     def metrics(self) -> dict[str, float]:
-        """As those of `flows.parts.dynamic_sampling`; nothing without it."""
+        """As those of `flows.dynamic_sampling`; nothing without it."""
         if self.sampling is None:
             return {}
         told = {
@@ -500,7 +500,7 @@ class Batch:
     metrics: dict[str, float] = field(default_factory=dict)
     """How they were found, complete once `groups` has ended: `in_flight/prompts` that are under way for later steps,
     and `in_flight/ready` of those, which are complete; `staleness/dropped` and `staleness/masked`, tokens that were too
-    old; with dynamic sampling, what `flows.parts.dynamic_sampling` tells."""
+    old; with dynamic sampling, what `flows.dynamic_sampling` tells."""
 
 
 class Books(Protocol):

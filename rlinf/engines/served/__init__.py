@@ -1,5 +1,5 @@
-"""What all engines around an inference server share: a supervised child process, HTTP, answers kept on this side.
+"""Engines around an inference server: a supervised child process, HTTP, and answers kept on this side.
 
-`engine.py` is the `Engine`; `server.py` says what a kind of server must say of itself (a folder such as
-`engines/sglang`).
+`engine` is the `Engine`, `server` the child and the protocol that a kind of server has (`sglang`, `vllm`),
+`shared_memory` takes weights into it.
 """

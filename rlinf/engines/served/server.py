@@ -1,4 +1,4 @@
-"""What a kind of inference server says of itself: the seam between `engine.py` and a folder such as `engines/sglang`.
+"""What a kind of inference server says of itself: the seam between `engine.py` and a module such as `sglang.py`.
 
 Flows in: requests as plain token ids, weights. Flows out: chunks of tokens. Nobody waits here: the methods are awaited
 by the engine, which supervises the server's process, keeps all tokens and decides when an answer has ended.

@@ -1,4 +1,5 @@
-"""The transformers engine: text generation in the actor's own process, by continuous batching.
+"""Text generation in the actor's own process, by continuous batching of transformers' models.
 
-Only this engine's own parts; what every engine has is in `engines/base.py`.
+`engine` drives, `batch` has the rows, `cache` keys and values, `model` the forward pass, `graphs` and `paged_attention`
+steps that are recorded on GPUs.
 """

@@ -1,4 +1,4 @@
-"""Language models as we train them: loading, packed attention, log-prob heads, sharding, adapters.
+"""Language models as we train them: loading, packed attention, log-prob head, sharding, adapters, experts.
 
-No losses and no optimizers: those are `algos` and `training`.
+No losses and no optimizers: those are in `algos` and `training`.
 """

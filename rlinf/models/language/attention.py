@@ -9,7 +9,7 @@ Attention over sequences that lie one behind another: no token sees another sequ
 In: the layout of a packed micro-batch, once per micro-batch, and query, key and value of every layer. Out: what
 attention gives for each sequence alone. Everything else in a model works token by token and needs no layout.
 
-On CUDA a variable-length kernel does it, in half precision (`kernels/varlen.py`). Elsewhere there is none, and a mask
+On CUDA a variable-length kernel does it, in half precision (`kernels.py`). Elsewhere there is none, and a mask
 over [tokens, tokens] costs ten times what it saves: sequences of about equal length are gathered into a few rectangles.
 A layout is made on the host and sent once, so that no layer and no micro-batch waits for a device.
 

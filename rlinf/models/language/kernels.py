@@ -14,7 +14,7 @@ What the output embedding's product is followed by, as two functions of elements
 In: logits of a chunk of tokens, as the product of matrices leaves them. Out: of each token the log-prob of its target,
 the entropy and the logarithm of the sum; and on the way back the slope of the logits, in their own dtype. Inside all is
 float32. Both read the logits once or twice and keep nothing of their size beside the slope itself; one after the other,
-torch's own operations read and write them a dozen times. `logprob_head.py` has the same without a compiler.
+torch's own operations read and write them a dozen times. `policy_model.py` has the same without a compiler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Policies of an actor and a critic on top of features: the actor says what each number of an action is drawn from.
 
 A policy on top says what its features are; actor, critic and distribution are here. Real numbers are drawn from normal
-distributions, whose standard deviation is a parameter; choices from categorical ones (`distributions.py`).
+distributions, whose standard deviation is a parameter; choices from categorical ones.
 
 Layers that policies share: perceptrons with orthogonal first weights, and the running scale of states.
 

@@ -1,1 +1,1 @@
-"""What can be said of a run before it starts: models, data, memory and time, without a process or a device."""
+"""Answers of `--dry-run`: models, data, memory and seconds of a run, without a process or a device."""

@@ -7,7 +7,7 @@ There are two sums. `least_bytes` has only what must be there, so what does not 
 refused by it. `active_bytes` has `spare` besides, on CUDA devices: what a step takes at its peak by what torch's
 tracker counts, so that it is a little more than what a run takes. Choices and leases go by it. In neither: the context
 of CUDA and the workspaces of its libraries, which are of the process and not of a role: they have the part of a GPU
-that roles may not fill (`job.prepare`).
+that roles may not fill (`runs.prepare`).
 
 Does a run fit its devices: their kind, their memory, the model's positions? And what it takes of them.
 
@@ -181,7 +181,7 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
 
     with L = 2 x logprob_chunk x vocabulary x 4, since layers are computed again when the logits are gone; and at most,
     on CUDA, see `peak_bytes`, or what publishing takes between steps, if that is more: without the buckets, which lie
-    on the device only where they fit (`weights.publish.has_room`). A critic, without `head`, is not published and has
+    on the device only where they fit (`weight_sync.has_room`). A critic, without `head`, is not published and has
     a number where a policy has a vocabulary.
     """
     checkpointed, parallel = config.trainer.gradient_checkpointing is True, config.trainer.parallel

@@ -1,1 +1,1 @@
-"""What a run tells the page while it goes on, and what the page may ask of it."""
+"""The live page's side of a run: its status, its messages, and the controls that the page may use."""

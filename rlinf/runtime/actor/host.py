@@ -3,7 +3,7 @@
 Flows in: calls made here, messages from peers. Flows out: messages to peers, tasks that run endpoints. Who wakes whom:
 an arriving call starts a task; a reply settles a promise; a lost peer fails every promise that stands on it.
 
-The messages are listed in `transport/messages.py`.
+The messages are listed in `transport/link.py`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What every room uses: errors, the clock, calls, tasks and threads, protocols of what lies above. No I/O."""
+"""Errors, the clock, calls, tasks and threads, protocols of what lies above: used by every room. No I/O."""

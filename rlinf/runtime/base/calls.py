@@ -5,7 +5,7 @@ the running code is on. Nobody is woken.
 
 How finely an actor that shares its devices takes them: the two numbers that a plan sets.
 
-Flows in: a plan's wish, at `spawn`. Flows out: when `device_lease.py` asks for devices and offers them. Nobody is
+Flows in: a plan's wish, at `spawn`. Flows out: when `devices/lease.py` asks for devices and offers them. Nobody is
 woken.
 
 What the lower rooms know of the upper ones: protocols of a host, the system, a group, a scope, a lease.
@@ -291,7 +291,7 @@ class Group(Protocol):
 
 
 class Scope(Protocol):
-    """Owns what is made in it; see `system/scope.py`."""
+    """Owns what is made in it; see `system/system.py`."""
 
     def add(self, what: Any) -> None: ...
     def forget(self, what: Any) -> None: ...
@@ -300,7 +300,7 @@ class Scope(Protocol):
 
 
 class DeviceLease(Protocol):
-    """The devices of one running call or map stage; see `devices/device_lease.py`."""
+    """The devices of one running call or map stage; see `devices/lease.py`."""
 
     puts: bool
     stage: bool

@@ -1,1 +1,1 @@
-"""Who may use a device and what is loaded on it: leases on the controller, and around calls. Knows no queues."""
+"""Leases of devices and memory on them: decided on the controller, held around calls. Knows no queues."""

@@ -2,7 +2,7 @@
 
 Flows in: what the call or stage does: work, waits, items. Flows out: acquire and release of its actor's devices. Who
 wakes whom: word that the devices are wanted makes a holder that waits give them, or one that has had its share of items
-or seconds; what it waited for, or enough `items`, makes it take them again (see `lease_policy.py`).
+or seconds; what it waited for, or enough `items`, makes it take them again (see `base/calls.py`).
 
 A call uses its devices from its first line to its last, except while it waits for a stream, or its own task for another
 call; a late one only while it computes. A map stage uses them while it works on items. So a consumer never starves its

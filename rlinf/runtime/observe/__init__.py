@@ -1,1 +1,1 @@
-"""What happened when, and who waits on whom: spans, data flow, stall reports. Reads what others keep."""
+"""Spans, data flow and stall reports: what happened when, who waits on whom. Reads what others keep."""

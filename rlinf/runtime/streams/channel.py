@@ -239,7 +239,7 @@ class QueueHandle:
         return QueueHandle(host, self.owner, self.id, self.name, self.capacity, self.origin)
 
     async def put(self, value: Any, key: Hashable, weight: float) -> None:
-        """Put one item, waiting for space; see `registry.py` for when that takes a round trip.
+        """Put one item, waiting for space; see `QueueRegistry` for when that takes a round trip.
 
         Raises:
             QueueClosed: nothing may be put any more.

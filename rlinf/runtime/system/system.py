@@ -307,7 +307,7 @@ class ActorSystem:
 
     @property
     def collectives(self) -> Collectives:
-        """Named process groups and device meshes over hosts; see `registry.py`."""
+        """Named process groups and device meshes over hosts; see `transport/collectives.py`."""
         if self._collectives is None:
             host, store = self._host, job_store() if self._network is None else None
             self._collectives = Collectives(

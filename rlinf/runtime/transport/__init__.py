@@ -1,1 +1,1 @@
-"""How bytes get between hosts: links of ordered frames, process groups, rendezvous. Knows no actors."""
+"""Bytes between hosts: links of ordered frames, process groups, rendezvous. Knows no actors."""

@@ -1,7 +1,7 @@
 """Process groups over any set of hosts, each under an explicit name, and device meshes for FSDP2.
 
 Flows in: a name, a list of hosts, tensors. Flows out: a `Group` with asynchronous collectives, or a `DeviceMesh`.
-Who wakes whom: hosts that make a group wait for each other in the store; `process_group.py` has the operations.
+Who wakes whom: hosts that make a group wait for each other in the store; `process_groups.py` has the operations.
 
 Why names. `torch.distributed.new_group(use_local_synchronization=True)` derives a group's name from how many groups a
 process has made so far, and hangs as soon as two members have made different numbers of them. Here a name is the whole
@@ -11,7 +11,7 @@ locked while it waits, and two groups that are made at once would otherwise wait
 
 Why meshes are registered groups. The other working design, one default group per worker group, allows a process one
 membership only, and an actor and a critic on the same devices need two. So a mesh is made of explicitly named groups
-that torch can find, and the default group merely knows ranks (`default_group.py`).
+that torch can find, and the default group merely knows ranks (`process_groups.py`).
 
 Hosts are named everywhere by their rank in the job, never by their position in a group.
 """

@@ -25,7 +25,7 @@ Flows in: a store, the members' ranks, a deadline. Flows out: `ProcessGroupNCCL`
 
 Torch watches over NCCL with threads of its own, which by default end the process: at an operation's timeout, and when
 they are stuck themselves. A process that is ended so says nothing of the actor, call or host that failed. So the
-runtime's deadline comes first (`process_group.py`), and the settings here leave torch what is needed beyond it.
+runtime's deadline comes first, and the settings here leave torch what is needed beyond it.
 
 The default process group of torch.distributed, reduced to what a device mesh needs it for: this process's rank.
 
@@ -43,7 +43,7 @@ member's failure ends what waits on all members.
 
 Posting and waiting are apart so that an operation under way holds up no other: a member may wait to receive while
 another member needs it to take part in a broadcast first. What of a backend would hold up others all the same is kept
-apart by its lines (`lines.py`).
+apart by its lines.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ class NcclLine:
             raise RuntimeError("the communicator was aborted")
         if self._backend is None:
             self._backend = self._connect()
-            self._stream = torch.cuda.Stream(self._device, priority=-1)  # as NCCL's own (`nccl.py`)
+            self._stream = torch.cuda.Stream(self._device, priority=-1)  # as NCCL's own
         stream = self._stream
         assert stream is not None
         with torch.cuda.stream(stream):

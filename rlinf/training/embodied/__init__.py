@@ -1,4 +1,1 @@
-"""From trajectories and transitions to gradients of a policy.
-
-Batches, replay, PPO- and SAC-like steps, behaviour cloning; no simulators.
-"""
+"""Gradients of a policy from trajectories and transitions: batches, replay, PPO, SAC, cloning; no simulators."""

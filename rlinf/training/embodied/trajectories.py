@@ -1,7 +1,7 @@
 """What a policy did in environments, on its way to the trainer.
 
 In: one `Trajectory` per slice of environments and step, put together by the actor of the policy. Out: one of all slices
-(`joined`); `off_policy/transitions.py` makes rows of a replay buffer of it. Nobody waits here.
+(`joined`); `replay.py` makes rows of a replay buffer of it. Nobody waits here.
 
 From trajectories to a batch: advantages by the algorithm, laid out decision by decision; and metrics of both.
 

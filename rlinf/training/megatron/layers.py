@@ -11,7 +11,7 @@ What the last stage makes of hidden states: log-probs from rows of a vocabulary 
 
 In: the hidden states that predict learned tokens, and this rank's rows of the output embedding. Out: log-prob and
 entropy of each token, the same on all ranks, who compute the loss alike. Logits are made chunk by chunk, used, and made
-again for the gradient, as where one rank has the whole vocabulary (`models/language/logprob_head.py`).
+again for the gradient, as where one rank has the whole vocabulary (`models/language/policy_model.py`).
 
 A stage of the model, or one of several parts of the layers that a stage has: Megatron's layers between our ends.
 

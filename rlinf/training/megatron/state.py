@@ -1,7 +1,7 @@
 """A split model and its optimizer in the one format of checkpoints, and back: by the names that transformers gives.
 
 In: pieces, and an optimizer whose running means are shaped like Megatron's parameters. Out: a `StateCopy` as a model
-under FSDP has it (`weights/train_state.py`), so that either goes on from what the other saved, on any number of ranks.
+under FSDP has it (`training/checkpoint.py`), so that either goes on from what the other saved, on any number of ranks.
 Nothing is communicated: each rank writes the rectangles it is the first to have, and reads those it has.
 
 Which rectangle of which tensor of the Hugging Face model each of Megatron's parameters holds.

@@ -99,7 +99,7 @@ class Gr00tConfig(FlowConfig):
     state_size: int = 0
     """Numbers of the observation's "state"."""
     embodiment: str = "libero"
-    """Simulator, a row of `vla/embodiment/table.py`."""
+    """Simulator, a row of `vla/robots.py`."""
     robot: str | None = None
     """Name of the statistics; null takes the first of the row that the checkpoint has."""
     robot_id: int | None = None

@@ -9,7 +9,7 @@ In: texts. Out: rows of equal length, the first token in front, then padding, th
 behind the first token and actions follow the last one. The last is always the lone space that Llama's tokenizer makes
 of the one at the prompt's end (arXiv:2406.09246, released code).
 
-OpenVLA's network and published form, without its way of decoding, which `policy.py` and `oft.py` add.
+OpenVLA's network and published form, without its way of decoding, which the policies below add.
 
     BOS │ 256 patches of each picture │ padding │ prompt … lone space │ actions
           DINOv2 ++ SigLIP ─▶ projector
@@ -105,7 +105,7 @@ class OpenVlaConfig(PolicyConfig):
     crop: float | None = None
     """Share of the area in the middle of pictures that the model is shown."""
     gripper: str | None = None
-    """Convention of the gripper, by its name in `embodiment/grippers.py`."""
+    """Convention of the gripper, by its name in `robots.py`."""
     views: int | None = None
     """Cameras that the model looks at, the first ones of the observation."""
     prompt_length: int | None = None

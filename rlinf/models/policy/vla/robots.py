@@ -414,7 +414,7 @@ GRIPPERS = {
     # the data have -1 and 1 already; CALVIN takes nothing between
     "sign": Gripper(torch.sign, lambda a: a),
 }
-"""By name, as `table.py` names them."""
+"""By name, as `ROBOTS` names them."""
 
 
 def gripper_to_robot(actions: Tensor, name: str) -> Tensor:

@@ -32,7 +32,7 @@ from rlinf.runtime.base.calls import lease_here
 from rlinf.runtime.streams.stream import each
 from rlinf.training.micro_batches import ForwardBackward, InOrder
 from rlinf.training.policy import LearnedRows
-from rlinf.training.schedule import BatchSchedule
+from rlinf.training.schedule import BatchPlan, BatchSchedule
 
 
 @dataclass(slots=True, eq=False)
@@ -142,10 +142,10 @@ class ModelledTrainer(TextTrainer):
         learner: Any = Learner(self.rank, value, taken)
         self._learner = self._at_work = learner
         self._token, self._step, self._switch = token, step, switch
-        self._budget, self._epochs, self._minibatches = budget, epochs, minibatches
-        self._coming_again, self.version, self._optimizer_steps = [], 0, 0
+        self._epochs, self._minibatches = epochs, minibatches
+        self.version, self._optimizer_steps = 0, 0
         self._in_order = InOrder() if order == "prompt" else None
-        self._apart = copies if order == "free" and len(copies) > 1 else ()
+        self._run_commands(copies if order == "free" else (), budget)
         self._mine = next(ranks for ranks in copies if self.rank in ranks)
         self._meetings = meetings
 
@@ -161,11 +161,13 @@ class ModelledTrainer(TextTrainer):
     async def train(self, groups: Any) -> int:
         """Learn from a batch; how many groups it had."""
         batch = BatchSchedule(
-            _rows, where="train", ranks=self._shares, in_order=self._in_order, budget=self._budget,
-            epochs=self._epochs, minibatches=self._minibatches, seed=(0, self.version), compute=_at_once,
-            copies=self._side_by_side,
-        )  # fmt: skip
-        await self._work_together(batch.commands(groups), self._learner)
+            _rows,
+            BatchPlan("train", (0, self.version), self._epochs, self._minibatches),
+            self._packing,
+            _at_once,
+            in_order=self._in_order,
+        )
+        await self._work(batch.commands(groups), self._learner)
         return len(batch.groups)
 
     @endpoint(device=True, joint=True)

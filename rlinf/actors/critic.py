@@ -31,7 +31,7 @@ from rlinf.training.backend import Optimization, Outputs
 from rlinf.training.batch_metrics import describe_values, taken_steps
 from rlinf.training.micro_batches import Forward, ForwardBackward
 from rlinf.training.policy import RETURNS, VALUES, Algorithm, algorithm_of, value_rows
-from rlinf.training.schedule import BatchSchedule
+from rlinf.training.schedule import BatchPlan, BatchSchedule
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 
@@ -83,8 +83,8 @@ class Critic(TextTrainer):
             Each group as soon as it is complete, in the order of prompts' ids (or, with order "arrival", as they come).
             Answers whose judging failed have NaN, for nobody learns from them.
         """
-        async with aclosing(self._told(groups, (VALUES,), self._budget)) as told:
-            async for group in told:
+        async with aclosing(self._annotated(groups, (VALUES,))) as annotated:
+            async for group in annotated:
                 yield group
 
     def _score(self, command: Forward) -> Tensor:
@@ -109,20 +109,10 @@ class Critic(TextTrainer):
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
         batch = await start_apart(_read(groups), "batch") if self.rank == 0 else []
-        schedule = BatchSchedule(
-            partial(value_rows, self._spec),
-            where="critic.train",
-            ranks=self._shares,
-            in_order=None,
-            budget=self._budget,
-            epochs=self._settings.epochs,
-            minibatches=self._settings.minibatches,
-            seed=(self._seed, self.version),
-            compute=self.compute,
-            whole_batch=True,
-            copies=self._side_by_side,
-        )
-        steps = await self._work_together(schedule.commands(batch), self._learner, _of_critic)
+        settings, seed = self._settings, (self._seed, self.version)
+        plan = BatchPlan("critic.train", seed, settings.epochs, settings.minibatches, whole_batch=True)
+        schedule = BatchSchedule(partial(value_rows, self._spec), plan, self._packing, self.compute)
+        steps = await self._work(schedule.commands(batch), self._learner, _of_critic)
         if self.rank > 0:
             return {}
         found = taken_steps(steps)

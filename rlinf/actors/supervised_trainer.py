@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,12 +105,9 @@ class SupervisedTrainer(TextTrainer):
             batch.extend(sorted([group async for group in each(groups)], key=lambda group: group.id))
             yield await self.compute(self._objective.rows, batch)
 
-        commands = supervised_commands(
-            rows(), self._shares, self._budget,
-            where="train", together=self._objective.together, columns=self._own_columns,
-            copies=self._side_by_side,
-        )  # fmt: skip
-        steps = await self._work_together(commands, self._learner)
+        packing = replace(self._packing, together=self._objective.together)
+        commands = supervised_commands(rows(), packing, where="train", columns=self._own_columns)
+        steps = await self._work(commands, self._learner)
         if self.rank > 0:
             return {}
         self._batch = batch
@@ -137,8 +135,8 @@ class SupervisedTrainer(TextTrainer):
         Yields:
             Each group as soon as it is complete, with the numbers in `per_token`, of which `measured` makes the loss.
         """
-        async with aclosing(self._told(groups, (OUTPUT, *sorted(self._own_columns)), self._budget)) as told:
-            async for group in told:
+        async with aclosing(self._annotated(groups, (OUTPUT, *sorted(self._own_columns)))) as annotated:
+            async for group in annotated:
                 yield group
 
     def _score(self, command: Forward) -> Tensor:

@@ -1,7 +1,9 @@
 """What trainer and critic share: a language model that learns from a stream of groups, on one rank or on many.
 
-In: commands that rank 0 makes from its input, handed to every rank (`commands.py`). Out: optimizer steps, scores of
-tokens, weights, checkpoints. The ranks carry commands out together and answer as one.
+Rank 0 makes commands of its input (`training/schedule.py`), a `CommandRunner` has every rank carry them out, and out
+come optimizer steps, scores of tokens, weights and checkpoints. The ranks answer as one. There are two runners, of
+which `setup` takes one: `InStep` has all ranks carry out every command together; with `order: free`, `AsyncReplicas`
+lets copies of the model go at their own pace between optimizer steps.
 
 A subclass says what is learned:
 
@@ -17,31 +19,31 @@ A subclass says what is learned:
 
         @endpoint(device=True, joint=True, late=True)
         async def train(self, groups):
-            steps = await self._work_together(commands_of(groups), self._learner)
+            steps = await self._work(commands_of(groups), self._learner)
 
         @endpoint(device=True, gang=True, late=True)
         async def values(self, groups):
-            async for group in self._told(groups, ("values",), budget): yield group
+            async for group in self._annotated(groups, ("values",)): yield group
 
 Everything that a rank computes in `_learn` and `_score` may be a collective of its copy's ranks, so each does so for
-every command, for an empty one too. With `order: free` copies of the model compute at their own pace (`own_pace.py`).
+every command, for an empty one too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rlinf.actors.async_replicas import OwnPace
+from rlinf.actors.async_replicas import AsyncReplicas
+from rlinf.actors.base import BaseTrainer
 from rlinf.algos.loss_sum import LossSum
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
@@ -49,35 +51,147 @@ from rlinf.data.weights import Weights
 from rlinf.metrics.explain import MICRO_BATCH
 from rlinf.models.language.build import ModelSpec
 from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.base.calls import Gang
 from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.streams.stream import Stream
-from rlinf.training.backend import Optimization, back_end_of
+from rlinf.training.backend import BackEnd, Optimization, back_end_of
 from rlinf.training.checkpoint import HostCopy, Restored, Source, StateCopy
 from rlinf.training.micro_batches import (
     Command,
+    CommandHandler,
     CommandStream,
     Forward,
     ForwardBackward,
     InOrder,
     OptimizerStep,
+    Packing,
     Recompute,
 )
 from rlinf.training.schedule import Groups, LogprobPass, gathered
 from rlinf.training.weight_sync import has_room, publish
-from rlinf.training.work_queue import Meeting
+from rlinf.training.work_queue import SyncPoint
 
-Taken = tuple[LossSum, dict[str, float]]
+Commands = AsyncGenerator[tuple[Command, ...], None]
+"""For every round, what each share of the ranks does."""
+StepResult = tuple[LossSum, dict[str, float]]
 """An optimizer step: what gathered for it, and its loss, gradient norm and learning rate."""
 Explain = Callable[[FloatingPointError, int], Awaitable[FloatingPointError]]
 """Adds to an error what became of the batch, given the version of the weights that the batch met."""
 _END: Any = object()
 
 
-class TextTrainer(OwnPace):
-    """Trains a language model by orders."""
+class CommandRunner(Protocol):
+    """Has the ranks of a trainer carry out the commands of a call."""
+
+    @property
+    def shares(self) -> int:
+        """Micro-batches of a round."""
+        ...
+
+    @property
+    def rounds_at_once(self) -> int:
+        """Rounds that are computed at the same time."""
+        ...
+
+    def held(self) -> Iterator[Tensor]:
+        """Tensors on the device that outlive a command."""
+        ...
+
+    async def run(self, commands: Commands, handler: CommandHandler) -> None:
+        """Have all ranks carry out commands; to be called in a joint device endpoint, on every rank.
+
+        Args:
+            commands: read on rank 0 alone.
+            handler: carries commands out on this rank.
+
+        Raises:
+            FloatingPointError: on rank 0 at least: a loss or gradient is not finite; that step was not taken.
+            Exception: whatever `commands` raised, on rank 0.
+        """
+
+
+class InStep:
+    """A `CommandRunner` whose ranks carry out every command together.
+
+    Args:
+        trainer: the actor.
+        data_ranks: of each rank, which share of a round it computes, see `BackEnd`.
+    """
+
+    rounds_at_once = 1
+
+    def __init__(self, trainer: BaseTrainer, data_ranks: Sequence[int]):
+        self._trainer, self._data_ranks = trainer, data_ranks
+        self._repeated: list[ForwardBackward] = []
+        """Commands that come again in later epochs."""
+
+    @property
+    def shares(self) -> int:
+        """Micro-batches of a round: one for each rank, or for those that are one model."""
+        return max(self._data_ranks) + 1
+
+    def held(self) -> Iterator[Tensor]:
+        """Columns for later epochs: a call that waits for input gives its devices away in the middle of a batch."""
+        for command in self._repeated:
+            yield from command.cached_columns.values()
+
+    async def run(self, commands: Commands, handler: CommandHandler) -> None:
+        """See `CommandRunner`."""
+        stream = CommandStream(commands, self._data_ranks)
+
+        async def body(mine: Stream[Command]) -> None:
+            try:
+                with handler.turn():
+                    error = await self._carry_out(mine, stream, handler)
+            finally:
+                self._repeated = []
+            if self._trainer.rank == 0 and (error or stream.error) is not None:  # which has the batch
+                stream.error, ended = None, error or stream.error
+                raise ended  # type: ignore[misc]
+
+        await self._trainer.jointly(body, stream.streams, stream.stop)
+
+    async def _carry_out(
+        self, commands: Stream[Command], stream: CommandStream, handler: CommandHandler
+    ) -> FloatingPointError | None:
+        """This rank's part. Ranks learn together that a step cannot be taken, and skip the commands that are out."""
+        failed: FloatingPointError | None = None
+        async for command in commands:
+            try:
+                if failed is not None:
+                    pass
+                elif isinstance(command, ForwardBackward):
+                    await self._learn(handler, command)
+                    self._repeated += [command] if command.keep else []
+                elif isinstance(command, Recompute):
+                    await self._learn(handler, self._repeated[command.number], again=True)
+                elif isinstance(command, Forward):
+                    command.deliver(await self._trainer.computed(self._scores, handler, command))
+                elif isinstance(command, OptimizerStep):
+                    await handler.step(command)
+            except FloatingPointError as error:
+                failed = error
+                stream.stop()
+            stream.done()
+        return failed
+
+    async def _learn(self, handler: CommandHandler, command: ForwardBackward, *, again: bool = False) -> None:
+        """Add a micro-batch to the gradient, and note what it took."""
+        start = time.perf_counter()
+        await self._trainer.computed(handler.learn, command, again=again)
+        self._trainer.note(MICRO_BATCH, time.perf_counter() - start, sum(row.size for row in command.rows))
+
+    def _scores(self, handler: CommandHandler, command: Forward) -> list[Any]:
+        return gathered(handler.score(command), command.tokens, self._trainer.mesh, self._data_ranks)
+
+
+class TextTrainer(BaseTrainer):
+    """Trains a language model by commands."""
 
     _publishes = torch.float32
     """Precision in which those compute who take its weights over."""
+    _runner: CommandRunner
+    _back: BackEnd
 
     async def _make(self, spec: ModelSpec, tokenizer: TokenizerSource, chat_template: str | None = None) -> None:
         """Make the model on the ranks, and its optimizer; part of `setup`.
@@ -98,25 +212,24 @@ class TextTrainer(OwnPace):
         await self._open_mesh()
         self._back = await kind.make(self, spec, self._tokenizer)
         self._learner = self._at_work = self._back.optimization(settings)
-        self._budget = settings.micro_batch_tokens
-        self._coming_again: list[ForwardBackward] = []
         self.version = 0
         self._optimizer_steps = 0
         self._in_order = InOrder() if settings.order == "prompt" else None
         copies = self._back.copies_of_ranks if settings.order == "free" else ()
-        alone = len({*self._back.data_ranks}) == self.world_size  # ranks of one share of the data keep step
-        self._apart = copies if len(copies) > 1 and alone else ()
+        self._run_commands(copies, settings.micro_batch_tokens)
 
-    @property
-    def _shares(self) -> int:
-        """Micro-batches of a round: one for each rank, or for those that are one model; where copies go at their own
-        pace, for each rank of a copy."""
-        return len(self._apart[0]) if self._apart else max(self._back.data_ranks) + 1
+    def _run_commands(self, copies: Sequence[Sequence[int]], budget: int) -> None:
+        """Choose how ranks carry out commands.
 
-    @property
-    def _side_by_side(self) -> int:
-        """Rounds that are computed at the same time."""
-        return len(self._apart) or 1
+        Args:
+            copies: the ranks of each copy that may go at its own pace; none for ranks in step.
+            budget: tokens of a micro-batch.
+        """
+        shares = self._back.data_ranks
+        alone = len({*shares}) == self.world_size  # ranks of one share of the data keep step
+        free = len(copies) > 1 and alone
+        self._runner = runner = AsyncReplicas(self, copies) if free else InStep(self, shares)
+        self._packing = Packing(runner.shares, budget, rounds_at_once=runner.rounds_at_once)
 
     # What a subclass says ----------------------------------------------------------------------------------------
 
@@ -125,7 +238,7 @@ class TextTrainer(OwnPace):
 
         Args:
             learner: what to add it to.
-            command: the micro-batch; `command.kept` is for what later epochs need of this one.
+            command: the micro-batch; `command.cached_columns` is for what later epochs need of this one.
             again: it came before, in an earlier epoch.
         """
         raise NotImplementedError(f"{type(self).__name__} learns nothing: define _learn")
@@ -137,13 +250,13 @@ class TextTrainer(OwnPace):
 
     # Working together --------------------------------------------------------------------------------------------
 
-    async def _work_together(
-        self, commands: AsyncGenerator[tuple[Command, ...], None], learner: Optimization, explain: Explain | None = None
-    ) -> list[Taken]:
+    async def _work(
+        self, commands: Commands, learner: Optimization, explain: Explain | None = None
+    ) -> list[StepResult]:
         """Have all ranks carry out commands; to be called in a joint device endpoint, on every rank.
 
         Args:
-            commands: for every round, what each rank shall do; read on rank 0 alone.
+            commands: read on rank 0 alone.
             learner: whose steps are taken. All of a call make one version, unless a command says otherwise.
             explain: on rank 0, says more about a loss that is not finite.
 
@@ -153,129 +266,47 @@ class TextTrainer(OwnPace):
         Raises:
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
-        if self._apart:
-            return await self._work_apart(commands, learner, explain)
-        stream = CommandStream(commands, self._back.data_ranks)
-
-        async def carry_out(mine: Stream[Command]) -> list[Taken]:
-            return await self._carry_out(mine, learner, stream, explain)
-
-        return await self.jointly(carry_out, stream.streams, stream.stop)
-
-    async def _carry_out(
-        self, commands: Stream[Command], learner: Optimization, stream: CommandStream, explain: Explain | None
-    ) -> list[Taken]:
-        """This rank's part. Ranks learn together that a step cannot be taken, and skip the commands that are out."""
-        steps: list[Taken] = []
-        failed: FloatingPointError | None = None
-        met = self.version
-        self._at_work, self._coming_again = learner, []
-        learner.begin()
-        unnumbered = False
-        async for command in commands:
-            try:
-                if failed is not None:
-                    pass
-                elif isinstance(command, ForwardBackward):
-                    await self._learned_from(learner, command)
-                    self._coming_again += [command] if command.keep else []
-                elif isinstance(command, Recompute):
-                    await self._learned_from(learner, self._coming_again[command.number], again=True)
-                elif isinstance(command, Forward):
-                    command.tell(await self.computed(self._scored, command))
-                elif isinstance(command, OptimizerStep):
-                    steps += await self._take_step(learner, command)
-                    self.version += command.new_version
-                    unnumbered |= not command.new_version
-            except FloatingPointError as error:
-                failed = error
-                stream.stop()
-            stream.done()
-        self._at_work, self._coming_again = self._learner, []
-        self.version += unnumbered
-        if self.rank == 0 and failed is not None:  # the others leave it to rank 0, which has the batch
-            raise failed if explain is None else await explain(failed, met)
-        if self.rank == 0 and stream.error is not None:
-            ended, stream.error = stream.error, None
-            raise ended
-        return steps
-
-    async def _learned_from(self, learner: Optimization, command: ForwardBackward, *, again: bool = False) -> None:
-        """Add a micro-batch to the gradient, and note what it took."""
-        began = time.perf_counter()
-        await self.computed(self._learn, learner, command, again=again)
-        self.note(MICRO_BATCH, time.perf_counter() - began, sum(row.size for row in command.rows))
-
-    async def _take_step(self, learner: Optimization, command: OptimizerStep) -> list[Taken]:
-        """Take an optimizer step, unless there is nothing to learn from; the step, if there was one."""
-        steps = [] if command.empty else [await self.computed(learner.step)]
-        self._optimizer_steps += len(steps)
-        if command.left_out:
-            learner.pass_over(command.left_out)
-        return steps
-
-    async def _work_apart(
-        self, commands: AsyncGenerator[tuple[Command, ...], None], learner: Optimization, explain: Explain | None
-    ) -> list[Taken]:
-        """The same, each copy of the model at its own pace."""
-        steps: list[Taken] = []
-        met = self.version
-        unnumbered = False
-
-        @contextmanager
-        def turn() -> Iterator[None]:
-            nonlocal met
-            met, self._at_work = self.version, learner
-            learner.begin()
-            try:
-                yield
-            finally:
-                self._at_work = self._learner
-                self.version += unnumbered
-
-        def carry_out(command: Command) -> Any:
-            if isinstance(command, Forward):
-                return self._score(command).float().cpu().numpy()
-            assert isinstance(command, ForwardBackward)
-            kept = {name: torch.as_tensor(column, device=self.device) for name, column in command.kept.items()}
-            mine = replace(command, kept=kept)
-            self._learn(learner, mine, again=command.again)
-            return {name: column.cpu().numpy() for name, column in mine.kept.items()} if command.keep else {}
-
-        async def meet(meeting: Meeting) -> None:
-            nonlocal unnumbered
-            if meeting.blank is not None:
-                await self.computed(carry_out, meeting.blank)
-            assert meeting.step is not None
-            steps.extend(await self._take_step(learner, meeting.step))
-            self.version += meeting.step.new_version
-            unnumbered |= not meeting.step.new_version
-
+        handler = _Handler(self, learner)
         try:
-            await self.at_own_pace(commands, self._apart, carry_out, meet, turn())
+            await self._runner.run(commands, handler)
         except FloatingPointError as error:
             if self.rank == 0:  # the others leave it to rank 0, which has the batch
-                raise error if explain is None else await explain(error, met) from None
-        return steps
+                raise error if explain is None else await explain(error, handler.version) from None
+        return handler.steps
 
-    def _scored(self, command: Forward) -> list[Any]:
-        mine = self._score(command)
-        return gathered(mine, command.tokens, self.mesh, self._back.data_ranks)
+    @endpoint
+    async def work_next(self, gang: Gang, rank: int, steps: int, rounds: int) -> tuple[SyncPoint | None, int]:
+        """On rank 0, of copies at their own pace: see `WorkQueue.work`."""
+        return await self._replicas.next(gang, rank, steps, rounds)
 
-    async def _told(self, groups: Groups, columns: tuple[str, ...], budget: int) -> AsyncGenerator[Group, None]:
-        """Groups with what this actor says of their tokens; to be called in a gang device endpoint, on every rank.
+    @endpoint
+    async def work_drained(self, gang: Gang, rank: int, steps: int, rounds: int) -> None:
+        """On rank 0: see `WorkQueue.drained`."""
+        await self._replicas.drained(gang, rank, steps, rounds)
+
+    @endpoint
+    async def work_take(self, gang: Gang, rank: int, steps: int, rounds: int, result: Any) -> Command | None:
+        """On rank 0: see `WorkQueue.take`."""
+        return self._replicas.take(gang, rank, steps, rounds, result)
+
+    @property
+    def _replicas(self) -> AsyncReplicas:
+        assert isinstance(self._runner, AsyncReplicas)
+        return self._runner
+
+    async def _annotated(self, groups: Groups, columns: tuple[str, ...]) -> AsyncGenerator[Group, None]:
+        """Groups with columns that this actor computes; to be called in a gang device endpoint, on every rank.
 
         Args:
             groups: a list or a stream of them; read on rank 0 alone.
             columns: names in `Sample.per_token`, for the rows of what `_score` returns.
-            budget: tokens (prompts included) that a rank computes at once.
 
         Yields:
             On rank 0, each group as soon as it is complete, in the order of computing. On other ranks, none.
         """
-        passing = LogprobPass(self._shares, budget, columns, self._side_by_side)
+        passing = LogprobPass(self._packing, columns)
         commands = passing.commands(groups, self._in_order)
-        work = asyncio.create_task(self._work_together(commands, self._learner), name="forward pass")
+        work = asyncio.create_task(self._work(commands, self._learner), name="forward pass")
         work.add_done_callback(lambda _: passing.finished.put_nowait(_END))
         try:
             while (group := await passing.finished.get()) is not _END:
@@ -324,5 +355,48 @@ class TextTrainer(OwnPace):
     def _held(self) -> Iterator[Tensor]:
         """Gradients too: a call that waits for input has given its devices away in the middle of a batch."""
         yield from self._back.held(self._learner, self._at_work)
-        for command in self._coming_again:
-            yield from command.kept.values()
+        yield from self._runner.held()
+
+
+class _Handler:
+    """One rank's part of one call of a trainer, see `CommandHandler`.
+
+    Args:
+        trainer: the actor.
+        learner: whose steps are taken.
+    """
+
+    def __init__(self, trainer: TextTrainer, learner: Optimization):
+        self._trainer, self._learner = trainer, learner
+        self.steps: list[StepResult] = []
+        """Optimizer steps that were taken."""
+        self.version = trainer.version
+        """Of the weights that the batch met."""
+        self._makes_version = False
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        trainer = self._trainer
+        self.version, trainer._at_work = trainer.version, self._learner
+        self._learner.begin()
+        try:
+            yield
+        finally:
+            trainer._at_work = trainer._learner
+            trainer.version += self._makes_version
+
+    def learn(self, command: ForwardBackward, *, again: bool = False) -> None:
+        self._trainer._learn(self._learner, command, again=again)
+
+    def score(self, command: Forward) -> Tensor:
+        return self._trainer._score(command)
+
+    async def step(self, command: OptimizerStep) -> None:
+        trainer = self._trainer
+        if not command.empty:
+            self.steps.append(await trainer.computed(self._learner.step))
+            trainer._optimizer_steps += 1
+        if command.left_out:
+            self._learner.pass_over(command.left_out)
+        trainer.version += command.new_version
+        self._makes_version |= not command.new_version

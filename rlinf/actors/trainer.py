@@ -43,7 +43,7 @@ from rlinf.training.policy import (
     learn_policy,
     own_columns,
 )
-from rlinf.training.schedule import BatchSchedule, example_rows, supervised_commands
+from rlinf.training.schedule import BatchPlan, BatchSchedule, example_rows, supervised_commands
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 Batches = Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]]
@@ -146,26 +146,21 @@ class Trainer(TextTrainer):
         """
         met = self.version
         own = own_columns(self._spec, minibatches=self._settings.minibatches, own=self._adapters)
+        settings, seed = self._settings, (self._seed, self.version)
         batch = BatchSchedule(
-            partial(advantage_rows, self._spec, later=own.first_pass, ages=self._settings.staleness > 0),
-            where="train",
-            ranks=self._shares,
+            partial(advantage_rows, self._spec, later=own.first_pass, ages=settings.staleness > 0),
+            BatchPlan("train", seed, settings.epochs, settings.minibatches, self._spec.needs_whole_batch),
+            self._packing,
+            self.compute,
             in_order=self._in_order,
-            budget=self._budget,
-            epochs=self._settings.epochs,
-            minibatches=self._settings.minibatches,
-            seed=(self._seed, self.version),
-            compute=self.compute,
             own=own,
-            whole_batch=self._spec.needs_whole_batch,
-            copies=self._side_by_side,
             load_of=self._load_of,
         )
 
         async def explain(error: FloatingPointError, met: int) -> FloatingPointError:
             return await self._kept(error, batch, met)
 
-        steps = await self._work_together(batch.commands(groups), self._learner, explain)
+        steps = await self._work(batch.commands(groups), self._learner, explain)
         if self.rank > 0:
             return {}
         self._batch = batch
@@ -194,8 +189,8 @@ class Trainer(TextTrainer):
             FloatingPointError: the loss or its gradient is not finite.
         """
         learner = self._back.optimization(LearningSettings(lr=lr, betas=(0.9, 0.999)))
-        commands = supervised_commands(example_rows(batches), self._shares, self._budget, copies=self._side_by_side)
-        steps = await self._work_together(commands, learner)
+        commands = supervised_commands(example_rows(batches), self._packing)
+        steps = await self._work(commands, learner)
         if self.rank > 0:
             return {}
         if not steps:
@@ -208,8 +203,8 @@ class Trainer(TextTrainer):
         if command.supervised:
             learn_answers(learner, batch)
             return
-        for name in self._adapters.keys() & command.columns - command.kept.keys():
-            command.kept[name] = self._logprobs(batch, name)
+        for name in self._adapters.keys() & command.columns - command.cached_columns.keys():
+            command.cached_columns[name] = self._logprobs(batch, name)
         compare = command.compare and not again
         learn_policy(
             learner,
@@ -217,7 +212,7 @@ class Trainer(TextTrainer):
             self._spec,
             version=self.version,
             compare=compare,
-            kept=command.kept,
+            kept=command.cached_columns,
             oldest=self._settings.staleness,
             balance=self._settings.router_aux_loss,
         )

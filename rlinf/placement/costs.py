@@ -85,7 +85,7 @@ ASIDE = frozenset(
         *("in_flight", "answering", "settled", "drop", "split", "forget", "abort", "pause", "resume"),
         *(
             "work_next",
-            "work_gone",
+            "work_drained",
             "work_take",
             "joint_ready",
             "joint_over",

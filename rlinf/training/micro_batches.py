@@ -1,28 +1,26 @@
-"""Which samples are computed together, on which rank: a function of the groups alone, never of when they came.
+"""Micro-batches of a batch, and the commands by which every rank computes on its own.
 
-In: groups as they finish. Out: rounds, each with one micro-batch per rank of at most so many tokens. A round comes out
-as soon as it is full, so computing begins while other groups are still being generated.
+Groups come in any order. `InOrder` lets them go on in the order of their prompts, `token_batches` takes as many at once
+as fill a micro-batch, and `MicroBatchPacker` cuts their rows into rounds: a micro-batch for each share of the ranks. A
+round becomes one command for each share; `CommandStream` gives every rank its commands as a stream. All streams have
+the same length, and end after the same round whether the input ended, failed, or was stopped: a command wakes every
+rank, and `done` of rank 0 lets the next one be fetched.
 
-What rank 0 of a trainer tells all ranks to do, and the stream by which every rank gets its commands in one order.
-
-In: on rank 0, an async generator of commands, one tuple per round with an entry for each rank. Out: one stream per
-rank, of equal length, that ends on all of them after the same round, whether the input ended, failed, or was stopped.
-Who wakes whom: a command wakes every rank; rank 0's `done` lets the next one be fetched.
-
-The generator runs in a task of the host, not in the call: the call gives its devices away while it waits, and takes
-them again together with all ranks, who wake only when there is work for them, too.
+The input is read in a task of the host, not in the call: the call gives its devices away while it waits, and takes them
+again together with all ranks, who wake only when there is work for them, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlinf.data.packing import Packed, Row, cut, pack
 from rlinf.data.sample import Group
@@ -47,12 +45,12 @@ class ForwardBackward:
     compare: bool = False
     """No step was taken on the batch yet: measure how far our log-probs are from the engine's."""
     columns: frozenset[str] = frozenset()
-    """Columns of the loss that are computed in this pass, unless `kept` has them from an earlier one."""
+    """Columns of the loss that are computed in this pass, unless `cached_columns` has them from an earlier one."""
     keep: bool = False
     """It comes once more, as `Recompute`."""
     again: bool = False
     """It came before, to whoever computed it then, under earlier weights."""
-    kept: dict[str, Any] = field(default_factory=dict)
+    cached_columns: dict[str, Any] = field(default_factory=dict)
     """Columns that were computed when it came first, float32 [learned] each: tensors on the device, or arrays where
     they come from another rank."""
     load: np.ndarray | None = None
@@ -67,17 +65,15 @@ class ForwardBackward:
         return self._packed
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ForwardBackward, (
-            self.rows, self.supervised, self.compare, self.columns, self.keep, self.again, self.kept, self.load,
-        )  # fmt: skip
+        return ForwardBackward, tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
-    def once_more(self, kept: dict[str, np.ndarray]) -> ForwardBackward:
-        """The same for a later epoch, with the columns that its first computation gave."""
-        return replace(self, again=True, keep=False, kept=kept)
+    def once_more(self, columns: dict[str, np.ndarray]) -> ForwardBackward:
+        """This command for a later epoch, with the columns that its first computation gave."""
+        return replace(self, again=True, keep=False, cached_columns=columns)
 
     def without_rows(self) -> ForwardBackward:
-        """Its kind, without work."""
-        return replace(self, rows=(), keep=False, kept={})
+        """An empty micro-batch of its kind."""
+        return replace(self, rows=(), keep=False, cached_columns={})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +96,17 @@ class Forward:
     """What to compute: names in `Sample.per_token`."""
     tokens: tuple[int, ...]
     """Learned tokens of each share of this round."""
-    told: Callable[[Sequence[np.ndarray]], None] | None = None
-    """On rank 0, takes what was found of all shares, float32 [columns, its learned tokens] of each."""
+    on_scores: Callable[[Sequence[np.ndarray]], None] | None = None
+    """On rank 0, takes the columns of each share, float32 [columns, its learned tokens]."""
 
     def packed(self) -> Packed:
         """The rows as tensors."""
         return pack(self.rows)
 
-    def tell(self, found: Sequence[np.ndarray]) -> None:
-        """All ranks are done."""
-        if self.told is not None:
-            self.told(found)
+    def deliver(self, scores: Sequence[np.ndarray]) -> None:
+        """Hand over what all ranks computed."""
+        if self.on_scores is not None:
+            self.on_scores(scores)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Forward, (self.rows, self.columns, self.tokens)
@@ -132,6 +128,24 @@ class OptimizerStep:
 Command = ForwardBackward | Recompute | Forward | OptimizerStep
 
 
+class CommandHandler(Protocol):
+    """Carries out the commands of one call on one rank. `learn` and `score` block, and may be collectives."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Entered when it is this call's turn on all ranks, and left before the next call's."""
+        ...
+
+    def learn(self, command: ForwardBackward, *, again: bool = False) -> None:
+        """Add the gradient of a micro-batch; `again`: of one that came in an earlier epoch."""
+
+    def score(self, command: Forward) -> Tensor:
+        """The columns of a micro-batch, float32 [columns, learned]."""
+        ...
+
+    async def step(self, command: OptimizerStep) -> None:
+        """Take an optimizer step, on all ranks together."""
+
+
 class CommandStream:
     """The commands of one call.
 
@@ -146,11 +160,11 @@ class CommandStream:
         self._commands = commands
         self._room = asyncio.Semaphore(_AHEAD)
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._told: list[tuple[int, asyncio.Queue[Any]]] = [(share, asyncio.Queue()) for share in shares[1:]]
+        self._queues: list[tuple[int, asyncio.Queue[Any]]] = [(share, asyncio.Queue()) for share in shares[1:]]
 
     def streams(self) -> list[Stream[Any]]:
         """The commands of each rank; rank 0's is what reads the input."""
-        peers = (Stream.of(_of(told), name="commands") for _, told in self._told)
+        peers = (Stream.of(_of(queue), name="commands") for _, queue in self._queues)
         return [Stream.of(self._lead(), name="commands"), *peers]
 
     def done(self) -> None:
@@ -166,14 +180,14 @@ class CommandStream:
         try:
             async with aclosing(self._commands) as commands:
                 while (command := await self._next(commands)) is not _END:
-                    for share, told in self._told:
-                        told.put_nowait(command[share])
+                    for share, queue in self._queues:
+                        queue.put_nowait(command[share])
                     yield command[0]
-        except Exception as error:  # told when all ranks have come to the end
+        except Exception as error:  # raised when all ranks have come to the end
             self.error = error
         finally:
-            for _, told in self._told:
-                told.put_nowait(_END)
+            for _, queue in self._queues:
+                queue.put_nowait(_END)
 
     async def _next(self, commands: AsyncIterator[tuple[Any, ...]]) -> Any:
         async def fetch() -> Any:
@@ -192,8 +206,8 @@ class CommandStream:
                 fetching.exception()  # seen
 
 
-async def _of(told: asyncio.Queue[Any]) -> AsyncIterator[Any]:
-    while (part := await told.get()) is not _END:
+async def _of(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+    while (part := await queue.get()) is not _END:
         yield part
 
 
@@ -251,97 +265,107 @@ class InOrder:
         self._began = began
 
 
-async def lots(
+async def token_batches(
     groups: Iterable[Group] | AsyncIterable[Group], in_order: InOrder | None, budget: int
 ) -> AsyncGenerator[Sequence[Group], None]:
-    """Groups in the order of computing, in lots that fill a micro-batch, so that small ones cost little each.
+    """Groups in the order of computing, as many at once as fill a micro-batch, so that small ones cost little each.
 
     Args:
         groups: as they come.
         in_order: the order; None takes them as they come.
         budget: tokens of a micro-batch.
     """
-    lot: list[Group] = []
-    held = 0
+    batch: list[Group] = []
+    tokens = 0
     if in_order is not None:
         in_order.begin()
     async for group in each(groups):
         for ready in in_order.push(group) if in_order is not None else (group,):
-            lot.append(ready)
-            held += sum(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in ready.samples)
-        if held >= budget:
-            yield lot
-            lot, held = [], 0
-    lot += in_order.close() if in_order is not None else ()
-    yield lot
+            batch.append(ready)
+            tokens += sum(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in ready.samples)
+        if tokens >= budget:
+            yield batch
+            batch, tokens = [], 0
+    batch += in_order.close() if in_order is not None else ()
+    yield batch
 
 
-class Rounds:
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How rows are cut into micro-batches."""
+
+    ranks: int
+    """Micro-batches in a round: one for each share of the ranks."""
+    budget: int
+    """Tokens of a micro-batch, prompts included; a longer row stands alone."""
+    together: int = 1
+    """So many neighbours are never parted, such as the two rows of a pair; what is pushed is whole sets."""
+    rounds_at_once: int = 1
+    """Rounds that are computed at the same time, so the last ones are balanced over as many."""
+
+
+class MicroBatchPacker:
     """Cuts rows, in order, into rounds.
 
     Args:
-        ranks: micro-batches in a round.
-        budget: tokens of a micro-batch; a longer row stands alone.
-        together: so many neighbours are never parted, such as the two rows of a pair; what is pushed is whole sets.
-        copies: rounds that are computed at the same time, so the last ones are balanced over as many.
+        packing: how.
     """
 
-    def __init__(self, ranks: int, budget: int, together: int = 1, copies: int = 1):
-        self._ranks, self._copies = ranks, copies
-        self._budget = budget
-        self._together = together
+    def __init__(self, packing: Packing):
+        self._packing = packing
         self._rows: list[Row] = []
-        self._held = 0
+        self._tokens = 0
 
     def push(self, rows: Sequence[Row]) -> Iterator[Round]:
         """More rows; the rounds that are full."""
         self._rows += rows
-        self._held += sum(row.size for row in rows)
-        if self._held > self._ranks * self._budget:  # otherwise no round can be full
+        self._tokens += sum(row.size for row in rows)
+        if self._tokens > self._packing.ranks * self._packing.budget:  # otherwise no round can be full
             pieces = self._pieces()
-            while len(pieces) > self._ranks:  # the last piece may still grow
-                yield self._dealt(pieces[: self._ranks], self._ranks)
-                pieces = pieces[self._ranks :]
+            while len(pieces) > self._packing.ranks:  # the last piece may still grow
+                yield self._assign(pieces[: self._packing.ranks], self._packing.ranks)
+                pieces = pieces[self._packing.ranks :]
             self._rows = [row for piece in pieces for row in piece]
-            self._held = sum(row.size for row in self._rows)
+            self._tokens = sum(row.size for row in self._rows)
 
     def close(self, rows: Sequence[Row] = ()) -> Iterator[Round]:
         """No more rows come than these; the last rounds, of which some may be smaller."""
         self._rows += rows
-        pieces, at_once = self._pieces(), self._ranks * self._copies
+        pieces, at_once = self._pieces(), self._packing.ranks * self._packing.rounds_at_once
         for start in range(0, len(pieces), at_once):
-            dealt = self._dealt(pieces[start : start + at_once], at_once)
-            rounds = [dealt[first : first + self._ranks] for first in range(0, at_once, self._ranks)]
+            assigned = self._assign(pieces[start : start + at_once], at_once)
+            rounds = [assigned[first : first + self._packing.ranks] for first in range(0, at_once, self._packing.ranks)]
             yield from (round for round in rounds if any(round))
-        self._rows, self._held = [], 0
+        self._rows, self._tokens = [], 0
 
     def _pieces(self) -> list[list[Row]]:
         """The rows that are held, in micro-batches."""
-        if self._together == 1:
-            return list(cut(self._rows, [row.size for row in self._rows], self._budget))
+        if self._packing.together == 1:
+            return list(cut(self._rows, [row.size for row in self._rows], self._packing.budget))
         sets = self._sets(self._rows)
-        return [[row for each in piece for row in each] for piece in cut(sets, list(map(_size, sets)), self._budget)]
+        pieces = cut(sets, list(map(_size, sets)), self._packing.budget)
+        return [[row for each in piece for row in each] for piece in pieces]
 
     def _sets(self, rows: Sequence[Row]) -> list[Sequence[Row]]:
-        return [rows[start : start + self._together] for start in range(0, len(rows), self._together)]
+        return [rows[start : start + self._packing.together] for start in range(0, len(rows), self._packing.together)]
 
-    def _dealt(self, pieces: Sequence[Sequence[Row]], ranks: int) -> Round:
+    def _assign(self, pieces: Sequence[Sequence[Row]], ranks: int) -> Round:
         """Rows of so many ranks, balanced over them by tokens: the most first, each to the rank with least so far
         (Graham, "Bounds on multiprocessing timing anomalies", 1969). Unless that would overfill one. Answers to one
         prompt stay together where they came together, since a rank reads their prompt once."""
         if ranks == 1:
             return (tuple(pieces[0]),)
-        dealt: list[list[Row]] = [[] for _ in range(ranks)]
+        assigned: list[list[Row]] = [[] for _ in range(ranks)]
         loads = [0] * ranks
-        runs = [run for piece in pieces for run in (_runs(piece) if self._together == 1 else self._sets(piece))]
+        runs = [run for piece in pieces for run in (_runs(piece) if self._packing.together == 1 else self._sets(piece))]
         for run in sorted(runs, key=_size, reverse=True):
             rank = loads.index(min(loads))
-            dealt[rank] += run
+            assigned[rank] += run
             loads[rank] += _size(run)
         if max(loads) > max(map(_size, pieces)):
             empty: list[list[Row]] = [[] for _ in range(ranks - len(pieces))]
-            dealt = [*map(list, pieces), *empty]
-        return tuple(map(tuple, dealt))
+            assigned = [*map(list, pieces), *empty]
+        return tuple(map(tuple, assigned))
 
 
 def _runs(rows: Sequence[Row]) -> list[list[Row]]:

@@ -1,14 +1,13 @@
-"""The commands by which ranks learn from a batch, from its first group to its last optimizer step.
+"""What is computed when: the commands by which ranks learn from a batch, or compute columns of it.
 
-In: scored groups as they come, or batches of worked examples. Out: commands for all ranks. Those of the first epoch
-come while groups are still being made, unless something must be known of the whole batch first. Policy and critic
-differ in what they make of groups (`policy.py`), not in their schedule.
+`BatchSchedule` gives the commands for a batch of judged groups, from its first group to its last optimizer step. Those
+of the first epoch come while groups are still being made, unless something must be known of the whole batch first.
+Policy and critic differ in what they make of groups (`training/policy.py`), not in their schedule.
 
-A forward pass over judged groups, on all ranks together: values, or log-probs under other weights.
+`LogprobPass` is one forward pass over groups, for values or log-probs: rank 0, having computed a round with all others,
+hands the columns over (`Forward.deliver`), and the groups that are complete go into `finished`, where somebody waits.
 
-In: groups as they come. Out: rounds of `Forward` commands, and groups that carry the columns. Who wakes whom: rank 0,
-having computed a round with all others, tells what came out (`Forward.tell`), which puts the groups that are complete
-into `finished`, for whoever waits there.
+`supervised_commands` gives an optimizer step for every batch of given texts.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,11 +32,12 @@ from rlinf.training.micro_batches import (
     Forward,
     ForwardBackward,
     InOrder,
+    MicroBatchPacker,
     OptimizerStep,
+    Packing,
     Recompute,
     Round,
-    Rounds,
-    lots,
+    token_batches,
 )
 from rlinf.training.policy import LearnedRows, OwnColumns
 
@@ -49,31 +50,29 @@ class LogprobPass:
     failed.
 
     Args:
-        shares: among how many the work is dealt out: ranks, or copies of a model.
-        budget: tokens (prompts included) that a share computes at once.
+        packing: how it is cut into micro-batches.
         columns: names in `Sample.per_token` of what is computed.
-        copies: see `Rounds`.
     """
 
-    def __init__(self, shares: int, budget: int, columns: tuple[str, ...], copies: int = 1):
+    def __init__(self, packing: Packing, columns: tuple[str, ...]):
         self.finished: asyncio.Queue[Group] = asyncio.Queue()
         """Groups that carry the columns, in the order in which they came."""
-        self._columns, self._budget = columns, budget
-        self._cutter = Rounds(shares, budget, copies=copies)
+        self._columns, self._budget = columns, packing.budget
+        self._packer = MicroBatchPacker(packing)
         self.came = 0
         """Groups that were pushed."""
         self._waiting: deque[tuple[Group, list[Row | None]]] = deque()  # the groups and their rows, oldest first
-        self._found: dict[Row, np.ndarray] = {}
+        self._scores: dict[Row, np.ndarray] = {}
 
     async def commands(self, groups: Groups, in_order: InOrder | None) -> AsyncGenerator[tuple[Command, ...], None]:
         """Read groups and give the commands.
 
         Args:
             groups: to be passed over.
-            in_order: see `lots`.
+            in_order: see `token_batches`.
         """
-        async for lot in lots(groups, in_order, self._budget):
-            for command in self.push(lot):
+        async for batch in token_batches(groups, in_order, self._budget):
+            for command in self.push(batch):
                 yield command
         for command in self.close():
             yield command
@@ -86,36 +85,38 @@ class LogprobPass:
             mine = [None if sample.outcome in _FAILED else Row.of(sample, 0.0) for sample in group.samples]
             rows += [row for row in mine if row is not None]
             self._waiting.append((group, mine))
-        yield from map(self._forward, self._cutter.push(rows))
+        yield from map(self._forward, self._packer.push(rows))
         self._release()
 
     def close(self) -> Iterator[tuple[Forward, ...]]:
         """No more groups come; the last rounds."""
-        yield from map(self._forward, self._cutter.close())
+        yield from map(self._forward, self._packer.close())
 
-    def _forward(self, dealt: Round) -> tuple[Forward, ...]:
-        tokens = tuple(sum(row.learned for row in rows) for rows in dealt)
+    def _forward(self, shares: Round) -> tuple[Forward, ...]:
+        tokens = tuple(sum(row.learned for row in rows) for rows in shares)
 
-        def told(found: Sequence[np.ndarray]) -> None:
-            for rows, numbers in zip(dealt, found, strict=True):
+        def on_scores(scores: Sequence[np.ndarray]) -> None:
+            for rows, numbers in zip(shares, scores, strict=True):
                 ends = np.cumsum([row.learned for row in rows])[:-1]
-                self._found.update(zip(rows, np.split(numbers, ends, axis=1), strict=True) if rows else ())
+                self._scores.update(zip(rows, np.split(numbers, ends, axis=1), strict=True) if rows else ())
             self._release()
 
-        return tuple(Forward(rows, self._columns, tokens, None if rank else told) for rank, rows in enumerate(dealt))
+        return tuple(
+            Forward(rows, self._columns, tokens, None if rank else on_scores) for rank, rows in enumerate(shares)
+        )
 
     def _release(self) -> None:
         """Let the oldest groups go on of which all rows are computed."""
-        while self._waiting and all(row is None or row in self._found for row in self._waiting[0][1]):
+        while self._waiting and all(row is None or row in self._scores for row in self._waiting[0][1]):
             group, rows = self._waiting.popleft()
-            found = [
+            scores = [
                 np.full((len(self._columns), sample.learned_tokens), np.nan, np.float32)
                 if row is None
-                else self._found.pop(row)
+                else self._scores.pop(row)
                 for sample, row in zip(group.samples, rows, strict=True)
             ]
             for number, name in enumerate(self._columns):
-                group = group.told(name, [numbers[number] for numbers in found])
+                group = group.told(name, [numbers[number] for numbers in scores])
             self.finished.put_nowait(group)
 
 
@@ -126,7 +127,7 @@ def gathered(mine: Tensor, tokens: Sequence[int], mesh: DeviceMesh | None, share
         mine: of this rank, float32 [columns, learned tokens].
         tokens: learned tokens of each share of the round.
         mesh: the ranks; None for one.
-        shares: of each rank, which share it computed; those of equal shares found the same.
+        shares: of each rank, which share it computed; those of equal shares have the same.
 
     Returns:
         Of each share, float32 [columns, its learned tokens].
@@ -141,6 +142,27 @@ def gathered(mine: Tensor, tokens: Sequence[int], mesh: DeviceMesh | None, share
     return [part[:, :count].cpu().numpy() for part, count in zip(firsts, tokens, strict=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The optimizer steps that are made of a batch."""
+
+    where: str
+    """Endpoint that learns, for errors."""
+    seed: tuple[int, ...]
+    """Of the order of groups in minibatches, with the number of the epoch appended."""
+    epochs: int = 1
+    """Passes over the batch."""
+    minibatches: int = 1
+    """Optimizer steps in each pass."""
+    whole_batch: bool = False
+    """Rows depend on all groups."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of a batch of enough groups."""
+        return self.epochs * self.minibatches
+
+
 class BatchSchedule:
     """Commands for a batch of groups: `epochs` x `minibatches` optimizer steps; none, if no group has a row to learn.
 
@@ -149,42 +171,29 @@ class BatchSchedule:
 
     Args:
         rows_of: makes rows of groups; blocking.
-        where: endpoint that learns, for errors.
-        ranks: how many ranks share the work.
-        in_order: the order in which groups are computed on; None takes them as they come.
-        budget: tokens of a micro-batch.
-        epochs, minibatches: passes over the batch, and optimizer steps in each.
-        seed: of the order of groups, with the number of the epoch appended.
+        plan: of optimizer steps.
+        packing: how rows are cut into micro-batches.
         compute: runs blocking work, as `Actor.compute` does: the rows of a whole batch take a while.
+        in_order: the order in which groups are computed on; None takes them as they come.
         own: columns that the trainer computes itself.
-        whole_batch: rows depend on all groups.
-        copies: see `Rounds`.
         load_of: makes `ForwardBackward.load` of the rows of an optimizer step, which must all be there first.
     """
 
     def __init__(
         self,
         rows_of: Callable[[Sequence[Group]], LearnedRows],
-        *,
-        where: str,
-        ranks: int,
-        in_order: InOrder | None,
-        budget: int,
-        epochs: int,
-        minibatches: int,
-        seed: tuple[int, ...],
+        plan: BatchPlan,
+        packing: Packing,
         compute: Callable[..., Awaitable[LearnedRows]],
+        *,
+        in_order: InOrder | None = None,
         own: OwnColumns | None = None,
-        whole_batch: bool = False,
-        copies: int = 1,
         load_of: Callable[[Sequence[Row]], np.ndarray] | None = None,
     ):
-        self._load_of = load_of
-        self._rows_of, self._where, self._compute = rows_of, where, compute
-        self._ranks, self._in_order, self._budget, self._copies = ranks, in_order, budget, copies
-        self._epochs, self._minibatches, self._seed = epochs, minibatches, seed
+        self._rows_of, self._plan, self._packing, self._compute = rows_of, plan, packing, compute
+        self._in_order, self._load_of = in_order, load_of
         self._own = OwnColumns() if own is None else own
-        self._whole = whole_batch or bool(self._own.whole_batch) or minibatches > 1 or load_of is not None
+        self._whole = plan.whole_batch or bool(self._own.whole_batch) or plan.minibatches > 1 or load_of is not None
         self.groups: list[Group] = []
         """Every group that came, in the order of computing."""
         self.learned = LearnedRows()
@@ -197,63 +206,63 @@ class BatchSchedule:
             NotScored: not one answer has a reward.
             ValueError: there is nothing to learn from, a group was not judged, or a column is missing.
         """
-        cutter = Rounds(self._ranks, self._budget, copies=self._copies)
-        ready: Iterable[Sequence[Group]] | AsyncIterable[Sequence[Group]]
+        whole: list[Group] = []
         if self._whole:
-            whole: list[Group] = []
             async for command in self._awaited(groups, whole):
                 yield command
-            ready = [whole]
+        if self._plan.minibatches > 1:
+            async for command in self._split(whole):
+                yield command
         else:
-            ready = lots(groups, self._in_order, self._budget)
-        if self._minibatches > 1:
-            await self._take(whole)
-            self._check()
-            left = self._planned
-            for epoch in range(self._epochs):
-                for number, part in enumerate(parts := [*self._parts(epoch)]):
-                    load = self._load(part)
-                    for dealt in cutter.close(part):
-                        yield tuple(ForwardBackward(rows, compare=epoch == number == 0, load=load) for rows in dealt)
-                    left -= 1
-                    last = epoch == self._epochs - 1 and number == len(parts) - 1
-                    yield (OptimizerStep(left_out=left if last else 0),) * self._ranks
-            if not any(self.learned.rows):
-                yield self._no_step
-            return
-        given, keep = 0, self._epochs > 1
-        cut = cutter.close if self._whole else cutter.push
-        async for lot in each(ready):
-            taken = await self._take(lot)
-            load = self._load(taken)
-            for dealt in cut(taken):
-                given += 1
-                yield tuple(self._first(rows, keep, load) for rows in dealt)
+            ready = [whole] if self._whole else token_batches(groups, self._in_order, self._packing.budget)
+            async for command in self._passes(ready):
+                yield command
+        if not any(self.learned.rows):  # in place of all steps of a batch that gives no gradient
+            yield self._for_all(OptimizerStep(left_out=self._plan.steps, empty=True))
+
+    async def _split(self, groups: Sequence[Group]) -> AsyncGenerator[tuple[Command, ...], None]:
+        """Commands for a whole batch, each part of which makes an optimizer step."""
+        await self._take(groups)
         self._check()
-        for dealt in cutter.close():
-            given += 1
-            yield tuple(self._first(rows, keep) for rows in dealt)
+        packer, left = MicroBatchPacker(self._packing), self._plan.steps
+        for epoch in range(self._plan.epochs):
+            for number, part in enumerate(parts := [*self._parts(epoch)]):
+                load = self._load(part)
+                for shares in packer.close(part):
+                    yield tuple(ForwardBackward(rows, compare=epoch == number == 0, load=load) for rows in shares)
+                left -= 1
+                last = epoch == self._plan.epochs - 1 and number == len(parts) - 1
+                yield self._for_all(OptimizerStep(left_out=left if last else 0))
+
+    async def _passes(
+        self, ready: Iterable[Sequence[Group]] | AsyncIterable[Sequence[Group]]
+    ) -> AsyncGenerator[tuple[Command, ...], None]:
+        """Commands for passes over a batch, computed as its groups are ready; each makes an optimizer step."""
+        packer, rounds = MicroBatchPacker(self._packing), 0
+        cut = packer.close if self._whole else packer.push
+        async for groups in each(ready):
+            new = await self._take(groups)
+            load = self._load(new)
+            for shares in cut(new):
+                rounds += 1
+                yield tuple(self._first(rows, load) for rows in shares)
+        self._check()
+        for shares in packer.close():
+            rounds += 1
+            yield tuple(self._first(rows) for rows in shares)
         if not any(self.learned.rows):
-            yield self._no_step
             return
-        step = (OptimizerStep(),) * self._ranks
-        yield step
-        for _ in range(1, self._epochs):
-            for number in range(given):
-                yield (Recompute(number),) * self._ranks
-            yield step
+        yield self._for_all(OptimizerStep())
+        for _ in range(1, self._plan.epochs):
+            for number in range(rounds):
+                yield self._for_all(Recompute(number))
+            yield self._for_all(OptimizerStep())
 
-    @property
-    def _planned(self) -> int:
-        """Optimizer steps of a batch of enough groups."""
-        return self._epochs * self._minibatches
+    def _for_all(self, command: Command) -> tuple[Command, ...]:
+        return (command,) * self._packing.ranks
 
-    @property
-    def _no_step(self) -> tuple[OptimizerStep, ...]:
-        """In place of all steps of a batch that gives no gradient."""
-        return (OptimizerStep(left_out=self._planned, empty=True),) * self._ranks
-
-    def _first(self, rows: tuple[Row, ...], keep: bool, load: np.ndarray | None = None) -> ForwardBackward:
+    def _first(self, rows: tuple[Row, ...], load: np.ndarray | None = None) -> ForwardBackward:
+        keep = self._plan.epochs > 1
         return ForwardBackward(rows, compare=True, columns=self._own.first_pass, keep=keep, load=load)
 
     def _load(self, rows: Sequence[Row]) -> np.ndarray | None:
@@ -263,10 +272,10 @@ class BatchSchedule:
         """Fill `whole` with all groups, in the order of computing, with our own columns; those are computed while other
         groups are still to come."""
         if not self._own.whole_batch:
-            async for lot in lots(groups, self._in_order, self._budget):
-                whole += lot
+            async for batch in token_batches(groups, self._in_order, self._packing.budget):
+                whole += batch
             return
-        passing = LogprobPass(self._ranks, self._budget, self._own.whole_batch, self._copies)
+        passing = LogprobPass(self._packing, self._own.whole_batch)
         async for command in passing.commands(groups, self._in_order):
             yield command
         while len(whole) < passing.came:
@@ -285,14 +294,15 @@ class BatchSchedule:
     def _parts(self, epoch: int) -> Iterator[list[Row]]:
         """The groups' rows in so many parts of about equal numbers of groups; fewer if there are not so many groups."""
         groups = [rows for rows in self.learned.rows if rows]
-        drawn = permutation(len(groups), *self._seed, epoch)
-        count = min(self._minibatches, len(groups))
+        drawn = permutation(len(groups), *self._plan.seed, epoch)
+        count = min(self._plan.minibatches, len(groups))
         for number in range(count):
             yield [row for group in drawn[number::count] for row in groups[group]]
 
     def _check(self) -> None:
+        where = self._plan.where
         if not self.groups:
-            raise ValueError(f"{self._where}: not one group came: were there prompts?")
+            raise ValueError(f"{where}: not one group came: were there prompts?")
         samples = [sample for group in self.groups for sample in group.scored]
         if not samples:
             everyone = [sample for group in self.groups for sample in group.samples]
@@ -301,32 +311,26 @@ class BatchSchedule:
                 (sample.remark for sample in everyone if sample.remark), "the judge scored nothing, and left no remark"
             )
             raise NotScored(
-                f"{self._where}: {remark}; so none of {len(self.groups)} groups has a reward (outcomes: {outcomes})"
+                f"{where}: {remark}; so none of {len(self.groups)} groups has a reward (outcomes: {outcomes})"
             )
         if not any(sample.learned_tokens for sample in samples):
-            raise ValueError(f"{self._where}: there is not one token to learn from: every response was empty or masked")
+            raise ValueError(f"{where}: there is not one token to learn from: every response was empty or masked")
 
 
 async def supervised_commands(
     batches: Iterable[Sequence[Row]] | AsyncIterable[Sequence[Row]],
-    ranks: int,
-    budget: int,
+    packing: Packing,
     *,
     where: str = "sft",
-    together: int = 1,
     columns: frozenset[str] = frozenset(),
-    copies: int = 1,
 ) -> AsyncGenerator[tuple[Command, ...], None]:
     """Commands for batches of given texts: for each batch one optimizer step, which makes a version.
 
     Args:
         batches: rows of each.
-        ranks: how many share the work.
-        budget: tokens of a micro-batch.
+        packing: how they are cut into micro-batches.
         where: endpoint that learns, for errors.
-        together: see `Rounds`.
         columns: see `ForwardBackward`.
-        copies: see `Rounds`.
 
     Raises:
         ValueError: a batch has nothing to learn.
@@ -334,9 +338,9 @@ async def supervised_commands(
     async for rows in each(batches):
         if not any(row.learned for row in rows) or not all(len(row.prompt_ids) for row in rows):
             raise ValueError(f"{where}: a batch has not one token to learn from, or an example without a prompt")
-        for dealt in Rounds(ranks, budget, together, copies).close(rows):
-            yield tuple(ForwardBackward(part, supervised=True, columns=columns) for part in dealt)
-        yield (OptimizerStep(new_version=True),) * ranks
+        for shares in MicroBatchPacker(packing).close(rows):
+            yield tuple(ForwardBackward(part, supervised=True, columns=columns) for part in shares)
+        yield (OptimizerStep(new_version=True),) * packing.ranks
 
 
 async def example_rows(

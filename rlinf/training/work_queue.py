@@ -1,9 +1,9 @@
 """The micro-batches of one call, taken by copies of the model as each becomes free.
 
-In: rounds of commands, as a single copy of the model would carry them out one after the other. Out: to each copy that
-asks, the next round, so that none waits for another; to all ranks together, every optimizer step, once each round
-before it is done. It lives on rank 0. Who wakes whom: a round wakes the copies that wait for work; the last result
-before an optimizer step wakes all ranks for the step.
+`WorkQueue` lives on rank 0. It reads rounds of commands, as a single copy of the model would carry them out one after
+the other, and gives each copy that asks the next round, so that none waits for another; and all ranks every optimizer
+step, once each round before it is done. A round wakes the copies that wait for work; the last result before an
+optimizer step wakes all ranks for the step.
 
 A copy may be several ranks, which compute a round together. Whichever of them asks first decides for all of them: they
 see one sequence of rounds, with None where their copy found nothing and left.
@@ -25,18 +25,18 @@ from rlinf.training.micro_batches import Command, Forward, ForwardBackward, Opti
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """What all ranks do together."""
+class SyncPoint:
+    """An optimizer step that all ranks take together, or the end of the call."""
 
     step: OptimizerStep | None
     """The optimizer step; None: the call is over."""
-    blank: ForwardBackward | None = None
+    empty_batch: ForwardBackward | None = None
     """For ranks that computed nothing since the last one: a micro-batch without rows, which gives them sums of 0."""
 
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """What the ranks of one copy compute together."""
+    """Commands that the ranks of one copy carry out together."""
 
     commands: tuple[Command, ...]
     """For each rank of the copy."""
@@ -45,7 +45,7 @@ class _Round:
 
 
 class WorkQueue:
-    """See the module.
+    """Gives out the rounds of one call.
 
     Args:
         commands: rounds, with an entry for each rank of a copy, and optimizer steps.
@@ -61,8 +61,8 @@ class WorkQueue:
         self._ready: deque[_Round] = deque()
         self._again: list[_Round] = []  # computed once, to come once more
         self._out = 0  # results that are still to come
-        self._meetings: list[Meeting] = []
-        self._blank: ForwardBackward | None = None
+        self._sync_points: list[SyncPoint] = []
+        self._empty_batch: ForwardBackward | None = None
         self._stopped = False
         self._changed = asyncio.Event()
 
@@ -73,7 +73,7 @@ class WorkQueue:
                 async for round in commands:
                     await self._put(round)
             await self._settled()
-        except Exception as error:  # told when all ranks have come to the end
+        except Exception as error:  # raised when all ranks have come to the end
             self.error = error
         finally:
             self.stop()
@@ -83,14 +83,14 @@ class WorkQueue:
         if not self._stopped:
             self._stopped = True
             self._ready.clear()
-            self._call(Meeting(None))
+            self._call(SyncPoint(None))
 
     async def _put(self, commands: tuple[Command, ...]) -> None:
         first = commands[0]
         if isinstance(first, OptimizerStep):
             await self._settled()
-            self._call(Meeting(first, self._blank))
-            self._blank = None
+            self._call(SyncPoint(first, self._empty_batch))
+            self._empty_batch = None
             return
         if isinstance(first, Recompute):
             before = self._again[first.number]
@@ -98,14 +98,14 @@ class WorkQueue:
             commands, first = tuple(again), again[0]
         round = _Round(commands)
         if isinstance(first, ForwardBackward):
-            self._blank = first.without_rows()
+            self._empty_batch = first.without_rows()
             if first.keep and not first.again:
                 self._again.append(round)
         self._ready.append(round)
         self._wake()
 
-    def _call(self, meeting: Meeting) -> None:
-        self._meetings.append(meeting)
+    def _call(self, sync_point: SyncPoint) -> None:
+        self._sync_points.append(sync_point)
         self._wake()
 
     async def _settled(self) -> None:
@@ -119,36 +119,36 @@ class WorkQueue:
 
     # For the ranks -----------------------------------------------------------------------------------------------
 
-    async def work(self, rank: int, met: int, number: int) -> tuple[Meeting | None, int]:
+    async def work(self, rank: int, points: int, number: int) -> tuple[SyncPoint | None, int]:
         """Wait until there is something to do.
 
         Args:
             rank: that asks.
-            met: meetings that it went to.
+            points: sync points that it went to.
             number: rounds of its copy, those that were None included, that it knows of.
 
         Returns:
-            What all ranks do together now; or None: a round is at hand. And `number`, counted on over what its copy
+            What all ranks do together now; or None: a round is available. And `number`, counted on over what its copy
             left without it.
         """
         while True:
             number = self._next(rank, number)
-            if met < len(self._meetings):
-                return self._meetings[met], number
-            if self._at_hand(rank, number):
+            if points < len(self._sync_points):
+                return self._sync_points[points], number
+            if self._available(rank, number):
                 return None, number
             await self._changed.wait()
 
-    async def gone(self, rank: int, met: int, number: int) -> None:
-        """Wait until no round is at hand any more: others took them all."""
-        while met == len(self._meetings) and self._at_hand(rank, self._next(rank, number)):
+    async def drained(self, rank: int, points: int, number: int) -> None:
+        """Wait until no round is available any more: others took them all."""
+        while points == len(self._sync_points) and self._available(rank, self._next(rank, number)):
             await self._changed.wait()
 
-    def take(self, rank: int, met: int, number: int, result: Any = None) -> Command | None:
+    def take(self, rank: int, points: int, number: int, result: Any = None) -> Command | None:
         """The next round of this rank's copy; None: there is nothing to do, leave the device to others.
 
         Args:
-            rank, met, number: see `work`.
+            rank, points, number: see `work`.
             result: of the round before, if there was one.
         """
         copy, part = self._place[rank]
@@ -156,10 +156,10 @@ class WorkQueue:
         if result is not None:
             self._done(taken[number - 1], part, result)
         if number == len(taken):
-            free = self._ready and met == len(self._meetings)
-            found = self._ready.popleft() if free else None
-            taken.append(found)
-            self._out += 0 if found is None else len(found.commands)
+            free = self._ready and points == len(self._sync_points)
+            round = self._ready.popleft() if free else None
+            taken.append(round)
+            self._out += 0 if round is None else len(round.commands)
             self._wake()
         mine = taken[number]
         return None if mine is None else mine.commands[part]
@@ -170,7 +170,7 @@ class WorkQueue:
         round.results[part] = result
         first = round.commands[0]
         if isinstance(first, Forward) and len(round.results) == len(round.commands):
-            first.tell([round.results[part] for part in range(len(round.commands))])
+            first.deliver([round.results[part] for part in range(len(round.commands))])
         self._wake()
 
     def _next(self, rank: int, number: int) -> int:
@@ -179,5 +179,5 @@ class WorkQueue:
             number += 1
         return number
 
-    def _at_hand(self, rank: int, number: int) -> bool:
+    def _available(self, rank: int, number: int) -> bool:
         return bool(self._ready) or number < len(self._taken[self._place[rank][0]])

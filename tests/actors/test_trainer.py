@@ -171,9 +171,9 @@ async def slowly(groups, pauses):
 @pytest.mark.parametrize(
     ("how", "first"),
     [
-        ({"order": "prompt"}, "_learn"),
-        ({"order": "arrival"}, "_learn"),
-        ({"algorithm": "grpo_tis", "minibatches": 2}, "_scored"),
+        ({"order": "prompt"}, "learn"),
+        ({"order": "arrival"}, "learn"),
+        ({"algorithm": "grpo_tis", "minibatches": 2}, "_scores"),
     ],
 )
 async def test_it_computes_while_groups_are_still_to_come(trainer, how, first):

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ class AnySize(Trainer):
     @endpoint
     async def micro_batches_of(self, tokens: int) -> None:
         """Compute so many tokens at once from now on."""
-        self._budget = tokens
+        self._packing = replace(self._packing, budget=tokens)
 
 
 @asynccontextmanager

@@ -89,7 +89,7 @@ class Says(Trainer):
 
     @endpoint(device=True, gang=True)
     async def say(self, groups: Any) -> AsyncIterator[Group]:
-        async with aclosing(self._told(groups, ("proximal_logprobs",), 20)) as told:
+        async with aclosing(self._annotated(groups, ("proximal_logprobs",))) as told:
             async for group in told:
                 yield group
 

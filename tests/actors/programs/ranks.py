@@ -36,7 +36,7 @@ class Apprentice(Watched, Trainer):
     @endpoint(device=True, gang=True)
     async def say(self, groups: Any) -> AsyncIterator[Group]:
         """Our log-probs."""
-        async for group in self._told(groups, ("proximal_logprobs",), 25):
+        async for group in self._annotated(groups, ("proximal_logprobs",)):
             yield group
 
     @endpoint(joint=True)

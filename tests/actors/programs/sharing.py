@@ -133,11 +133,10 @@ class Weighed(Actor):
 
 def of_learner(actor: Any) -> list[torch.Tensor]:
     """Of a trainer or a critic; within `sft` there is another optimizer."""
-    kept = [tensor for order in list(actor._coming_again) for tensor in list(order.kept.values())]
     return [
         *of_module(actor._back.module, actor._learner.optimizer),
         *of_module(torch.nn.Module(), actor._at_work.optimizer),
-        *kept,
+        *actor._runner.held(),
     ]
 
 
@@ -194,7 +193,7 @@ class Sampler(WeighedReference):
             yield Group(
                 prompt,
                 tuple(
-                    replace(s, logprobs=s.per_token[self._column], per_token={}, versions=v, outcome=None)
+                    replace(s, logprobs=s.per_token[self._settings.column], per_token={}, versions=v, outcome=None)
                     for s, v in zip(told.samples, versions, strict=True)
                 ),
             )

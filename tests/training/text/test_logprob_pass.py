@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.training.micro_batches import InOrder
+from rlinf.training.micro_batches import InOrder, Packing
 from rlinf.training.schedule import LogprobPass
 from tests.actors import toys
 
@@ -16,7 +16,7 @@ def carried_out(order):
         tokens = np.concatenate([np.zeros(0), *(row.response_ids for row in part.rows)]).astype(np.float32)
         found.append(np.stack([tokens, 2 * tokens]))
     assert [numbers.shape[1] for numbers in found] == list(order[0].tokens)
-    order[0].tell(found)
+    order[0].deliver(found)
 
 
 @given(
@@ -28,7 +28,7 @@ def carried_out(order):
 )
 async def test_groups_come_back_in_order_with_their_own_numbers(count, ranks, budget, late, order):
     batch = toys.groups(count)
-    passing = LogprobPass(ranks, budget, ("one", "two"))
+    passing = LogprobPass(Packing(ranks, budget), ("one", "two"))
     waiting = []
     arriving = [batch[number] for number in order if number < count]
     async for round_ in passing.commands(arriving, InOrder()):
@@ -49,7 +49,7 @@ async def test_groups_come_back_in_order_with_their_own_numbers(count, ranks, bu
 
 def test_a_group_comes_back_as_soon_as_its_last_round_is_done():
     first, second = toys.groups(2)
-    passing = LogprobPass(1, 1, ("one", "two"))
+    passing = LogprobPass(Packing(1, 1), ("one", "two"))
     rounds = [*passing.push([first, second]), *passing.close()]
     for number, round_ in enumerate(rounds, 1):
         carried_out(round_)

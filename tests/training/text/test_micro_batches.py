@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from rlinf.data.packing import Row
 from rlinf.data.sample import Group, Prompt
-from rlinf.training.micro_batches import ForwardBackward, InOrder, OptimizerStep, Recompute, Rounds
+from rlinf.training.micro_batches import ForwardBackward, InOrder, MicroBatchPacker, OptimizerStep, Packing, Recompute
 from rlinf.training.policy import advantage_rows
-from rlinf.training.schedule import BatchSchedule
+from rlinf.training.schedule import BatchPlan, BatchSchedule
 from tests.actors import toys
 
 
@@ -78,7 +78,7 @@ SIZES = st.lists(st.integers(2, 20), max_size=40)
 def test_every_row_is_computed_once_within_the_budget_however_rows_come(sizes, ranks, budget, random):
     made, found = rows(sizes), []
     for pieces in range(2):
-        cutter, rest, rounds = Rounds(ranks, budget), list(made), []
+        cutter, rest, rounds = MicroBatchPacker(Packing(ranks, budget)), list(made), []
         while rest:
             count = random.randint(1, len(rest)) if pieces else 1
             rounds += cutter.push(rest[:count])
@@ -95,7 +95,7 @@ def test_every_row_is_computed_once_within_the_budget_however_rows_come(sizes, r
 
 
 def test_a_round_comes_out_as_soon_as_the_next_row_cannot_join_it():
-    cutter = Rounds(2, 10)
+    cutter = MicroBatchPacker(Packing(2, 10))
     assert list(cutter.push(rows([5, 5, 5, 5]))) == []
     (dealt,) = cutter.push(rows([2]))
     assert [sum(row.size for row in part) for part in dealt] == [10, 10]
@@ -105,7 +105,7 @@ def test_a_round_comes_out_as_soon_as_the_next_row_cannot_join_it():
 
 @given(SIZES.filter(bool), st.integers(2, 4))
 def test_no_rank_has_more_than_a_row_beyond_another(sizes, ranks):
-    cutter = Rounds(ranks, sum(sizes))
+    cutter = MicroBatchPacker(Packing(ranks, sum(sizes)))
     assert list(cutter.push(rows(sizes))) == []
     (dealt,) = cutter.close()
     loads = [sum(row.size for row in part) for part in dealt]
@@ -117,7 +117,7 @@ def test_no_rank_has_more_than_a_row_beyond_another(sizes, ranks):
 )
 def test_the_rows_of_a_pair_are_never_parted(sizes, ranks, budget, random):
     made = rows([size for size in sizes for _ in range(2)])
-    cutter, rest, rounds = Rounds(ranks, budget, together=2), list(made), []
+    cutter, rest, rounds = MicroBatchPacker(Packing(ranks, budget, together=2)), list(made), []
     while rest:
         take = 2 * random.randint(0, 4)
         rounds += cutter.push(rest[:take])
@@ -145,17 +145,14 @@ async def at_once(fn, *arguments, **more):
     return fn(*arguments, **more)
 
 
-async def commands_of(batch, **more):
-    settings = {
-        "ranks": 2, "in_order": InOrder(), "budget": 25, "epochs": 1, "minibatches": 1, "seed": (1, 0),
-        "compute": at_once, "where": "train",
-    }  # fmt: skip
-    made = BatchSchedule(partial(advantage_rows, toys.SPEC), **{**settings, **more})
+async def commands_of(batch, ranks=2, in_order=None, **steps):
+    plan, rows_of = BatchPlan("train", (1, 0), **steps), partial(advantage_rows, toys.SPEC)
+    made = BatchSchedule(rows_of, plan, Packing(ranks, 25), at_once, in_order=in_order)
     return made, [command async for command in made.commands(batch)]
 
 
 async def test_each_epoch_goes_over_the_same_rows_and_ends_in_a_step():
-    made, commands = await commands_of(toys.groups(7), epochs=3)
+    made, commands = await commands_of(toys.groups(7), in_order=InOrder(), epochs=3)
     per_epoch = len(commands) // 3
     epochs = [commands[start : start + per_epoch] for start in range(0, len(commands), per_epoch)]
     for number, epoch in enumerate(epochs):
@@ -170,7 +167,7 @@ async def test_each_epoch_goes_over_the_same_rows_and_ends_in_a_step():
 
 
 async def test_minibatches_split_the_groups_anew_in_each_epoch():
-    made, commands = await commands_of(toys.groups(9), epochs=2, minibatches=3, ranks=1)
+    made, commands = await commands_of(toys.groups(9), epochs=2, minibatches=3, ranks=1, in_order=InOrder())
     parts, current = [], []
     for (command,) in commands:
         if isinstance(command, ForwardBackward):
@@ -185,19 +182,19 @@ async def test_minibatches_split_the_groups_anew_in_each_epoch():
     fresh = [command.compare for (command,) in commands if isinstance(command, ForwardBackward)]
     assert fresh.index(False) == sum(fresh)  # only while the weights are those that sampled
     assert any(fresh)
-    again = (await commands_of(toys.groups(9), epochs=2, minibatches=3, ranks=1))[1]
+    again = (await commands_of(toys.groups(9), epochs=2, minibatches=3, ranks=1, in_order=InOrder()))[1]
     assert [len(o.rows) for (o,) in commands if isinstance(o, ForwardBackward)] == [
         len(o.rows) for (o,) in again if isinstance(o, ForwardBackward)
     ]
 
 
 async def test_more_minibatches_than_groups_are_as_many_as_there_are_groups():
-    _, commands = await commands_of(toys.groups(2), minibatches=5)
+    _, commands = await commands_of(toys.groups(2), in_order=InOrder(), minibatches=5)
     assert sum(isinstance(command[0], OptimizerStep) for command in commands) == 2
 
 
 async def test_by_arrival_groups_are_taken_as_they_come():
     batch = toys.groups(5)
     random.Random(1).shuffle(batch)
-    made, _ = await commands_of(batch, in_order=None)
+    made, _ = await commands_of(batch)
     assert [judged.prompt.id for judged in made.groups] == [judged.prompt.id for judged in batch]

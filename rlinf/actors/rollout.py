@@ -15,17 +15,19 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlinf.actors.base import configured
+from rlinf.config.text import RolloutSettings
 from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Prompt, Sample, read_only
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer, padding_ids
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, Engine, EngineSetup, Kv, PartialAnswer, Request, Sampling, make
+from rlinf.engines.base import Completion, Engine, EngineSetup, PartialAnswer, Request, Sampling, make
 from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, limits, pictures_of
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.tensors import own_device
@@ -40,26 +42,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Rollout(Receiver):
     """Generates groups of samples with an engine."""
 
-    async def setup(  # type: ignore[override]
+    @configured(RolloutSettings)
+    async def setup(
         self,
         *,
         model: ModelSource,
         tokenizer: TokenizerSource,
-        engine: str = "transformers",
-        engine_args: Mapping[str, Any] | None = None,
+        settings: RolloutSettings,
         seed: int = 0,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        max_new_tokens: int = 16,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        max_rows: int = 128,
-        max_tokens: int | None = None,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-        kv: Kv | None = None,
-        routes: Literal["auto", True, False] = False,
         directory: str | None = None,
     ) -> None:
         """Make the engine.
@@ -68,65 +58,56 @@ class Rollout(Receiver):
             model: a Hugging Face directory, or the configuration of a new model.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`; its end token ends an answer, as
                 do those of the model's configuration and generation_config.json.
-            engine: what generates: `transformers`, `sglang`, `vllm`, or a dotted path; see `engines.make`.
-            engine_args: further arguments of the engine.
+            settings: how answers are sampled; or any of its keys, such as temperature=0.7.
             seed: of a new model's weights and of the samples.
-            temperature, top_p, top_k, min_p: for `generate` when it is not given them; see `Sampling`.
-            max_new_tokens: an answer without an end token is cut after this many tokens.
-            stop: texts that end an answer too; they stay in it.
-            stop_token_ids: tokens that end an answer too; such a token is its last, and not part of its text.
-            max_rows: answers decoded together. More is faster to generate; fewer finish sooner, so that the roles after
-                this one start sooner.
-            max_tokens: for which the KV cache has room, prompts and possible answers together; None for as many as
-                `max_rows` answers may have.
-            dtype: in which answers are computed; weights of another are cast.
-            kv: what becomes of keys and values when weights change in the middle of answers: `keep` those of the old
-                weights, or `reread` all with the new. None: the engine's own choice.
-            routes: have samples tell to which experts of a mixture their tokens went, `Sample.routes`; auto: where the
-                engine can and the model has experts.
             directory: of the run, where the output of an inference server goes.
 
         Raises:
             ValueError: a model, tokenizer or engine that cannot be made, or a setting out of range.
         """
-        if dtype not in _DTYPES:
-            raise ValueError(f"rollout: dtype={dtype!r} must be one of {', '.join(_DTYPES)}")
         self._seed = seed
         self._tokenizer = await self.compute(load_tokenizer, tokenizer)
-        said = await self.compute(limits, model)
-        if said.length is not None and max_new_tokens >= said.length:
+        limit = await self.compute(limits, model)
+        if limit.length is not None and settings.max_new_tokens >= limit.length:
             raise ValueError(
-                f"rollout.max_new_tokens={max_new_tokens} leaves no room for a prompt: the model has positions for "
-                f"{said.length} tokens, prompt and answer together"
+                f"rollout.max_new_tokens={settings.max_new_tokens} leaves no room for a prompt: the model has "
+                f"positions for {limit.length} tokens, prompt and answer together"
             )
-        ends = {*said.end_ids, *stop_token_ids, self._tokenizer.eos_token_id} - {None}
+        ends = {*limit.end_ids, *settings.stop_token_ids, self._tokenizer.eos_token_id} - {None}
         self._sampling = Sampling(
-            max_new_tokens, temperature, top_k, top_p, min_p, stop_ids=tuple(sorted(ends)), stop_texts=tuple(stop)
+            settings.max_new_tokens,
+            settings.temperature,
+            settings.top_k,
+            settings.top_p,
+            settings.min_p,
+            stop_ids=tuple(sorted(ends)),
+            stop_texts=tuple(settings.stop),
         )
+        dtype = _DTYPES[settings.dtype]
         setup = EngineSetup(
             name=f"{self._cell.name}[{self.rank}]",
             model=model,
-            build_model=lambda: _model(model, self._tokenizer, seed, _DTYPES[dtype]),
+            build_model=lambda: _model(model, self._tokenizer, seed, dtype),
             tokenizer=self._tokenizer,
             pictures=await self.compute(pictures_of, model, self._tokenizer),
             seed=seed,
-            dtype=_DTYPES[dtype],
-            max_rows=max_rows,
-            max_tokens=max_tokens,
-            max_length=said.length,
-            padding=tuple(id for id in padding_ids(self._tokenizer, said.vocabulary) if id not in ends),
-            kv=kv,
-            routes=routes is not False,
+            dtype=dtype,
+            max_rows=settings.max_rows,
+            max_tokens=settings.max_tokens,
+            max_length=limit.length,
+            padding=tuple(id for id in padding_ids(self._tokenizer, limit.vocabulary) if id not in ends),
+            kv=settings.kv,
+            routes=settings.routes is not False,
             directory=directory,
             compute=self.compute,
             on_device=self.working,
         )
-        self._engine = await make(engine, setup, engine_args)
-        if routes is True and not self._engine.routes:
+        self._engine = await make(settings.engine, setup, settings.engine_args)
+        if settings.routes is True and not self._engine.routes:
             await self._engine.close()
             raise ValueError(
-                f"trainer.router_replay=true: {engine} does not tell to which experts of this model tokens go: auto "
-                "trains without it"
+                f"trainer.router_replay=true: {settings.engine} does not tell to which experts of this model tokens "
+                "go: auto trains without it"
             )
         self.through_host = self._engine.through_host
         self._ids = itertools.count()  # of requests and groups, unique among calls that overlap

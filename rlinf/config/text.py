@@ -202,6 +202,23 @@ class RolloutConfig:
 
 
 @dataclass
+class RolloutSettings(RolloutConfig):
+    """How a rollout samples answers, with nothing left to choose; `system.spawn(Rollout, temperature=0.7)` is short for
+    `settings=RolloutSettings(temperature=0.7)`."""
+
+    temperature: float = number(1.0, low=0)
+    """Of answers that are asked for without one: logits are divided by it; 0 takes the likeliest token."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which answers are generated; weights of another are cast."""
+    kv: Literal["keep", "reread"] | None = None
+    """What becomes of keys and values when weights change in the middle of answers: keep those of the old weights, or
+    reread all with the new; null is the engine's own choice."""
+    routes: Literal["auto", True, False] = False
+    """Have samples tell to which experts of a mixture their tokens went, `Sample.routes`; auto: where engine and model
+    can."""
+
+
+@dataclass
 class EndpointConfig:
     """Where programs that speak OpenAI's or Anthropic's protocol find the model: `llm.base_url`, `session.serve()`. It
     listens from the first time that one of them is asked for."""

@@ -5,7 +5,7 @@ In: a configuration, its data and the code that it names. Out: a `Role` per name
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from rlinf.actors.critic import Critic
@@ -17,7 +17,7 @@ from rlinf.actors.trainer import Trainer
 from rlinf.algos.algorithms import AlgorithmSpec
 from rlinf.config.learning import CriticSettings, NamedTeacher, ReferenceSettings, TrainerSettings, combine
 from rlinf.config.load import InputError
-from rlinf.config.text import RunConfig
+from rlinf.config.text import RolloutSettings, RunConfig
 from rlinf.data.datasets import source
 from rlinf.data.datasets.benchmarks import benchmarks_of
 from rlinf.data.datasets.load import Data
@@ -62,7 +62,7 @@ def roles_to_start(
         "seed": config.seed,
     }
     roles: dict[str, tuple[type[Any], Settings]] = {
-        "rollout": (Rollout, {**shared, **_rollout(config), "directory": rescue}),
+        "rollout": (Rollout, {**shared, "settings": rollout_settings(config), "directory": rescue}),
         "judge": (Judge, _judge(config, data, passed)),
     }
     if config.reward_model.path is not None:
@@ -93,8 +93,6 @@ def roles_to_start(
     for name in (REFERENCE, "teacher", *config.named_teachers):
         if name in prepared.roles:
             roles[name] = (Reference, {**shared, **_reference(config, name)})
-    replays = config.trainer.backend != "megatron"  # which routes freely: nobody would read what the engine tells
-    roles["rollout"][1]["routes"] = config.trainer.router_replay if replays else False
     # The rollout of a run that works ahead always has answers under way: it gives its devices away when there is enough
     # for its share of a step
     hosts = len(prepared.placed.seats["rollout"].hosts)
@@ -134,16 +132,16 @@ def _judge(config: RunConfig, data: Data, passed: RewardSource | None) -> Settin
     }
 
 
-def _rollout(config: RunConfig) -> Settings:
-    """The keys that are neither the work in flight's nor there to predict seconds by."""
-    others = ("carry", "extra", "groups", "expected_new_tokens")
-    own = {name: value for name, value in asdict(config.rollout).items() if name not in others}
-    return {**own, "kv": config.staleness.kv}
-
-
 def _learning_steps(config: RunConfig, algorithm: AlgorithmSpec) -> int:
     """Steps in which the policy learns: all but those that the critic has for itself."""
     return config.steps - (0 if algorithm.critic is None else config.critic.head_start)
+
+
+def rollout_settings(config: RunConfig) -> RolloutSettings:
+    """How the rollout of a run samples answers."""
+    replays = config.trainer.backend != "megatron"  # which routes freely: nobody would read what the engine tells
+    routes = config.trainer.router_replay if replays else False
+    return combine(RolloutSettings, config.rollout, kv=config.staleness.kv, routes=routes)
 
 
 def trainer_settings(config: RunConfig, algorithm: AlgorithmSpec, **more: Any) -> TrainerSettings:

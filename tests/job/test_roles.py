@@ -1,19 +1,16 @@
 """What a configuration says of reward models, teachers and roles of one's own, and what is told of mistakes in it."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
 
-from rlinf.actors.rollout import Rollout
 from rlinf.config.load import ConfigError
 from rlinf.placement.seats import TEXT, place
 from rlinf.placement.simulate import trial
 from rlinf.runs.prepare import algorithm_of, prepare
 from rlinf.runs.roles import Teachers, collected, with_teachers
 from rlinf.runs.rules import load_config
-from rlinf.runs.text_roles import _rollout, trainer_settings
+from rlinf.runs.text_roles import rollout_settings, trainer_settings
 from tests.models.scoring.saved import saved_classifier, saved_language_model
 
 OWN = ("flow=tests.own_roles.with_index", "roles.verifier.class=tests.own_roles.Verifier")
@@ -194,6 +191,7 @@ def test_a_schedule_lasts_as_many_optimizer_steps_as_the_policy_takes(overrides,
     assert trainer_settings(config, algorithm_of(config)).total_steps == steps
 
 
-def test_the_rollout_takes_every_setting_that_it_is_given():
-    settings = _rollout(prepare(load_config(None, (), 1), 1).config)
-    inspect.signature(Rollout.setup).bind(None, model=None, tokenizer=None, **settings)
+def test_the_rollout_answers_by_the_keys_of_the_run():
+    overrides = ("rollout.top_k=5", "rollout.dtype=bfloat16", "staleness.kv=keep", "flow=rlinf.flows.grpo_async")
+    settings = rollout_settings(load_config(None, overrides, 1))
+    assert (settings.top_k, settings.dtype, settings.kv) == (5, "bfloat16", "keep")

@@ -28,27 +28,6 @@ from torch import Tensor
 from rlinf.algos import advantages, losses
 from rlinf.algos.advantages import Reduce, all_equal, at_end, less_kl, uneven, whiten
 from rlinf.algos.loss_sum import Advantages, Answers, LossSum, Metric, MicroBatch, one_of, same_shape, within
-from rlinf.algos.losses import (
-    CUT,
-    HOWS,
-    KINDS,
-    LEVELS,
-    RATIOS,
-    Aggregating,
-    Error,
-    How,
-    Kind,
-    Level,
-    Options,
-    Outside,
-    Ratio,
-    check_aipo,
-    check_bounds,
-    check_clip,
-    check_rejection,
-    check_sapo,
-    check_value,
-)
 
 # Advantages ----------------------------------------------------------------------------------------------------------
 
@@ -169,12 +148,12 @@ class Clipped:
     """The ratio is clipped above at 1 + clip_high."""
     dual_clip: float | None = None
     """Bound of the loss where A < 0, in units of |A|; more than 1."""
-    ratio: Ratio = "token"
+    ratio: losses.Ratio = "token"
     """A ratio per token, or one per sequence (GSPO)."""
 
     def __post_init__(self) -> None:
-        check_clip("loss.clipped", self.clip_low, self.clip_high, self.dual_clip)
-        one_of("loss.clipped", "ratio", self.ratio, RATIOS)
+        losses.check_clip("loss.clipped", self.clip_low, self.clip_high, self.dual_clip)
+        one_of("loss.clipped", "ratio", self.ratio, losses.RATIOS)
 
     def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
         return _surrogate(losses.policy, self, batch, aggregation, weights)
@@ -192,14 +171,14 @@ class Decoupled:
     """Bound of the loss where A < 0, in units of |A|; more than 1."""
     cap: float = 2.0
     """Largest weight proximal / behavior."""
-    outside: Outside = "mask"
+    outside: losses.Outside = "mask"
     """A larger one is cut to it (truncate), or its token counts as 0 (mask)."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
     """Where the proximal log-probs come from: a forward pass before the update, or `losses.interpolate`."""
 
     def __post_init__(self) -> None:
-        check_clip("loss.decoupled", self.clip_low, self.clip_high, self.dual_clip)
-        check_bounds("loss.decoupled", self.cap, 0.0, self.outside)
+        losses.check_clip("loss.decoupled", self.clip_low, self.clip_high, self.dual_clip)
+        losses.check_bounds("loss.decoupled", self.cap, 0.0, self.outside)
         one_of("loss.decoupled", "proximal", self.proximal, ("recompute", "interpolate"))
 
     def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
@@ -224,7 +203,7 @@ class Cispo:
     """The weight is clipped above at 1 + clip_high."""
 
     def __post_init__(self) -> None:
-        check_clip("loss.cispo", self.clip_low, self.clip_high)
+        losses.check_clip("loss.cispo", self.clip_low, self.clip_high)
 
     def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
         return _surrogate(losses.cispo, self, batch, aggregation, weights)
@@ -240,7 +219,7 @@ class Sapo:
     """... and elsewhere."""
 
     def __post_init__(self) -> None:
-        check_sapo("loss.sapo", self.tau_pos, self.tau_neg)
+        losses.check_sapo("loss.sapo", self.tau_pos, self.tau_neg)
 
     def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
         return _surrogate(losses.sapo, self, batch, aggregation, weights)
@@ -260,7 +239,7 @@ class Aipo:
     """Coefficient of the squared log-ratio."""
 
     def __post_init__(self) -> None:
-        check_aipo("loss.aipo", self.cap, self.mask_low, self.mask_high, self.drift)
+        losses.check_aipo("loss.aipo", self.cap, self.mask_low, self.mask_high, self.drift)
 
     def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
         return _surrogate(losses.aipo, self, batch, aggregation, weights)
@@ -274,7 +253,7 @@ def _surrogate(
     return loss(*tensors, **asdict(part), **_options(batch, aggregation, weights))
 
 
-def _options(batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> Options:
+def _options(batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> losses.Options:
     """Keywords of every surrogate."""
     return {**aggregation.of(batch.sequences), "weights": weights, "entropy": batch.entropy}
 
@@ -286,20 +265,20 @@ def _options(batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None
 class Aggregation:
     """How losses of tokens become one: `losses.reduce`."""
 
-    how: How = "token-mean"
+    how: losses.How = "token-mean"
     """token-mean, seq-mean-token-sum, seq-mean-token-mean or seq-mean-token-sum-norm."""
     norm_length: float | None = None
     """Constant length, tokens, of seq-mean-token-sum-norm: the longest response allowed. None elsewhere."""
 
     def __post_init__(self) -> None:
-        one_of("aggregation", "how", self.how, HOWS)
+        one_of("aggregation", "how", self.how, losses.HOWS)
         if self.norm_length is not None and self.how != "seq-mean-token-sum-norm":
             raise ValueError(
                 f"aggregation: norm_length={self.norm_length} is used by how='seq-mean-token-sum-norm' only, not by "
                 f"{self.how!r}"
             )
 
-    def of(self, sequences: Tensor | None) -> Aggregating:
+    def of(self, sequences: Tensor | None) -> losses.Aggregating:
         """Keywords of a loss over tokens of these sequences."""
         return {"how": self.how, "norm_length": self.norm_length, "sequences": sequences}
 
@@ -310,20 +289,20 @@ class Kl:
 
     place: Literal["loss", "reward"] = "loss"
     """Added to the loss, or taken off the rewards token by token."""
-    kind: Kind = "k3"
+    kind: losses.Kind = "k3"
     """Which estimate: k3 or k2 in a loss, k1 in rewards."""
     beta: float = 0.001
     """Its weight; above 0."""
     corrected: bool = False
     """In the loss: multiply by the ratio to the policy that sampled, which makes it unbiased off-policy."""
-    cut: float | None = CUT
+    cut: float | None = losses.CUT
     """Bound of k3, nats: beyond it a token has no gradient, and `kl/cut` counts it. None for none, as published."""
 
     def __post_init__(self) -> None:
         if self.cut is not None and not self.cut > 0:
             raise ValueError(f"kl: cut={self.cut} must be more than 0 nats; for no bound null")
         one_of("kl", "place", self.place, ("loss", "reward"))
-        one_of("kl", "kind", self.kind, KINDS)
+        one_of("kl", "kind", self.kind, losses.KINDS)
         if not self.beta > 0:
             raise ValueError(f"kl: beta={self.beta} must be more than 0; for no penalty leave the part out (kl: null)")
         if self.corrected and self.place != "loss":
@@ -343,14 +322,14 @@ class Correction:
     """Largest weight old / behavior."""
     floor: float = 0.0
     """Smallest weight."""
-    level: Level = "token"
+    level: losses.Level = "token"
     """A weight per token, or one per sequence: the product of its tokens' ratios, or their geometric mean."""
-    outside: Outside = "truncate"
+    outside: losses.Outside = "truncate"
     """A weight beyond the bounds is cut to them (truncate, TIS), or its token counts as 0 (mask, IcePop)."""
 
     def __post_init__(self) -> None:
-        check_bounds("correction", self.cap, self.floor, self.outside)
-        one_of("correction", "level", self.level, LEVELS)
+        losses.check_bounds("correction", self.cap, self.floor, self.outside)
+        one_of("correction", "level", self.level, losses.LEVELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +345,7 @@ class Rejection:
     """Smallest ratio that any token of it may have; 0 for no bound."""
 
     def __post_init__(self) -> None:
-        check_rejection("rejection", self.floor, self.cap, self.least)
+        losses.check_rejection("rejection", self.floor, self.cap, self.least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,13 +386,13 @@ class Critic:
 
     clip: float | None = 0.2
     """How far one batch may move a prediction; None for no bound."""
-    error: Error = "huber"
+    error: losses.Error = "huber"
     """huber or square."""
     delta: float = 10.0
     """Where Huber's error turns straight."""
 
     def __post_init__(self) -> None:
-        check_value("critic", self.error, self.delta, self.clip)
+        losses.check_value("critic", self.error, self.delta, self.clip)
 
 
 ADVANTAGES = {

@@ -2,7 +2,7 @@
 
 Flow: a rollout of T chunks in N environments, C actions each, is one `Chunks`; `advantages_of_chunks` gives every
 action or every chunk its advantage by GAE, `group_advantages` by comparing episodes that began alike. `rows` lays the
-result out as `apply.MicroBatch` wants it. Pure, without I/O.
+result out as `MicroBatch` wants it. Pure, without I/O.
 
 An environment that ends an episode within a chunk does not go on in it: the actions behind the end are not `valid`,
 count for nothing and take no time. The next chunk begins the next episode.
@@ -23,41 +23,41 @@ from rlinf.algos.loss_sum import same_shape, wide
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
-    """What happened to T chunks of C actions in N environments, in order of time."""
+    """A rollout: T chunks of C actions in N environments, in order of time."""
 
     rewards: Tensor
-    """Of each action, [T, N, C]."""
+    """Rewards of actions, [T, N, C]."""
     terminated: Tensor
-    """Whether the task ended with it: nothing is earned behind, bool [T, N, C]."""
+    """The task ended with this action: nothing is earned behind, bool [T, N, C]."""
     truncated: Tensor
-    """Whether the episode was cut there, though more could be earned, bool [T, N, C]."""
+    """The episode was cut behind this action, though more could be earned, bool [T, N, C]."""
     valid: Tensor
-    """Whether it was done at all, bool [T, N, C]: false behind an end, and in episodes that were lost."""
+    """The action was done at all, bool [T, N, C]: false behind an end, and in episodes that were lost."""
     values: Tensor | None = None
-    """What the critic expected before each action, [T, N, C], or before each chunk, [T, N]."""
+    """The critic's prediction before each action, [T, N, C], or before each chunk, [T, N]."""
     next_values: Tensor | None = None
-    """What it expects after the last chunk, [N]; where that ended an episode, anything."""
+    """Its prediction after the last chunk, [N]; where that ended an episode, anything."""
     final_values: Tensor | None = None
-    """What it expects of the last observation of the episode that a chunk cut, [T, N]; elsewhere, anything."""
+    """Its prediction for the last observation of the episode that a chunk cut, [T, N]; elsewhere, anything."""
 
     def __post_init__(self) -> None:
         if self.rewards.ndim != 3:
             raise ValueError(f"Chunks: rewards must be [T, N, C], not {list(self.rewards.shape)}")
-        same_shape("Chunks", "rewards", self.rewards, terminated=self.terminated, truncated=self.truncated,
-                   valid=self.valid)  # fmt: skip
-        for name, shape in {"values": self.rewards.shape[:2], "final_values": self.rewards.shape[:2],
-                            "next_values": self.rewards.shape[1:2]}.items():  # fmt: skip
-            found: Tensor | None = getattr(self, name)
-            if found is None or found.shape == shape or (name == "values" and found.shape == self.rewards.shape):
+        flags = {"terminated": self.terminated, "truncated": self.truncated, "valid": self.valid}
+        same_shape("Chunks", "rewards", self.rewards, **flags)
+        actions = self.rewards.shape
+        for name, shape in {"values": actions[:2], "final_values": actions[:2], "next_values": actions[1:2]}.items():
+            values: Tensor | None = getattr(self, name)
+            if values is None or values.shape == shape or (name == "values" and values.shape == actions):
                 continue
             raise ValueError(
-                f"Chunks: {name} {list(found.shape)} must be {list(shape)} for rewards {list(self.rewards.shape)}"
+                f"Chunks: {name} {list(values.shape)} must be {list(shape)} for rewards {list(actions)}"
                 + (", or of their shape" if name == "values" else "")
             )
 
     @property
     def ended(self) -> Tensor:
-        """Whether an episode ended with an action, in whichever way, bool [T, N, C]."""
+        """Actions that an episode ended with, in whichever way, bool [T, N, C]."""
         return (self.terminated.bool() | self.truncated.bool()) & self.valid.bool()
 
 
@@ -68,9 +68,9 @@ class ChunkAdvantages:
     values: Tensor
     """Advantages, 0 outside the mask, without gradient."""
     mask: Tensor
-    """What is learned from, bool."""
+    """Actions or chunks that are learned from, bool."""
     returns: Tensor | None = None
-    """What the critic is to predict, 0 outside the mask; None where there is no critic."""
+    """Targets of the critic, 0 outside the mask; None where there is no critic."""
 
 
 def advantages_of_chunks(
@@ -103,19 +103,18 @@ def advantages_of_chunks(
     rewards = torch.where(valid, wide(chunks.rewards) + gamma * _bootstrap(chunks), 0.0)
     if values.ndim == 2:
         rewards, ended, mask = rewards.sum(-1), ended.any(-1), valid.any(-1)
-        found = _gae(rewards, values, following, ended, mask, gamma, lam)
+        per_step = _gae(rewards, values, following, ended, mask, gamma, lam)
     else:
-        in_order = [_order(x) for x in (rewards, values, ended, valid)]
-        found = _gae(in_order[0], in_order[1], following, in_order[2], in_order[3], gamma, lam)
-        found = (_chunked(found[0], rewards.shape[2]), _chunked(found[1], rewards.shape[2]))
+        steps = [_order(x) for x in (rewards, values, ended, valid)]
+        per_step = _gae(steps[0], steps[1], following, steps[2], steps[3], gamma, lam)
+        per_step = _chunked(per_step[0], rewards.shape[2]), _chunked(per_step[1], rewards.shape[2])
         mask = valid
-    gained = torch.where(mask, found[0], 0.0)
-    gained = advantages.whiten(gained, mask, reduce=reduce) if whiten else gained
-    return ChunkAdvantages(gained, mask, torch.where(mask, found[1], 0.0))
+    gains, returns = (torch.where(mask, x, 0.0) for x in per_step)
+    return ChunkAdvantages(advantages.whiten(gains, mask, reduce=reduce) if whiten else gains, mask, returns)
 
 
 def _bootstrap(chunks: Chunks) -> Tensor:
-    """What could still be earned behind each action if its episode had not been cut there, 0 elsewhere, [T, N, C]."""
+    """The value behind each action that cut its episode, 0 elsewhere, [T, N, C]."""
     cut = chunks.truncated.bool() & ~chunks.terminated.bool() & chunks.valid.bool()
     if chunks.final_values is None:
         if bool(cut.any()):
@@ -133,8 +132,8 @@ def _gae(
     """`advantages.gae`, [steps, N]; where a step is followed by none, nothing passes over the gap."""
     dones = torch.cat([ended[:1], ended])  # row t + 1: an episode ended with step t ...
     dones[1:-1] |= ~mask[1:]  # ... or the step behind it is none
-    held = torch.where(mask, wide(values.detach()), 0.0)
-    return advantages.gae(rewards, torch.cat([held, wide(following.detach())[None]]), dones, gamma=gamma, lam=lam)
+    before = torch.where(mask, wide(values.detach()), 0.0)
+    return advantages.gae(rewards, torch.cat([before, wide(following.detach())[None]]), dones, gamma=gamma, lam=lam)
 
 
 def group_advantages(
@@ -147,7 +146,7 @@ def group_advantages(
     returns_within: tuple[float, float] | None = None,
     success_within: tuple[float, float] | None = None,
 ) -> ChunkAdvantages:
-    """What an episode earned relative to the others of its group, which began in the same state.
+    """The return of an episode relative to the others of its group, which began in the same state.
 
     Every environment counts with its first episode of the rollout: its return is the sum of its rewards, each of its
     actions has the same advantage, and what came behind its end counts for nothing. `rows` with `episode_ids` and
@@ -166,28 +165,27 @@ def group_advantages(
     Raises:
         ValueError: shapes do not fit.
     """
-    kept = chunks.valid.bool() & first_episode(chunks.ended)
-    earned = torch.where(kept, wide(chunks.rewards), 0.0).sum((0, 2))
-    there = kept.any(2).any(0)  # an episode that was lost is no member of its group
-    gained = torch.zeros_like(earned)
-    gained[there] = advantages.group_relative(earned[there], groups[there], scale=scale)
+    mask = chunks.valid.bool() & first_episode(chunks.ended)
+    returns = torch.where(mask, wide(chunks.rewards), 0.0).sum((0, 2))
+    present = mask.any(2).any(0)  # an episode that was lost is no member of its group
+    members = groups[present]
+    gains = torch.zeros_like(returns)
+    gains[present] = advantages.group_relative(returns[present], members, scale=scale)
+    teaching = present.clone()
     if success is not None:
         same_shape("group_advantages", "groups", groups, success=success)
-        telling = torch.zeros_like(there)
-        telling[there] = uneven(success[there].float(), groups[there])
-        kept = kept & telling[None, :, None]
-    for found, bounds in ((earned, returns_within), (success, success_within)):
-        if bounds is not None and found is not None:
-            inside = torch.zeros_like(there)
-            inside[there] = mean_within(found[there].double(), groups[there], *bounds)
-            kept = kept & inside[None, :, None]
-    mask = kept if level == "action" else kept.any(-1)
-    spread = gained[None, :, None] if level == "action" else gained[None]
-    return ChunkAdvantages(torch.where(mask, spread, 0.0), mask)
+        teaching[present] &= uneven(success[present].float(), members)
+    for scores, bounds in ((returns, returns_within), (success, success_within)):
+        if bounds is not None and scores is not None:
+            teaching[present] &= mean_within(scores[present].double(), members, *bounds)
+    mask = mask & teaching[None, :, None]
+    if level == "chunk":
+        return ChunkAdvantages(torch.where(mask.any(-1), gains[None], 0.0), mask.any(-1))
+    return ChunkAdvantages(torch.where(mask, gains[None, :, None], 0.0), mask)
 
 
 def first_episode(ended: Tensor) -> Tensor:
-    """What belongs to each environment's first episode, the action that ends it included.
+    """Actions of each environment's first episode, the one that ends it included.
 
     Args:
         ended: whether an episode ended with an action, bool [T, N, C].
@@ -228,13 +226,13 @@ def without_lost(valid: Tensor, ended: Tensor, lost: Tensor) -> Tensor:
     ends = ended.clone()
     ends[..., -1] |= lost
     ids = episode_ids(ends)
-    gone = torch.zeros(int(ids.max()) + 1 if ids.numel() else 0, dtype=torch.bool, device=ids.device)
-    gone[ids[lost]] = True
-    return valid.bool() & ~gone[ids][..., None]
+    lost_episodes = torch.zeros(int(ids.max()) + 1 if ids.numel() else 0, dtype=torch.bool, device=ids.device)
+    lost_episodes[ids[lost]] = True
+    return valid.bool() & ~lost_episodes[ids][..., None]
 
 
 def rows(advantage: Tensor, logprobs: Tensor, mask: Tensor, episodes: Tensor | None = None) -> dict[str, Tensor]:
-    """Advantages and mask in the layout of log-probs, a row per chunk, as `apply.MicroBatch` takes them.
+    """Advantages and mask in the layout of log-probs, a row per chunk, as `MicroBatch` takes them.
 
     Args:
         advantage, mask: per action, [T, N, C], or per chunk, [T, N].
@@ -252,14 +250,15 @@ def rows(advantage: Tensor, logprobs: Tensor, mask: Tensor, episodes: Tensor | N
             f"rows: advantages {list(advantage.shape)} and mask {list(mask.shape)} must be per action or per chunk of "
             f"log-probs {list(logprobs.shape)}; log-probs per chunk cannot use advantages per action"
         )
-    found = {"logprobs": logprobs, "advantages": advantage, "mask": mask}
+    tensors = {"logprobs": logprobs, "advantages": advantage, "mask": mask}
     if episodes is not None:
-        found["sequences"] = episodes
-    laid = {}
-    for name, x in found.items():
+        tensors["sequences"] = episodes
+
+    def row_per_chunk(x: Tensor) -> Tensor:
         spread = x.reshape(*x.shape, *[1] * (logprobs.ndim - x.ndim)).expand(logprobs.shape)
-        laid[name] = spread.reshape(logprobs.shape[0] * logprobs.shape[1], -1)
-    return laid
+        return spread.reshape(logprobs.shape[0] * logprobs.shape[1], -1)
+
+    return {name: row_per_chunk(x) for name, x in tensors.items()}
 
 
 def _order(x: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlinf.algos.loss_sum import LossSum, mean_of, same_shape, wide, within
-from rlinf.algos.losses import reduce
+from rlinf.algos.loss_sum import LossSum, Mask, same_shape, wide, within
+from rlinf.algos.losses import Tokens
 
 
 def pessimistic(values: Tensor, *, subset: int | None = None, generator: torch.Generator | None = None) -> Tensor:
@@ -48,7 +48,7 @@ def soft_target(
     alpha: float | Tensor,
     steps: int | Tensor = 1,
 ) -> Tensor:
-    """What a critic is to predict: y = r + gamma^steps (1 - terminated) (V' - alpha log pi(a'|s')).
+    """The target of a critic: y = r + gamma^steps (1 - terminated) (V' - alpha log pi(a'|s')).
 
     Soft actor-critic (arXiv:1812.05905, eq. 2 and 3), over a chunk of `steps` actions with their summed reward. A limit
     that cuts an episode is no end: `terminated` is false there.
@@ -96,10 +96,9 @@ def critics(values: Tensor, targets: Tensor, mask: Tensor) -> LossSum:
     if values.ndim != 2:
         raise ValueError(f"critics: values must be [critics, batch], got {list(values.shape)}")
     same_shape("critics", "a critic's values", values[0], targets=targets, mask=mask)
-    kept = mask.bool()
-    wanted, values = _hidden(kept, targets.detach(), values)
-    loss = reduce((values - wanted).square().mean(0), mask)
-    return loss.watching({"q/mean": mean_of(values.mean(0), kept), "target/mean": mean_of(wanted, kept)})
+    batch = _tokens("critics", mask, values)
+    Q, y = batch.read(values), batch.constant(targets)
+    return batch.sum((Q - y).square().mean(0), {"q/mean": Q.mean(0), "target/mean": y})
 
 
 def actor(logprobs: Tensor, values: Tensor, mask: Tensor, *, alpha: float | Tensor) -> LossSum:
@@ -121,9 +120,9 @@ def actor(logprobs: Tensor, values: Tensor, mask: Tensor, *, alpha: float | Tens
     """
     same_shape("actor", "logprobs", logprobs, values=values, mask=mask)
     temperature = alpha.detach() if isinstance(alpha, Tensor) else alpha
-    logprobs, values = _hidden(mask.bool(), logprobs, values)
-    loss = reduce(temperature * logprobs - values, mask)
-    return loss.watching({"entropy": mean_of(-logprobs, mask.bool())})
+    batch = _tokens("actor", mask, logprobs)
+    log_pi, Q = batch.read(logprobs), batch.read(values)
+    return batch.sum(temperature * log_pi - Q, {"entropy": -log_pi})
 
 
 def temperature(log_alpha: Tensor, logprobs: Tensor, mask: Tensor, *, target_entropy: float) -> LossSum:
@@ -144,9 +143,9 @@ def temperature(log_alpha: Tensor, logprobs: Tensor, mask: Tensor, *, target_ent
         ValueError: shapes differ.
     """
     same_shape("temperature", "logprobs", logprobs, mask=mask)
-    (logprobs,) = _hidden(mask.bool(), logprobs.detach())
-    loss = reduce(-log_alpha.exp() * (logprobs + target_entropy), mask)
-    return loss.watching({"alpha": mean_of(log_alpha.exp().expand_as(logprobs), mask.bool())})
+    batch = _tokens("temperature", mask, logprobs)
+    alpha, log_pi = log_alpha.exp(), batch.constant(logprobs)
+    return batch.sum(batch.read(-alpha * (log_pi + target_entropy)), {"alpha": alpha.expand_as(log_pi)})
 
 
 def expectile(values: Tensor, targets: Tensor, mask: Tensor, *, tau: float) -> LossSum:
@@ -169,11 +168,11 @@ def expectile(values: Tensor, targets: Tensor, mask: Tensor, *, tau: float) -> L
     """
     same_shape("expectile", "values", values, targets=targets, mask=mask)
     within("expectile", "tau", tau, 0.0, 1.0)
-    kept = mask.bool()
-    values, targets = _hidden(kept, values, targets.detach())
-    ahead = targets - values
-    weight = torch.where(ahead < 0.0, 1.0 - tau, tau)
-    return reduce(weight * ahead.square(), mask).watching({"value/mean": mean_of(values, kept)})
+    batch = _tokens("expectile", mask, values)
+    V, Q = batch.read(values), batch.constant(targets)
+    d = Q - V
+    weight = torch.where(d < 0.0, 1.0 - tau, tau)
+    return batch.sum(weight * d.square(), {"value/mean": V})
 
 
 def weighted_likelihood(
@@ -198,11 +197,10 @@ def weighted_likelihood(
     """
     same_shape("weighted_likelihood", "logprobs", logprobs, advantages=advantages, mask=mask)
     within("weighted_likelihood", "beta", beta, 0.0, float("inf"))
-    kept = mask.bool()
-    logprobs, advantages = _hidden(kept, logprobs, advantages.detach())
-    weights = torch.exp(beta * advantages).clamp(max=most)
-    loss = reduce(-weights * logprobs, mask)
-    return loss.watching({"advantage/mean": mean_of(advantages, kept), "weight/mean": mean_of(weights, kept)})
+    batch = _tokens("weighted_likelihood", mask, logprobs)
+    log_pi, A = batch.read(logprobs), batch.constant(advantages)
+    weights = torch.exp(beta * A).clamp(max=most)
+    return batch.sum(-weights * log_pi, {"advantage/mean": A, "weight/mean": weights})
 
 
 def polyak(target: Tensor, source: Tensor, *, tau: float) -> Tensor:
@@ -220,6 +218,6 @@ def polyak(target: Tensor, source: Tensor, *, tau: float) -> Tensor:
     return torch.lerp(target.detach(), source.detach().to(target.dtype), tau)
 
 
-def _hidden(kept: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Each in float32 with 0 where it does not count: what stands there must not reach a gradient, as NaN would."""
-    return [torch.where(kept, wide(x), 0.0) for x in tensors]
+def _tokens(name: str, mask: Tensor, like: Tensor) -> Tokens:
+    """Positions of a batch: each is its own sequence, and their losses are averaged."""
+    return Tokens(name, Mask.of(mask, like), {})

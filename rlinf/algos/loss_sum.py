@@ -399,7 +399,7 @@ class Answers:
     """A batch of judged answers; what a spec does not need may be missing."""
 
     rewards: Tensor
-    """Of each answer, [answers]; an advantage is shown them in float64, after shaping."""
+    """Reward of each answer, [answers]; an advantage is shown them in float64, after shaping."""
     groups: Tensor
     """Which group each belongs to, whole numbers, [answers]."""
     mask: Tensor
@@ -408,7 +408,7 @@ class Answers:
     weights: Tensor | None = None
     """How many answers each counts as, more than 0, [answers]; None: as one."""
     truncated: Tensor | None = None
-    """Whether the length limit cut it, bool [answers]."""
+    """Answers that the length limit cut, bool [answers]."""
     logprobs: Tensor | None = None
     """Under the policy that sampled, nats, [answers, tokens]."""
     ref_logprobs: Tensor | None = None
@@ -427,7 +427,7 @@ class Answers:
 
     @property
     def unspent(self) -> Tensor:
-        """What of `rewards` falls at tokens that count, [answers]."""
+        """The part of `rewards` that falls at tokens that count, [answers]."""
         return self.rewards if self.spent is None else self.rewards - self.spent
 
     def need(self, name: str) -> Tensor:
@@ -441,7 +441,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """What a batch of answers comes to."""
+    """Advantages of a batch of answers, and what goes with them to the loss."""
 
     values: Tensor
     """Advantage of each answer, [answers], or of each token, [answers, tokens]; float32, without gradient."""
@@ -450,7 +450,7 @@ class Advantages:
     rewards: Tensor
     """After shaping, float64 [answers]."""
     returns: Tensor | None = None
-    """What the critic is to predict, [answers, tokens]."""
+    """Targets of the critic, [answers, tokens]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,7 +468,7 @@ class MicroBatch:
     sequences: Tensor | None = None
     """Sequence of each token, whole numbers from 0; None: each row is one."""
     entropy: Tensor | None = None
-    """Of each token's distribution, nats; differentiable if the spec has a bonus for it."""
+    """Entropy of each token's distribution, nats; differentiable if the spec has a bonus for it."""
     ref_logprobs: Tensor | None = None
     """Under the reference."""
     behavior_logprobs: Tensor | None = None

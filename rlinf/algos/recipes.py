@@ -98,7 +98,7 @@ ACTING = {
         "ppo", advantage=Gae(gamma=0.99, lam=0.95), loss=Clipped(), critic=Critic(clip=None, error="square")
     ),
 }
-"""The same where policies act in environments."""
+"""Recipes where policies act in environments."""
 
 
 def get(
@@ -112,7 +112,7 @@ def get(
 
     Args:
         name: such as "grpo"; `NAMES` has all.
-        overrides: see `spec.override`.
+        overrides: see `algorithms.override`.
         resolve: turns a dotted path into the function it names.
         acting: for policies that act; otherwise for text.
 

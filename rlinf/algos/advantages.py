@@ -1,11 +1,14 @@
 """Advantages: how much better an answer, or a token, was than expected. Rewards in, one number per answer or token out.
 
+    group_relative, leave_one_out, reinforce_pp     answers against others, without a critic
+    gae, gae_tokens             against a critic's predictions
+    distillation                a teacher's log-probs against the student's
+    whiten, all_equal           statistics of the whole batch
+    overlong, at_end, less_kl   shaping of rewards, before advantages are taken
+    uneven, mean_within, whole, Filling     which answers and groups are learned from, and how many more to draw
+
 Statistics over the batch are global: where several ranks hold shares of it, `reduce` adds a tensor of sums up over them
 (such as an all-reduce), and is the only thing here that knows of ranks.
-
-Shaping: what is done to rewards before advantages are taken. Rewards in, rewards out.
-
-Filters: which answers and groups are learned from, and how many more must be drawn to fill a batch.
 """
 
 from __future__ import annotations
@@ -18,198 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlinf.algos.loss_sum import LOG_RATIO, Mask, one_of, same_shape, wide
-
-
-def overlong(lengths: Tensor, *, longest: int, cache: int, penalty: float = 1.0) -> Tensor:
-    """A penalty that grows as an answer nears the length limit.
-
-        0                                            up to longest - cache
-        p (longest - cache - length) / cache         up to longest, where it is -p
-        -p                                           beyond
-
-    Soft overlong punishment, DAPO (arXiv:2503.14476, eq. 13; there 20480, 4096 and p = 1, beside rewards of 1 and -1,
-    eq. 7). Add it to the rewards.
-
-    Args:
-        lengths: of each answer, tokens, any shape.
-        longest: the limit, tokens.
-        cache: how many tokens before the limit the penalty begins.
-        penalty: p, in units of reward.
-
-    Returns:
-        Penalties, the same shape, float64, from -p to 0.
-
-    Raises:
-        ValueError: `cache` is not between 1 and `longest`.
-    """
-    if not 0 < cache <= longest:
-        raise ValueError(f"overlong: cache={cache} must be between 1 and longest={longest}, both in tokens")
-    return penalty * ((longest - cache - lengths.double()) / cache).clamp(-1.0, 0.0)
-
-
-def at_end(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Rewards of answers as rewards of tokens: each on the answer's own last token that counts.
-
-    Args:
-        rewards: of each answer, [answers].
-        mask: which tokens count, [answers, tokens], bool or 0/1.
-
-    Returns:
-        [answers, tokens], 0 elsewhere; an answer without a token has nowhere to carry its reward.
-
-    Raises:
-        ValueError: shapes do not fit.
-    """
-    if mask.ndim != 2 or rewards.shape != mask.shape[:1]:
-        raise ValueError(
-            f"at_end: rewards must be [answers] and mask [answers, tokens], got {list(rewards.shape)} and "
-            f"{list(mask.shape)}"
-        )
-    counted = mask.bool()
-    still = counted.flip(1).cumsum(1).flip(1)  # how many count from here on: 1 at the last one
-    return torch.where(counted & (still == 1), wide(rewards.detach())[:, None], 0.0)
-
-
-def less_kl(rewards: Tensor, kl: Tensor, mask: Tensor, *, beta: float) -> Tensor:
-    """Rewards with the divergence from a reference taken off: r_t - beta KL_t.
-
-    The KL in the reward of classic RLHF (arXiv:1909.08593, eq. 2), with k1 = log(pi_old / pi_ref).
-
-    Args:
-        rewards: of each token, [answers, tokens], or of each answer, [answers], which then pays for its tokens' sum.
-        kl: KL_t, nats, [answers, tokens].
-        mask: which tokens count, [answers, tokens], bool or 0/1.
-        beta: weight, reward per nat.
-
-    Returns:
-        The shape of `rewards`; tokens outside the mask are 0.
-
-    Raises:
-        ValueError: shapes do not fit.
-    """
-    same_shape("less_kl", "mask", mask, kl=kl)
-    if mask.ndim != 2 or rewards.shape not in (mask.shape, mask.shape[:1]):
-        raise ValueError(f"less_kl: rewards {list(rewards.shape)} fit neither mask {list(mask.shape)} nor its rows")
-    counted = Mask.of(mask, rewards)
-    penalty = beta * counted.fill(kl.detach())
-    if rewards.ndim == 1:
-        return wide(rewards.detach()) - penalty.sum(1)
-    return counted.fill(rewards.detach()) - penalty
-
-
-def uneven(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Which answers are in a group whose rewards are not all equal: the others have no advantage to learn from.
-
-    Args:
-        rewards: of each answer, [answers].
-        groups: which group each answer belongs to, whole numbers, [answers].
-
-    Returns:
-        bool [answers].
-
-    Raises:
-        ValueError: shapes differ.
-    """
-    same_shape("uneven", "rewards", rewards, groups=groups)
-    if rewards.numel() == 0:
-        return rewards.bool()
-    group: Tensor = torch.unique(groups, return_inverse=True)[1]  # type: ignore[no-untyped-call, unused-ignore]
-    rewards = rewards.detach().double()
-    empty = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device=rewards.device)
-    highest = empty.scatter_reduce(0, group, rewards, "amax", include_self=False)
-    lowest = empty.scatter_reduce(0, group, rewards, "amin", include_self=False)
-    return (highest != lowest)[group]
-
-
-def mean_within(rewards: Tensor, groups: Tensor, low: float, high: float) -> Tensor:
-    """Which answers are in a group whose mean reward lies between two bounds: the others are too hard or too easy
-    (PRIME, arXiv:2502.01456; for robots SimpleVLA-RL, arXiv:2509.09674).
-
-    Args:
-        rewards: of each answer, [answers].
-        groups: which group each answer belongs to, whole numbers, [answers].
-        low, high: bounds, themselves inside.
-
-    Returns:
-        bool [answers].
-    """
-    same_shape("mean_within", "rewards", rewards, groups=groups)
-    if rewards.numel() == 0:
-        return rewards.bool()
-    group: Tensor = torch.unique(groups, return_inverse=True)[1]  # type: ignore[no-untyped-call, unused-ignore]
-    empty = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device=rewards.device)
-    means = empty.scatter_reduce(0, group, rewards.detach().double(), "mean", include_self=False)
-    return ((means >= low) & (means <= high))[group]
-
-
-def whole(mask: Tensor, truncated: Tensor) -> Tensor:
-    """The mask without the answers that the length limit cut (overlong filtering, DAPO section 3.4).
-
-    Args:
-        mask: which tokens count, [answers, tokens] or [answers].
-        truncated: whether the limit cut each answer, [answers].
-
-    Raises:
-        ValueError: shapes do not fit.
-    """
-    if truncated.shape != mask.shape[:1]:
-        raise ValueError(f"whole: truncated {list(truncated.shape)} must be one per row of mask {list(mask.shape)}")
-    kept = ~truncated.bool()
-    return mask.bool() & kept.reshape(-1, *[1] * (mask.ndim - 1))
-
-
-@dataclass(slots=True)
-class Filling:
-    """How far a batch is filled whose silent groups are dropped. Pure counting: nothing waits or draws here.
-
-    Dynamic sampling, DAPO (arXiv:2503.14476, section 3.2): drop the groups that are all right or all wrong, and keep
-    sampling until the batch is full or a cap of rounds is reached.
-
-        filling = Filling(wanted=64, max_rounds=10)
-        while draw := filling.next_round():
-            kept += [group for group in generate(draw) if filling.offer(teaches(spec, group))]
-    """
-
-    wanted: int
-    """Groups of a full batch."""
-    max_rounds: int
-    """Rounds of generation at most; at least 1."""
-    rounds: int = 0
-    """Rounds begun."""
-    offered: int = 0
-    """Groups seen."""
-    kept: int = 0
-    """Groups kept."""
-
-    def __post_init__(self) -> None:
-        if self.wanted < 1 or self.max_rounds < 1:
-            raise ValueError(f"Filling: wanted={self.wanted} and max_rounds={self.max_rounds} must be at least 1")
-
-    @property
-    def missing(self) -> int:
-        """Groups that are still wanted."""
-        return self.wanted - self.kept
-
-    def offer(self, teaches: bool) -> bool:
-        """Count a group in; whether it is to be kept: it gives a gradient, and the batch is not yet full."""
-        self.offered += 1
-        good = self.missing > 0 and teaches
-        self.kept += good
-        return good
-
-    def next_round(self) -> int:
-        """Begin a round: how many prompts to draw for it; 0 if the batch is full or there may be no more rounds.
-
-        As many as the share kept so far lets expect to fill the batch, but no more than a full batch.
-        """
-        if self.missing <= 0 or self.rounds >= self.max_rounds:
-            return 0
-        self.rounds += 1
-        if self.kept == 0:
-            return self.wanted
-        return min(self.wanted, math.ceil(self.missing * self.offered / self.kept))
-
+from rlinf.algos.loss_sum import LOG_RATIO, Mask, one_of, same_shape, wide, within
 
 Reduce = Callable[[Tensor], Tensor]
 """Adds a tensor of sums up over ranks and returns it."""
@@ -286,15 +98,12 @@ def _centred(
         )
     same_shape(where, "rewards", rewards, weights=weights)
     rewards = wide(rewards.detach())
-    group: Tensor = torch.unique(groups, return_inverse=True)[1]  # type: ignore[no-untyped-call, unused-ignore]
+    group = _numbered(groups)
     count = torch.bincount(group, weights).to(rewards.dtype)
-    zeros = torch.zeros_like(count)
-    sums = zeros.index_add(0, group, rewards if weights is None else rewards * weights)
+    sums = torch.zeros_like(count).index_add(0, group, rewards if weights is None else rewards * weights)
     centred = rewards - (sums / count)[group]
     # (R - mean) of equal rewards is a rounding error, which a division would blow up: ask for equality itself.
-    highest = zeros.scatter_reduce(0, group, rewards, "amax", include_self=False)
-    lowest = zeros.scatter_reduce(0, group, rewards, "amin", include_self=False)
-    return torch.where((highest == lowest)[group], torch.zeros_like(centred), centred), group, count
+    return torch.where(uneven(rewards, groups), centred, 0.0), group, count
 
 
 def reinforce_pp(
@@ -307,7 +116,7 @@ def reinforce_pp(
     weights: Tensor | None = None,
     reduce: Reduce | None = None,
 ) -> Tensor:
-    """What is still to come, whitened over the whole batch.
+    """The reward still to come, whitened over the whole batch.
 
         G_t = sum over i >= t of (r_i - kl_beta KL_i)        with one reward R per answer: R - kl_beta sum of KL_i
         G_t = G_t - mean of R over the answer's group        if `groups` is given: the baseline variant
@@ -393,9 +202,8 @@ def gae(
             "gae: values and dones must have one row more than rewards [steps, batch], got rewards "
             f"{list(rewards.shape)}, values {list(values.shape)} and dones {list(dones.shape)}"
         )
-    for name, number in (("gamma", gamma), ("lam", lam)):
-        if not 0.0 <= number <= 1.0:
-            raise ValueError(f"gae: {name}={number} must be between 0 and 1")
+    within("gae", "gamma", gamma, 0.0, 1.0)
+    within("gae", "lam", lam, 0.0, 1.0)
     rewards, values, ended = wide(rewards.detach()), wide(values.detach()), dones.bool()
     following = torch.where(ended[1:], 0.0, values[1:])  # behind an end anything may stand, inf included
     deltas = rewards + gamma * following - values[:-1]
@@ -434,8 +242,8 @@ def gae_tokens(
     packed = [torch.where(counted, wide(x.detach()), 0.0).gather(1, order).T for x in (rewards, values)]
     dones = torch.arange(mask.shape[1] + 1, device=mask.device)[:, None] >= lengths
     ahead = torch.cat([packed[1], packed[1].new_zeros(1, len(lengths))])
-    found = gae(packed[0], ahead, dones, gamma=gamma, lam=lam)
-    advantages, returns = (torch.zeros_like(x.T).scatter(1, order, x.T) for x in found)
+    in_order = gae(packed[0], ahead, dones, gamma=gamma, lam=lam)
+    advantages, returns = (torch.zeros_like(x.T).scatter(1, order, x.T) for x in in_order)
     return torch.where(counted, advantages, 0.0), torch.where(counted, returns, 0.0)
 
 
@@ -499,7 +307,7 @@ def _is_rounding(variance: Tensor, mean: Tensor) -> bool:
 
 
 def _centred_by_batch(x: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What counts less its mean, 0 elsewhere, float64; variance and mean."""
+    """Deviations from the mean of what counts, 0 elsewhere, float64; variance and mean."""
     counted = Mask.of(mask, x)
     add = reduce if reduce is not None else (lambda sums: sums)
     values = counted.fill(x.detach()).double()
@@ -510,3 +318,201 @@ def _centred_by_batch(x: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[T
     centred = torch.where(counted.inside, values - mean, 0.0)
     variance = add((centred.square() * weight).sum().reshape(1))[0] / count.clamp(min=1)
     return centred, variance, mean
+
+
+def overlong(lengths: Tensor, *, longest: int, cache: int, penalty: float = 1.0) -> Tensor:
+    """A penalty that grows as an answer nears the length limit.
+
+        0                                            up to longest - cache
+        p (longest - cache - length) / cache         up to longest, where it is -p
+        -p                                           beyond
+
+    Soft overlong punishment, DAPO (arXiv:2503.14476, eq. 13; there 20480, 4096 and p = 1, beside rewards of 1 and -1,
+    eq. 7). Add it to the rewards.
+
+    Args:
+        lengths: of each answer, tokens, any shape.
+        longest: the limit, tokens.
+        cache: how many tokens before the limit the penalty begins.
+        penalty: p, in units of reward.
+
+    Returns:
+        Penalties, the same shape, float64, from -p to 0.
+
+    Raises:
+        ValueError: `cache` is not between 1 and `longest`.
+    """
+    if not 0 < cache <= longest:
+        raise ValueError(f"overlong: cache={cache} must be between 1 and longest={longest}, both in tokens")
+    return penalty * ((longest - cache - lengths.double()) / cache).clamp(-1.0, 0.0)
+
+
+def at_end(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Rewards of answers as rewards of tokens: each on the answer's own last token that counts.
+
+    Args:
+        rewards: of each answer, [answers].
+        mask: which tokens count, [answers, tokens], bool or 0/1.
+
+    Returns:
+        [answers, tokens], 0 elsewhere; an answer without a token has nowhere to carry its reward.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    if mask.ndim != 2 or rewards.shape != mask.shape[:1]:
+        raise ValueError(
+            f"at_end: rewards must be [answers] and mask [answers, tokens], got {list(rewards.shape)} and "
+            f"{list(mask.shape)}"
+        )
+    counted = mask.bool()
+    left = counted.flip(1).cumsum(1).flip(1)  # how many count from here on: 1 at the last one
+    return torch.where(counted & (left == 1), wide(rewards.detach())[:, None], 0.0)
+
+
+def less_kl(rewards: Tensor, kl: Tensor, mask: Tensor, *, beta: float) -> Tensor:
+    """Rewards with the divergence from a reference taken off: r_t - beta KL_t.
+
+    The KL in the reward of classic RLHF (arXiv:1909.08593, eq. 2), with k1 = log(pi_old / pi_ref).
+
+    Args:
+        rewards: of each token, [answers, tokens], or of each answer, [answers], which then pays for its tokens' sum.
+        kl: KL_t, nats, [answers, tokens].
+        mask: which tokens count, [answers, tokens], bool or 0/1.
+        beta: weight, reward per nat.
+
+    Returns:
+        The shape of `rewards`; tokens outside the mask are 0.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    same_shape("less_kl", "mask", mask, kl=kl)
+    if mask.ndim != 2 or rewards.shape not in (mask.shape, mask.shape[:1]):
+        raise ValueError(f"less_kl: rewards {list(rewards.shape)} fit neither mask {list(mask.shape)} nor its rows")
+    counted = Mask.of(mask, rewards)
+    penalty = beta * counted.fill(kl.detach())
+    if rewards.ndim == 1:
+        return wide(rewards.detach()) - penalty.sum(1)
+    return counted.fill(rewards.detach()) - penalty
+
+
+def uneven(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Answers in a group whose rewards are not all equal: the others have no advantage to learn from.
+
+    Args:
+        rewards: of each answer, [answers].
+        groups: which group each answer belongs to, whole numbers, [answers].
+
+    Returns:
+        bool [answers].
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    same_shape("uneven", "rewards", rewards, groups=groups)
+    if rewards.numel() == 0:
+        return rewards.bool()
+    group = _numbered(groups)
+    highest, lowest = _over_groups(rewards, group, "amax"), _over_groups(rewards, group, "amin")
+    return (highest != lowest)[group]
+
+
+def mean_within(rewards: Tensor, groups: Tensor, low: float, high: float) -> Tensor:
+    """Answers in a group whose mean reward lies between two bounds: the others are too hard or too easy
+    (PRIME, arXiv:2502.01456; for robots SimpleVLA-RL, arXiv:2509.09674).
+
+    Args:
+        rewards: of each answer, [answers].
+        groups: which group each answer belongs to, whole numbers, [answers].
+        low, high: bounds, themselves inside.
+
+    Returns:
+        bool [answers].
+    """
+    same_shape("mean_within", "rewards", rewards, groups=groups)
+    if rewards.numel() == 0:
+        return rewards.bool()
+    group = _numbered(groups)
+    means = _over_groups(rewards, group, "mean")
+    return ((means >= low) & (means <= high))[group]
+
+
+def _numbered(groups: Tensor) -> Tensor:
+    """Each answer's group as a number from 0."""
+    numbers: Tensor = torch.unique(groups, return_inverse=True)[1]  # type: ignore[no-untyped-call, unused-ignore]
+    return numbers
+
+
+def _over_groups(rewards: Tensor, group: Tensor, how: Literal["amax", "amin", "mean"]) -> Tensor:
+    """Largest, smallest or mean reward of each group, float64 [groups]."""
+    empty = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device=rewards.device)
+    return empty.scatter_reduce(0, group, rewards.detach().double(), how, include_self=False)
+
+
+def whole(mask: Tensor, truncated: Tensor) -> Tensor:
+    """The mask without the answers that the length limit cut (overlong filtering, DAPO section 3.4).
+
+    Args:
+        mask: which tokens count, [answers, tokens] or [answers].
+        truncated: whether the limit cut each answer, [answers].
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    if truncated.shape != mask.shape[:1]:
+        raise ValueError(f"whole: truncated {list(truncated.shape)} must be one per row of mask {list(mask.shape)}")
+    finished = ~truncated.bool()
+    return mask.bool() & finished.reshape(-1, *[1] * (mask.ndim - 1))
+
+
+@dataclass(slots=True)
+class Filling:
+    """How far a batch is filled whose silent groups are dropped. Pure counting: nothing waits or draws here.
+
+    Dynamic sampling, DAPO (arXiv:2503.14476, section 3.2): drop the groups that are all right or all wrong, and keep
+    sampling until the batch is full or a cap of rounds is reached.
+
+        filling = Filling(wanted=64, max_rounds=10)
+        while draw := filling.next_round():
+            kept += [group for group in generate(draw) if filling.offer(teaches(spec, group))]
+    """
+
+    wanted: int
+    """Groups of a full batch."""
+    max_rounds: int
+    """Rounds of generation at most; at least 1."""
+    rounds: int = 0
+    """Rounds begun."""
+    offered: int = 0
+    """Groups seen."""
+    kept: int = 0
+    """Groups kept."""
+
+    def __post_init__(self) -> None:
+        if self.wanted < 1 or self.max_rounds < 1:
+            raise ValueError(f"Filling: wanted={self.wanted} and max_rounds={self.max_rounds} must be at least 1")
+
+    @property
+    def missing(self) -> int:
+        """Groups that are still wanted."""
+        return self.wanted - self.kept
+
+    def offer(self, teaches: bool) -> bool:
+        """Count a group in; whether it is to be kept: it gives a gradient, and the batch is not yet full."""
+        self.offered += 1
+        good = self.missing > 0 and teaches
+        self.kept += good
+        return good
+
+    def next_round(self) -> int:
+        """Begin a round: how many prompts to draw for it; 0 if the batch is full or there may be no more rounds.
+
+        As many as the share kept so far lets expect to fill the batch, but no more than a full batch.
+        """
+        if self.missing <= 0 or self.rounds >= self.max_rounds:
+            return 0
+        self.rounds += 1
+        if self.kept == 0:
+            return self.wanted
+        return min(self.wanted, math.ceil(self.missing * self.offered / self.kept))

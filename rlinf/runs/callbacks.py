@@ -1,8 +1,9 @@
-"""Callbacks: code of the user's own that is told what happens in a run, and may end it.
+"""Observers of a run: what records it, warns of it and shows it, and the user's callbacks, which may also end it.
 
-In: objects with any of the methods of `EVENTS`, or functions, which are called after each step; plain or async. Out:
-their calls, one after the other, each with the arguments that it names. Who wakes whom: the run waits until a callback
-has returned, so a plain one that takes long holds up everything; `on_checkpoint` is called beside the steps.
+In: a run under way. Out: calls of `Observer`'s methods, one after the other. A user's callback is an object with any of
+the methods of `EVENTS`, or a function, which is called after each step; plain or async, it gets the arguments that it
+names. Who wakes whom: the run waits until each has returned, so a plain one that takes long holds up everything;
+`on_checkpoint` is called beside the steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from rlinf.config.common import CommonConfig
 from rlinf.config.importing import resolve
 from rlinf.config.load import Problem, RunFailure
 from rlinf.config.schema import nearest
+from rlinf.data.datasets.stream import Counted
+from rlinf.data.in_flight import InFlight
+from rlinf.metrics.alarms import Alarm
+from rlinf.metrics.recorder import Recorder
+from rlinf.metrics.report import Report
 from rlinf.runs.roles import RAISED, problem
+from rlinf.runtime.system.system import ActorSystem
+from rlinf.storage.checkpoints import Checkpoints
 from rlinf.storage.directory import RunDirectory
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
@@ -32,23 +40,123 @@ steps done; `metrics`, of the step, by name; `samples`, rows as in samples.jsonl
 `path`, of a whole checkpoint; `run`, the `Run`."""
 
 
-class Driven(Protocol):
-    """A run as its callbacks see it: `runs.loop.TrainingLoop`."""
+class RunUnderWay(Protocol):
+    """A run as observers, workloads and the live page see it: a `TrainingLoop`."""
 
+    system: ActorSystem
     config: Any
+    prepared: Any
     directory: RunDirectory
+    workload: Any
+    roles: dict[str, Any]
+    steps: int | None
     done: int
-    roles: Any
+    stopped: str | None
+    before: Any
+    after: Any
+    saved_at: int | None
+    evaluated_at: int | None
+    report: Report
+    recorder: Recorder
+    checkpoints: Checkpoints
+    in_flight: InFlight
+    leaving: Any
+    live: Any
+
+    @property
+    def over(self) -> bool:
+        """There are no more steps to take."""
 
     def stop(self, why: str) -> None:
         """End after the step under way."""
+
+    def ends_here(self) -> None:
+        """There will be no further step."""
+
+    def alarm(self, warning: Alarm, step: int | None = None) -> None:
+        """Tell people what they should know."""
+
+    def left_out(self, stream: Counted) -> dict[str, float]:
+        """Metrics of rows that a stream has left out."""
+
+    def quiet_after(self, index: int) -> int:
+        """The first step after this one before which nothing may be in flight."""
+
+    async def save(self, position: Mapping[str, Any] | None = None) -> None:
+        """Begin to write a checkpoint of this moment."""
+
+    async def rest(self) -> None:
+        """Have nothing under way."""
+
+    async def evaluate_and_tell(self) -> dict[str, float]:
+        """Evaluate, and tell; the metrics."""
+
+
+class Observer:
+    """Sees a run: each method is called when what it names has happened, and the run waits until it has returned.
+
+    A subclass has those that it needs. A metric that warns is one with `on_record`, see `Alarms`.
+    """
+
+    async def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step was taken; it may still be evaluated."""
+
+    async def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Some answers or episodes of the step, as rows of samples.jsonl."""
+
+    async def on_evaluate(self, step: int, evaluation: Mapping[str, float]) -> None:
+        """The model was evaluated."""
+
+    async def on_record(self, step: int, metrics: Mapping[str, float], last: bool) -> None:
+        """All numbers of the step are there, those of its evaluation too; `last`: there is no further step."""
+
+    async def on_checkpoint(self, step: int, path: Path) -> None:
+        """A checkpoint of these steps is whole; called beside the steps."""
+
+
+class Records(Observer):
+    """Has the recorder write, and the report print, what there is of each step."""
+
+    def __init__(self, run: RunUnderWay) -> None:
+        self._run = run
+
+    async def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        self._run.recorder.samples(step, samples)
+
+    async def on_record(self, step: int, metrics: Mapping[str, float], last: bool) -> None:
+        self._run.recorder.write(step, metrics)
+        self._run.report.stepped(step, metrics, last)
+
+
+class Rings(Protocol):
+    """Something that warns of the numbers of a step."""
+
+    def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+        """A warning, if there is one."""
+
+
+class Alarms(Observer):
+    """Warns of the numbers of steps.
+
+    Args:
+        run: whose people are told.
+        alarms: say what of; each is asked after every step.
+    """
+
+    def __init__(self, run: RunUnderWay, alarms: Sequence[Rings]) -> None:
+        self._run, self._alarms = run, alarms
+
+    async def on_record(self, step: int, metrics: Mapping[str, float], last: bool) -> None:
+        for alarm in self._alarms:
+            if (warning := alarm.heard(step, metrics)) is not None:
+                self._run.alarm(warning)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """The run, as callbacks are given it."""
 
-    _loop: Driven
+    _loop: RunUnderWay
 
     @property
     def step(self) -> int:
@@ -120,7 +228,7 @@ class Callbacks:
                 problems.append(problem("callbacks", _name(source), error))
         return Callbacks(found)
 
-    async def tell(self, event: str, loop: Driven, **offered: Any) -> None:
+    async def tell(self, event: str, loop: RunUnderWay, **offered: Any) -> None:
         """Call everyone who listens to an event, one after the other.
 
         Args:
@@ -144,6 +252,30 @@ class Callbacks:
                     f"callback {listener.name} raised {type(error).__name__}: {error} ({where}), after step {loop.done}"
                 )
                 raise RunFailure(text) from error
+
+
+class Told(Observer):
+    """Calls the user's callbacks.
+
+    Args:
+        run: of which they are told.
+        callbacks: theirs.
+    """
+
+    def __init__(self, run: RunUnderWay, callbacks: Callbacks) -> None:
+        self._run, self._callbacks = run, callbacks
+
+    async def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        await self._callbacks.tell("on_step", self._run, step=step, metrics=metrics)
+
+    async def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        await self._callbacks.tell("on_samples", self._run, step=step, samples=samples)
+
+    async def on_evaluate(self, step: int, evaluation: Mapping[str, float]) -> None:
+        await self._callbacks.tell("on_evaluate", self._run, step=step, evaluation=evaluation)
+
+    async def on_checkpoint(self, step: int, path: Path) -> None:
+        await self._callbacks.tell("on_checkpoint", self._run, step=step, path=path)
 
 
 def _listeners(source: Any) -> Iterator[tuple[str, _Listener]]:

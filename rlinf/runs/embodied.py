@@ -1,19 +1,8 @@
-"""Which tasks are played how often: their weights follow how often they are solved.
+"""Runs of a policy that acts: tried in environments, it learns from acting or from demonstrations, and is tried again.
 
-In: metrics of a step. Out: weights of a mixture's tasks. A checkpoint keeps the rates.
-
-Trials of a policy without training, and what is told and kept of trials.
-
-In: a configuration that names a policy. Out: the episodes.
-
-Runs of a policy that acts: it is tried in environments, learns from acting in them, and is tried again.
-
-In: an `EmbodiedConfig` and the code that it names. Out: the run, by the training loop.
-
-Runs that learn from demonstrations alone, and what configurations say of demonstrations.
-
-In: an `EmbodiedConfig` whose algorithm is imitation. Out: the run, by the training loop: optimizer steps, evaluations
-by trials (where there is a simulator) and on held-out episodes, checkpoints.
+In: an `EmbodiedConfig` and the code that it names. Out: workloads for the training loop: of learning by acting, and of
+learning from demonstrations alone, where trials need a simulator and held-out episodes do not; and for whoever only
+evaluates, trials of a policy.
 """
 
 from __future__ import annotations
@@ -43,16 +32,16 @@ from rlinf.metrics.alarms import NothingLearnedAlarm, StalenessAlarm
 from rlinf.metrics.tables import success_rows, success_table
 from rlinf.models.policy.build import CONFIG
 from rlinf.placement.seats import CONTROL, Placed, place
+from rlinf.runs.callbacks import Alarms, RunUnderWay
 from rlinf.runs.dry_run.embodied import shown_of
 from rlinf.runs.embodied_roles import NEW, TRIALS, VIDEOS, learners_of, role_of, start_roles
-from rlinf.runs.loop import TrainingLoop
-from rlinf.runs.prepare import Prepared
+from rlinf.runs.loop import Described, Workload
 from rlinf.runs.roles import Roles, only, spawn_roles
 from rlinf.runs.rules import suites_of
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.storage.directory import Checkpoint, RunDirectory
+from rlinf.storage.directory import Checkpoint
 from rlinf.training.embodied.trajectories import by_task, summary
 
 
@@ -232,76 +221,71 @@ MOST_SKIPPED = 3
 leave nothing of three steps, each with other starts, need a person."""
 
 
-class EmbodiedLoop(TrainingLoop[dict[str, float]]):
-    """A run of a policy that acts. Arguments are those of `TrainingLoop`."""
+class EmbodiedWorkload(Workload[dict[str, float]]):
+    """Learning by acting in environments."""
 
     generates = "policy"
     headline = "evaluation/success_once"
     failures = (FloatingPointError, EnvironmentLost)
     config: EmbodiedConfig
 
-    def __init__(
-        self, system: ActorSystem, config: EmbodiedConfig, prepared: Prepared, directory: RunDirectory
-    ) -> None:
-        super().__init__(system, config, prepared, directory)
+    def __init__(self, run: RunUnderWay, config: EmbodiedConfig | None = None) -> None:
+        super().__init__(run, config)
+        config = self.config
         self.in_flight = InFlight(Rules(config.algorithm.staleness, between=True))
-        self._alarms = (StalenessAlarm(config.algorithm.staleness, "algorithm.staleness"), NothingLearnedAlarm())
+        self.evaluates_every = config.trials.every if suites_of(config) else 0
+        self.patience = config.trials.patience
+        too_old = StalenessAlarm(config.algorithm.staleness, "algorithm.staleness")
+        self.observers = [Alarms(run, [too_old, NothingLearnedAlarm()])]
         self.skipped = 0
         """Steps in a row, up to now, that left nothing to learn from."""
         self.env_steps = 0.0
         """Steps that were done in environments to learn from, in all steps of the flow."""
         follows = config.env.tasks and config.env.curriculum.floor < 1
         self.curriculum = Curriculum(config.env) if follows else None
-        if follows and works_ahead(prepared.flow):
+        if follows and works_ahead(self.prepared.flow):
             raise InputError(
                 "env.curriculum.floor: episodes that are begun early would be drawn by weights of any step"
             )
 
     @property
-    def evaluates_every(self) -> int:
-        return self.config.trials.every if suites_of(self.config) else 0
-
-    @property
-    def patience(self) -> int:
-        return self.config.trials.patience
-
-    @property
     def restartable(self) -> bool:
-        """Episodes that begin with a step follow from its number, so it can be acted in again."""
+        # episodes that begin with a step follow from its number, so it can be acted in again
         remembers = self.config.algorithm.name in (*OFF_POLICY, DAGGER)
         return self.config.env.fresh and not remembers and not works_ahead(self.prepared.flow)
 
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
+        run = self.run
         if names is None:
-            return await start_roles(self.system, self.config, self.prepared, placed, self.directory.path / VIDEOS)
-        learners = await learners_of(self.config, self.prepared, self.roles)
-        return await spawn_roles(self.system, placed, only(learners, names))  # simulators stay where they are
+            return await start_roles(run.system, self.config, self.prepared, placed, run.directory.path / VIDEOS)
+        learners = await learners_of(self.config, self.prepared, run.roles)
+        return await spawn_roles(run.system, placed, only(learners, names))  # simulators stay where they are
 
     async def warm_up(self) -> bool:
         settings = self.config.imitation
         if (shown := shown_of(settings)) is None:
             return False
-        roles = (self.roles["policy"], self.roles["trainer"])
+        roles = (self.run.roles["policy"], self.run.roles["trainer"])
         try:
-            found = await imitate(*roles, shown, steps=settings.steps, batch=settings.batch, lr=settings.lr)
+            metrics = await imitate(*roles, shown, steps=settings.steps, batch=settings.batch, lr=settings.lr)
         except (ValueError, FileNotFoundError, ImportError) as error:
             raise InputError(f"imitation.path: {error}") from error
-        self.report.line(
-            f"imitated {found['imitation/decisions']:.0f} decisions: {settings.steps} steps, loss "
-            f"{found['imitation/last']:.2f} nats per number"
+        self.run.report.line(
+            f"imitated {metrics['imitation/decisions']:.0f} decisions: {settings.steps} steps, loss "
+            f"{metrics['imitation/last']:.2f} nats per number"
         )
         return True
 
     async def draw(self, index: int) -> AnyStep:
         config = self.config
-        until = self.quiet_after(index)
+        until = self.run.quiet_after(index)
         return EmbodiedStep(index, config.policy.horizon, config.env.slices, config.env.fresh, until, self.in_flight)
 
-    async def call_flow(self, step: AnyStep) -> Mapping[str, float]:
+    async def take(self, step: AnyStep) -> Mapping[str, float]:
         if step.index < self.config.off_policy.offline_steps:
-            return await offline(self.roles["policy"], self.roles["trainer"])
+            return await offline(self.run.roles["policy"], self.run.roles["trainer"])
         try:
-            returned = await super().call_flow(step)
+            returned = await super().take(step)
         except NothingHappened as error:
             return await self._skip(error)
         self.skipped = 0
@@ -312,7 +296,7 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         return self._counted(returned)
 
     async def _weigh(self, curriculum: Curriculum) -> None:
-        await asyncio.gather(*(env.weigh(curriculum.weights) for env in self.roles["env"]))
+        await asyncio.gather(*(env.weigh(curriculum.weights) for env in self.run.roles["env"]))
 
     def _counted(self, returned: Mapping[str, float]) -> dict[str, float]:
         """A step's metrics, with the environment steps of all steps."""
@@ -322,35 +306,34 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
     async def _skip(self, error: NothingHappened) -> dict[str, float]:
         """Count a step that left nothing to learn from as one that changed nothing."""
         self.skipped += 1
+        step = self.run.done + 1
         if self.skipped > MOST_SKIPPED:
             raise RunFailure(
-                f"step {self.done + 1}: {error}, as in the {MOST_SKIPPED} steps before it: the simulators die or hang "
+                f"step {step}: {error}, as in the {MOST_SKIPPED} steps before it: the simulators die or hang "
                 f"all the time. The warnings above say of what; or raise "
                 f"env.step_timeout={self.config.env.step_timeout:g} s"
             ) from error
-        self.report.line(f"step {self.done + 1} is skipped: {error}")
+        self.run.report.line(f"step {step} is skipped: {error}")
         advice = f"Raise env.step_timeout={self.config.env.step_timeout:g} s if its simulators are slow"
-        self.recorder.alarm(self.done + 1, f"the step is skipped: {error}", advice)
-        await self.in_flight.publish(self.roles["policy"])
+        self.run.recorder.alarm(step, f"the step is skipped: {error}", advice)
+        await self.in_flight.publish(self.run.roles["policy"])
         return self._counted({"skipped": 1.0})
 
     async def evaluate(self) -> dict[str, float] | None:
         if not suites_of(self.config):
             return None
-        return measured(await try_suites(self.roles, self.config, self.directory.path / VIDEOS, self.done))
+        return measured(await try_suites(self.run.roles, self.config, self.run.directory.path / VIDEOS, self.run.done))
 
-    def numbers(self, evaluation: dict[str, float]) -> dict[str, float]:
-        return {name.removeprefix("episodes/"): value for name, value in evaluation.items()}
+    def describe(self, evaluation: dict[str, float]) -> Described:
+        metrics = {name.removeprefix("episodes/"): value for name, value in evaluation.items()}
+        return Described(metrics, self._sentence(evaluation))
 
-    def stepped(self, metrics: Mapping[str, float]) -> None:
-        for alarm in self._alarms:
-            if (warning := alarm.heard(self.done, metrics)) is not None:
-                self.alarm(warning)
-
-    def in_words(self, evaluation: dict[str, float]) -> str:
+    def _sentence(self, evaluation: dict[str, float]) -> str:
         return in_words(evaluation)
 
-    def compared(self, before: dict[str, float], after: dict[str, float]) -> Iterator[str]:
+    def conclude(self, before: dict[str, float] | None, after: dict[str, float] | None) -> Iterator[str]:
+        if not (before and after):
+            return
         kind = "the likeliest" if self.config.trials.greedy else "drawn"
         yield f"{after['episodes']:.0f} trials by {kind} actions, before and after:"
         for name in ("success_once", "success_at_end", "reward/mean", "episodes/length"):
@@ -359,16 +342,16 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
                 yield f"  {name:<16} {before[name]:>8{style}} -> {after[name]:{style}}"
         yield from success_table(before, after)
 
-    async def _publish(self, roles: Mapping[str, ActorGroup]) -> None:
+    async def publish(self, roles: Mapping[str, ActorGroup]) -> None:
         """To a policy that may be new: what never changes, too, may be another's than that which it was made with."""
         if self.generates in roles:
             await roles[self.generates].load(roles["trainer"].weights(whole=True))
 
-    async def saving(self) -> Callable[[Path], Coroutine[Any, Any, None]]:
+    async def writer(self) -> Callable[[Path], Coroutine[Any, Any, None]]:
         environments: list[Any] = []
         if not self.config.env.fresh:
-            environments = await asyncio.gather(*(env.state() for env in self.roles["env"]))
-        save = await super().saving()
+            environments = await asyncio.gather(*(env.state() for env in self.run.roles["env"]))
+        save = await super().writer()
 
         def fill(directory: Path) -> Coroutine[Any, Any, None]:
             saved = save(directory)  # called at once: of this moment, whatever comes next
@@ -382,9 +365,9 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
 
         return fill
 
-    def queue(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         rates = None if self.curriculum is None else self.curriculum.rates
-        return {**super().queue(), "env_steps": self.env_steps, "curriculum": rates}
+        return {**super().state(), "env_steps": self.env_steps, "curriculum": rates}
 
     async def restore(self, begun: Checkpoint) -> None:
         await super().restore(begun)
@@ -396,39 +379,36 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
             return
         # Episodes go on over a restart, too. Tensors and plain values only: checkpoints are things that people download
         saved = await asyncio.to_thread(torch.load, begun.path / SIMULATORS, weights_only=True)
-        if len(saved) != len(self.roles["env"]):
-            raise ValueError(f"{len(saved)} hosts simulated, and now {len(self.roles['env'])} do: resume with as many")
-        await asyncio.gather(*(env.restore(state) for env, state in zip(self.roles["env"], saved, strict=True)))
+        env = self.run.roles["env"]
+        if len(saved) != len(env):
+            raise ValueError(f"{len(saved)} hosts simulated, and now {len(env)} do: resume with as many")
+        await asyncio.gather(*(host.restore(state) for host, state in zip(env, saved, strict=True)))
 
 
 _UNREADABLE = (ValueError, OSError, ImportError, UserError)
 """What demonstrations, and policies that do not fit them, are refused with."""
 
 
-class ImitationLoop(EmbodiedLoop):
-    """A run of imitation. Arguments are those of `TrainingLoop`."""
+class ImitationWorkload(EmbodiedWorkload):
+    """Learning from demonstrations alone."""
 
     config: EmbodiedConfig
 
-    def __init__(
-        self, system: ActorSystem, config: EmbodiedConfig, prepared: Prepared, directory: RunDirectory
-    ) -> None:
-        config = replace(config, env=replace(config.env, fresh=True))  # no episode goes on from step to step
-        super().__init__(system, config, prepared, directory)
+    def __init__(self, run: RunUnderWay) -> None:
+        config = run.config
+        # no episode goes on from step to step
+        super().__init__(run, replace(config, env=replace(config.env, fresh=True)))
+        self.evaluates_every = config.trials.every
         if not config.trials.episodes:
-            self.headline = "evaluation/held_out/loss"  # type: ignore[misc]
-
-    @property
-    def evaluates_every(self) -> int:
-        return self.config.trials.every
+            self.headline = "evaluation/held_out/loss"
 
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
-        config, prepared = self.config, self.prepared
+        run, config, prepared = self.run, self.config, self.prepared
         if names is None and config.trials.episodes:
-            return await start_roles(self.system, config, prepared, placed, self.directory.path / VIDEOS)
+            return await start_roles(run.system, config, prepared, placed, run.directory.path / VIDEOS)
         try:
-            learners = await learners_of(config, prepared, self.roles)
-            return await spawn_roles(self.system, placed, only(learners, names))
+            learners = await learners_of(config, prepared, run.roles)
+            return await spawn_roles(run.system, placed, only(learners, names))
         except _UNREADABLE as error:
             raise InputError(f"policy, imitation: {error}") from error
 
@@ -440,12 +420,9 @@ class ImitationLoop(EmbodiedLoop):
         count = self.config.imitation.steps
         return ImitationStep(index, index * count, count)
 
-    def offered(self, step: AnyStep) -> dict[str, Any]:
-        return {"step": step, **{role: self.roles[role] for role in self.prepared.roles if role in self.roles}}
-
-    async def call_flow(self, step: AnyStep) -> Mapping[str, float]:
+    async def take(self, step: AnyStep) -> Mapping[str, float]:
         try:
-            return await super().call_flow(step)
+            return await super().take(step)
         except ValueError as error:
             raise InputError(f"imitation: {error}") from error
 
@@ -453,22 +430,25 @@ class ImitationLoop(EmbodiedLoop):
         return dict(returned)  # nobody acted
 
     async def evaluate(self) -> dict[str, float] | None:
+        roles = self.run.roles
         try:
-            found: dict[str, float] = dict(await self.roles["trainer"].held_out())
+            metrics: dict[str, float] = dict(await roles["trainer"].held_out())
         except ValueError as error:
             raise InputError(f"imitation: {error}") from error
-        if TRIALS in self.roles:
-            await self.roles["policy"].load(self.roles["trainer"].weights())
-            found |= await super().evaluate() or {}
-        return found or None
+        if TRIALS in roles:
+            await roles["policy"].load(roles["trainer"].weights())
+            metrics |= await super().evaluate() or {}
+        return metrics or None
 
-    def in_words(self, evaluation: dict[str, float]) -> str:
+    def _sentence(self, evaluation: dict[str, float]) -> str:
         lost = f"loss {evaluation['held_out/loss']:.3f}" if "held_out/loss" in evaluation else ""
-        played = super().in_words(evaluation) if "episodes" in evaluation else ""
+        played = super()._sentence(evaluation) if "episodes" in evaluation else ""
         return ", ".join(filter(None, (lost, played)))
 
-    def compared(self, before: dict[str, float], after: dict[str, float]) -> Iterator[str]:
+    def conclude(self, before: dict[str, float] | None, after: dict[str, float] | None) -> Iterator[str]:
+        if not (before and after):
+            return
         if "held_out/loss" in before and "held_out/loss" in after:
             yield f"held-out loss {before['held_out/loss']:.3f} -> {after['held_out/loss']:.3f}"
         if "episodes" in after:
-            yield from super().compared(before, after)
+            yield from super().conclude(before, after)

@@ -1,24 +1,20 @@
 """The training loop: what surrounds the steps of every run, whether it learns from text or by acting.
 
 In: a checked configuration, the code that it names, and where to go on from if the run was begun before. Out: the run
-directory and a few printed lines. A subclass says what is particular to one kind of run: which roles it starts, what a
-step is given, how the model is evaluated, what a checkpoint keeps besides weights. What a step does is the flow's
-business. Who wakes whom: each step begins when the one before has ended; checkpoints are written meanwhile.
-
-What a flow returned, read as a step's metrics. Pure.
-
-What one kind of run says of itself to the training loop: its roles, steps, evaluations, and what a checkpoint keeps.
-
-In: a run under way. Out: answers to what the loop asks. Each method has a default where there is one that fits.
+directory and a few printed lines. The loop has a `Workload`, which is one kind of run: its roles, what a step is given,
+how the model is evaluated, what a checkpoint keeps besides weights. It tells `Observer`s what happens: the recorder,
+the report, alarms, the live page, the user's callbacks. A step itself is the flow's. Who wakes whom: each step begins
+when the one before has ended; checkpoints are written meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -37,6 +33,7 @@ from rlinf.metrics.explain import Explainer, in_short
 from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.report import Report, report_of, tracking_of
 from rlinf.placement.seats import Placed
+from rlinf.runs.callbacks import Observer, Records, RunUnderWay, Told
 from rlinf.runs.live.status import Live
 from rlinf.runs.placement_manager import Changes, PlacementManager
 from rlinf.runs.prepare import Prepared
@@ -88,74 +85,59 @@ E = TypeVar("E")
 """The outcome of an evaluation."""
 
 
-class RunKind(ABC, Generic[E]):
-    """The particular part of a run; `TrainingLoop` has the rest."""
+@dataclass(frozen=True, slots=True)
+class Described:
+    """An evaluation as people and files have it."""
 
-    config: RunConfig | EmbodiedConfig
-    """What the run is."""
-    report: Report
-    """Tells people of it."""
-    recorder: Recorder
-    """Writes it down."""
-    done: int
-    """Steps taken."""
-    roles: Roles
-    """The running ones, by name."""
-    before: E | None
-    """The evaluation before the first step; None where there is nothing to evaluate on."""
-    after: E | None
-    """The newest one."""
+    metrics: dict[str, float]
+    """By name."""
+    sentence: str
+    """Half of one."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of samples.jsonl."""
+
+
+class Workload(ABC, Generic[E]):
+    """One kind of run. `TrainingLoop` has one, and asks it for all that is particular to the kind.
+
+    Args:
+        run: whose; it has no roles, report and recorder yet.
+    """
+
     generates: ClassVar[str]
     """The role that acts by the weights that the trainer publishes."""
-    headline: ClassVar[str]
-    """The metric of evaluations that has a column in the printed table."""
     failures: ClassVar[tuple[type[Exception], ...]] = (FloatingPointError,)
     """Errors that end a run without being a mistake in the code: told with their step, without a traceback."""
+    headline: str
+    """The metric of evaluations that has a column in the printed table."""
+    evaluates_every: int = 0
+    """Steps between evaluations; 0 evaluates only before and after."""
+    patience: int = 0
+    """Evaluations that are no better than the best one after which the run ends; 0 for never."""
     notes: Sequence[str] = ()
-    """What was found in the data, in lines."""
+    """Lines on the data, for the beginning."""
     moving_reference: bool = False
     """The reference policy changes from step to step, so that checkpoints keep it."""
-
     kinds: Sequence[type[Any]] = ()
     """Dataclasses of half made work, as checkpoints keep it."""
     ahead: bool = False
     """The flow takes what is in flight: what was drawn is kept there, until it is learned from."""
     own_roles: Collection[str] = ()
     """Names of the user's own roles."""
-    _left_out_kinds: frozenset[str] = frozenset()
-    """Metrics of rows that were left out of which a line was printed."""
+    observers: Sequence[Observer] = ()
+    """Alarms and the like, of this kind of run."""
 
-    def alarm(self, warning: Alarm, step: int | None = None) -> None:
-        """Tell people what they should know, now and on the live page.
+    def __init__(self, run: RunUnderWay, config: Any = None) -> None:
+        self.run = run
+        self.config: Any = run.config if config is None else config
+        """What the run is, with what only its data can say."""
+        self.prepared: Prepared = run.prepared
+        self.in_flight = InFlight()
+        """What flows have begun for steps to come."""
 
-        Args:
-            warning: what.
-            step: of which step; default: of the one that is over.
-        """
-        self.report.line(warning)
-        self.recorder.alarm(self.done if step is None else step, warning.text, warning.do)
+    # What each kind says ----------------------------------------------------------------------------------------
 
-    def left_out(self, stream: Counted) -> dict[str, float]:
-        """How many rows of each kind a stream has left out, cut or found unknown to its tokenizer so far, as metrics of
-        the step that ends. The first of a kind is an alarm."""
-        kinds = ("dropped", "truncated", "unusable", "unknown")
-        counts = {f"data/{kind}": getattr(stream, kind) for kind in kinds}
-        lines = left_out(stream)
-        for kind in lines.keys() - self._left_out_kinds:
-            self.alarm(Alarm(f"step {self.done + 1}", f"so far, {lines[kind]}"), self.done + 1)
-        self._left_out_kinds |= lines.keys()
-        return {name: float(count) for name, count in counts.items() if count}
-
-    @property
-    def evaluates_every(self) -> int:
-        """Steps between evaluations; 0 evaluates only before and after."""
-        raise NotImplementedError
-
-    @property
-    def patience(self) -> int:
-        """Evaluations that are no better than the best one after which the run ends; 0 for never."""
-        return 0
-
+    @abstractmethod
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
         """Start roles.
 
@@ -163,35 +145,83 @@ class RunKind(ABC, Generic[E]):
             placed: where.
             names: which, of those that can move; None for all.
         """
-        raise NotImplementedError
+
+    @abstractmethod
+    async def draw(self, index: int) -> AnyStep:
+        """The next step as the flow is given it; called once for each, in order."""
+
+    @abstractmethod
+    async def evaluate(self) -> E | None:
+        """How good the model is now; None where there is nothing to evaluate on."""
+
+    @abstractmethod
+    def describe(self, evaluation: E) -> Described:
+        """An evaluation in numbers and words."""
+
+    @abstractmethod
+    def conclude(self, before: E | None, after: E | None) -> Iterable[str]:
+        """Lines on what came of the run, and on what was not as it should be."""
+
+    @property
+    def restartable(self) -> bool:
+        """A step that was given up before the first optimizer step can be taken again from `position`: none of the
+        roles has moved on."""
+        return False
+
+    # What most kinds have alike ---------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps that is neither model nor optimizer, as JSON."""
+        return {**self.position(), "before": self.run.before, "after": self.run.after}
+
+    def position(self) -> dict[str, Any]:
+        """The part of `state` that drawing moves on."""
+        return {}
+
+    async def restore(self, begun: Checkpoint) -> None:
+        """Take over what a checkpoint has besides the roles' own state: `state`, and what `writer` added.
+
+        Raises:
+            ValueError, FileNotFoundError, DataError: it does not fit.
+        """
+        queue: Any = begun.queue
+        self.run.before, self.run.after = queue["before"] or None, queue["after"] or None
+
+    async def writer(self) -> Callable[[Path], Awaitable[Any]]:
+        """A function that writes a checkpoint of this moment into a directory: the snapshot is complete once it was
+        called."""
+        return lambda directory: save_roles(self.run.roles, directory, self.moving_reference, self.own_roles)
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Holds what lasts as long as the run, around all else."""
+        yield
+
+    def files(self) -> Iterable[JsonLines]:
+        """Files of the run directory to which lines are added, besides the recorder's."""
+        return ()
 
     async def warm_up(self) -> bool:
         """Supervised training before the first step; False if there is none."""
         return False
 
-    async def draw(self, index: int) -> AnyStep:
-        """What the flow is given for a step; called once for each, in order."""
-        raise NotImplementedError
+    async def take(self, step: AnyStep) -> Mapping[str, float]:
+        """Have the flow take a step; its metrics.
 
-    async def evaluate(self) -> E | None:
-        """How good the model is now; None where there is nothing to evaluate on."""
-        raise NotImplementedError
+        Raises:
+            InputError: the flow returned none, or one that is no number.
+        """
+        flow = self.prepared.flow
+        return metrics_of(flow, await flow(**self.prepared.arguments(self.offered(step))))
 
-    def numbers(self, evaluation: E) -> dict[str, float]:
-        """An evaluation as metrics."""
-        raise NotImplementedError
+    def offered(self, step: AnyStep) -> dict[str, Any]:
+        """What a flow may take, by name."""
+        roles = self.run.roles
+        return {"step": step, **{role: roles[role] for role in self.prepared.roles if role in roles}}
 
-    def in_words(self, evaluation: E) -> str:
-        """An evaluation as half a sentence."""
-        raise NotImplementedError
-
-    def compared(self, before: E, after: E) -> Iterable[str]:
-        """Lines on what came of the run."""
-        raise NotImplementedError
-
-    def answers(self, evaluation: E) -> list[dict[str, Any]]:
-        """Rows of samples.jsonl that show an evaluation."""
-        return []
+    async def finish(self, returned: Mapping[str, float]) -> Mapping[str, float]:
+        """Metrics of a step that the flow has taken, with what this kind of run measures besides."""
+        return returned
 
     async def samples(self) -> Sequence[Mapping[str, Any]]:
         """Rows of samples.jsonl that show the step that has just ended."""
@@ -201,49 +231,16 @@ class RunKind(ABC, Generic[E]):
         """Rows of samples.jsonl that show the step that one of `failures` ended."""
         return []
 
-    def remarks(self) -> Iterable[str]:
-        """Lines for the end of the run on what was not as it should be."""
-        return ()
-
-    def stepped(self, metrics: Mapping[str, float]) -> None:
-        """A step is over and told."""
-
-    async def saving(self) -> Callable[[Path], Awaitable[Any]]:
-        """What writes a checkpoint of this moment into a directory: its snapshot is complete once it was called."""
-        return lambda directory: save_roles(self.roles, directory, self.moving_reference, self.own_roles)
-
-    async def ends(self) -> None:
-        """The steps are over, all of them well; what came of them is about to be written."""
-
-    @property
-    def restartable(self) -> bool:
-        """A step that was given up before the first optimizer step can be taken again from `position`: none of the
-        roles has moved on."""
-        return False
-
-    def position(self) -> dict[str, Any]:
-        """The part of `queue` that drawing moves on."""
-        return {}
-
-    def queue(self) -> dict[str, Any]:
-        """What a checkpoint keeps that is neither model nor optimizer, as JSON."""
-        return {"before": self.before, "after": self.after}
-
-    async def restore(self, begun: Checkpoint) -> None:
-        """Take over what a checkpoint has besides the roles' own state: what `saving` and `queue` added.
-
-        Raises:
-            ValueError, FileNotFoundError, DataError: it does not fit.
-        """
-        queue: Any = begun.queue
-        self.before, self.after = queue["before"] or None, queue["after"] or None
+    async def publish(self, roles: Mapping[str, ActorGroup]) -> None:
+        """Let a role that generates, and may be new, have the trainer's weights."""
+        await roles[self.generates].load(roles["trainer"].weights())
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 """What a disk says that takes no more."""
 
 
-class TrainingLoop(RunKind[E]):
+class TrainingLoop:
     """One run: warm up, evaluate, take the flow's steps, evaluate, save.
 
     Args:
@@ -251,30 +248,44 @@ class TrainingLoop(RunKind[E]):
         config: what.
         prepared: the code that the configuration names.
         directory: of the run.
+        workload: makes the kind of run that it is.
     """
 
+    report: Report
+    """Tells people of it."""
+    recorder: Recorder
+    """Writes it down."""
+
     def __init__(
-        self, system: ActorSystem, config: RunConfig | EmbodiedConfig, prepared: Prepared, directory: RunDirectory
+        self,
+        system: ActorSystem,
+        config: RunConfig | EmbodiedConfig,
+        prepared: Prepared,
+        directory: RunDirectory,
+        workload: Callable[[TrainingLoop], Workload[Any]],
     ) -> None:
         self.system, self.config, self.prepared, self.directory = system, config, prepared, directory
-        self.placement = PlacementManager(config.placement, prepared)
-        self.checkpoints = Checkpoints(directory, config.checkpoint.keep, self._written)
-        self.in_flight = InFlight()
-        """What flows have begun for steps to come."""
         self.roles: Roles = {}
-        self.steps: int | None = config.steps
-        """How many there will be; None: whoever drives the run decides."""
+        """The running ones, by name."""
         self.done = 0
         """Steps taken."""
-        self.before: E | None = None
+        self.before: Any = None
         """The evaluation before the first step; None where there is nothing to evaluate on."""
-        self.after: E | None = None
+        self.after: Any = None
         """The newest one."""
-        self.best = best_of(config.checkpoint, self.headline, self.patience)
-        """The best one after a step, where the configuration asks for it."""
         self.stopped: str | None = None
         """Why the step under way, or the last one, is the last one, if it is not the last of all."""
-        self._over = False  # it was
+        self.workload = workload(self)
+        self.config = config = self.workload.config
+        self.steps: int | None = config.steps
+        """How many there will be; None: whoever drives the run decides."""
+        self.in_flight = self.workload.in_flight
+        self.placement = PlacementManager(config.placement, prepared)
+        self.checkpoints = Checkpoints(directory, config.checkpoint.keep, self._written)
+        self.best = best_of(config.checkpoint, self.workload.headline, self.workload.patience)
+        """The best one after a step, where the configuration asks for it."""
+        self._over = False  # the last step was taken
+        self._explained_left_out: frozenset[str] = frozenset()  # kinds of left out rows of which a line was printed
         self.saved_at: int | None = None
         """Steps done when a checkpoint was begun last."""
         self._saved_when: float | None = None  # seconds of the event loop's clock; of the first step where none was
@@ -282,9 +293,12 @@ class TrainingLoop(RunKind[E]):
         """Steps done when it was evaluated last."""
         self.leaving = Leaving(None)
         """How the run ends if it is told to before its last step."""
-        mode = config.placement.mode or "by hand"
-        self.live = Live(self, directory.path, mode, web=config.metrics.web)
+        self.live = Live(self, directory.path, config.placement.mode or "by hand", web=config.metrics.web)
         """What watchers see of it, and ask of it."""
+        self.observers: list[Observer] = [
+            Records(self), self.live.between, *self.workload.observers, Told(self, prepared.callbacks)
+        ]  # fmt: skip
+        """Told what happens, in this order."""
 
     # The run -----------------------------------------------------------------------------------------------------
 
@@ -302,7 +316,7 @@ class TrainingLoop(RunKind[E]):
         try:
             async with self.started(begun), Leaving(self) as self.leaving:
                 await self._take_steps()
-        except self.failures as error:
+        except self.workload.failures as error:
             raise RunFailure(f"step {self.done + 1}: {error}") from error
         except UserError as error:
             if not self.roles:  # nothing was started
@@ -316,8 +330,8 @@ class TrainingLoop(RunKind[E]):
             which = error.filename or self.directory.path
             short = shortage(self.directory.path, error) if self.directory.path.is_dir() else None
             why = f"{error.strerror}: {short}" if short else error.strerror
-            told = f"after step {self.done} {which} cannot be written: {why}; what is there stays as it is"
-            raise RunFailure(f"{told}. Make room, or set output_dir, and go on with --resume auto") from error
+            text = f"after step {self.done} {which} cannot be written: {why}; what is there stays as it is"
+            raise RunFailure(f"{text}. Make room, or set output_dir, and go on with --resume auto") from error
         except Exception as error:
             if (words := out_of_memory(error)) is None:
                 raise
@@ -326,9 +340,9 @@ class TrainingLoop(RunKind[E]):
     async def _take_steps(self) -> None:
         while await self._goes_on():
             await self.leaving.step_begins()
-            step = await self.draw(self.done)
+            step = await self.workload.draw(self.done)
             self.step_begins()
-            returned = await self.leaving.unless_given_up(self.call_flow(step))
+            returned = await self.leaving.unless_given_up(self.workload.take(step))
             if returned is None:
                 await self.leaving.save_beginning()
             else:
@@ -352,18 +366,19 @@ class TrainingLoop(RunKind[E]):
             begun: go on from here; None starts anew.
         """
         watch = await Watch.start(self.system)
-        announced = (self.headline,) if self.evaluates_every else ()
+        announced = (self.workload.headline,) if self.workload.evaluates_every else ()
         self.report = report_of(self.config, self.directory, self.system.hosts, self.steps, announced, watch)
-        async with self.live.opened(watch, self.report), self._roles_up(begun, watch):
+        async with self.workload.opened(), self.live.opened(watch, self.report), self._roles_up(begun, watch):
             yield
-        await self._told_at_end()
+        await self._conclude()
 
     @asynccontextmanager
     async def _roles_up(self, begun: Checkpoint | None, watch: Watch) -> AsyncIterator[None]:
         config, directory = self.config, self.directory
-        self.roles = await self.spawn(self.prepared.placed)
-        self._tell_roles()
-        self.report.begins({role: group.hosts for role, group in self.roles.items()}, self.notes)
+        notes = self.workload.notes
+        self.roles = await self.workload.spawn(self.prepared.placed)
+        self._show_roles()
+        self.report.begins({role: group.hosts for role, group in self.roles.items()}, notes)
         tracking = tracking_of(config, directory, begun, self.report)
         recorder = Recorder(
             directory.path,
@@ -371,7 +386,7 @@ class TrainingLoop(RunKind[E]):
             tracking,
             self.system.hosts,
             self.placement.ledger,
-            about={"data": list(self.notes), "steps": self.steps},
+            about={"data": list(notes), "steps": self.steps},
             explainer=Explainer(self._changes(), self.prepared.staleness),
         )
         async with self.report, recorder as self.recorder:
@@ -379,10 +394,9 @@ class TrainingLoop(RunKind[E]):
                 await (self._begin() if begun is None else self._resume(begun))
                 yield
                 self.live.status("saving")
-                await self.ends()
                 await self.checkpoints.finish()
-            except self.failures:
-                self.recorder.samples(self.done + 1, await self.failed())
+            except self.workload.failures:
+                self.recorder.samples(self.done + 1, await self.workload.failed())
                 raise
             finally:
                 await self.in_flight.close()
@@ -390,16 +404,15 @@ class TrainingLoop(RunKind[E]):
             if config.trace:
                 await self.system.trace(directory.trace)
 
-    async def _told_at_end(self) -> None:
+    async def _conclude(self) -> None:
         with work("writing the report"):
             await asyncio.to_thread(write_report, self.directory.path)
         if self.leaving.asked and not self.over:
             self.report.line(self.leaving.told())
             return
-        change = self.compared(self.before, self.after) if self.before and self.after else ()
         best = () if self.best is None else self.best.in_words()
-        said = [*change, *best, *self.remarks()]
-        self.report.ends(said, await self.system.device_memory(), why=in_short(self.recorder.explained))
+        lines = [*self.workload.conclude(self.before, self.after), *best]
+        self.report.ends(lines, await self.system.device_memory(), why=in_short(self.recorder.explained))
 
     def _changes(self) -> Changes:
         placement, prepared = self.placement, self.prepared
@@ -423,29 +436,23 @@ class TrainingLoop(RunKind[E]):
         Returns:
             The same with what was found beside: timing, bound, evaluation.
         """
-        config = self.config
+        returned = await self.workload.finish(returned)
         self.done += 1
         self.in_flight.learned()
         metrics = await self.recorder.step_ends(self.done, returned)
-        rows = await self.samples()
-        self.recorder.samples(self.done, rows)
+        samples = await self.workload.samples()
         await self._tell("on_step", metrics=dict(metrics))
-        await self._tell("on_samples", samples=rows)
+        await self._tell("on_samples", samples=samples)
         last = self.done == self.steps or self.stopped is not None
         if last:
             await self.in_flight.close()  # a run that is stopped had begun more
-        evaluates = last or due(self.done, self.evaluates_every)
-        if evaluates:
+        if last or due(self.done, self.workload.evaluates_every):
             metrics |= await self.evaluate_and_tell()
             last = last or self.stopped is not None
-        self.recorder.write(self.done, metrics)
-        self.report.stepped(self.done, metrics, last)
-        self.stepped(metrics)
+        await self._tell("on_record", metrics=metrics, last=last)
         await self._check_directory()
         self.checkpoints.check()
-        is_best = self.best is not None and self.best.kept == self.done
-        is_due = due(self.done, config.checkpoint.every) or self._long_unsaved()
-        if last or is_due or is_best or self.leaving.asked:
+        if last or self._saves_now():
             await self.save()
         self._over = last
         if not (last or self.leaving.asked):
@@ -454,9 +461,10 @@ class TrainingLoop(RunKind[E]):
             self.report.line(f"stopped after step {self.done}: {self.stopped}")
         return metrics
 
-    def files(self) -> Iterable[JsonLines]:
-        """Files of the run directory to which lines are added."""
-        return self.recorder.files
+    def _saves_now(self) -> bool:
+        is_best = self.best is not None and self.best.kept == self.done
+        is_due = due(self.done, self.config.checkpoint.every) or self._long_unsaved()
+        return is_due or is_best or self.leaving.asked
 
     async def _check_directory(self) -> None:
         """See that what the run writes is where its reader looks for it.
@@ -464,7 +472,8 @@ class TrainingLoop(RunKind[E]):
         Raises:
             RunFailure: somebody has moved or removed it; the state is saved, if there is still a place for it.
         """
-        damage = self.directory.damage(self.files(), saved=self.checkpoints.newest is not None)
+        files = (*self.recorder.files, *self.workload.files())
+        damage = self.directory.damage(files, saved=self.checkpoints.newest is not None)
         if damage is None:
             return
         if not self.directory.path.is_dir():
@@ -485,12 +494,10 @@ class TrainingLoop(RunKind[E]):
     async def evaluate_and_tell(self) -> dict[str, float]:
         """Evaluate, and tell; the metrics, none if there is nothing to evaluate on or no time for it."""
         with self.live.doing("evaluating"):
-            found = await self.leaving.unless_given_up(self.evaluate())
-        if found is None:
+            evaluation = await self.leaving.unless_given_up(self.workload.evaluate())
+        if evaluation is None:
             return {}
-        metrics = self.evaluated(found)
-        await self._tell("on_evaluate", evaluation=self.numbers(found))
-        return metrics
+        return await self._evaluated(evaluation, self.workload.describe(evaluation))
 
     def ends_here(self) -> None:
         """There will be no further step."""
@@ -505,17 +512,19 @@ class TrainingLoop(RunKind[E]):
         """
         self.saved_at, self._saved_when = self.done, asyncio.get_running_loop().time()
         best, kept = (None, None) if self.best is None else (self.best.state_dict(), self.best.kept)
-        save = await self.saving()
+        save = await self.workload.writer()
         begun = await self.in_flight.state()
-        queue = {**self.queue(), **(position or {}), "best": best}  # of the same moment as what is in flight
+        queue = {**self.workload.state(), **(position or {}), "best": best}  # of the same moment as what is in flight
+
+        kinds = self.workload.kinds
 
         def fill(directory: Path) -> Coroutine[Any, Any, None]:
             saved = save(directory)  # called at once: of this moment, whatever comes next
 
             async def written() -> None:
                 await saved
-                if begun.entries and self.kinds:  # otherwise it is begun anew
-                    await asyncio.to_thread(write_kept, directory, begun, self.kinds)
+                if begun.entries and kinds:  # otherwise it is begun anew
+                    await asyncio.to_thread(write_kept, directory, begun, kinds)
 
             return written()
 
@@ -537,14 +546,14 @@ class TrainingLoop(RunKind[E]):
     async def _begin(self) -> None:
         """What comes before the first step of a new run."""
         self.live.status("warming up")
-        learned = await self.warm_up()
+        learned = await self.workload.warm_up()
         with self.live.doing("evaluating"):
-            self.before = await self.evaluate()
+            self.before = await self.workload.evaluate()
         if self.before is not None:
-            metrics = self.evaluated(self.before)
-            self.report.evaluated(self.in_words(self.before), metrics)
+            described = self.workload.describe(self.before)
+            metrics = await self._evaluated(self.before, described)
+            self.report.evaluated(described.sentence, metrics)
             self.recorder.write(0, metrics)
-            await self._tell("on_evaluate", evaluation=self.numbers(self.before))
         elif self.best is not None:
             raise InputError("checkpoint.best, evaluation.patience: there are no problems to evaluate on")
         if learned and self.steps == 0:  # the warm-up was all, and what came of it is saved as after a last step
@@ -553,13 +562,14 @@ class TrainingLoop(RunKind[E]):
     async def _resume(self, begun: Checkpoint) -> None:
         """Go on where a checkpoint was written."""
         try:
-            await restore_roles(self.roles, begun.path, begun.run, self.directory.path, self.own_roles)
-            await self.restore(begun)
-            if (kept := await asyncio.to_thread(read_kept, begun.path, self.kinds)) is not None:
+            own_roles, kinds = self.workload.own_roles, self.workload.kinds
+            await restore_roles(self.roles, begun.path, begun.run, self.directory.path, own_roles)
+            await self.workload.restore(begun)
+            if (kept := await asyncio.to_thread(read_kept, begun.path, kinds)) is not None:
                 self.in_flight.resume(kept)
         except (ValueError, LookupError, FileNotFoundError, DataError) as error:
             raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
-        await self._publish(self.roles)
+        await self.workload.publish(self.roles)
         self.done = self.saved_at = begun.step
         if self.best is not None:
             self.best.resume(begun.queue.get("best"), self.directory)
@@ -569,71 +579,80 @@ class TrainingLoop(RunKind[E]):
         for each in begun.passed_over:
             self.report.line(f"passed over, as it is damaged: {each}")
         known = self.before if self.after is None else self.after
-        numbers = {} if known is None else self.numbers(known)
+        numbers = {} if known is None else self.workload.describe(known).metrics
         self.report.resumed(self.done, begun.path, {f"evaluation/{name}": value for name, value in numbers.items()})
         for change in self.directory.changed:
             self.report.line(f"changed since then: {change}")
 
-    async def call_flow(self, step: AnyStep) -> Mapping[str, float]:
-        """The metrics of one step.
-
-        Raises:
-            InputError: the flow returned none, or one that is no number.
-        """
-        flow = self.prepared.flow
-        return metrics_of(flow, await flow(**self.prepared.arguments(self.offered(step))))
-
-    def offered(self, step: AnyStep) -> dict[str, Any]:
-        """What a flow may take, by name."""
-        return {"step": step, **{role: self.roles[role] for role in self.prepared.roles}}
-
     def quiet_after(self, index: int) -> int:
         """The first step after this one before which nothing may be in flight: the model is evaluated or saved then, or
         the run is over."""
-        every = (self.evaluates_every, self.config.checkpoint.every)
+        every = (self.workload.evaluates_every, self.config.checkpoint.every)
         following = range(index + 1, self.config.steps)
         return next((done for done in following if any(due(done, each) for each in every)), self.config.steps)
 
-    def evaluated(self, found: E) -> dict[str, float]:
+    async def _evaluated(self, evaluation: Any, described: Described) -> dict[str, float]:
         """Take the newest evaluation; its metrics.
 
         Raises:
             InputError: it lacks the metric by which the best one is found.
         """
-        self.after, self.evaluated_at = found, self.done
-        self.recorder.samples(self.done, self.answers(found))
-        metrics = {f"evaluation/{name}": value for name, value in self.numbers(found).items()}
+        self.after, self.evaluated_at = evaluation, self.done
+        self.recorder.samples(self.done, described.answers)
+        metrics = {f"evaluation/{name}": value for name, value in described.metrics.items()}
         if self.best is not None:
             self.best.heard(self.done, metrics)
             if (why := self.best.exhausted) is not None:
                 self.stop(why)
+        await self._tell("on_evaluate", evaluation=described.metrics)
         return metrics
 
-    async def _tell(self, event: str, **offered: Any) -> None:
-        await self.prepared.callbacks.tell(event, self, step=self.done, **offered)
+    def alarm(self, warning: Alarm, step: int | None = None) -> None:
+        """Tell people what they should know, now and on the live page.
+
+        Args:
+            warning: what.
+            step: of which step; default: of the one that is over.
+        """
+        self.report.line(warning)
+        self.recorder.alarm(self.done if step is None else step, warning.text, warning.do)
+
+    def left_out(self, stream: Counted) -> dict[str, float]:
+        """How many rows of each kind a stream has left out, cut or found unknown to its tokenizer so far, as metrics of
+        the step that ends. The first of a kind is an alarm."""
+        kinds = ("dropped", "truncated", "unusable", "unknown")
+        counts = {f"data/{kind}": getattr(stream, kind) for kind in kinds}
+        lines = left_out(stream)
+        for kind in lines.keys() - self._explained_left_out:
+            self.alarm(Alarm(f"step {self.done + 1}", f"so far, {lines[kind]}"), self.done + 1)
+        self._explained_left_out |= lines.keys()
+        return {name: float(count) for name, count in counts.items() if count}
+
+    async def _tell(self, event: str, **details: Any) -> None:
+        """Call this method of every observer, one after the other."""
+        for observer in self.observers:
+            await getattr(observer, event)(self.done, **details)
 
     async def _written(self, step: int, path: Path) -> None:
-        self.live.between.written(step, path)
-        await self.prepared.callbacks.tell("on_checkpoint", self, step=step, path=path)
-
-    async def _publish(self, roles: Mapping[str, ActorGroup]) -> None:
-        await roles[self.generates].load(roles["trainer"].weights())
+        for observer in self.observers:
+            await observer.on_checkpoint(step, path)
 
     async def rest(self) -> None:
         """Have nothing under way: checkpoints are written, and what was begun for later steps is kept for them."""
         await self.checkpoints.finish()
         await self.in_flight.suspend()
-        await self.in_flight.publish(self.roles[self.generates])  # what was to be loaded later is the old trainer's
+        # what was to be loaded later is the old trainer's
+        await self.in_flight.publish(self.roles[self.workload.generates])
 
     async def _move(self, seconds: float) -> None:
         """Move roles, if it is time to."""
         self.roles = await self.placement.after(
             seconds, self.system, self.roles, self.directory.path,
-            say=self.report.line, rest=self.rest, spawn=self.spawn, publish=self._publish,
+            say=self.report.line, rest=self.rest, spawn=self.workload.spawn, publish=self.workload.publish,
         )  # fmt: skip
-        self._tell_roles()
+        self._show_roles()
 
-    def _tell_roles(self) -> None:
+    def _show_roles(self) -> None:
         self.live.roles({role: group.hosts for role, group in self.roles.items()})
 
 

@@ -44,7 +44,7 @@ from rlinf.storage.files import Damaged, verify_part
 
 if TYPE_CHECKING:
     from rlinf.config.common import CheckpointConfig
-    from rlinf.runs.loop import TrainingLoop
+    from rlinf.runs.callbacks import RunUnderWay
 
 
 def command(resolved: Path) -> str:
@@ -178,7 +178,7 @@ class Leaving:
         run: whose steps; None, or a system without `Preemption`: it is never asked to end.
     """
 
-    def __init__(self, run: TrainingLoop[Any] | None) -> None:
+    def __init__(self, run: RunUnderWay | None) -> None:
         self._run = run
         self._preemption = None if run is None else run.system.preemption
         self._watch: asyncio.Task[None] | None = None
@@ -218,7 +218,7 @@ class Leaving:
     async def step_begins(self) -> None:
         """Note the state in which a step begins."""
         if (run := self._run) is not None and self._preemption is not None:
-            self._position = copy.deepcopy(run.position())
+            self._position = copy.deepcopy(run.workload.position())
             self._steps = await self._optimizer_steps()
             now = asyncio.get_running_loop().time()
             self._began, self._lasted = now, now - self._began if self._began else 0.0
@@ -248,9 +248,9 @@ class Leaving:
         run = self._run
         assert run is not None  # a step of it was given up
         self.left_out = f"step {run.done + 1} was given up"
-        if not run.restartable or await self._optimizer_steps() != self._steps:
+        if not run.workload.restartable or await self._optimizer_steps() != self._steps:
             return
-        await run.save({} if run.ahead else self._position)
+        await run.save({} if run.workload.ahead else self._position)
         await run.checkpoints.finish()
         if await self._optimizer_steps() != self._steps:  # one was being taken when the step was given up
             await asyncio.to_thread(run.directory.withdraw, run.done)
@@ -276,7 +276,7 @@ class Leaving:
         taken = run.checkpoints.seconds
         last = preemption.deadline - (left * UNKNOWN if taken is None else min(taken * SAVING, left))
         in_time = self._began + self._lasted * LIKE_THE_LAST <= last
-        if in_time or not run.restartable or await self._optimizer_steps() != self._steps:
+        if in_time or not run.workload.restartable or await self._optimizer_steps() != self._steps:
             await asyncio.sleep(max(0.0, last - now()))
         self._given_up = True
         if self._gives_way is not None:

@@ -27,7 +27,7 @@ from rlinf.runtime.base.errors import StallError, TraceError, UserError
 from rlinf.storage.directory import MISSING, Checkpoint, Held, Lock, RunDirectory, changes, find_checkpoint, held
 
 if TYPE_CHECKING:
-    from rlinf.runs.loop import TrainingLoop
+    from rlinf.runs.loop import TrainingLoop, Workload
     from rlinf.runs.prepare import Prepared
     from rlinf.runtime.system.system import ActorSystem
 
@@ -162,22 +162,25 @@ def locked(path: Path, who: str = "output_dir") -> Iterator[Lock]:
 
 def loop_of(
     system: ActorSystem, config: RunConfig | EmbodiedConfig, prepared: Prepared, directory: RunDirectory
-) -> TrainingLoop[Any]:
-    """The training loop of the kind of run that a configuration describes: acting, given texts, or generated text.
+) -> TrainingLoop:
+    """The training loop of a run, with the workload that its configuration describes: acting, given texts, or generated
+    text.
 
     Args:
         system, config, prepared, directory: see `TrainingLoop`.
     """
-    kind: Callable[..., TrainingLoop[Any]]
+    from rlinf.runs.loop import TrainingLoop  # torch comes with it, which takes seconds
+
+    workload: Callable[[TrainingLoop], Workload[Any]]
     if isinstance(config, EmbodiedConfig) and config.algorithm.name == IMITATION:
-        from rlinf.runs.embodied import ImitationLoop as kind
+        from rlinf.runs.embodied import ImitationWorkload as workload
     elif isinstance(config, EmbodiedConfig):
-        from rlinf.runs.embodied import EmbodiedLoop as kind
+        from rlinf.runs.embodied import EmbodiedWorkload as workload
     elif config.algorithm.name in SUPERVISED:
-        from rlinf.runs.supervised import SupervisedLoop as kind
+        from rlinf.runs.supervised import SupervisedWorkload as workload
     else:
-        from rlinf.runs.text import TextLoop as kind
-    return kind(system, config, prepared, directory)
+        from rlinf.runs.text import TextWorkload as workload
+    return TrainingLoop(system, config, prepared, directory, workload)
 
 
 async def _serve_only(system: ActorSystem) -> None:

@@ -25,48 +25,45 @@ from rlinf.data.step import SupervisedStep
 from rlinf.flows.annotate import annotate_in_order
 from rlinf.metrics.alarms import NothingLearnedAlarm
 from rlinf.placement.seats import Placed
+from rlinf.runs.callbacks import Alarms, RunUnderWay
 from rlinf.runs.dry_run.footprint import spread_of
-from rlinf.runs.loop import TrainingLoop
+from rlinf.runs.loop import Described, Workload
 from rlinf.runs.prepare import REFERENCE, TRAINER, InMemory, Prepared, objective_of
 from rlinf.runs.roles import Role, Roles, only, spawn_roles
 from rlinf.runs.text import read_from, room_of
 from rlinf.runtime.base.progress import work
 from rlinf.runtime.system.handles import ActorGroup
-from rlinf.runtime.system.system import ActorSystem
-from rlinf.storage.directory import Checkpoint, RunDirectory
+from rlinf.storage.directory import Checkpoint
 from rlinf.training.supervised import measured
 
 Numbers = dict[str, float]
 """The loss of the held-out rows, and what the objective watches."""
 
 
-class SupervisedLoop(TrainingLoop[Numbers]):
-    """A run on given texts. Arguments are those of `TrainingLoop`."""
+class SupervisedWorkload(Workload[Numbers]):
+    """Learning from given texts."""
 
     generates = TRAINER
     headline = "evaluation/loss"
     config: RunConfig
 
-    def __init__(self, system: ActorSystem, config: RunConfig, prepared: Prepared, directory: RunDirectory) -> None:
-        self.data = conversations_of(config, prepared.objects)
-        super().__init__(system, with_steps(config, self.data.rows), prepared, directory)
-        self.objective, self.notes = objective_of(config), prepared.told
-        self._nothing_learned = NothingLearnedAlarm()
-
-    @property
-    def evaluates_every(self) -> int:
-        return self.config.evaluation.every
+    def __init__(self, run: RunUnderWay) -> None:
+        self.data = conversations_of(run.config, run.prepared.objects)
+        super().__init__(run, with_steps(run.config, self.data.rows))
+        self.objective, self.notes = objective_of(self.config), self.prepared.told
+        self.evaluates_every = self.config.evaluation.every
+        self.observers = [Alarms(run, [NothingLearnedAlarm()])]
 
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
         spread = spread_of(self.config, self.prepared.model_config, placed, self.prepared.roles)
         for line in (*((spread.words,) if spread.words is not None else ()), *self.data.notes):
-            self.report.line(f"{self.config.name}: {line}")
+            self.run.report.line(f"{self.config.name}: {line}")
         roles = roles_to_start(self.config, self.data, self.prepared, spread.sharding)
 
         def say(words: str) -> None:
-            self.report.line(f"{self.config.name}: {words}")
+            self.run.report.line(f"{self.config.name}: {words}")
 
-        return await spawn_roles(self.system, placed, only(roles, names), say)
+        return await spawn_roles(self.run.system, placed, only(roles, names), say)
 
     async def draw(self, index: int) -> SupervisedStep:
         return SupervisedStep(index, await self.data.train.draw(self.config.supervised.batch_size))
@@ -74,65 +71,55 @@ class SupervisedLoop(TrainingLoop[Numbers]):
     async def evaluate(self) -> Numbers | None:
         if not self.data.held_out:
             return None
-        found = []
+        groups = []
         with work("evaluating", len(self.data.held_out), "rows") as evaluating:
-            async for group in self.roles[TRAINER].outputs(self.data.held_out):
-                found.append(group)
+            async for group in self.run.roles[TRAINER].outputs(self.data.held_out):
+                groups.append(group)
                 evaluating.advance()
-        found.sort(key=lambda group: group.id)
-        if REFERENCE in self.roles:
-            found = await annotate_in_order(found, self.roles[REFERENCE])
-        return with_perplexity(await asyncio.to_thread(measured, self.objective, found), self.config.algorithm.name)
+        groups.sort(key=lambda group: group.id)
+        if REFERENCE in self.run.roles:
+            groups = await annotate_in_order(groups, self.run.roles[REFERENCE])
+        return with_perplexity(await asyncio.to_thread(measured, self.objective, groups), self.config.algorithm.name)
 
-    def numbers(self, evaluation: Numbers) -> dict[str, float]:
-        return evaluation
-
-    def in_words(self, evaluation: Numbers) -> str:
-        found = f"loss {evaluation['loss']:.4f} on {len(self.data.held_out)} held-out rows"
+    def describe(self, evaluation: Numbers) -> Described:
+        sentence = f"loss {evaluation['loss']:.4f} on {len(self.data.held_out)} held-out rows"
         if "perplexity" in evaluation:
-            found += f", perplexity {evaluation['perplexity']:.3f}"
+            sentence += f", perplexity {evaluation['perplexity']:.3f}"
         if "rewards/accuracies" in evaluation:
-            found += f", the chosen one ahead in {evaluation['rewards/accuracies']:.1%}"
-        return found
+            sentence += f", the chosen one ahead in {evaluation['rewards/accuracies']:.1%}"
+        return Described(evaluation, sentence)
 
-    def compared(self, before: Numbers, after: Numbers) -> Iterator[str]:
-        yield f"held-out loss {before['loss']:.4f} -> {after['loss']:.4f}"
-        if "rewards/accuracies" in after:
-            yield f"the chosen one ahead: {before['rewards/accuracies']:.1%} -> {after['rewards/accuracies']:.1%}"
+    def conclude(self, before: Numbers | None, after: Numbers | None) -> Iterator[str]:
+        if before and after:
+            yield f"held-out loss {before['loss']:.4f} -> {after['loss']:.4f}"
+            if "rewards/accuracies" in after:
+                yield f"the chosen one ahead: {before['rewards/accuracies']:.1%} -> {after['rewards/accuracies']:.1%}"
+        stream = self.data.train
+        for line in left_out(stream).values():
+            yield f"of {stream.position:,} rows drawn, {line}"
 
     async def samples(self) -> Sequence[Mapping[str, Any]]:
         wanted = self.config.metrics
-        found: Sequence[Mapping[str, Any]] = await self.roles[TRAINER].samples(wanted.samples, wanted.token_rows)
-        return found
+        rows: Sequence[Mapping[str, Any]] = await self.run.roles[TRAINER].samples(wanted.samples, wanted.token_rows)
+        return rows
 
-    async def step_ended(self, returned: Mapping[str, float]) -> Mapping[str, float]:
+    async def finish(self, returned: Mapping[str, float]) -> Mapping[str, float]:
         metrics = with_perplexity(returned, self.config.algorithm.name)
-        return await super().step_ended({**metrics, **self.left_out(self.data.train)})
-
-    def stepped(self, metrics: Mapping[str, float]) -> None:
-        if (warning := self._nothing_learned.heard(self.done, metrics)) is not None:
-            self.alarm(warning)
-        stream = self.data.train
-        if self.done == self.config.steps:
-            for line in left_out(stream).values():
-                self.report.line(f"of {stream.position:,} rows drawn, {line}")
-
-    def queue(self) -> dict[str, Any]:
-        return {**super().queue(), **self.position()}
-
-    def position(self) -> dict[str, Any]:
-        return {"data": self.data.train.state_dict()}
+        return {**metrics, **self.run.left_out(self.data.train)}
 
     @property
     def restartable(self) -> bool:
         return True
+
+    def position(self) -> dict[str, Any]:
+        return {"data": self.data.train.state_dict()}
 
     async def restore(self, begun: Checkpoint) -> None:
         await super().restore(begun)
         queue: Any = begun.queue
         self.data.train.load_state_dict(queue["data"])
 
-    async def _publish(self, roles: Mapping[str, ActorGroup]) -> None:
+    async def publish(self, roles: Mapping[str, ActorGroup]) -> None:
         """Nobody generates."""
 
 

@@ -7,10 +7,22 @@ problems, the roles and the answers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rlinf.actors.judge import RewardError
@@ -46,6 +58,7 @@ from rlinf.metrics.alarms import (
 from rlinf.metrics.report import compared, in_words, rows
 from rlinf.models.language.build import limits, pictures_of
 from rlinf.placement.seats import Placed
+from rlinf.runs.callbacks import Observer, Rings, RunUnderWay
 from rlinf.runs.dry_run.footprint import spread_of
 from rlinf.runs.evaluation import (
     answers_of,
@@ -57,8 +70,8 @@ from rlinf.runs.evaluation import (
     named_in_words,
     numbers_of,
 )
-from rlinf.runs.loop import TrainingLoop
-from rlinf.runs.prepare import InMemory, Prepared, default_correction, filled_in_limit
+from rlinf.runs.loop import Described, Workload
+from rlinf.runs.prepare import InMemory, default_correction, filled_in_limit
 from rlinf.runs.roles import (
     CRITIC,
     KINDS,
@@ -71,9 +84,9 @@ from rlinf.runs.roles import (
     spawn_roles,
 )
 from rlinf.runs.text_roles import roles_to_start
+from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.streams.stream import Stream
-from rlinf.runtime.system.system import ActorSystem
-from rlinf.storage.directory import Checkpoint, RunDirectory
+from rlinf.storage.directory import Checkpoint
 from rlinf.storage.files import JsonLines
 from rlinf.training.weight_sync import LoadTorn
 
@@ -86,8 +99,47 @@ _OUR_FLOWS = "rlinf.flows."
 """Flows from here learn from everything that is drawn, once; others may do as they like."""
 
 
-class TextLoop(TrainingLoop[Evaluation]):
-    """A run on text. Arguments are those of `TrainingLoop`."""
+class TextAlarms(Observer):
+    """Warnings of a run on text.
+
+    Args:
+        run: whose people are told.
+        alarms: of its numbers alone.
+        nothing_learned, default_reward: which also show answers.
+    """
+
+    def __init__(
+        self, run: RunUnderWay, alarms: Sequence[Rings], nothing_learned: NothingLearnedAlarm, *, default_reward: bool
+    ) -> None:
+        self._run, self._alarms, self._nothing_learned = run, alarms, nothing_learned
+        self._no_update = NoUpdateAlarm()
+        self._default_reward = default_reward
+        self._rows: Sequence[Mapping[str, Any]] = ()  # some answers of the newest step
+        self.judged = 0
+        """Answers that the judge was given in the newest step."""
+
+    async def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        self._rows = samples
+
+    async def on_record(self, step: int, metrics: Mapping[str, float], last: bool) -> None:
+        warnings = [alarm.heard(step, metrics) for alarm in self._alarms]
+        if self._default_reward and self._rows and self.judged:
+            self._default_reward = False  # said once
+            warnings.append(default_reward(f"step {step}", self._rows))
+        no_update = self._no_update.heard(step, metrics)
+        # both say of one thing why nothing was learned, and the first one shows answers
+        warnings.append(self._nothing_learned.heard(step, metrics, self._rows, last) or no_update)
+        for warning in filter(None, warnings):
+            self._run.alarm(warning)
+
+
+class TextWorkload(Workload[Evaluation]):
+    """Learning from answers that are judged.
+
+    Args:
+        run: whose.
+        program: state of the program that drives the run, as JSON values, which checkpoints keep; None without one.
+    """
 
     generates = "rollout"
     kinds = KINDS
@@ -95,8 +147,12 @@ class TextLoop(TrainingLoop[Evaluation]):
     failures = (FloatingPointError, RewardError, NotScored, LoadTorn, RequestRefused)
     config: RunConfig
 
-    def __init__(self, system: ActorSystem, config: RunConfig, prepared: Prepared, directory: RunDirectory) -> None:
-        super().__init__(system, config, prepared, directory)
+    def __init__(self, run: RunUnderWay, program: dict[str, Any] | None = None) -> None:
+        super().__init__(run)
+        config, prepared = self.config, self.prepared
+        assert prepared.algorithm is not None  # of every run on text
+        self.algorithm, self.program = prepared.algorithm, program
+        self.evaluates_every, self.patience = config.evaluation.every, config.evaluation.patience
         self.moving_reference, self.own_roles = config.reference.kind == "ema", tuple(config.roles)
         self.data = load_data_of(config, prepared.objects)
         self.counters: dict[str, int] = {}
@@ -105,82 +161,76 @@ class TextLoop(TrainingLoop[Evaluation]):
         """What became of every sample that was drawn."""
         self._session: RunSession | None = None
         self._endpoint = Endpoint(config.agent.endpoint)
-        no_end = no_end_token(config, self.data)
         self.ahead = works_ahead(prepared.flow)
         """The flow takes what is in flight, and draws its prompts itself."""
-        in_turns = self.ahead and system.hosts == 1 and takes_turns(config, prepared.objects)
-        idle = _IN_TURNS.format(config.staleness.max) if in_turns else ""
-        self.notes = (
-            *prepared.told,
-            *self.data.notes,
-            *filter(None, (no_end, idle, beside_agent(config, prepared.objects))),
-        )
         if self.ahead:
-            assert prepared.algorithm is not None  # of every run on text
-            stale, rollout = config.staleness, config.rollout
-            rules = Rules(
-                stale.max,
-                config.algorithm.prompts_per_step,
-                mode=stale.mode,
-                carry=rollout.carry,
-                extra=rollout.extra,
-                partial=rollout.groups == "partial",
-                sampling=prepared.algorithm.sampling,
-                teaches=partial(teaches, prepared.algorithm),
-            )
-            keeper, draw = RolloutKeeper(lambda: self.roles["rollout"], lambda: self._session), self.data.train.draw
-            self.in_flight = InFlight(rules, draw=draw, keeper=keeper, ledger=self.ledger, end=config.steps)
-        self._alarm = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
-        self._routes_apart = RouteDriftAlarm(config.metrics.route_drift)
-        self._too_old = StalenessAlarm(config.staleness.max, "staleness.max")
-        self._no_update, self._shaping = NoUpdateAlarm(), ShapingAlarm()
+            self.in_flight = self._work_ahead()
+        no_end = no_end_token(config, self.data)
+        in_turns = self.ahead and run.system.hosts == 1 and takes_turns(config, prepared.objects)
+        idle = _IN_TURNS.format(config.staleness.max) if in_turns else ""
+        further = filter(None, (no_end, idle, beside_agent(config, prepared.objects)))
+        self.notes = (*prepared.told, *self.data.notes, *further)
         self._scoring = FailureAlarm()
-        self._nothing_learned = NothingLearnedAlarm(
-            self._compares, config.rollout.max_new_tokens, reward_path(config, prepared.objects), no_end
-        )
-        self._reward_is_default = reward_is_default(config, prepared.objects)
-        self._rows: Sequence[Mapping[str, Any]] = ()
-        """Some answers of the newest step."""
-        self._judged = 0
-        """Answers that the judge was given in the newest step."""
+        self._alarms = self._alarms_of(no_end)
+        self.observers = [self._alarms]
         self._unscored: Sequence[Mapping[str, Any]] = ()
         """Answers without a reward that the step's line tells of."""
 
+    def _work_ahead(self) -> InFlight:
+        stale, rollout = self.config.staleness, self.config.rollout
+        rules = Rules(
+            stale.max,
+            self.config.algorithm.prompts_per_step,
+            mode=stale.mode,
+            carry=rollout.carry,
+            extra=rollout.extra,
+            partial=rollout.groups == "partial",
+            sampling=self.algorithm.sampling,
+            teaches=partial(teaches, self.algorithm),
+        )
+        keeper = RolloutKeeper(lambda: self.run.roles["rollout"], lambda: self._session)
+        return InFlight(rules, draw=self.data.train.draw, keeper=keeper, ledger=self.ledger, end=self.config.steps)
+
+    def _alarms_of(self, no_end: str) -> TextAlarms:
+        config, objects = self.config, self.prepared.objects
+        mismatch = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
+        too_old = (StalenessAlarm(config.staleness.max, "staleness.max"),) if self.ahead else ()
+        alarms = (mismatch, RouteDriftAlarm(config.metrics.route_drift), *too_old, ShapingAlarm())
+        longest = config.rollout.max_new_tokens
+        nothing_learned = NothingLearnedAlarm(self._compares, longest, reward_path(config, objects), no_end)
+        return TextAlarms(self.run, alarms, nothing_learned, default_reward=reward_is_default(config, objects))
+
     @asynccontextmanager
-    async def started(self, begun: Checkpoint | None = None) -> AsyncIterator[None]:
+    async def opened(self) -> AsyncIterator[None]:
         try:
-            with JsonLines(self.directory.ledger) as self._account:
-                async with opened(self.prepared.objects.agent), super().started(begun):
+            with JsonLines(self.run.directory.ledger) as self._account:
+                async with opened(self.prepared.objects.agent):
                     yield
         finally:
             await self._endpoint.close()
 
-    @property
-    def evaluates_every(self) -> int:
-        return self.config.evaluation.every
-
-    @property
-    def patience(self) -> int:
-        return self.config.evaluation.patience
+    def files(self) -> Iterable[JsonLines]:
+        return (self._account,)
 
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
+        report, name = self.run.report, self.config.name
         spread = spread_of(self.config, self.prepared.model_config, placed, self.prepared.roles)
         if spread.words is not None:
-            self.report.line(f"{self.config.name}: {spread.words}")
+            report.line(f"{name}: {spread.words}")
         for told in (default_correction, filled_in_limit) if names is None else ():
-            if (words := told(self.config, self.prepared.algorithm)) is not None:
-                self.report.line(f"{self.config.name}: {words}")
-        directory = str(self.directory.path)
+            if (words := told(self.config, self.algorithm)) is not None:
+                report.line(f"{name}: {words}")
+        directory = str(self.run.directory.path)
         roles = roles_to_start(self.config, self.data, self.prepared, rescue=directory, sharding=spread.sharding)
-        say, name = self.report.line, self.config.name
-        return await spawn_roles(self.system, placed, only(roles, names), lambda words: say(f"{name}: {words}"))
+        say = report.line
+        return await spawn_roles(self.run.system, placed, only(roles, names), lambda words: say(f"{name}: {words}"))
 
     async def warm_up(self) -> bool:
-        settings, roles = self.config.sft, self.roles
+        settings, roles = self.config.sft, self.run.roles
         if not settings.steps:
             return False
         worked = Stream.of(self.data.worked_batches(settings.steps, settings.batch_size))
-        self.report.warmed_up(
+        self.run.report.warmed_up(
             await warm_up(worked, roles["rollout"], roles["trainer"], lr=settings.lr), "worked problems"
         )
         # critic and reference start from the policy that came of it, unless they have models of their own
@@ -188,7 +238,7 @@ class TextLoop(TrainingLoop[Evaluation]):
             await roles[CRITIC].load(roles["trainer"].weights(exact=True))
         if REFERENCE in roles and self.config.reference.model is None:
             await roles[REFERENCE].load(roles["trainer"].weights(exact=True))
-            await roles[REFERENCE][0].save(str(self.directory.path / REFERENCE))
+            await roles[REFERENCE][0].save(str(self.run.directory.path / REFERENCE))
         return True
 
     async def draw(self, index: int) -> Step:
@@ -196,17 +246,16 @@ class TextLoop(TrainingLoop[Evaluation]):
         return self._step(index, () if self.ahead else Stream.of(await self._drawn(count)))
 
     def _step(self, index: int, prompts: Iterable[Prompt] | AsyncIterable[Prompt]) -> Step:
-        assert self.prepared.algorithm is not None  # of every run on text
         return Step(
             index,
             prompts,
             self.config.algorithm.group_size,
             prompts_per_step=self.config.algorithm.prompts_per_step,
-            sampling=None if self.ahead else self.prepared.algorithm.sampling,
-            teaches=partial(teaches, self.prepared.algorithm),
+            sampling=None if self.ahead else self.algorithm.sampling,
+            teaches=partial(teaches, self.algorithm),
             draw=self._drawn,
             critic_only=self._critic_only(index),
-            moving_reference=REFERENCE in self.roles and self.moving_reference,
+            moving_reference=REFERENCE in self.run.roles and self.moving_reference,
             in_flight=self.in_flight,
             ledger=self.ledger,
         )
@@ -218,13 +267,12 @@ class TextLoop(TrainingLoop[Evaluation]):
         return prompts
 
     def _critic_only(self, index: int) -> bool:
-        return CRITIC in self.roles and index < self.config.critic.head_start
+        return CRITIC in self.run.roles and index < self.config.critic.head_start
 
     @property
     def _compares(self) -> bool | None:
         """Advantages compare answers of a group; False: of a batch; None: they are not made of rewards."""
-        assert self.prepared.algorithm is not None  # of every run on text
-        algorithm = self.prepared.algorithm
+        algorithm = self.algorithm
         return None if isinstance(algorithm.advantage, Distillation) else algorithm.compares_within_groups
 
     @property
@@ -243,20 +291,18 @@ class TextLoop(TrainingLoop[Evaluation]):
         Args:
             judges: the reward function was asked for, and is no mere default.
         """
-        algorithm = self.prepared.algorithm
-        assert algorithm is not None  # of every run on text
         return running_of(
             self.config,
-            lambda: self.roles,
+            lambda: self.run.roles,
             self.data.tokenizer,
             self.prepared.model_config,
             self.prepared.objects.agent,
-            compares=algorithm.name if self._compares else None,
+            compares=self.algorithm.name if self._compares else None,
             judges=judges,
             reward_chosen=not reward_is_default(self.config, self.prepared.objects),
             counters=self.counters,
-            step=lambda: self._step(self.done, ()),
-            say=self.report.line,
+            step=lambda: self._step(self.run.done, ()),
+            say=self.run.report.line,
             dropped=(lambda *_: None) if self.ahead else self.ledger.dropped,  # what is in flight tells it itself
             endpoint=self._endpoint,
         )
@@ -266,110 +312,100 @@ class TextLoop(TrainingLoop[Evaluation]):
         if self.data.held_out and self.prepared.objects.agent is not None:
             found = await self.session.evaluate(self.data.held_out, n=self.config.evaluation.samples)
         elif self.data.held_out:
-            found = await evaluate_on(self.data, self.roles, self.config, self.prepared.objects.reward)
+            found = await evaluate_on(self.data, self.run.roles, self.config, self.prepared.objects.reward)
         if self.data.named:
-            named = await evaluate_named(self.data, self.roles, self.config, self.prepared.model_config)
+            named = await evaluate_named(self.data, self.run.roles, self.config, self.prepared.model_config)
             found = beside(found, named)
         if found is not None:
             await self._hear_judges("evaluation")
         return found
 
-    def numbers(self, evaluation: Evaluation) -> dict[str, float]:
-        return numbers_of(evaluation)
-
-    def in_words(self, evaluation: Evaluation) -> str:
+    def describe(self, evaluation: Evaluation) -> Described:
         first = [in_words(evaluation, self.config.evaluation.temperature)] if evaluation.groups else []
-        return "; ".join([*first, *named_in_words(evaluation)])
+        sentence = "; ".join([*first, *named_in_words(evaluation)])
+        return Described(numbers_of(evaluation), sentence, rows(evaluation, self.data.tokenizer))
 
-    def compared(self, before: Evaluation, after: Evaluation) -> Iterator[str]:
-        if after.groups:
-            yield from compared(before, after, self.config.evaluation.temperature)
-        yield from compared_named(before, after)
+    def conclude(self, before: Evaluation | None, after: Evaluation | None) -> Iterator[str]:
+        if before and after:
+            if after.groups:
+                yield from compared(before, after, self.config.evaluation.temperature)
+            yield from compared_named(before, after)
+        if self._scoring.total.failed:
+            yield str(self._scoring.total)
+        yield from left_out(self.data.train).values()
 
-    def answers(self, evaluation: Evaluation) -> list[dict[str, Any]]:
-        return rows(evaluation, self.data.tokenizer)
-
-    async def step_ended(self, returned: Mapping[str, float]) -> Mapping[str, float]:
-        scored = await self._hear_judges(f"step {self.done + 1}")
-        told = {"reward/failed": scored.failed} if scored.answers else {}
-        told |= self.left_out(self.data.train)
-        await self._account_for(self.done + 1)
-        self._judged = scored.answers
-        return await super().step_ended({**returned, **told})
-
-    def files(self) -> Iterable[JsonLines]:
-        return (*super().files(), self._account)
+    async def finish(self, returned: Mapping[str, float]) -> Mapping[str, float]:
+        step = self.run.done + 1
+        scored = await self._hear_judges(f"step {step}")
+        failed = {"reward/failed": scored.failed} if scored.answers else {}
+        left = self.run.left_out(self.data.train)
+        await self._account_for(step)
+        self._alarms.judged = scored.answers
+        return {**returned, **failed, **left}
 
     async def _account_for(self, step: int) -> None:
         """Write the step's line of the ledger."""
-        found = await self.roles["trainer"].learned()
+        learned = await self.run.roles["trainer"].learned()
         self.in_flight.learned()
         ledger, held = self.ledger, held_of(self.in_flight.entries)
-        ledger.learned(found)
+        ledger.learned(learned)
         if self._critic_only(step - 1):
             for prompt_id in ledger.open.keys() - held.keys():
                 ledger.dropped(prompt_id, CRITIC_ONLY)
         self._account.add([ledger.close(step, held)])
 
-    async def save(self, position: Mapping[str, Any] | None = None) -> None:
+    async def writer(self) -> Callable[[Path], Awaitable[Any]]:
         await asyncio.to_thread(self._account.sync)  # before the checkpoint that goes on from there
-        await super().save(position)
+        return await super().writer()
 
     async def _hear_judges(self, where: str) -> Scored:
         """What became of the answers that were judged since this was last asked; it is told if it is news."""
-        found = Scored.total(await self.roles["judge"].scored())
+        found = Scored.total(await self.run.roles["judge"].scored())
         news = self._scoring.heard(where, found)
         if news is not None:
-            self.alarm(news, self.done + where.startswith("step"))  # of the step that is not counted yet
+            self.run.alarm(news, self.run.done + where.startswith("step"))  # of the step that is not counted yet
         self._unscored = found.rows if news is not None else ()
         return found
 
     async def samples(self) -> Sequence[Mapping[str, Any]]:
         wanted = self.config.metrics
-        found: Sequence[Mapping[str, Any]] = await self.roles["trainer"].samples(wanted.samples, wanted.token_rows)
-        shown = {(row["prompt_id"], row["index"]) for row in found}
-        self._rows = [*found, *(row for row in self._unscored if (row["prompt_id"], row["index"]) not in shown)]
-        return self._rows
+        learned: Sequence[Mapping[str, Any]] = await self.run.roles["trainer"].samples(
+            wanted.samples, wanted.token_rows
+        )
+        shown = {(row["prompt_id"], row["index"]) for row in learned}
+        return [*learned, *(row for row in self._unscored if (row["prompt_id"], row["index"]) not in shown)]
 
     async def failed(self) -> Sequence[Mapping[str, Any]]:
-        return Scored.total(await self.roles["judge"].scored()).rows
+        return Scored.total(await self.run.roles["judge"].scored()).rows
 
-    def remarks(self) -> Iterator[str]:
-        if self._scoring.total.failed:
-            yield str(self._scoring.total)
-        yield from left_out(self.data.train).values()
+    def state(self) -> dict[str, Any]:
+        before, after = answers_of(self.run.before), answers_of(self.run.after)
+        return {**self.position(), **self._program_state(), "before": before, "after": after}
 
-    def stepped(self, metrics: Mapping[str, float]) -> None:
-        too_old = (self._too_old,) if self.ahead else ()
-        rang = [alarm.heard(self.done, metrics) for alarm in (self._alarm, self._routes_apart, *too_old, self._shaping)]
-        if self._reward_is_default and self._rows and self._judged:
-            self._reward_is_default = False  # said once
-            rang.append(default_reward(f"step {self.done}", self._rows))
-        last = self.done == self.steps or self.stopped is not None
-        no_update = self._no_update.heard(self.done, metrics)
-        # both say of one thing why nothing was learned, and the first one shows answers
-        rang.append(self._nothing_learned.heard(self.done, metrics, self._rows, last) or no_update)
-        for warning in rang:
-            if warning is not None:
-                self.alarm(warning)
-
-    def queue(self) -> dict[str, Any]:
-        before, after = answers_of(self.before), answers_of(self.after)
-        return {**self.position(), "before": before, "after": after}
+    def _program_state(self) -> dict[str, Any]:
+        if self.program is None:
+            return {}
+        try:
+            json.dumps(self.program)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"session.state cannot be kept by a checkpoint: {error}; put JSON values into it") from None
+        return {"state": self.program}
 
     def position(self) -> dict[str, Any]:
         return {"problems": self.data.state_dict(), "session": self.counters, "ledger": self.ledger.state_dict()}
 
     @property
     def restartable(self) -> bool:
-        return not any("save" in self.roles[name].endpoints for name in self.own_roles)
+        return not any("save" in self.run.roles[name].endpoints for name in self.own_roles)
 
     async def restore(self, begun: Checkpoint) -> None:
         queue: Any = begun.queue
         self.data.load_state_dict(queue["problems"])
-        self.before, self.after = evaluation_of(queue["before"]), evaluation_of(queue["after"])
+        self.run.before, self.run.after = evaluation_of(queue["before"]), evaluation_of(queue["after"])
         self.counters |= queue.get("session", {})
         self.ledger.load_state_dict(queue.get("ledger", {}))
+        if self.program is not None:
+            self.program.update(queue.get("state", {}))
 
 
 # Rewards and ends of answers ------------------------------------------------------------------------------------------

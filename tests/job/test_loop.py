@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +20,7 @@ from rlinf.data.in_flight import InFlight, Made, Rules
 from rlinf.data.step import EmbodiedStep
 from rlinf.placement.seats import RoleKind, place
 from rlinf.runs.callbacks import Callbacks
-from rlinf.runs.loop import TrainingLoop, out_of_memory
+from rlinf.runs.loop import Described, TrainingLoop, Workload, out_of_memory
 from rlinf.runs.prepare import Prepared
 from rlinf.runs.roles import Role, only, spawn_roles
 from rlinf.runtime.actor.actor import Actor, endpoint
@@ -99,7 +98,7 @@ async def says_nothing(step):
     return None
 
 
-class Toy(TrainingLoop[dict[str, float]]):
+class Toy(Workload[dict[str, float]]):
     """Evaluates the number."""
 
     generates = "policy"
@@ -112,26 +111,23 @@ class Toy(TrainingLoop[dict[str, float]]):
 
     async def spawn(self, placed, names=None):
         return await spawn_roles(
-            self.system, placed, only({"policy": Role(Policy, {}), "trainer": Role(Learner, {})}, names)
+            self.run.system, placed, only({"policy": Role(Policy, {}), "trainer": Role(Learner, {})}, names)
         )
 
     async def draw(self, index):
-        return EmbodiedStep(index, 1, until=self.quiet_after(index), in_flight=self.in_flight)
+        return EmbodiedStep(index, 1, until=self.run.quiet_after(index), in_flight=self.in_flight)
 
     patience = property(lambda self: self.config.trials.patience)
 
     async def evaluate(self):
         if SCORES:
             return {"score": float(SCORES.pop(0))}
-        return {"score": 1.0 + await self.roles["policy"][0].newest()}
+        return {"score": 1.0 + await self.run.roles["policy"][0].newest()}
 
-    def numbers(self, evaluation):
-        return evaluation
+    def describe(self, evaluation):
+        return Described(evaluation, f"score {evaluation['score']}")
 
-    def in_words(self, evaluation):
-        return f"score {evaluation['score']}"
-
-    def compared(self, before, after):
+    def conclude(self, before, after):
         yield f"{before['score']} -> {after['score']}"
 
 
@@ -142,14 +138,16 @@ def run(directory, steps, *, flow=toy, resume=False, patience=0, callbacks=(), *
         checkpoint=CheckpointConfig(**{"every": 3, **checkpoint}), trials=TrialsConfig(patience=patience),
     )  # fmt: skip
     kinds = (RoleKind("policy"), RoleKind("trainer", learns=True))
-    prepared = Prepared(flow, "toy", None, kinds, "toy", 1, place(config.placement, kinds, 1), None, {})
-    prepared = replace(prepared, callbacks=Callbacks.of(callbacks, []))
+    prepared = Prepared(
+        flow=flow, path="toy", algorithm=None, kinds=kinds, model="toy", items=1,
+        placed=place(config.placement, kinds, 1), chosen=None, held={}, callbacks=Callbacks.of(callbacks, []),
+    )  # fmt: skip
 
     async def main():
         begun = find_checkpoint(directory) if resume else None
         place_of_run = RunDirectory.create(directory) if begun is None else RunDirectory.reopen(directory, begun.step)
         async with ActorSystem.local() as system:
-            loop = Toy(system, config, prepared, place_of_run)
+            loop = TrainingLoop(system, config, prepared, place_of_run, Toy)
             await loop.run(begun)
         assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 

@@ -20,10 +20,10 @@ new ones, and each token knows its version.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Generator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from rlinf.agents.feedback import Counts, Feedback
 from rlinf.agents.llm import Reply
 from rlinf.config.learning import SUPERVISED
 from rlinf.config.load import ConfigError, InputError, Problem, RunFailure
-from rlinf.config.text import RunConfig
 from rlinf.data.datasets.source import DataError, Source
 from rlinf.data.sample import Evaluation, Prompt
 from rlinf.flows.session import Running, RunSession
@@ -43,14 +42,13 @@ from rlinf.metrics.progress import shown
 from rlinf.metrics.report import in_words
 from rlinf.runs.library.objects import Objects, key_of, recipe_name
 from rlinf.runs.library.opening import Given, given, opened
-from rlinf.runs.prepare import Prepared
+from rlinf.runs.loop import TrainingLoop
 from rlinf.runs.start import locked
-from rlinf.runs.text import TextLoop
+from rlinf.runs.text import TextWorkload
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.runtime.system.torchrun import switching_often
-from rlinf.storage.directory import Checkpoint, RunDirectory
 
 
 async def taken_by_the_program(step: Any, session: Any = None, **roles: Any) -> dict[str, float]:
@@ -61,59 +59,6 @@ async def taken_by_the_program(step: Any, session: Any = None, **roles: Any) -> 
 def no_problems() -> Any:
     """Stands where a configured run has its problems."""
     return iter(())
-
-
-class SessionLoop(TextLoop):
-    """What surrounds the steps of a session.
-
-    Args:
-        system, config, prepared, directory: see `TrainingLoop`.
-        steps: how many there will be; None: the program decides.
-        state: the program's own, kept by checkpoints as JSON.
-    """
-
-    def __init__(
-        self,
-        system: ActorSystem,
-        config: RunConfig,
-        prepared: Prepared,
-        directory: RunDirectory,
-        *,
-        steps: int | None,
-        state: dict[str, Any],
-    ) -> None:
-        super().__init__(system, config, prepared, directory)
-        self.steps, self.state = steps, state
-        self.notes = tuple(each for each in self.notes if not each.startswith(f"{no_problems.__name__}:"))
-        self._saved = self._evaluated = 0  # after which step
-
-    def queue(self) -> dict[str, Any]:
-        try:
-            json.dumps(self.state)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"session.state cannot be kept by a checkpoint: {error}; put JSON values into it") from None
-        return {**super().queue(), "state": self.state}
-
-    async def restore(self, begun: Checkpoint) -> None:
-        await super().restore(begun)
-        state: Any = begun.queue.get("state", {})
-        self.state.update(state)
-        self._saved = self._evaluated = begun.step
-
-    async def save(self, position: Mapping[str, Any] | None = None) -> None:
-        await super().save(position)
-        self._saved = self.done
-
-    def evaluated(self, found: Any) -> dict[str, float]:
-        self._evaluated = self.done
-        return super().evaluated(found)
-
-    async def ends(self) -> None:
-        """Evaluate and save what the last steps came to, as the last step of a configured run does."""
-        if self._evaluated < self.done and (found := await self.evaluate()) is not None:
-            self.recorder.write(self.done, self.evaluated(found))
-        if self._saved < self.done:
-            await self.save()
 
 
 AFTER_STOP = (
@@ -134,7 +79,7 @@ class Session(RunSession):
     def __init__(self, what: Given, system: ActorSystem | None, steps: int | None, *, judges: bool) -> None:
         self._given, self._system, self._steps, self._judges = what, system, steps, judges
         self._stack = AsyncExitStack()
-        self._loop: SessionLoop | None = None
+        self._loop: TrainingLoop | None = None
         self._phase = "new"
         self._learning = False
         self.state: dict[str, Any] = {}
@@ -262,16 +207,30 @@ class Session(RunSession):
         if system is None:
             stack.enter_context(switching_often())
             system = await stack.enter_async_context(ActorSystem.local(hosts, device_memory=run.memory))
-        loop = await asyncio.to_thread(
-            SessionLoop, system, run.config, run.prepared, run.directory, steps=self._steps, state=self.state
-        )
+        make = partial(TextWorkload, program=self.state)
+        loop = await asyncio.to_thread(TrainingLoop, system, run.config, run.prepared, run.directory, make)
+        loop.steps, workload = self._steps, loop.workload
+        assert isinstance(workload, TextWorkload)
+        workload.notes = [each for each in workload.notes if not each.startswith(f"{no_problems.__name__}:")]
         try:
             await stack.enter_async_context(loop.started(run.begun))
         except DataError as error:
             raise InputError(str(error)) from error
-        self._loop, self._entered = loop, system
-        self._attach(loop.running(judges=self._judges))
+        stack.push_async_exit(self._complete)
+        self._loop, self._workload, self._entered = loop, workload, system
+        self._resumed_at = 0 if run.begun is None else run.begun.step
+        self._attach(workload.running(judges=self._judges))
         loop.step_begins()
+
+    async def _complete(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Evaluate and save what the last steps came to, as the last step of a configured run does."""
+        loop = self._loop
+        if kind is not None or loop is None:
+            return
+        if max(loop.evaluated_at or 0, self._resumed_at) < loop.done and (metrics := await loop.evaluate_and_tell()):
+            loop.recorder.write(loop.done, metrics)
+        if (loop.saved_at or 0) < loop.done:
+            await loop.save()
 
     def _open(self, call: str) -> Running:
         if self._phase in ("new", "opening"):
@@ -313,7 +272,7 @@ class Session(RunSession):
         """There is a checkpoint to go on from."""
         return self._here("checkpointed").directory.latest.exists()
 
-    def _here(self, call: str) -> SessionLoop:
+    def _here(self, call: str) -> TrainingLoop:
         self._open(call)
         assert self._loop is not None  # it is open
         return self._loop
@@ -324,10 +283,10 @@ class Session(RunSession):
         Raises:
             UserError: the session has no data.
         """
-        loop = self._here("draw")
+        self._open("draw")
         if self._given.objects.passed.train is no_problems:
             raise UserError("session.draw: the session has no problems; give it data=…")
-        return list(await loop.data.train.draw(count))
+        return list(await self._workload.data.train.draw(count))
 
     def online(self, *, batch: int = 64, max_age: int = 4, keep: int = 10_000) -> Online:
         """Serve answers and learn from what people say of them, however late: `async with s.online() as service:`.
@@ -351,7 +310,7 @@ class Session(RunSession):
             learned = await self._learn(groups, publish)
             metrics = await loop.step_ended({**learned, **told})
             await loop.live.controls.between_steps()
-        except loop.failures as error:
+        except self._workload.failures as error:
             raise RunFailure(f"step {loop.done + 1}: {error}") from error
         finally:
             self._learning = False
@@ -384,20 +343,20 @@ class Session(RunSession):
             episode, n, sampling: see `RunSession.evaluate`.
         """
         loop = self._here("evaluate")
-        if tasks is None and not loop.data.held_out:
+        if tasks is None and not self._workload.data.held_out:
             raise UserError(
                 "session.evaluate: there is nothing to evaluate on; pass tasks, or give the session evaluation=…"
             )
         playing = None if tasks is None else super().evaluate(tasks, episode, n, **sampling)
 
         async def noted() -> Evaluation:
-            found = await loop.evaluate() if playing is None else await playing
-            assert found is not None  # there is something to evaluate on
-            temperature = float(sampling.get("temperature", loop.config.evaluation.temperature))
-            loop.report.line(f"evaluation after step {loop.done}: {in_words(found, temperature)}")
-            loop.recorder.samples(loop.done, loop.answers(found))
-            loop.recorder.write(loop.done, {f"evaluation/{name}": value for name, value in found.metrics.items()})
-            return found
+            evaluation = await self._workload.evaluate() if playing is None else await playing
+            assert evaluation is not None  # there is something to evaluate on
+            temperature = float(sampling.get("temperature", self._workload.config.evaluation.temperature))
+            loop.report.line(f"evaluation after step {loop.done}: {in_words(evaluation, temperature)}")
+            loop.recorder.samples(loop.done, self._workload.describe(evaluation).answers)
+            loop.recorder.write(loop.done, {f"evaluation/{name}": value for name, value in evaluation.metrics.items()})
+            return evaluation
 
         return Awaited(noted(), "session.evaluate(…)")
 

@@ -1,14 +1,9 @@
-"""What a person may ask of a run while it goes: save, evaluate, pause, go on, stop.
+"""Controls of the live page: save, evaluate, pause, go on or stop a run, each between two of its steps.
 
-In: wishes, at any time. Out: each done between two steps, and a sentence to whoever asked. Who wakes whom: a wish wakes
-a run that is paused; otherwise the run looks for wishes when a step is over. Nothing of it is kept: a run that goes on
-after it was killed is neither paused nor does it do again what it was asked.
-
-What a run does between two steps because somebody asked for it.
-
-In: the run. Out: checkpoints, evaluations, an early end; each as the run makes them by itself, and told in a sentence.
-Who wakes whom: the run waits while it is evaluated; a checkpoint is written while it goes on, and told of when whole.
-What goes wrong with something that was only asked for is told, and ends no run.
+In: wishes, at any time. Out: checkpoints, evaluations, an early end, as the run makes them by itself, and a sentence to
+whoever asked. Who wakes whom: a wish wakes a run that is paused; otherwise the run looks for wishes between two steps.
+It waits while it is evaluated; a checkpoint is written while it goes on. Something that was only asked for and fails is
+told, and ends no run. Nothing of it is kept: a run that goes on after it was killed is not paused.
 """
 
 from __future__ import annotations
@@ -18,27 +13,25 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from rlinf.config.load import RunFailure
 from rlinf.dashboard.events import CONTROLS
+from rlinf.runs.callbacks import Observer, RunUnderWay
 from rlinf.runtime.base.tasks import cancel_all
-
-if TYPE_CHECKING:
-    from rlinf.runs.loop import TrainingLoop
 
 Tell = Callable[[str, bool], None]
 """Takes a sentence, and whether all went well."""
 
 
-class BetweenSteps:
+class BetweenSteps(Observer):
     """The moments between the steps of one run.
 
     Args:
         run: whose.
     """
 
-    def __init__(self, run: TrainingLoop[Any]) -> None:
+    def __init__(self, run: RunUnderWay) -> None:
         self._run = run
         self._written: dict[int, list[Tell]] = {}  # by steps done: who waits for that checkpoint
 
@@ -105,8 +98,8 @@ class BetweenSteps:
         except (RunFailure, OSError) as error:
             failed(RunFailure(str(error)))
 
-    def written(self, step: int, path: Path) -> None:
-        """A checkpoint is whole."""
+    async def on_checkpoint(self, step: int, path: Path) -> None:
+        """Tell those who asked for this checkpoint."""
         if step in self._written:
             self._run.report.line(f"saved after step {step}, as it was asked to")
             self._tell(step, f"saved after step {step}: checkpoints/{path.name}", True)
@@ -123,12 +116,12 @@ class BetweenSteps:
         """
         run, step = self._run, self._run.done
         if run.evaluated_at == step and run.after is not None:
-            return f"it was evaluated after step {step} already: {run.in_words(run.after)}", True
+            return f"it was evaluated after step {step} already: {run.workload.describe(run.after).sentence}", True
         try:
             with self.resting(), run.live.doing("evaluating"):
                 await self._rest()
-                found = await run.leaving.unless_given_up(run.evaluate())
-        except run.failures as error:
+                found = await run.leaving.unless_given_up(run.workload.evaluate())
+        except run.workload.failures as error:
             run.report.line(f"warning: the evaluation that was asked for failed: {error}; the run goes on")
             return f"the evaluation failed: {error}", False
         if found is None and run.leaving.asked:
@@ -136,9 +129,10 @@ class BetweenSteps:
         if found is None:
             return "there is nothing to evaluate on", False
         run.after, run.evaluated_at = found, step
-        run.recorder.samples(step, run.answers(found))
-        run.recorder.write(step, {f"evaluation/{name}": value for name, value in run.numbers(found).items()})
-        said = f"evaluation after step {step}: {run.in_words(found)}"
+        described = run.workload.describe(found)
+        run.recorder.samples(step, described.answers)
+        run.recorder.write(step, {f"evaluation/{name}": value for name, value in described.metrics.items()})
+        said = f"evaluation after step {step}: {described.sentence}"
         run.report.line(said)
         return said, True
 

@@ -1,12 +1,9 @@
-"""What is measured for watchers, once a second: who does what, queues, memory, and lanes since the last time.
+"""A run as its watchers see it: its status, what is asked of it, and once a second what every role does.
 
-In: a `Watch`, which asks all hosts. Out: the messages `moment` and `lanes`. Who wakes whom: nobody; a host that does
-not answer in time is told of as it was last seen, and asked again once it has answered.
-
-A run as its watchers see it: where it is in its life, what is asked of it, and once a second what everybody does.
-
-In: the run, and its `Watch`. Out: `live.json` in the run directory, which says where the feed is; the feed's messages.
-Who wakes whom: a change of status goes out at once; the first watcher wakes the measuring, which rests without any.
+In: the run, and its `Watch`, which asks all hosts for who does what, queues, memory, and lanes since the last time.
+Out: `live.json` in the run directory, which says where the feed is; the feed's messages. Who wakes whom: a change of
+status goes out at once; the first watcher wakes the measuring, which rests without any. A host that does not answer in
+time is shown as it was last seen, and asked again once it has answered.
 """
 
 from __future__ import annotations
@@ -19,12 +16,13 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rlinf.dashboard.events import LIVE
 from rlinf.dashboard.lanes import LOADING, PARKING, WAITING
 from rlinf.metrics.report import Report
 from rlinf.metrics.timing import activity_of
+from rlinf.runs.callbacks import RunUnderWay
 from rlinf.runs.live.controls import BetweenSteps, Controls
 from rlinf.runs.live.feed import Feed, Message, Page
 from rlinf.runtime.base.errors import ActorDied
@@ -33,9 +31,6 @@ from rlinf.runtime.observe.spans import CALLED, Busy, Interval, closed, union, w
 from rlinf.runtime.system.host_service import LookBack
 from rlinf.runtime.system.observer import Watch
 from rlinf.storage.files import replace_text
-
-if TYPE_CHECKING:
-    from rlinf.runs.loop import TrainingLoop
 
 PATIENCE = 0.5
 """Seconds that a host has to answer: its event loop may be held up by what it does."""
@@ -174,7 +169,7 @@ class Live:
         web: start the server of its page, too.
     """
 
-    def __init__(self, run: TrainingLoop[Any], directory: Path, mode: str, *, web: bool) -> None:
+    def __init__(self, run: RunUnderWay, directory: Path, mode: str, *, web: bool) -> None:
         self._run, self._directory, self._mode, self._web = run, directory, mode, web
         self.between = BetweenSteps(run)
         self.controls = Controls(self.between, self._changed)

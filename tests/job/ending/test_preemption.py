@@ -38,6 +38,7 @@ class Run:
     """As much of a run as its end concerns: steps that take `lasts` seconds, `learns` seconds of which at their end."""
 
     restartable, ahead = True, False
+    workload = property(lambda self: self)
 
     def __init__(self, preemption, lasts, learns=0.0, evaluates=0.0, saves=1.0):
         self.system = SimpleNamespace(preemption=preemption)
@@ -67,7 +68,7 @@ class Run:
     def step_begins(self):
         pass
 
-    async def call_flow(self, seconds):
+    async def take(self, seconds):
         await asyncio.sleep(seconds - self.learns)
         self.trainer.steps += 1
         await asyncio.sleep(self.learns)

@@ -149,7 +149,7 @@ def test_what_fails_that_was_only_asked_for_ends_no_run(tmp_path, monkeypatch, c
     evaluate, begin = Toy.evaluate, TrainingLoop.save
 
     async def fails(self):
-        if self.done == 1:
+        if self.run.done == 1:
             raise FloatingPointError("no number")
         return await evaluate(self)
 
@@ -168,11 +168,11 @@ def test_what_fails_that_was_only_asked_for_ends_no_run(tmp_path, monkeypatch, c
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path, monkeypatch):
-    finish, broken = TrainingLoop.saving, []
+    finish, broken = Toy.writer, []
 
-    async def saving(self):
+    async def writer(self):
         fill = await finish(self)
-        if self.done != 1:
+        if self.run.done != 1:
             return fill
 
         def breaks(directory):
@@ -184,7 +184,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_pat
 
         return breaks
 
-    monkeypatch.setattr(TrainingLoop, "saving", saving)
+    monkeypatch.setattr(Toy, "writer", writer)
     watcher = Patient(tmp_path / "toy", {1: ["pause"]}, ["checkpoint", "go_on"])
     assert told(run(tmp_path / "toy", 5, callbacks=(watcher,))) == WHOLE
     ((said, well),) = watcher.said("checkpoint")
@@ -194,13 +194,13 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_pat
 
 
 def test_a_signal_ends_a_paused_run_with_a_checkpoint(tmp_path, monkeypatch, capsys):
-    started = Toy.started
+    started = TrainingLoop.started
 
     def preempted(self, begun=None):
         self.system.preemption = Preemption(30.0, lambda why: None)
         return started(self, begun)
 
-    monkeypatch.setattr(Toy, "started", preempted)
+    monkeypatch.setattr(TrainingLoop, "started", preempted)
     loops = []
     monkeypatch.setattr(Toy, "spawn", _noting(Toy.spawn, loops))
 
@@ -217,7 +217,7 @@ def test_a_signal_ends_a_paused_run_with_a_checkpoint(tmp_path, monkeypatch, cap
 
 def _noting(spawn, loops):
     async def noted(self, placed, names=None):
-        loops.append(self)
+        loops.append(self.run)
         return await spawn(self, placed, names)
 
     return noted

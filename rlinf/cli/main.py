@@ -54,7 +54,7 @@ from rlinf.runs.dry_run.data import look_at_data
 from rlinf.runs.dry_run.embodied import expected_horizon_warning, held_by, seconds_of, without_path
 from rlinf.runs.dry_run.estimate import modelled, plans
 from rlinf.runs.dry_run.transformer import device_kind, elsewhere
-from rlinf.runs.prepare import Prepared, prepare, refuse_idle
+from rlinf.runs.prepare import RunPlan, prepare, refuse_idle
 from rlinf.runs.rules import is_embodied, load_any
 from rlinf.runs.start import check_output, leaving_gpus, train
 from rlinf.runs.starting import Starting
@@ -203,7 +203,7 @@ def _memory(placed: Placed, held: Mapping[str, tuple[int, int]], *, cuda: bool) 
         yield f"  which is more than the {machine / GB:.3g} GB of this machine: {most / GB:.3g} GB will not fit here"
 
 
-def _prediction(prepared: Prepared, config: RunConfig | EmbodiedConfig) -> Iterator[str]:
+def _prediction(prepared: RunPlan, config: RunConfig | EmbodiedConfig) -> Iterator[str]:
     chosen, placed = prepared.chosen, prepared.placed
     if chosen is None and isinstance(config, RunConfig) and prepared.algorithm is not None and placed.fleet.hardware:
         again, roles = prepared.algorithm.needs_recomputed_logprobs, prepared.roles

@@ -1,7 +1,4 @@
-"""One step of agents that learn, each by the newest weights.
-
-Asynchronous learning of agents: work on the tasks of the next step begins while this one is learned from.
-"""
+"""Learning of agents: tasks are worked on by the newest weights, or, in `agentic_async`, for the next step already."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Answer = Callable[[Any], Stream[Group]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What a step learns from."""
+    """Groups that a step learns from."""
 
     groups: Stream[Group]
     """Scored groups, as they come."""

@@ -95,7 +95,7 @@ def measure(groups: Sequence[Group], ks: Sequence[int] = ()) -> dict[str, float]
 
 
 def is_right(reward: float) -> bool:
-    """Whether an answer of this reward counts as right, in pass@k and maj@k alike."""
+    """True if an answer of this reward counts as right, in pass@k and maj@k alike."""
     return reward > 0.5
 
 
@@ -117,7 +117,7 @@ class _Round:
     """One episode of every environment of an actor."""
 
     rank: int
-    """Of the actor."""
+    """The actor's rank."""
     epoch: int
     """That its episodes began with."""
     actions: list[Tensor] = field(default_factory=list)

@@ -75,7 +75,7 @@ async def record(
 
 
 def demonstrated(outputs: Sequence[EnvOutput], actions: Sequence[Tensor]) -> list[Demonstration]:
-    """What a slice lived through, episode by episode; those that were lost with their simulator are left out.
+    """Experience of a slice, episode by episode; those that were lost with their simulator are left out.
 
     Args:
         outputs: from the reset on, T + 1, of environments without automatic resets.

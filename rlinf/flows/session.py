@@ -60,20 +60,20 @@ seeds, so that none draws what another has drawn."""
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What a session has to know of its run."""
+    """Facts that a session has to know of its run."""
 
     roles: Callable[[], Mapping[str, Any]]
     """The roles as they are now."""
     tokenizer: PreTrainedTokenizerBase
     """The model's."""
     seed: int
-    """Of all that is drawn."""
+    """Seed of all that is drawn."""
     group_size: int
     """Episodes per task, answers per prompt."""
     temperature: float
-    """Of answers."""
+    """Answers' default."""
     max_new_tokens: int
-    """Of answers."""
+    """Answers' longest."""
     longest: int | None
     """Tokens of a whole conversation; None: nobody knows."""
     vocabulary: int | None
@@ -99,7 +99,7 @@ class Running:
     dropped: Callable[[int, str, Sequence[int]], None] = lambda task, reason, attempts: None
     """Told of attempts that nothing will be learned from, by the number of their task."""
     agent: Agent | None = None
-    """What works on a task, where the run names it."""
+    """Works on a task, where the run names one."""
     timeout: float | None = None
     """Seconds of an episode, where a call does not say."""
     call_format: str | None = None
@@ -399,7 +399,7 @@ class RunSession:
         at_once: int | None = None,
         give_up: int | None = None,
     ) -> Stream[Made]:
-        """As `gather`, task by task: what became of each, also where every episode of it failed.
+        """Play tasks as `gather` does, one by one: what became of each, also where every episode of it failed.
 
         It is for a stream of tasks that stays open while the run learns. A step tells of the episodes whose tasks are
         over by its end. A task counts as open, see `in_flight`, until it is `settled`.
@@ -447,7 +447,7 @@ class RunSession:
         return [task for episodes in self._playing for task in episodes.open(partial)]
 
     def settled(self, ids: Collection[int]) -> None:
-        """What became of these tasks of `gather_tasks` was kept: they are open no more.
+        """Close these tasks of `gather_tasks`: what became of them was kept.
 
         Args:
             ids: of prompts.
@@ -475,7 +475,7 @@ class RunSession:
         timeout: float | None = None,
         at_once: int | None = None,
     ) -> Awaited[list[Group]]:
-        """As `gather`, all groups in a list; await it. A step that learns from this list tells of its episodes alone;
+        """Gather all groups in a list; await it. A step that learns from this list tells of its episodes alone;
         one that learns from anything else tells of all that no step has told of."""
         tally = Tally()
         with plainly():
@@ -564,7 +564,7 @@ class RunSession:
         return {**metrics, **self._report(tally)}
 
     def _take_tally(self, groups: Any) -> Tally:
-        """What became of the episodes of a batch; of all that were not told of, if it does not say. A stream's are
+        """Take the tally of the episodes of a batch; of all that were not reported, if it has none. A stream's are
         still played."""
         if isinstance(groups, Gathered):
             self._unreported = [tally for tally in self._unreported if tally is not groups.tally]

@@ -45,7 +45,7 @@ class RunUnderWay(Protocol):
 
     system: ActorSystem
     config: Any
-    prepared: Any
+    plan: Any
     directory: RunDirectory
     workload: Any
     roles: dict[str, Any]
@@ -128,7 +128,7 @@ class Records(Observer):
         self._run.report.stepped(step, metrics, last)
 
 
-class Rings(Protocol):
+class AlarmRule(Protocol):
     """Something that warns of the numbers of a step."""
 
     def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
@@ -143,7 +143,7 @@ class Alarms(Observer):
         alarms: say what of; each is asked after every step.
     """
 
-    def __init__(self, run: RunUnderWay, alarms: Sequence[Rings]) -> None:
+    def __init__(self, run: RunUnderWay, alarms: Sequence[AlarmRule]) -> None:
         self._run, self._alarms = run, alarms
 
     async def on_record(self, step: int, metrics: Mapping[str, float], last: bool) -> None:
@@ -199,7 +199,7 @@ class _Listener:
     name: str
     """For messages."""
     call: Callable[..., Any]
-    """What to call."""
+    """The function."""
     takes: tuple[str, ...]
     """Names of its arguments."""
 
@@ -219,14 +219,14 @@ class Callbacks:
             given: objects, classes, which are made without arguments, functions, and dotted paths of those.
             problems: takes what is wrong with them.
         """
-        found: dict[str, list[_Listener]] = {event: [] for event in EVENTS}
+        listeners: dict[str, list[_Listener]] = {event: [] for event in EVENTS}
         for source in given:
             try:
                 for event, listener in _listeners(source):
-                    found[event].append(listener)
+                    listeners[event].append(listener)
             except RAISED as error:
                 problems.append(problem("callbacks", _name(source), error))
-        return Callbacks(found)
+        return Callbacks(listeners)
 
     async def tell(self, event: str, loop: RunUnderWay, **offered: Any) -> None:
         """Call everyone who listens to an event, one after the other.
@@ -240,9 +240,9 @@ class Callbacks:
             RunFailure: one raised; the text names it.
         """
         for listener in self.listeners.get(event, ()):
-            there = {**offered, "run": Run(loop)}
+            arguments = {**offered, "run": Run(loop)}
             try:
-                returned = listener.call(**{name: there[name] for name in listener.takes})
+                returned = listener.call(**{name: arguments[name] for name in listener.takes})
                 if inspect.isawaitable(returned):
                     await returned
             except Exception as error:
@@ -254,7 +254,7 @@ class Callbacks:
                 raise RunFailure(text) from error
 
 
-class Told(Observer):
+class UserCallbacks(Observer):
     """Calls the user's callbacks.
 
     Args:
@@ -279,22 +279,22 @@ class Told(Observer):
 
 
 def _listeners(source: Any) -> Iterator[tuple[str, _Listener]]:
-    found = resolve(source) if isinstance(source, str) else source
-    if inspect.isclass(found):
+    callback = resolve(source) if isinstance(source, str) else source
+    if inspect.isclass(callback):
         try:
-            found = found()
+            callback = callback()
         except TypeError as error:
             raise ValueError(f"it cannot be made without arguments ({error}); pass an object of it") from error
-    name = _name(found)
-    methods = [event for event in EVENTS if callable(getattr(found, event, None))]
-    for method in dir(found):
+    name = _name(callback)
+    methods = [event for event in EVENTS if callable(getattr(callback, event, None))]
+    for method in dir(callback):
         if method.startswith("on_") and method not in EVENTS:
             near = nearest(method, EVENTS) or f"there are {', '.join(EVENTS)}"
             raise ValueError(f"it has {method}, which nothing calls; did you mean {near}?")
     if methods:
-        yield from ((event, _listener(f"{name}.{event}", getattr(found, event), EVENTS[event])) for event in methods)
-    elif callable(found):
-        yield "on_step", _listener(name, found, EVENTS["on_step"])
+        yield from ((event, _listener(f"{name}.{event}", getattr(callback, event), EVENTS[event])) for event in methods)
+    elif callable(callback):
+        yield "on_step", _listener(name, callback, EVENTS["on_step"])
     else:
         raise ValueError(f"a callback is a function, or an object with any of {', '.join(EVENTS)}")
 

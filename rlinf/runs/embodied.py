@@ -72,7 +72,7 @@ class Curriculum:
 
     @property
     def weights(self) -> list[float]:
-        """Of each task, in their order."""
+        """Weights of the tasks, in their order."""
         low, high, floor = self._settings.low, self._settings.high, self._settings.floor
         inside = {name: low <= self.rates.get(name, low) <= high for name in self._own}
         return [weight * (1.0 if inside[name] else floor) for name, weight in self._own.items()]
@@ -243,7 +243,7 @@ class EmbodiedWorkload(Workload[dict[str, float]]):
         """Steps that were done in environments to learn from, in all steps of the flow."""
         follows = config.env.tasks and config.env.curriculum.floor < 1
         self.curriculum = Curriculum(config.env) if follows else None
-        if follows and works_ahead(self.prepared.flow):
+        if follows and works_ahead(self.plan.flow):
             raise InputError(
                 "env.curriculum.floor: episodes that are begun early would be drawn by weights of any step"
             )
@@ -252,13 +252,13 @@ class EmbodiedWorkload(Workload[dict[str, float]]):
     def restartable(self) -> bool:
         # episodes that begin with a step follow from its number, so it can be acted in again
         remembers = self.config.algorithm.name in (*OFF_POLICY, DAGGER)
-        return self.config.env.fresh and not remembers and not works_ahead(self.prepared.flow)
+        return self.config.env.fresh and not remembers and not works_ahead(self.plan.flow)
 
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
         run = self.run
         if names is None:
-            return await start_roles(run.system, self.config, self.prepared, placed, run.directory.path / VIDEOS)
-        learners = await learners_of(self.config, self.prepared, run.roles)
+            return await start_roles(run.system, self.config, self.plan, placed, run.directory.path / VIDEOS)
+        learners = await learners_of(self.config, self.plan, run.roles)
         return await spawn_roles(run.system, placed, only(learners, names))  # simulators stay where they are
 
     async def warm_up(self) -> bool:
@@ -386,7 +386,7 @@ class EmbodiedWorkload(Workload[dict[str, float]]):
 
 
 _UNREADABLE = (ValueError, OSError, ImportError, UserError)
-"""What demonstrations, and policies that do not fit them, are refused with."""
+"""Errors by which demonstrations, and policies that do not fit them, are refused."""
 
 
 class ImitationWorkload(EmbodiedWorkload):
@@ -403,11 +403,11 @@ class ImitationWorkload(EmbodiedWorkload):
             self.headline = "evaluation/held_out/loss"
 
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
-        run, config, prepared = self.run, self.config, self.prepared
+        run, config, plan = self.run, self.config, self.plan
         if names is None and config.trials.episodes:
-            return await start_roles(run.system, config, prepared, placed, run.directory.path / VIDEOS)
+            return await start_roles(run.system, config, plan, placed, run.directory.path / VIDEOS)
         try:
-            learners = await learners_of(config, prepared, run.roles)
+            learners = await learners_of(config, plan, run.roles)
             return await spawn_roles(run.system, placed, only(learners, names))
         except _UNREADABLE as error:
             raise InputError(f"policy, imitation: {error}") from error

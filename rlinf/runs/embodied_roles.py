@@ -31,7 +31,7 @@ from rlinf.models.policy.build import build_policy_model, configured, fitted
 from rlinf.placement.seats import Placed
 from rlinf.runs.dry_run.embodied import horizon_mistake, horizon_warning, measured, shapes_of, shown_of
 from rlinf.runs.dry_run.footprint import control_footprints
-from rlinf.runs.prepare import Prepared
+from rlinf.runs.prepare import RunPlan
 from rlinf.runs.roles import Role, Roles, spawn_roles
 from rlinf.runs.rules import OPTIMIZER_READ_BY, READ_BY, WITH_TARGETS, Suite, policy_settings, preparation_of, suites_of
 from rlinf.runtime.base.errors import UserError
@@ -45,20 +45,20 @@ VIDEOS = "videos"
 NEW = ".new"
 """Where videos are written until their trials are over."""
 _UNUSABLE = (CannotSimulate, ChildDied, EnvironmentLost, OSError, ImportError, TypeError, UserError, ValueError)
-"""What simulators and policies raise that cannot be made, or do not fit together."""
+"""Errors of simulators and policies that cannot be made, or do not fit together."""
 _ERROR = re.compile(r"[\w.]*(?:Error|Missing\w+|CannotSimulate): (.+)")
 """The last line of a traceback."""
 
 
 async def start_roles(
-    system: ActorSystem, config: EmbodiedConfig, prepared: Prepared | None, placed: Placed, videos: Path | None
+    system: ActorSystem, config: EmbodiedConfig, plan: RunPlan | None, placed: Placed, videos: Path | None
 ) -> Roles:
     """Start the simulators, then the policy that fits them.
 
     Args:
         system: where.
         config: what.
-        prepared: the code that the configuration names; None starts only what trials need.
+        plan: the code that the configuration names; None starts only what trials need.
         placed: on which hosts and devices.
         videos: directory in which those of trials are kept; None for none.
 
@@ -66,7 +66,7 @@ async def start_roles(
         InputError: the simulator or the policy cannot be made, or they do not fit.
     """
     simulators = {}
-    if prepared is not None and config.algorithm.name != IMITATION:
+    if plan is not None and config.algorithm.name != IMITATION:
         simulators["env"] = Role(EnvActor, {**_simulation(config, config.env.options), **_env(config)})
     hosts = placed.seats["env"].hosts[:1]
     keys = ["env.simulator", "env.options"]
@@ -80,10 +80,10 @@ async def start_roles(
         await _check_alike(roles)
         first = await next(iter(roles.values()))[0].reset(0, 0)
     with _told_of("policy" if config.policy.path is None else "policy.path, policy"):
-        roles |= await spawn_roles(system, placed, await learners_of(config, prepared, roles))
+        roles |= await spawn_roles(system, placed, await learners_of(config, plan, roles))
         # one decision: a policy that looks at what there is not says so here
         await roles["policy"][0].act((0, 0), first, keep=False)
-    if prepared is not None and config.algorithm.name == DAGGER:
+    if plan is not None and config.algorithm.name == DAGGER:
         with _told_of("dagger.expert"):
             await roles["policy"][0].ask(first)
     return roles
@@ -110,18 +110,18 @@ async def _check_alike(simulators: Roles) -> None:
 
 @contextmanager
 def _told_of(keys: str) -> Iterator[None]:
-    """What cannot be made becomes an `InputError` that names these keys."""
+    """Turns the error of something that cannot be made into an `InputError` that names these keys."""
     try:
         yield
     except _UNUSABLE as error:
         raise InputError(f"{keys}: {_cause(error)}") from error
 
 
-async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulators: Roles) -> dict[str, Role]:
+async def learners_of(config: EmbodiedConfig, plan: RunPlan | None, simulators: Roles) -> dict[str, Role]:
     """The roles that have a policy, ready to be started: who acts, and who trains.
 
     Args:
-        config, prepared: as for `start_roles`.
+        config, plan: as for `start_roles`.
         simulators: running; the policy is fitted to what they show.
     """
     alone = config.algorithm.name == IMITATION
@@ -133,16 +133,16 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     given = policy_settings(config)
     sizes = (shapes[name] for name in ("shapes", "action_size", "choices", "bounds"))
     policy = await asyncio.to_thread(fitted, given, *sizes)
-    if prepared is not None and config.imitation.statistics is not None:
+    if plan is not None and config.imitation.statistics is not None:
         with _told_of("imitation"):
             policy |= await asyncio.to_thread(measured, config.imitation, config.seed, policy, config.policy.path)
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
     acting = {**made, "dtype": config.policy.dtype, "adapters": config.policy.lora.path}
-    ranks = 1 if prepared is None else len(prepared.placed.seats["trainer"].hosts)
+    ranks = 1 if plan is None else len(plan.placed.seats["trainer"].hosts)
     chunk, held = await asyncio.to_thread(_sized, config, made, ranks)  # it may import what takes seconds
-    if prepared is not None and not alone:
+    if plan is not None and not alone:
         _check_horizon(config, shapes["max_steps"], chunk)
-    if prepared is None:
+    if plan is None:
         return {"policy": Role(PolicyActor, acting, held["policy"])}
     if config.algorithm.name in (*OFF_POLICY, DAGGER):
         return _remembering(config, made, held, optimizer(config))
@@ -154,7 +154,7 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
         trainer = Role(ImitationTrainer, {"seed": config.seed, **made, **settings}, held["trainer"])
         acts = {"policy": Role(PolicyActor, acting, held["policy"])} if config.trials.episodes else {}
         return {**acts, "trainer": trainer}
-    settings = _trainer(config, cast(AlgorithmSpec, prepared.algorithm))
+    settings = _trainer(config, cast(AlgorithmSpec, plan.algorithm))
     return {
         "policy": Role(PolicyActor, acting, held["policy"]),
         "trainer": Role(PolicyTrainer, {"seed": config.seed, **made, **settings}, held["trainer"]),
@@ -243,14 +243,14 @@ def _check_horizon(config: EmbodiedConfig, limit: int | None, chunk: int) -> Non
 
 
 def _cause(error: Exception) -> str:
-    """What to tell of a simulator or a policy that cannot be made: of a worker's last words the error itself."""
+    """The cause for which a simulator or a policy cannot be made: in a worker's last words, the error itself."""
     words = error.output if isinstance(error, ChildDied) else ()
     told = [found[1] for line in words if (found := _ERROR.match(line.strip()))]
     return told[-1] if told else str(error)
 
 
 def _simulation(config: EmbodiedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What simulators for training and for trials have in common.
+    """Settings that simulators for training and for trials have in common.
 
     Args:
         config: of the run.

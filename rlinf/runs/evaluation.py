@@ -1,21 +1,10 @@
-"""Evaluation on held-out problems, as a configuration says, and what checkpoints keep of it.
+"""Evaluations of language models: on held-out problems, and on benchmarks by name, each with its own sampling.
 
-In: the problems of a run, and its roles. Out: an `Evaluation`, also as JSON and back.
-
-Answers to benchmarks in a file, written as they come, so that an evaluation that ended early goes on where it was.
-
-In: judged groups. Out: a line of JSON for each answer; and, of a file that is there already, the groups that are whole.
-A line says by which model, prompts and sampling its answer was made: those of others are refused, never mixed in.
-
-Evaluation on benchmarks by name: each with its own prompts, sampling and scoring.
-
-In: the problems of each, which were loaded with the run's, and roles that are running. Out: an `Evaluation` for each,
-with pass@1 over all answers and how far it may be off, told and compared in lines. They are answered one after the
-other by the model alone, also where an agent learns.
-
-Where evaluations of a saved model lie: below the run that made it, each in a directory of its own.
-
-In: the path of the model. Out: a new directory, `outputs/<run>/evaluations/step_000100/`.
+In: problems, and roles that are running. Out: an `Evaluation`, also as JSON for checkpoints and back; of benchmarks
+pass@1 over all answers and how far it may be off, in lines. Answers to benchmarks are kept in a file as they come, so
+that an evaluation that ended early goes on where it was: a line says by which model, prompts and sampling its answer
+was made, and those of others are refused. Evaluations of a saved model lie below the run that made it, each in a
+directory of its own: `outputs/<run>/evaluations/step_000100/`.
 """
 
 from __future__ import annotations
@@ -108,7 +97,7 @@ def answers_of(evaluation: Evaluation | None) -> dict[str, Any] | None:
 
 
 def evaluation_of(saved: dict[str, Any] | None) -> Evaluation | None:
-    """What `answers_of` wrote, with empty token ids and benchmarks without answers."""
+    """Read what `answers_of` wrote, with empty token ids and benchmarks without answers."""
     if saved is None:
         return None
     groups: dict[int, list[Sample]] = {}
@@ -303,7 +292,7 @@ def longest_answer(name: str, benchmark: Benchmark, prompts: Sequence[Prompt], m
 
 
 def measured(groups: Sequence[Group], benchmark: Benchmark) -> Evaluation:
-    """What answers to a benchmark come to: what `measure` tells, pass@1, and its standard errors.
+    """Measure answers to a benchmark: all that `measure` tells, pass@1, and its standard errors.
 
     Args:
         groups: judged answers, at least one group.

@@ -33,10 +33,10 @@ from rlinf.metrics.explain import Explainer, in_short
 from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.report import Report, report_of, tracking_of
 from rlinf.placement.seats import Placed
-from rlinf.runs.callbacks import Observer, Records, RunUnderWay, Told
+from rlinf.runs.callbacks import Observer, Records, RunUnderWay, UserCallbacks
 from rlinf.runs.live.status import Live
 from rlinf.runs.placement_manager import Changes, PlacementManager
-from rlinf.runs.prepare import Prepared
+from rlinf.runs.prepare import RunPlan
 from rlinf.runs.resume import Leaving, going_on
 from rlinf.runs.roles import Roles, restore_roles, save_roles
 from rlinf.runtime.base.errors import UserError
@@ -130,10 +130,10 @@ class Workload(ABC, Generic[E]):
     def __init__(self, run: RunUnderWay, config: Any = None) -> None:
         self.run = run
         self.config: Any = run.config if config is None else config
-        """What the run is, with what only its data can say."""
-        self.prepared: Prepared = run.prepared
+        """Its configuration, with what only its data can say."""
+        self.plan: RunPlan = run.plan
         self.in_flight = InFlight()
-        """What flows have begun for steps to come."""
+        """Work that flows have begun for steps to come."""
 
     # What each kind says ----------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Workload(ABC, Generic[E]):
     # What most kinds have alike ---------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps that is neither model nor optimizer, as JSON."""
+        """All that a checkpoint keeps besides models and optimizers, as JSON."""
         return {**self.position(), "before": self.run.before, "after": self.run.after}
 
     def position(self) -> dict[str, Any]:
@@ -211,13 +211,13 @@ class Workload(ABC, Generic[E]):
         Raises:
             InputError: the flow returned none, or one that is no number.
         """
-        flow = self.prepared.flow
-        return metrics_of(flow, await flow(**self.prepared.arguments(self.offered(step))))
+        flow = self.plan.flow
+        return metrics_of(flow, await flow(**self.plan.arguments(self.offered(step))))
 
     def offered(self, step: AnyStep) -> dict[str, Any]:
-        """What a flow may take, by name."""
+        """Arguments that a flow may take, by name."""
         roles = self.run.roles
-        return {"step": step, **{role: roles[role] for role in self.prepared.roles if role in roles}}
+        return {"step": step, **{role: roles[role] for role in self.plan.roles if role in roles}}
 
     async def finish(self, returned: Mapping[str, float]) -> Mapping[str, float]:
         """Metrics of a step that the flow has taken, with what this kind of run measures besides."""
@@ -237,7 +237,7 @@ class Workload(ABC, Generic[E]):
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-"""What a disk says that takes no more."""
+"""Errors of a disk that takes no more."""
 
 
 class TrainingLoop:
@@ -246,7 +246,7 @@ class TrainingLoop:
     Args:
         system: where.
         config: what.
-        prepared: the code that the configuration names.
+        plan: the code that the configuration names.
         directory: of the run.
         workload: makes the kind of run that it is.
     """
@@ -260,11 +260,11 @@ class TrainingLoop:
         self,
         system: ActorSystem,
         config: RunConfig | EmbodiedConfig,
-        prepared: Prepared,
+        plan: RunPlan,
         directory: RunDirectory,
         workload: Callable[[TrainingLoop], Workload[Any]],
     ) -> None:
-        self.system, self.config, self.prepared, self.directory = system, config, prepared, directory
+        self.system, self.config, self.plan, self.directory = system, config, plan, directory
         self.roles: Roles = {}
         """The running ones, by name."""
         self.done = 0
@@ -280,7 +280,7 @@ class TrainingLoop:
         self.steps: int | None = config.steps
         """How many there will be; None: whoever drives the run decides."""
         self.in_flight = self.workload.in_flight
-        self.placement = PlacementManager(config.placement, prepared)
+        self.placement = PlacementManager(config.placement, plan)
         self.checkpoints = Checkpoints(directory, config.checkpoint.keep, self._written)
         self.best = best_of(config.checkpoint, self.workload.headline, self.workload.patience)
         """The best one after a step, where the configuration asks for it."""
@@ -294,9 +294,9 @@ class TrainingLoop:
         self.leaving = Leaving(None)
         """How the run ends if it is told to before its last step."""
         self.live = Live(self, directory.path, config.placement.mode or "by hand", web=config.metrics.web)
-        """What watchers see of it, and ask of it."""
+        """Shows it to watchers, and takes their wishes."""
         self.observers: list[Observer] = [
-            Records(self), self.live.between, *self.workload.observers, Told(self, prepared.callbacks)
+            Records(self), self.live.between, *self.workload.observers, UserCallbacks(self, plan.callbacks)
         ]  # fmt: skip
         """Told what happens, in this order."""
 
@@ -351,7 +351,7 @@ class TrainingLoop:
             await self.save()
 
     async def _goes_on(self) -> bool:
-        """Whether there is a next step, once what was asked for between two is done."""
+        """True if there is a next step, once what was asked for between two is done."""
         if not (self.over or self.leaving.asked):
             await self.live.controls.between_steps()
         return not (self.over or self.leaving.asked)
@@ -376,7 +376,7 @@ class TrainingLoop:
     async def _roles_up(self, begun: Checkpoint | None, watch: Watch) -> AsyncIterator[None]:
         config, directory = self.config, self.directory
         notes = self.workload.notes
-        self.roles = await self.workload.spawn(self.prepared.placed)
+        self.roles = await self.workload.spawn(self.plan.placed)
         self._show_roles()
         self.report.begins({role: group.hosts for role, group in self.roles.items()}, notes)
         tracking = tracking_of(config, directory, begun, self.report)
@@ -387,7 +387,7 @@ class TrainingLoop:
             self.system.hosts,
             self.placement.ledger,
             about={"data": list(notes), "steps": self.steps},
-            explainer=Explainer(self._changes(), self.prepared.staleness),
+            explainer=Explainer(self._changes(), self.plan.staleness),
         )
         async with self.report, recorder as self.recorder:
             try:
@@ -415,13 +415,13 @@ class TrainingLoop:
         self.report.ends(lines, await self.system.device_memory(), why=in_short(self.recorder.explained))
 
     def _changes(self) -> Changes:
-        placement, prepared = self.placement, self.prepared
+        placement, plan = self.placement, self.plan
         return Changes(
-            self.config, lambda: placement.ledger.profile, lambda: placement.placed, prepared.staleness, prepared.path
+            self.config, lambda: placement.ledger.profile, lambda: placement.placed, plan.staleness, plan.path
         )
 
     def step_begins(self) -> None:
-        """What follows, until `step_ended`, is one step."""
+        """Count what follows, until `step_ended`, as one step."""
         self.live.status("running")
         if self._saved_when is None:
             self._saved_when = asyncio.get_running_loop().time()
@@ -544,7 +544,7 @@ class TrainingLoop:
         return self._over or (self.steps is not None and self.done >= self.steps)
 
     async def _begin(self) -> None:
-        """What comes before the first step of a new run."""
+        """Warm up and evaluate, before the first step of a new run."""
         self.live.status("warming up")
         learned = await self.workload.warm_up()
         with self.live.doing("evaluating"):
@@ -657,7 +657,7 @@ class TrainingLoop:
 
 
 def due(done: int, every: int) -> bool:
-    """Whether something that happens after `every` steps, 0 for never, happens after so many."""
+    """True if something that happens after `every` steps, 0 for never, happens after so many."""
     return every > 0 and done % every == 0
 
 
@@ -672,7 +672,7 @@ _SMALLER = {
     "trainer.sharding=shard",
     "rollout": "lower rollout.max_rows or rollout.max_tokens (keys and values)",
 }
-"""What makes a role smaller, by its name."""
+"""Settings that make a role smaller, by its name."""
 
 
 def out_of_memory(error: BaseException) -> str | None:

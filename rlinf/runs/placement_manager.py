@@ -34,7 +34,7 @@ from rlinf.placement.plan import save as save_plan
 from rlinf.placement.profile import Profile
 from rlinf.placement.seats import Placed, RoleKind, placed_by, spread
 from rlinf.runs.dry_run.transformer import device_kind
-from rlinf.runs.prepare import Prepared
+from rlinf.runs.prepare import RunPlan
 from rlinf.runs.roles import restore_own, save_own
 from rlinf.runtime.base.tasks import all_or_none
 from rlinf.runtime.system.handles import ActorGroup
@@ -180,7 +180,7 @@ class PlacementManager:
         prepared: the roles, where they are at first, and the flow.
     """
 
-    def __init__(self, wanted: Placing, prepared: Prepared) -> None:
+    def __init__(self, wanted: Placing, prepared: RunPlan) -> None:
         placed, kinds = prepared.placed, prepared.kinds
         self.placed, self._kinds = placed, kinds
         self.ledger = Ledger(

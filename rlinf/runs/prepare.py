@@ -1,21 +1,9 @@
-"""What only importing can show to be wrong: the flow, the algorithm, the reward and the model of a configuration.
+"""Plans of runs: what a configuration names is imported, and everything is checked that only importing can show.
 
-In: a configuration that is right by itself. Out: what it names, imported, and where roles run; or one `ConfigError`. No
-process or device is touched.
-
-Which algorithm a configuration means: its recipe, with the parts that were changed and the limits of this run.
-
-In: a `RunConfig`. Out: an `AlgorithmSpec`, and the roles and the flow that it needs.
-
-What only importing can show to be wrong with a run in which a policy acts.
-
-In: a configuration that is right by itself. Out: its flow and algorithm, and where its roles run, or everything that is
-wrong with it.
-
-What only importing can show to be wrong with a run on given texts.
-
-In: a configuration that is right by itself, with `algorithm: sft`, `dpo` or `reward_model`. Out: its flow and where its
-roles run, or everything that is wrong with it.
+In: a configuration that is right by itself. Out: a `RunPlan`, with the flow, the algorithm, the rewards and where roles
+run; or one `ConfigError` with every mistake. No process or device is touched. Each kind of run has its builder:
+`prepare_text`, `prepare_embodied`, `prepare_supervised`. An algorithm is its recipe, with the parts that were changed
+and the limits of this run.
 """
 
 from __future__ import annotations
@@ -293,21 +281,21 @@ class InMemory:
     flow: Flow | None = None
     """One step."""
     reward: RewardSource | None = None
-    """What scores an answer: a function, or several by name."""
+    """Scores an answer: a function, or several by name."""
     train: Source | None = None
     """Problems to learn from."""
     evaluation: Source | None = None
     """Problems to evaluate on."""
     agent: Agent | None = None
-    """What works on a task."""
+    """Works on a task."""
     parts: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Functions in place of the algorithm's `advantage` or `loss`."""
     callbacks: tuple[Any, ...] = ()
-    """What is told of the run besides the configuration's `callbacks`; see `runs.callbacks`."""
+    """Callbacks besides those of the configuration; see `runs.callbacks`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
     """The code that a configuration names, and where its roles run."""
 
     flow: Flow
@@ -320,22 +308,22 @@ class Prepared:
     kinds: tuple[RoleKind, ...]
     """The roles that there are, in order of their work."""
     model: str
-    """What a profile of this run is of: the model, and all else that changes what an item costs."""
+    """Subject of this run's profile: the model, and all else that changes what an item costs."""
     items: int
-    """Of a step: prompts, or environments."""
+    """Prompts, or environments, of a step."""
     placed: Placed
     """Where each role runs."""
     chosen: Chosen | None
-    """What the planner found, where there was a profile to plan from."""
+    """The planner's choice, where there was a profile to plan from."""
     held: Mapping[str, tuple[int, int]]
     """By role: bytes on each of its devices while it is loaded, and while it is parked, by its model's shape. Empty for
     policies that act: how large they are only their simulator tells."""
     model_config: Any = None
-    """Of a language model, from transformers."""
+    """A language model's, from transformers."""
     objects: InMemory = InMemory()
-    """What was passed instead of being named."""
+    """Objects that were passed instead of being named."""
     callbacks: Callbacks = field(default_factory=Callbacks)
-    """Who is told what happens in the run."""
+    """The user's, called as the run goes on."""
     staleness: int = 0
     """Steps that the flow begins work early."""
     became: tuple[str, ...] = ()
@@ -343,11 +331,11 @@ class Prepared:
     warnings: tuple[str, ...] = ()
     """Lines about roles that may run out of memory."""
     config: Any = None
-    """What was prepared, with these values; None of a policy that acts, which leaves nothing to them."""
+    """The configuration with these values; None of a policy that acts, which leaves nothing to them."""
 
     @property
-    def told(self) -> tuple[str, ...]:
-        """What a run says at its beginning of its devices; that a CPU has the defaults of CPUs is no news."""
+    def notes(self) -> tuple[str, ...]:
+        """Lines on devices, for the beginning of a run; that a CPU has the defaults of CPUs is no news."""
         cuda = self.config is not None and device_kind(self.config.placement) == "cuda"
         return (*(self.became if cuda else ()), *self.warnings)
 
@@ -364,7 +352,7 @@ class Prepared:
         return {name: value for name, value in offered.items() if name in parameters}
 
 
-def prepare(config: RunConfig | EmbodiedConfig, hosts: int = 1, objects: InMemory | None = None) -> Prepared:
+def prepare(config: RunConfig | EmbodiedConfig, hosts: int = 1, objects: InMemory | None = None) -> RunPlan:
     """Import what a configuration names, and check what only that can show.
 
     Args:
@@ -381,10 +369,10 @@ def prepare(config: RunConfig | EmbodiedConfig, hosts: int = 1, objects: InMemor
         return prepare_embodied(config, hosts)
     if config.algorithm.name in SUPERVISED:
         return prepare_supervised(config, hosts, InMemory() if objects is None else objects)
-    return _prepare_text(config, hosts, InMemory() if objects is None else objects)
+    return prepare_text(config, hosts, InMemory() if objects is None else objects)
 
 
-def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
+def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     algorithm = _algorithm(config.algorithm.name, lambda: algorithm_of(config, objects.parts))
     path = config.flow or flow_of(algorithm, with_agent=bool(config.agent.function or objects.agent))
     if objects.flow is not None:
@@ -399,8 +387,8 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
     own = own_roles(config) if not beside else {}
     flow, asked = with_teachers(flow, config.named_teachers), flow
     staleness = config.staleness.max if works_ahead(asked) else 0
-    said: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
-    placed, planned = _planned(config.placement, kinds, hosts, own=own, **said)
+    costs: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
+    placed, planned = _planned(config.placement, kinds, hosts, own=own, **costs)
     model_config, fitted, problems = _fitted(config, placed, needed, beside)
     config = fitted.config
     problems = [
@@ -421,24 +409,34 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
     if problems:
         raise ConfigError(problems)
     objects = objects if agent is None else replace(objects, agent=agent)
-    return Prepared(
-        flow, path, algorithm, kinds, model, items, placed, planned, fitted.held, model_config, objects, callbacks,
-        staleness, fitted.became, fitted.warnings, config,
-    )  # fmt: skip
+    return RunPlan(
+        **costs,
+        algorithm=algorithm,
+        kinds=kinds,
+        placed=placed,
+        chosen=planned,
+        held=fitted.held,
+        model_config=model_config,
+        objects=objects,
+        callbacks=callbacks,
+        became=fitted.became,
+        warnings=fitted.warnings,
+        config=config,
+    )
 
 
-def refuse_idle(placement: Placing, prepared: Prepared) -> None:
+def refuse_idle(placement: Placing, plan: RunPlan) -> None:
     """See that every process of a job has a role, unless idle ones are meant or a planner left them out.
 
     Args:
         placement: the section.
-        prepared: with where roles run.
+        plan: with where roles run.
 
     Raises:
         ConfigError: some have none.
     """
-    idle, count = prepared.placed.idle, prepared.placed.devices
-    if not idle or placement.idle_processes or prepared.chosen is not None:
+    idle, count = plan.placed.idle, plan.placed.devices
+    if not idle or placement.idle_processes or plan.chosen is not None:
         return
     shown = ", ".join(map(str, idle[:8])) + (", …" if len(idle) > 8 else "")
     started = f"start {idle[0]}" if idle == [*range(idle[0], count)] else "start fewer"
@@ -491,7 +489,7 @@ def _planned(
 
     Args:
         wanted: the section `placement`.
-        kinds, path, model, items, staleness: see `Prepared`.
+        kinds, path, model, items, staleness: see `RunPlan`.
         hosts: number of processes of the job.
         flow: one step, which is rehearsed; there must not be a running event loop.
         own: roles of the user's own.
@@ -609,7 +607,7 @@ def _fitted(
     return model_config, fitted, problems
 
 
-def prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
+def prepare_embodied(config: EmbodiedConfig, hosts: int) -> RunPlan:
     """Import what a configuration names, and check what only that can show; see `prepare`.
 
     Raises:
@@ -623,14 +621,16 @@ def prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
     if config.placement.mode == "auto" and flow is sac and algorithm is None:
         advice = "roles cannot move while something for the next step is under way: name a mode, or take another flow"
         problems.append(_problem("placement.mode", "auto", advice))
-    told = Callbacks.of(config.callbacks, problems)
+    callbacks = Callbacks.of(config.callbacks, problems)
     if problems:
         raise ConfigError(problems)
     staleness = config.algorithm.staleness if works_ahead(flow) else 0
-    said: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
-    placed, plan = _planned(config.placement, CONTROL, hosts, **said)
+    costs: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
+    placed, chosen = _planned(config.placement, CONTROL, hosts, **costs)
     check_memory(config, placed)
-    return Prepared(**said, algorithm=algorithm, kinds=CONTROL, placed=placed, chosen=plan, held={}, callbacks=told)
+    return RunPlan(
+        **costs, algorithm=algorithm, kinds=CONTROL, placed=placed, chosen=chosen, held={}, callbacks=callbacks
+    )
 
 
 def _described(config: EmbodiedConfig) -> str:
@@ -644,7 +644,7 @@ FLOWS = {
     DPO: "rlinf.flows.dpo",
     REWARD_MODEL: "rlinf.flows.reward_model",
 }
-"""Of each algorithm, where a configuration names none."""
+"""The flow of each algorithm, where a configuration names none."""
 TRAINER, REFERENCE = "trainer", "reference"
 _UNREAD = ("reward", "sft", "rollout", "critic", "teacher", "task")
 """Sections that nothing reads in such a run; `task` where data are named."""
@@ -653,7 +653,7 @@ _READ_OF_ALGORITHM = {"name"}
 
 
 def objective_of(config: RunConfig) -> Objective:
-    """What is learned.
+    """The loss that is learned by.
 
     Raises:
         ValueError: settings that do not go together.
@@ -670,7 +670,7 @@ def needed_roles(config: RunConfig) -> list[str]:
     return [REFERENCE] if config.algorithm.name == DPO and reference.kind == "frozen" and not reference.inside else []
 
 
-def prepare_supervised(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
+def prepare_supervised(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     """Import what a configuration names, and check what only that can show; see `prepare`.
 
     Raises:
@@ -692,18 +692,29 @@ def prepare_supervised(config: RunConfig, hosts: int, objects: InMemory) -> Prep
     kinds = tuple(kind for kind in TEXT if kind.name in (TRAINER, *needed))
     shape = config.model.path or " ".join(f"{key}={value}" for key, value in sorted(config.model.config.items()))
     model, items = f"{shape}, {config.algorithm.name}", config.supervised.batch_size
-    placed, planned = _planned(config.placement, kinds, hosts, flow=flow, path=path, model=model, items=items)
+    costs: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items}
+    placed, planned = _planned(config.placement, kinds, hosts, **costs)
     model_config, fitted, problems = _fitted(config, placed, needed)
     if problems:
         raise ConfigError(problems)
-    return Prepared(
-        flow, path, None, kinds, model, items, placed, planned, fitted.held, model_config, objects, callbacks,
-        became=fitted.became, warnings=fitted.warnings, config=fitted.config,
-    )  # fmt: skip
+    return RunPlan(
+        **costs,
+        algorithm=None,
+        kinds=kinds,
+        placed=placed,
+        chosen=planned,
+        held=fitted.held,
+        model_config=model_config,
+        objects=objects,
+        callbacks=callbacks,
+        became=fitted.became,
+        warnings=fitted.warnings,
+        config=fitted.config,
+    )
 
 
 def problems_of(config: RunConfig, *, own: bool) -> Iterator[Problem]:
-    """What keys may not be together in a run on given texts.
+    """Keys that may not be together in a run on given texts.
 
     Args:
         config: of it.

@@ -36,10 +36,10 @@ in a hundred is recorded by 16 environments, and one that solves none costs minu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What is recorded, and how it is kept."""
+    """Settings of a recording: episodes, who acts, and the format."""
 
     directory: Path
-    """Of the data set; not there, or empty."""
+    """Where the data set goes; not there, or empty."""
     episodes: int
     """How many are kept."""
     form: str = "rlinf"
@@ -129,7 +129,7 @@ async def _started(system: ActorSystem, config: EmbodiedConfig, expert: str | No
 
 
 def _moved(rounds: Path, wanted: Recording) -> None:
-    """What was recorded, in its format and at its place."""
+    """Save what was recorded, in its format and at its place."""
     found = open_episodes(rounds)
     save_demonstrations(
         wanted.directory,

@@ -1,23 +1,11 @@
-"""How a run that ended early is gone on with: its newest checkpoint, and what to type.
+"""Ends of runs before their last step, and going on from a checkpoint afterwards.
 
-In: the run's directory, and how it was started. Out: words for whoever ended it.
-
-A run that is told to end soon, as schedulers do before they take a machine away, saves what it has first.
-
-In: the system's `Preemption`, which a signal sets off, and the run. Out: the run ends after the step under way if that
-comes in time; otherwise the step is given up, and what is saved is the state in which it began. Who wakes whom: the
-signal wakes `_end_soon`, which cancels the flow, or an evaluation, when time is up; the run goes on to save.
-
-What becomes of a key that was changed between a checkpoint and the run that goes on from it.
-
-In: a key, and whether the run is on text or embodied. Out: applied, ignored, or refused, with the reason. A checkpoint
-brings weights, the optimizer's state, and the position in the data; all else follows the configuration of the run that
-goes on. A key that stands nowhere here counts as applied; a test sees to it that every key stands here, by itself or
-by its section.
-
-Are the parts of checkpoints that a configuration names, such as `model.path=…/step_000100/hf`, what was written?
-
-In: a configuration. Out: a `Problem` for each that is damaged. Every file of such a part is read; blocking.
+In: a run's directory, and how it was started. Out: what to type to go on; of each key that was changed since the
+checkpoint, whether it is applied, ignored or refused: a checkpoint brings weights, the optimizer's state and the
+position in the data, and all else follows the configuration of the run that goes on. A run that is told to end, as
+schedulers do before they take a machine away, ends after the step under way if that comes in time; otherwise the step
+is given up, and the state in which it began is saved. Who wakes whom: the signal wakes `_end_soon`, which cancels the
+flow, or an evaluation, when time is up; the run goes on to save.
 """
 
 from __future__ import annotations
@@ -48,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def command(resolved: Path) -> str:
-    """What goes on with a run of `rlinf train` from its newest checkpoint, in as many processes as this one is of.
+    """The command that goes on with a run from its newest checkpoint, in as many processes as this one is of.
 
     Args:
         resolved: the run's configuration in full.
@@ -79,7 +67,7 @@ def going_on(directory: RunDirectory, checkpoint: CheckpointConfig) -> str:
 
 
 def beginning_anew(path: Path) -> str:
-    """What `--resume auto` says where it finds no checkpoint: that it starts at step 0, and where an earlier run is.
+    """A line for `--resume auto` where there is no checkpoint: it starts at step 0, and where an earlier run is.
 
     Args:
         path: of the run directory.
@@ -146,7 +134,7 @@ def keeping_earlier_run(directory: RunDirectory) -> Iterator[None]:
 
 
 def _is_restarted() -> bool:
-    """Whether torchrun starts the job once more when it fails."""
+    """True if torchrun starts the job once more when it fails."""
     allowed, taken = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
     return taken < allowed
 
@@ -190,7 +178,7 @@ class Leaving:
         self.told_to_end = asyncio.Event()
         """A signal has come."""
         self.left_out: str | None = None
-        """What was given up, in words."""
+        """A few words on what was given up."""
 
     async def __aenter__(self) -> Self:
         if self._preemption is not None:
@@ -224,7 +212,7 @@ class Leaving:
             self._began, self._lasted = now, now - self._began if self._began else 0.0
 
     async def unless_given_up(self, work: Awaitable[R]) -> R | None:
-        """What the flow or an evaluation comes to; None if it is given up, because there is no time for it."""
+        """The result of the flow or of an evaluation; None if it is given up, because there is no time for it."""
         if self._given_up:
             if asyncio.iscoroutine(work):
                 work.close()
@@ -256,7 +244,7 @@ class Leaving:
             await asyncio.to_thread(run.directory.withdraw, run.done)
 
     def told(self) -> str:
-        """What a preempted run says at its end."""
+        """The last line of a preempted run."""
         assert self._run is not None
         assert self._preemption is not None
         run, what = self._run, f"; {self.left_out}" if self.left_out else ""
@@ -298,7 +286,7 @@ OVER = "the warm-up is over"
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What becomes of a changed key."""
+    """The fate of a changed key."""
 
     effect: Effect
     """It is used from here on; the checkpoint's value stays; the run does not start."""
@@ -362,11 +350,11 @@ EMBODIED: Mapping[str, Resumed] = {
     "imitation.statistics": Resumed("refused", WEIGHTS),
     "imitation": Resumed("applied"),  # by runs of imitation; a warm-up that is over is not done again
 }
-"""The same of embodied runs."""
+"""Keys of embodied runs, likewise."""
 
 
 def on_resume(schema: type[RunConfig | EmbodiedConfig], key: str, *, kept_reference: bool = True) -> Resumed:
-    """What becomes of a key that was changed since the checkpoint was written.
+    """The fate of a key that was changed since the checkpoint was written.
 
     Args:
         schema: `RunConfig` or `EmbodiedConfig`.

@@ -28,7 +28,7 @@ from rlinf.storage.directory import MISSING, Checkpoint, Held, Lock, RunDirector
 
 if TYPE_CHECKING:
     from rlinf.runs.loop import TrainingLoop, Workload
-    from rlinf.runs.prepare import Prepared
+    from rlinf.runs.prepare import RunPlan
     from rlinf.runtime.system.system import ActorSystem
 
 T = TypeVar("T")
@@ -91,8 +91,8 @@ def _train(config: RunConfig | EmbodiedConfig, rank: int, resume: str, starting:
     from rlinf.runs.prepare import prepare, refuse_idle
 
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
-    prepared = prepare(config, hosts)
-    refuse_idle(config.placement, prepared)
+    plan = prepare(config, hosts)
+    refuse_idle(config.placement, plan)
     if isinstance(config, RunConfig):
         refuse_other_kind(config.placement)
     elif (missing := without_path(config)) is not None:
@@ -101,19 +101,19 @@ def _train(config: RunConfig | EmbodiedConfig, rank: int, resume: str, starting:
         begun = checkpoint_to_resume(resume, path.absolute())
         if begun is None and resume == "auto":
             sys.stdout.write(f"{beginning_anew(path.absolute())}\n")
-        directory = open_run_directory(path.absolute(), config, begun, lock, prepared.told)
+        directory = open_run_directory(path.absolute(), config, begun, lock, plan.notes)
         directory.resumed_by = command(directory.resolved)
 
         async def program(system: ActorSystem) -> None:
             if starting is not None:
                 starting.begins()
-            await loop_of(system, prepared.config or config, prepared, directory).run(begun)
+            await loop_of(system, plan.config or config, plan, directory).run(begun)
 
         with keeping_earlier_run(directory), saying_how_to_go_on(directory, config.checkpoint):
             run_to_end(
                 program,
                 config.system,
-                prepared.placed.memory_of(hosts),
+                plan.placed.memory_of(hosts),
                 config.checkpoint.grace,
             )
 
@@ -161,13 +161,13 @@ def locked(path: Path, who: str = "output_dir") -> Iterator[Lock]:
 
 
 def loop_of(
-    system: ActorSystem, config: RunConfig | EmbodiedConfig, prepared: Prepared, directory: RunDirectory
+    system: ActorSystem, config: RunConfig | EmbodiedConfig, plan: RunPlan, directory: RunDirectory
 ) -> TrainingLoop:
     """The training loop of a run, with the workload that its configuration describes: acting, given texts, or generated
     text.
 
     Args:
-        system, config, prepared, directory: see `TrainingLoop`.
+        system, config, plan, directory: see `TrainingLoop`.
     """
     from rlinf.runs.loop import TrainingLoop  # torch comes with it, which takes seconds
 
@@ -180,7 +180,7 @@ def loop_of(
         from rlinf.runs.supervised import SupervisedWorkload as workload
     else:
         from rlinf.runs.text import TextWorkload as workload
-    return TrainingLoop(system, config, prepared, directory, workload)
+    return TrainingLoop(system, config, plan, directory, workload)
 
 
 async def _serve_only(system: ActorSystem) -> None:

@@ -28,7 +28,7 @@ from rlinf.placement.seats import Placed
 from rlinf.runs.callbacks import Alarms, RunUnderWay
 from rlinf.runs.dry_run.footprint import spread_of
 from rlinf.runs.loop import Described, Workload
-from rlinf.runs.prepare import REFERENCE, TRAINER, InMemory, Prepared, objective_of
+from rlinf.runs.prepare import REFERENCE, TRAINER, InMemory, RunPlan, objective_of
 from rlinf.runs.roles import Role, Roles, only, spawn_roles
 from rlinf.runs.text import read_from, room_of
 from rlinf.runtime.base.progress import work
@@ -48,17 +48,17 @@ class SupervisedWorkload(Workload[Numbers]):
     config: RunConfig
 
     def __init__(self, run: RunUnderWay) -> None:
-        self.data = conversations_of(run.config, run.prepared.objects)
+        self.data = conversations_of(run.config, run.plan.objects)
         super().__init__(run, with_steps(run.config, self.data.rows))
-        self.objective, self.notes = objective_of(self.config), self.prepared.told
+        self.objective, self.notes = objective_of(self.config), self.plan.notes
         self.evaluates_every = self.config.evaluation.every
         self.observers = [Alarms(run, [NothingLearnedAlarm()])]
 
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
-        spread = spread_of(self.config, self.prepared.model_config, placed, self.prepared.roles)
+        spread = spread_of(self.config, self.plan.model_config, placed, self.plan.roles)
         for line in (*((spread.words,) if spread.words is not None else ()), *self.data.notes):
             self.run.report.line(f"{self.config.name}: {line}")
-        roles = roles_to_start(self.config, self.data, self.prepared, spread.sharding)
+        roles = roles_to_start(self.config, self.data, self.plan, spread.sharding)
 
         def say(words: str) -> None:
             self.run.report.line(f"{self.config.name}: {words}")
@@ -143,15 +143,13 @@ def with_steps(config: RunConfig, rows: int | None) -> RunConfig:
     return replace(config, steps=math.ceil(settings.epochs * rows / settings.batch_size))
 
 
-def roles_to_start(
-    config: RunConfig, data: Conversations, prepared: Prepared, sharding: str = "shard"
-) -> dict[str, Role]:
+def roles_to_start(config: RunConfig, data: Conversations, plan: RunPlan, sharding: str = "shard") -> dict[str, Role]:
     """The roles of a run on given texts, ready to be started.
 
     Args:
         config: what, with its number of steps.
         data: whose tokenizer the roles load.
-        prepared: says which roles there are.
+        plan: says which roles there are.
         sharding: how the trainer lies on its processes.
     """
     shared: dict[str, Any] = {
@@ -175,16 +173,16 @@ def roles_to_start(
         "freeze": config.model.freeze,
         "objective": objective_of(config),
     }
-    found = {TRAINER: Role(SupervisedTrainer, learns, prepared.held.get(TRAINER, (0, 0)))}
-    if REFERENCE in prepared.roles:
+    roles = {TRAINER: Role(SupervisedTrainer, learns, plan.held.get(TRAINER, (0, 0)))}
+    if REFERENCE in plan.roles:
         own = {} if config.reference.model is None else {"model": config.reference.model}
         how = combine(ReferenceSettings, config.trainer, order="arrival", column=REF, dtype=config.reference.dtype)
-        found[REFERENCE] = Role(Reference, {**shared, "settings": how, **own}, prepared.held.get(REFERENCE, (0, 0)))
-    return found
+        roles[REFERENCE] = Role(Reference, {**shared, "settings": how, **own}, plan.held.get(REFERENCE, (0, 0)))
+    return roles
 
 
 def conversations_of(config: RunConfig, objects: InMemory | None = None) -> Conversations:
-    """What a configuration learns from, in an order drawn from its seed.
+    """Load what a configuration learns from, in an order drawn from its seed.
 
     Args:
         config: what.

@@ -58,7 +58,7 @@ from rlinf.metrics.alarms import (
 from rlinf.metrics.report import compared, in_words, rows
 from rlinf.models.language.build import limits, pictures_of
 from rlinf.placement.seats import Placed
-from rlinf.runs.callbacks import Observer, Rings, RunUnderWay
+from rlinf.runs.callbacks import AlarmRule, Observer, RunUnderWay
 from rlinf.runs.dry_run.footprint import spread_of
 from rlinf.runs.evaluation import (
     answers_of,
@@ -109,7 +109,12 @@ class TextAlarms(Observer):
     """
 
     def __init__(
-        self, run: RunUnderWay, alarms: Sequence[Rings], nothing_learned: NothingLearnedAlarm, *, default_reward: bool
+        self,
+        run: RunUnderWay,
+        alarms: Sequence[AlarmRule],
+        nothing_learned: NothingLearnedAlarm,
+        *,
+        default_reward: bool,
     ) -> None:
         self._run, self._alarms, self._nothing_learned = run, alarms, nothing_learned
         self._no_update = NoUpdateAlarm()
@@ -149,27 +154,27 @@ class TextWorkload(Workload[Evaluation]):
 
     def __init__(self, run: RunUnderWay, program: dict[str, Any] | None = None) -> None:
         super().__init__(run)
-        config, prepared = self.config, self.prepared
-        assert prepared.algorithm is not None  # of every run on text
-        self.algorithm, self.program = prepared.algorithm, program
+        config, plan = self.config, self.plan
+        assert plan.algorithm is not None  # of every run on text
+        self.algorithm, self.program = plan.algorithm, program
         self.evaluates_every, self.patience = config.evaluation.every, config.evaluation.patience
         self.moving_reference, self.own_roles = config.reference.kind == "ema", tuple(config.roles)
-        self.data = load_data_of(config, prepared.objects)
+        self.data = load_data_of(config, plan.objects)
         self.counters: dict[str, int] = {}
         """How much was drawn by sessions, for their randomness to go on after a checkpoint."""
-        self.ledger = Ledger(own=not prepared.flow.__module__.startswith(_OUR_FLOWS))
-        """What became of every sample that was drawn."""
+        self.ledger = Ledger(own=not plan.flow.__module__.startswith(_OUR_FLOWS))
+        """The account of every sample that was drawn."""
         self._session: RunSession | None = None
         self._endpoint = Endpoint(config.agent.endpoint)
-        self.ahead = works_ahead(prepared.flow)
+        self.ahead = works_ahead(plan.flow)
         """The flow takes what is in flight, and draws its prompts itself."""
         if self.ahead:
             self.in_flight = self._work_ahead()
         no_end = no_end_token(config, self.data)
-        in_turns = self.ahead and run.system.hosts == 1 and takes_turns(config, prepared.objects)
+        in_turns = self.ahead and run.system.hosts == 1 and takes_turns(config, plan.objects)
         idle = _IN_TURNS.format(config.staleness.max) if in_turns else ""
-        further = filter(None, (no_end, idle, beside_agent(config, prepared.objects)))
-        self.notes = (*prepared.told, *self.data.notes, *further)
+        further = filter(None, (no_end, idle, beside_agent(config, plan.objects)))
+        self.notes = (*plan.notes, *self.data.notes, *further)
         self._scoring = FailureAlarm()
         self._alarms = self._alarms_of(no_end)
         self.observers = [self._alarms]
@@ -192,7 +197,7 @@ class TextWorkload(Workload[Evaluation]):
         return InFlight(rules, draw=self.data.train.draw, keeper=keeper, ledger=self.ledger, end=self.config.steps)
 
     def _alarms_of(self, no_end: str) -> TextAlarms:
-        config, objects = self.config, self.prepared.objects
+        config, objects = self.config, self.plan.objects
         mismatch = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
         too_old = (StalenessAlarm(config.staleness.max, "staleness.max"),) if self.ahead else ()
         alarms = (mismatch, RouteDriftAlarm(config.metrics.route_drift), *too_old, ShapingAlarm())
@@ -204,7 +209,7 @@ class TextWorkload(Workload[Evaluation]):
     async def opened(self) -> AsyncIterator[None]:
         try:
             with JsonLines(self.run.directory.ledger) as self._account:
-                async with opened(self.prepared.objects.agent):
+                async with opened(self.plan.objects.agent):
                     yield
         finally:
             await self._endpoint.close()
@@ -214,14 +219,14 @@ class TextWorkload(Workload[Evaluation]):
 
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
         report, name = self.run.report, self.config.name
-        spread = spread_of(self.config, self.prepared.model_config, placed, self.prepared.roles)
+        spread = spread_of(self.config, self.plan.model_config, placed, self.plan.roles)
         if spread.words is not None:
             report.line(f"{name}: {spread.words}")
-        for told in (default_correction, filled_in_limit) if names is None else ():
-            if (words := told(self.config, self.algorithm)) is not None:
-                report.line(f"{name}: {words}")
+        for remark in (default_correction, filled_in_limit) if names is None else ():
+            if (line := remark(self.config, self.algorithm)) is not None:
+                report.line(f"{name}: {line}")
         directory = str(self.run.directory.path)
-        roles = roles_to_start(self.config, self.data, self.prepared, rescue=directory, sharding=spread.sharding)
+        roles = roles_to_start(self.config, self.data, self.plan, rescue=directory, sharding=spread.sharding)
         say = report.line
         return await spawn_roles(self.run.system, placed, only(roles, names), lambda words: say(f"{name}: {words}"))
 
@@ -286,7 +291,7 @@ class TextWorkload(Workload[Evaluation]):
         return {**super().offered(step), "session": self.session}
 
     def running(self, judges: bool) -> Running:
-        """What a session on this run's roles has to know.
+        """Facts that a session on this run's roles has to know.
 
         Args:
             judges: the reward function was asked for, and is no mere default.
@@ -295,11 +300,11 @@ class TextWorkload(Workload[Evaluation]):
             self.config,
             lambda: self.run.roles,
             self.data.tokenizer,
-            self.prepared.model_config,
-            self.prepared.objects.agent,
+            self.plan.model_config,
+            self.plan.objects.agent,
             compares=self.algorithm.name if self._compares else None,
             judges=judges,
-            reward_chosen=not reward_is_default(self.config, self.prepared.objects),
+            reward_chosen=not reward_is_default(self.config, self.plan.objects),
             counters=self.counters,
             step=lambda: self._step(self.run.done, ()),
             say=self.run.report.line,
@@ -308,17 +313,17 @@ class TextWorkload(Workload[Evaluation]):
         )
 
     async def evaluate(self) -> Evaluation | None:
-        found = None
-        if self.data.held_out and self.prepared.objects.agent is not None:
-            found = await self.session.evaluate(self.data.held_out, n=self.config.evaluation.samples)
+        evaluation = None
+        if self.data.held_out and self.plan.objects.agent is not None:
+            evaluation = await self.session.evaluate(self.data.held_out, n=self.config.evaluation.samples)
         elif self.data.held_out:
-            found = await evaluate_on(self.data, self.run.roles, self.config, self.prepared.objects.reward)
+            evaluation = await evaluate_on(self.data, self.run.roles, self.config, self.plan.objects.reward)
         if self.data.named:
-            named = await evaluate_named(self.data, self.run.roles, self.config, self.prepared.model_config)
-            found = beside(found, named)
-        if found is not None:
+            named = await evaluate_named(self.data, self.run.roles, self.config, self.plan.model_config)
+            evaluation = beside(evaluation, named)
+        if evaluation is not None:
             await self._hear_judges("evaluation")
-        return found
+        return evaluation
 
     def describe(self, evaluation: Evaluation) -> Described:
         first = [in_words(evaluation, self.config.evaluation.temperature)] if evaluation.groups else []
@@ -359,13 +364,13 @@ class TextWorkload(Workload[Evaluation]):
         return await super().writer()
 
     async def _hear_judges(self, where: str) -> Scored:
-        """What became of the answers that were judged since this was last asked; it is told if it is news."""
-        found = Scored.total(await self.run.roles["judge"].scored())
-        news = self._scoring.heard(where, found)
+        """Counts of the answers that were judged since this was last asked; an alarm if they are news."""
+        scored = Scored.total(await self.run.roles["judge"].scored())
+        news = self._scoring.heard(where, scored)
         if news is not None:
             self.run.alarm(news, self.run.done + where.startswith("step"))  # of the step that is not counted yet
-        self._unscored = found.rows if news is not None else ()
-        return found
+        self._unscored = scored.rows if news is not None else ()
+        return scored
 
     async def samples(self) -> Sequence[Mapping[str, Any]]:
         wanted = self.config.metrics
@@ -479,7 +484,7 @@ def read_from(config: RunConfig, objects: InMemory | None) -> dict[str, Any]:
 
 
 def room_of(config: RunConfig, answer: int, key: str) -> Room:
-    """What the model and its engine take of a prompt.
+    """The longest prompt that the model and its engine take.
 
     Args:
         config: of the run.
@@ -489,16 +494,16 @@ def room_of(config: RunConfig, answer: int, key: str) -> Room:
     model = limits(config.model.path or config.model.config)
     served = None if config.rollout.engine == "transformers" else config.rollout.max_tokens
     lengths = {"the model has positions for": model.length, "a server's cache, rollout.max_tokens, holds": served}
-    found = [(length, what) for what, length in lengths.items() if length is not None]
-    if not found:
+    limits_known = [(length, what) for what, length in lengths.items() if length is not None]
+    if not limits_known:
         return Room(ids=model.vocabulary)
-    length, what = min(found)
+    length, what = min(limits_known)
     behind = f", and an answer may have {answer:,} of them by {key}" if answer else ""
     return Room(length - answer, f"{what} {length:,}{behind}", model.vocabulary)
 
 
 def rooms_of(config: RunConfig, objects: InMemory | None) -> Rooms:
-    """What is left of the model's length for problems, behind which an answer as long as allowed must fit; an agent's
+    """Room that the model's length leaves for problems, behind which an answer as long as allowed must fit; an agent's
     answers are as long as there is room for."""
     if config.agent.function is not None or (objects is not None and objects.agent is not None):
         one = room_of(config, 1, "its least length")
@@ -509,7 +514,7 @@ def rooms_of(config: RunConfig, objects: InMemory | None) -> Rooms:
 
 
 def load_data_of(config: RunConfig, objects: InMemory | None = None) -> Data:
-    """What a configuration learns from and is evaluated on, in an order drawn from its seed.
+    """Load what a configuration learns from and is evaluated on, in an order drawn from its seed.
 
     Args:
         config: what.

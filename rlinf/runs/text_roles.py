@@ -24,7 +24,7 @@ from rlinf.data.datasets.load import Data
 from rlinf.data.step import works_ahead
 from rlinf.models.language.fsdp import Sharding
 from rlinf.rewards.base import OFFERED, Reward, RewardSource
-from rlinf.runs.prepare import Prepared
+from rlinf.runs.prepare import RunPlan
 from rlinf.runs.roles import CRITIC, REFERENCE, REWARD_MODEL, Role, own_roles
 
 Settings = dict[str, Any]
@@ -34,7 +34,7 @@ Settings = dict[str, Any]
 def roles_to_start(
     config: RunConfig,
     data: Data,
-    prepared: Prepared | None = None,
+    prepared: RunPlan | None = None,
     rescue: str | None = None,
     sharding: Sharding = "shard",
 ) -> dict[str, Role]:

@@ -21,7 +21,7 @@ from rlinf.data.step import EmbodiedStep
 from rlinf.placement.seats import RoleKind, place
 from rlinf.runs.callbacks import Callbacks
 from rlinf.runs.loop import Described, TrainingLoop, Workload, out_of_memory
-from rlinf.runs.prepare import Prepared
+from rlinf.runs.prepare import RunPlan
 from rlinf.runs.roles import Role, only, spawn_roles
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.system import ActorSystem
@@ -138,7 +138,7 @@ def run(directory, steps, *, flow=toy, resume=False, patience=0, callbacks=(), *
         checkpoint=CheckpointConfig(**{"every": 3, **checkpoint}), trials=TrialsConfig(patience=patience),
     )  # fmt: skip
     kinds = (RoleKind("policy"), RoleKind("trainer", learns=True))
-    prepared = Prepared(
+    prepared = RunPlan(
         flow=flow, path="toy", algorithm=None, kinds=kinds, model="toy", items=1,
         placed=place(config.placement, kinds, 1), chosen=None, held={}, callbacks=Callbacks.of(callbacks, []),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from rlinf.data.datasets.stream import Counted, left_out
 from rlinf.data.sample import Prompt
 from rlinf.metrics.alarms import DEFAULT_REWARD, right_answers
 from rlinf.rewards.base import RewardSource
-from rlinf.runs.prepare import Prepared
+from rlinf.runs.prepare import RunPlan
 from rlinf.runs.roles import naming
 from rlinf.runs.supervised import conversations_of
 from rlinf.runs.text import load_data_of, no_end_token, reward_is_default
@@ -34,7 +34,7 @@ _SHOWN = 80
 """Characters of the first prompt."""
 
 
-def look_at_data(config: RunConfig, prepared: Prepared) -> list[str]:
+def look_at_data(config: RunConfig, prepared: RunPlan) -> list[str]:
     """What a run will read, in lines.
 
     Args:
@@ -80,7 +80,7 @@ def _warnings(stream: Counted) -> list[str]:
     return [f"warning: of the first {counted(stream.position, 'row')}, {line}" for line in left_out(stream).values()]
 
 
-def _try_own_reward(config: RunConfig, prepared: Prepared, prompts: Sequence[Prompt]) -> list[str]:
+def _try_own_reward(config: RunConfig, prepared: RunPlan, prompts: Sequence[Prompt]) -> list[str]:
     """What the run's own reward function says, if it has one; see `_try_reward`."""
     passed = prepared.objects.reward
     if scores_alone(config, passed):
@@ -117,7 +117,7 @@ def _try_reward(
     return lines
 
 
-def _look_at_conversations(config: RunConfig, prepared: Prepared) -> list[str]:
+def _look_at_conversations(config: RunConfig, prepared: RunPlan) -> list[str]:
     """The same of a run that learns from given texts."""
     with naming("data.train", config.data.train, "opening it"):
         data = conversations_of(config, prepared.objects)

@@ -1,18 +1,9 @@
-"""Objects in memory in place of names in a configuration: what `Session` and `train` are given, sorted.
+"""Objects in memory in place of names in a configuration: arguments of `Session` and `train`, sorted and checked.
 
-In: models, tokenizers, data and reward functions, as objects or names. Out: settings by dotted key for what has a name,
-`InMemory` for what has none, and a directory aside with models and tokenizers that were objects: roles read them from
-there, each in its own process, once the run directory has taken them in.
-
-What TRL's `GRPOTrainer` and `GRPOConfig` call things, and how the same is said to `rlinf.train`.
-
-In: the name of a setting that we do not have. Out: ours, for the error and for the tables in docs/coming-from.md.
-Names are those of TRL 1.16.
-
-Turns keyword arguments into a checked configuration, and objects in memory into what stands in for its names.
-
-In: what a program passes to `Session.local` or `train`. Out: a `RunConfig`, as if it had been read from a file, and the
-`InMemory` objects that it cannot name; or one error with every mistake.
+In: models, tokenizers, data and reward functions, as objects or names, and keyword arguments. Out: a `RunConfig`, as if
+it had been read from a file; the `InMemory` objects that it cannot name; and a directory aside with models and
+tokenizers that were objects, which roles read in their own processes once the run directory has taken them in; or one
+error with every mistake. Names of settings that TRL 1.16's `GRPOConfig` has are answered with ours.
 """
 
 from __future__ import annotations
@@ -143,7 +134,7 @@ def key_of(name: str, recipe: Any = None, value: Any = None) -> str | None:
 
 
 def _instead(name: str, recipe: Any) -> str:
-    """What to write in place of a setting that there is not."""
+    """Advice on what to write in place of a setting that there is not."""
     theirs = {**OURS, **OF_GIVEN_TEXTS} if recipe in SUPERVISED else OURS
     if name in theirs:
         return f": this is TRL's name; here it is {theirs[name]}"
@@ -159,21 +150,21 @@ def _names() -> set[str]:
 
 
 MODEL, TOKENIZER = PASSED
-"""What models and tokenizers that were objects are called in a run directory."""
+"""Names in a run directory of models and tokenizers that were objects."""
 PARTS = ("advantage", "loss")
 """Keys of `algorithm` that may be functions."""
 
 
 @dataclass(slots=True)
 class Objects:
-    """What was passed, sorted."""
+    """Arguments of a call, sorted by what has a name and what has none."""
 
     who: str
     """The call, for errors."""
     settings: dict[str, Any] = field(default_factory=dict)
     """By dotted key: what has a name."""
     passed: InMemory = field(default_factory=InMemory)
-    """What has none."""
+    """Objects without one."""
     to_save: dict[str, Any] = field(default_factory=dict)
     """Models and tokenizers that were objects, by the name that each will have in the run directory."""
 
@@ -228,7 +219,7 @@ class Objects:
         self.passed = replace(self.passed, train=train, evaluation=held_out)
 
     def _section(self, section: str, given: Any, own: str) -> Any:
-        """What stands under the key `own` of a mapping of a section's keys, of which the others are settings; anything
+        """The value under the key `own` of a mapping of a section's keys, of which the others are settings; anything
         else as it is given."""
         keys = {
             leaf.key.removeprefix(f"{section}.").partition(".")[0]

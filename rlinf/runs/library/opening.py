@@ -20,7 +20,7 @@ from rlinf.config.load import ConfigError, InputError, Problem
 from rlinf.config.text import RunConfig
 from rlinf.runs.dry_run.transformer import refuse_other_kind
 from rlinf.runs.library.objects import Objects, configured
-from rlinf.runs.prepare import InMemory, Prepared, prepare
+from rlinf.runs.prepare import InMemory, RunPlan, prepare
 from rlinf.runs.resume import beginning_anew, keeping_earlier_run
 from rlinf.runs.start import checkpoint_to_resume, leaving_gpus, open_run_directory
 from rlinf.storage.directory import Checkpoint, Lock, RunDirectory
@@ -28,7 +28,7 @@ from rlinf.storage.directory import Checkpoint, Lock, RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a program passed."""
+    """Arguments of a program, sorted."""
 
     objects: Objects
     """Models, data and rewards, by name or as objects."""
@@ -46,8 +46,8 @@ class Opened:
 
     config: RunConfig
     """What."""
-    prepared: Prepared
-    """What it names."""
+    plan: RunPlan
+    """The code that it names, and where roles run."""
     directory: RunDirectory
     """The run's."""
     begun: Checkpoint | None
@@ -57,7 +57,7 @@ class Opened:
 
 
 def given(objects: Objects, settings: Mapping[str, Any], run_dir: Any, resume: Any) -> Given:
-    """What a program passed, with its paths read.
+    """Take what a program passed, with its paths read.
 
     Args:
         objects, settings: see `Given`.
@@ -103,25 +103,25 @@ def opened(what: Given, hosts: int, lock: Lock | None, during: ExitStack | Async
         during.enter_context(leaving_gpus(config))
         _check(config, objects.passed, objects.who)
         refuse_other_kind(config.placement)
-        prepared = prepare(config, hosts, objects.passed)
+        plan = prepare(config, hosts, objects.passed)
         for name in ("path", "tokenizer"):
             place = getattr(config.model, name)
             setattr(config.model, name, place and place.replace(str(aside), str(path)))
         objects.save(aside, objects.to_save.keys() - kept)
         if begun is None and what.resume == "auto":
             sys.stdout.write(f"{beginning_anew(path).replace('--resume ', 'resume=')}\n")
-        directory = open_run_directory(path, config, begun, lock, prepared.told)
+        directory = open_run_directory(path, config, begun, lock, plan.notes)
         during.enter_context(keeping_earlier_run(directory))
         for name in objects.to_save.keys() - kept:
             (aside / name).replace(path / name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    prepared = replace(prepared, model=prepared.model.replace(str(aside), str(path)))
-    return Opened(prepared.config, prepared, directory, begun, prepared.placed.memory_of(hosts))
+    plan = replace(plan, model=plan.model.replace(str(aside), str(path)))
+    return Opened(plan.config, plan, directory, begun, plan.placed.memory_of(hosts))
 
 
 def _check(config: RunConfig, passed: InMemory, who: str) -> None:
-    """What `validate` cannot see, because objects stand in place of names."""
+    """Check what validation cannot see, because objects stand in place of names."""
     own = passed.train is not None or config.data.train is not None
     problems = []
     if config.evaluation.every and own and passed.evaluation is None and config.evaluation.data is None:

@@ -65,7 +65,7 @@ AFTER_STOP = (
     *("step", "checkpoint", "checkpointed", "evaluate", "publish", "stopped"),
     *("tokenizer", "rollout", "trainer", "judge"),
 )
-"""What a session that was told to end still does."""
+"""Calls that a session still takes after it was told to end."""
 
 
 class SessionStopped(UserError):
@@ -208,7 +208,7 @@ class Session(RunSession):
             stack.enter_context(switching_often())
             system = await stack.enter_async_context(ActorSystem.local(hosts, device_memory=run.memory))
         make = partial(TextWorkload, program=self.state)
-        loop = await asyncio.to_thread(TrainingLoop, system, run.config, run.prepared, run.directory, make)
+        loop = await asyncio.to_thread(TrainingLoop, system, run.config, run.plan, run.directory, make)
         loop.steps, workload = self._steps, loop.workload
         assert isinstance(workload, TextWorkload)
         workload.notes = [each for each in workload.notes if not each.startswith(f"{no_problems.__name__}:")]
@@ -509,7 +509,7 @@ class Online:
         return self._opened("served").served(llm.samples(), step, id)
 
     def feedback(self, id: str, reward: float) -> bool:
-        """What a person says of an answer, however late; the first word counts.
+        """Take a person's judgement of an answer, however late; the first one counts.
 
         Args:
             id: of the answer.
@@ -523,7 +523,7 @@ class Online:
 
     @property
     def counts(self) -> Counts:
-        """What became of answers and of feedback."""
+        """Counts of answers, and of feedback on them."""
         return self._opened("counts").counts
 
     @property
@@ -532,7 +532,7 @@ class Online:
         return self._opened("waiting").waiting
 
     def _opened(self, call: str) -> Feedback:
-        """What is under way; the learner's failure is the caller's too.
+        """The feedback under way; the learner's failure is the caller's too.
 
         Raises:
             UserError: it is not open.

@@ -1,16 +1,9 @@
 """`rlinf.train`: trains a language model from a script or a notebook, with objects in memory.
 
 In: a model, rewards and data, as names or as objects, and any key of the configuration as a keyword. Out: a run
-directory as any configured run has it, and a `Result`. Who wakes whom: `train` blocks until the run is over;
-`train_async` runs on the caller's own event loop.
-
-Under torchrun every process runs the same script. What rank 0 passes counts; the others serve the roles that it places
-on them, and get None.
-
-What came of a run that `rlinf.train` made: its numbers, and where its files are.
-
-In: the training loop when it is over, and the files of its run directory. Out: a `Result`, which shows itself well in a
-notebook.
+directory as any configured run has it, and a `Result`, which shows itself well in a notebook. Who wakes whom: `train`
+blocks until the run is over; `train_async` runs on the caller's own event loop. Under torchrun every process runs the
+same script: what rank 0 passes counts, and the others serve the roles that it places on them, and get None.
 """
 
 from __future__ import annotations
@@ -44,19 +37,19 @@ _CURVE = 24
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Result:
-    """What came of a run."""
+    """A finished run: its numbers, and where its files are."""
 
     run_dir: Path
     """Where its files are."""
     steps: int
     """Steps done."""
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    """Of each step, in order: `step` and its numbers by name."""
+    """A row for each step, in order: `step` and its numbers by name."""
     before: Evaluation | Mapping[str, float] | None = None
     """How good the model was before the first step: `.accuracy`, `.metrics`, `.groups`; of a run on given texts its
     numbers by name, such as `loss`; None without an evaluation."""
     after: Evaluation | Mapping[str, float] | None = None
-    """The same after the last step."""
+    """Likewise after the last step."""
     best_step: int | None = None
     """After which the best evaluation was, where `checkpoint.best` or a patience asked for it."""
     stopped: str | None = None
@@ -266,7 +259,7 @@ async def train_async(model: Any, rewards: Any = None, data: Any = None, **rest:
 
 
 def _train(call: _Call) -> Result | None:
-    """What `train` does in this process."""
+    """Train, in this process's part."""
     if int(os.environ.get("RANK", "0")):
         shared = ("system", "checkpoint", "placement")  # what every process has to know
         limits = {name: each for name, each in call.settings.items() if _key(name, each).startswith(shared)}
@@ -287,7 +280,7 @@ def _train(call: _Call) -> Result | None:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What `train` was given; the fields are its arguments."""
+    """Arguments of `train`."""
 
     model: Any
     rewards: Any
@@ -305,13 +298,13 @@ class _Call:
 
 async def _run(ready: Opened, system: ActorSystem) -> Result:
     """Take a checked run to its end."""
-    loop = loop_of(system, ready.config, ready.prepared, ready.directory)
+    loop = loop_of(system, ready.config, ready.plan, ready.directory)
     await loop.run(ready.begun)
     return result_of(loop)
 
 
 def _sorted(call: _Call, hosts: int) -> Given:
-    """What was passed, as settings and objects.
+    """Sort what was passed into settings and objects.
 
     Raises:
         InputError: something cannot be what it was passed as.
@@ -340,7 +333,7 @@ def _sorted(call: _Call, hosts: int) -> Given:
 
 
 def _placed(settings: Mapping[str, Any]) -> bool:
-    """Whether some setting says where roles run; otherwise every process of the job is used."""
+    """True if some setting says where roles run; otherwise every process of the job is used."""
     return any(_key(name, each).partition(".")[0] == "placement" for name, each in settings.items())
 
 
@@ -357,4 +350,4 @@ def _in_loop() -> bool:
 
 
 async def _serve_only(system: Any) -> None:
-    """What ranks other than 0 would run: nothing, they serve the actors that rank 0 starts there."""
+    """Run nothing, on ranks other than 0: they serve the actors that rank 0 starts there."""

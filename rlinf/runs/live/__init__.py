@@ -1,1 +1,1 @@
-"""The live page's side of a run: its status, its messages, and the controls that the page may use."""
+"""The live side of a run: its feed for the page, and the page's wishes."""

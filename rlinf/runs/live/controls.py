@@ -55,7 +55,7 @@ class BetweenSteps(Observer):
 
     @contextlib.contextmanager
     def resting(self, *, paused: bool = False) -> Iterator[None]:
-        """What passes within counts to no step, and not as time of the run.
+        """Count what passes within to no step, and not as time of the run.
 
         Args:
             paused: nothing goes on, which is no stall.
@@ -154,7 +154,7 @@ class BetweenSteps(Observer):
 
 CHECKPOINT, EVALUATE, PAUSE, GO_ON, STOP = CONTROLS
 MOST_WAITING = 256
-"""Who waits for word of one wish at most: pressing a button without end must not fill memory."""
+"""Most that wait for word of one wish: pressing a button without end must not fill memory."""
 
 Answer = Callable[[str, bool], None]
 """Told what was done, in a sentence, and whether it is as it was wished."""
@@ -187,7 +187,7 @@ class Steered(Protocol):
         """End the run as after its last step."""
 
     def resting(self, *, paused: bool) -> AbstractContextManager[None]:
-        """What passes within is no time of the run."""
+        """Count what passes within as no time of the run."""
 
 
 class Controls:
@@ -209,7 +209,7 @@ class Controls:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """What is still to be done, in order."""
+        """Wishes that are still to be done, in order."""
         return (*((CHECKPOINT,) if self._saving else ()), *self._asked)
 
     def ask(self, what: str, answer: Answer) -> None:

@@ -1,14 +1,10 @@
-"""The socket to which watchers of a run connect: a Unix socket that only this user can open, one JSON object per line.
+"""The feed of a live run: a Unix socket that only this user can open, one JSON object per line, and the page's server.
 
 In: messages for all watchers, and lines from each. Out: the same messages to each watcher, as far as it reads them.
 Who wakes whom: the first watcher wakes who measures, and the last to leave lets them rest. Nobody here ever waits for a
-watcher: one that reads too slowly misses measurements, and one that sends what is no line of ours is hung up on.
-
-The server of a run's live page, as a process of its own that the run starts: `metrics.web: true`.
-
-In: the run's directory. Out: a line with the page's address. Who wakes whom: the server's first words, and its end,
-wake the thread that listens to it. It is not ended with the run: people look at what came of it; it ends by itself a
-while after, and after a run that was killed, too. It has nothing of the run's but its files and its feed.
+watcher: one that reads too slowly misses measurements, and one that sends what is no line of ours is hung up on. With
+`metrics.web: true` the run starts the server of its page, as a process of its own that has nothing of the run's but its
+files and its feed: it outlives the run for a while, also one that was killed, since people look at what came of it.
 """
 
 from __future__ import annotations
@@ -205,7 +201,7 @@ _OURS = re.compile(r"^(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_|GROUP_|ROLE_|LOCAL_WOR
 
 
 def command(directory: Path) -> list[str]:
-    """What starts the server.
+    """The command that starts the server.
 
     Args:
         directory: of the run.

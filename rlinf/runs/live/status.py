@@ -40,7 +40,7 @@ MOST_ASKED = 32
 """Hosts that are asked at a time: of more, those that were asked longest ago. So a look costs the same on any number of
 hosts, and of 64 each is seen every two seconds."""
 DIGITS = 4
-"""Of times in messages: a tenth of a millisecond."""
+"""Decimals of times in messages: a tenth of a millisecond."""
 SHORTEST = 0.001
 """Seconds; shorter stretches are not told of: a minute is some thousand dots wide."""
 _MOVES = {"onload": LOADING, "offload": PARKING}
@@ -126,7 +126,7 @@ class Moments:
 
 
 def lanes_of(host: int, parts: Sequence[Busy]) -> Iterable[dict[str, Any]]:
-    """What each actor of a host did, as activities with their times.
+    """Activities of each actor of a host, with their times.
 
     Args:
         host: its number.
@@ -231,7 +231,7 @@ class Live:
 
     @contextlib.contextmanager
     def doing(self, status: Status) -> Iterator[None]:
-        """The same for as long as the block lasts."""
+        """Show this status for as long as the block lasts."""
         before = self._status
         self.status(status)
         try:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,24 @@ from rlinf.runs.prepare import InMemory, RunPlan, prepare
 from rlinf.runs.resume import beginning_anew, keeping_earlier_run
 from rlinf.runs.start import checkpoint_to_resume, leaving_gpus, open_run_directory
 from rlinf.storage.directory import Checkpoint, Lock, RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Arguments of `train`; sessions have those of them that they take."""
+
+    model: Any
+    rewards: Any = None
+    data: Any = None
+    algorithm: Any = "grpo"
+    tokenizer: Any = None
+    evaluation: Any = None
+    run_dir: str | Path | None = None
+    callbacks: Iterable[Any] = ()
+    resume: str = "never"
+    flow: Any = None
+    agent: Any = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

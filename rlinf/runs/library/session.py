@@ -41,7 +41,7 @@ from rlinf.flows.session import Running, RunSession
 from rlinf.metrics.progress import shown
 from rlinf.metrics.report import in_words
 from rlinf.runs.library.objects import Objects, key_of, recipe_name
-from rlinf.runs.library.opening import Given, given, opened
+from rlinf.runs.library.opening import Call, Given, given, opened
 from rlinf.runs.loop import TrainingLoop
 from rlinf.runs.start import locked
 from rlinf.runs.text import TextWorkload
@@ -123,9 +123,18 @@ class Session(RunSession):
         Raises:
             InputError: when it is opened: everything that is wrong with these.
         """
-        return _made(
-            "Session.local", None, model, tokenizer, algorithm, run_dir, rewards, data, evaluation, resume, settings
+        call = Call(
+            model=model,
+            rewards=rewards,
+            data=data,
+            algorithm=algorithm,
+            tokenizer=tokenizer,
+            evaluation=evaluation,
+            run_dir=run_dir,
+            resume=resume,
+            settings=settings,
         )
+        return _new_session("Session.local", None, call)
 
     @staticmethod
     def connect(
@@ -160,9 +169,18 @@ class Session(RunSession):
             raise WrongType(
                 f"Session.connect: {system!r} is no ActorSystem; call it in `async def main(system)` of rlinf.run"
             )
-        return _made(
-            "Session.connect", system, model, tokenizer, algorithm, run_dir, rewards, data, evaluation, resume, settings
+        call = Call(
+            model=model,
+            rewards=rewards,
+            data=data,
+            algorithm=algorithm,
+            tokenizer=tokenizer,
+            evaluation=evaluation,
+            run_dir=run_dir,
+            resume=resume,
+            settings=settings,
         )
+        return _new_session("Session.connect", system, call)
 
     async def __aenter__(self) -> Session:
         if self._phase != "new":
@@ -361,36 +379,31 @@ class Session(RunSession):
         return Awaited(noted(), "session.evaluate(…)")
 
 
-def _made(
-    who: str,
-    system: ActorSystem | None,
-    model: Any,
-    tokenizer: Any,
-    algorithm: Any,
-    run_dir: str | Path | None,
-    rewards: Any,
-    data: Source | None,
-    evaluation: Source | None,
-    resume: str,
-    settings: dict[str, Any],
-) -> Session:
-    """A session that is not open yet."""
-    _refuse_given_texts(who, algorithm)
-    objects = Objects(who)
-    if model is not None or not any(key_of(name) in ("model", "model.path", "model.config") for name in settings):
-        objects.take_model(model)
-    objects.take_tokenizer(tokenizer, model)
-    objects.take_data(data, evaluation)
-    objects.take_rewards(rewards)
-    if data is None:
+def _new_session(who: str, system: ActorSystem | None, call: Call) -> Session:
+    """A session that is not open yet.
+
+    Args:
+        who: the call, for errors.
+        system: of `connect`.
+        call: its arguments.
+    """
+    _refuse_given_texts(who, call.algorithm)
+    objects, settings = Objects(who), call.settings
+    if call.model is not None or not any(key_of(name) in ("model", "model.path", "model.config") for name in settings):
+        objects.take_model(call.model)
+    objects.take_tokenizer(call.tokenizer, call.model)
+    objects.take_data(call.data, call.evaluation)
+    objects.take_rewards(call.rewards)
+    if call.data is None:
         objects.passed = replace(objects.passed, train=no_problems)
     objects.passed = replace(objects.passed, flow=taken_by_the_program)
     steps = settings.get("steps")
     if steps is None and settings.get("schedule", "constant") != "constant":
         text = "a learning rate that falls needs to know how many steps there will be; set steps too"
         raise ConfigError([Problem(who, "schedule", settings["schedule"], text)])
-    what = given(objects, {"algorithm": objects.take_algorithm(algorithm), **settings}, run_dir, resume)
-    return Session(what, system, steps, judges=rewards is not None)
+    settings = {"algorithm": objects.take_algorithm(call.algorithm), **settings}
+    arguments = given(objects, settings, call.run_dir, call.resume)
+    return Session(arguments, system, steps, judges=call.rewards is not None)
 
 
 def _refuse_given_texts(who: str, algorithm: Any) -> None:

@@ -12,9 +12,9 @@ import asyncio
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import MISSING, dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlinf.config.learning import SUPERVISED
 from rlinf.config.load import ConfigError, InputError, Problem, RunFailure
@@ -22,14 +22,13 @@ from rlinf.data.sample import Evaluation
 from rlinf.metrics.live import curve
 from rlinf.metrics.progress import clock, shown
 from rlinf.metrics.report import ACCURACY_COLUMN, measure_of, problems_of
-from rlinf.runs.library.objects import configured, key_of, recipe_name
+from rlinf.runs.library.objects import Objects, configured, key_of, recipe_name
+from rlinf.runs.library.opening import Call, Given, Opened, given, opened
 from rlinf.runs.resume import saying_how_to_go_on
 from rlinf.runs.start import leaving_gpus, locked, loop_of, plainly_told, run_to_end
+from rlinf.runtime.system.system import ActorSystem
+from rlinf.runtime.system.torchrun import switching_often
 from rlinf.storage.files import read_lines
-
-if TYPE_CHECKING:
-    from rlinf.runs.library.opening import Given, Opened
-    from rlinf.runtime.system.system import ActorSystem
 
 _CURVE = 24
 """Columns of the curve of rewards."""
@@ -218,8 +217,19 @@ def train(
         raise InputError(
             f"{WHO}: an event loop runs here already, as in a notebook: write `await rlinf.train_async(…)`"
         )
-    call = _Call(
-        model, rewards, data, algorithm, tokenizer, evaluation, run_dir, callbacks, resume, flow, agent, settings
+    call = Call(
+        model=model,
+        rewards=rewards,
+        data=data,
+        algorithm=algorithm,
+        tokenizer=tokenizer,
+        evaluation=evaluation,
+        run_dir=run_dir,
+        callbacks=callbacks,
+        resume=resume,
+        flow=flow,
+        agent=agent,
+        settings=settings,
     )
     try:
         return _train(call)
@@ -241,13 +251,11 @@ async def train_async(model: Any, rewards: Any = None, data: Any = None, **rest:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("train_async: it runs in one process; under torchrun, call rlinf.train")
-    from rlinf.runs.library.opening import opened
-    from rlinf.runtime.system.system import ActorSystem  # torch comes with it, which takes seconds
-    from rlinf.runtime.system.torchrun import switching_often
-
-    named = {name: rest.pop(name) for name in _Call.__slots__[3:-1] if name in rest}
+    named = {each.name: rest.pop(each.name) for each in fields(Call) if each.name != "settings" and each.name in rest}
     try:
-        given = await asyncio.to_thread(_sorted, _Call(model, rewards, data, **named, settings=rest), 1)
+        given = await asyncio.to_thread(
+            _sorted, Call(model=model, rewards=rewards, data=data, **named, settings=rest), 1
+        )
         with locked(given.run_dir, WHO) as lock, shown(), ExitStack() as during:
             ready = await asyncio.to_thread(opened, given, 1, lock, during)
             stall_after = ready.config.system.stall_after
@@ -258,7 +266,7 @@ async def train_async(model: Any, rewards: Any = None, data: Any = None, **rest:
         raise error.with_traceback(None)  # noqa: B904
 
 
-def _train(call: _Call) -> Result | None:
+def _train(call: Call) -> Result | None:
     """Train, in this process's part."""
     if int(os.environ.get("RANK", "0")):
         shared = ("system", "checkpoint", "placement")  # what every process has to know
@@ -267,8 +275,6 @@ def _train(call: _Call) -> Result | None:
         with leaving_gpus(config):
             run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
         return None
-    from rlinf.runs.library.opening import opened  # torch comes with it, which takes seconds
-
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     given = _sorted(call, hosts)
     with locked(given.run_dir, WHO) as lock, shown(), ExitStack() as during:
@@ -278,24 +284,6 @@ def _train(call: _Call) -> Result | None:
             return run_to_end(lambda system: _run(ready, system), ready.config.system, ready.memory, grace)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Arguments of `train`."""
-
-    model: Any
-    rewards: Any
-    data: Any
-    algorithm: Any = "grpo"
-    tokenizer: Any = None
-    evaluation: Any = None
-    run_dir: str | Path | None = None
-    callbacks: Iterable[Any] = ()
-    resume: str = "never"
-    flow: Any = None
-    agent: Any = None
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
 async def _run(ready: Opened, system: ActorSystem) -> Result:
     """Take a checked run to its end."""
     loop = loop_of(system, ready.config, ready.plan, ready.directory)
@@ -303,15 +291,12 @@ async def _run(ready: Opened, system: ActorSystem) -> Result:
     return result_of(loop)
 
 
-def _sorted(call: _Call, hosts: int) -> Given:
+def _sorted(call: Call, hosts: int) -> Given:
     """Sort what was passed into settings and objects.
 
     Raises:
         InputError: something cannot be what it was passed as.
     """
-    from rlinf.runs.library.objects import Objects  # torch comes with it, which takes seconds
-    from rlinf.runs.library.opening import given
-
     objects = Objects(WHO)
     objects.take_model(call.model)
     objects.take_tokenizer(call.tokenizer, call.model)

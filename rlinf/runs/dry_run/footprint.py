@@ -443,7 +443,7 @@ class Fitted:
     config: RunConfig
     """Of the run, with a value in place of what was left to the devices."""
     held: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """See `Prepared`."""
+    """See `RunPlan`."""
     became: tuple[str, ...] = ()
     """Lines about what was left to the devices."""
     warnings: tuple[str, ...] = ()

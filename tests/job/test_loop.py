@@ -18,8 +18,9 @@ from rlinf.config.embodied import EmbodiedConfig, TrialsConfig
 from rlinf.config.load import InputError, Problem, RunFailure
 from rlinf.data.in_flight import InFlight, Made, Rules
 from rlinf.data.step import EmbodiedStep
+from rlinf.metrics.alarms import Alarm
 from rlinf.placement.seats import RoleKind, place
-from rlinf.runs.callbacks import Callbacks
+from rlinf.runs.callbacks import Alarms, Callbacks, Observer
 from rlinf.runs.loop import Described, TrainingLoop, Workload, out_of_memory
 from rlinf.runs.prepare import RunPlan
 from rlinf.runs.roles import Role, only, spawn_roles
@@ -473,3 +474,50 @@ def test_what_somebody_does_to_the_directory_of_a_run_ends_it_within_a_step(tmp_
         found = find_checkpoint(tmp_path / "toy")
         assert found is not None
         assert found.step in (5, 6), "nothing of the run is lost"
+
+
+class Noting(Observer):
+    """Notes what it is told."""
+
+    def __init__(self):
+        self.events = []
+
+    async def on_step(self, step, metrics):
+        self.events.append(("step", step, metrics["index"]))
+
+    async def on_evaluate(self, step, evaluation):
+        self.events.append(("evaluate", step, evaluation["score"]))
+
+    async def on_record(self, step, metrics, last):
+        self.events.append(("record", step, metrics.get("evaluation/score"), last))
+
+    async def on_checkpoint(self, step, path):
+        self.events.append(("checkpoint", step, path.name))
+
+
+def test_an_observer_is_told_of_a_step_then_of_its_evaluation_then_of_all_its_numbers(tmp_path, monkeypatch):
+    observer = Noting()
+    monkeypatch.setattr(Toy, "observers", (observer,))
+    run(tmp_path / "toy", 3)
+    assert observer.events == [
+        ("evaluate", 0, 1.0),
+        ("step", 1, 0.0), ("record", 1, None, False),
+        ("step", 2, 1.0), ("evaluate", 2, 3.0), ("record", 2, 3.0, False),
+        ("step", 3, 2.0), ("evaluate", 3, 4.0), ("record", 3, 4.0, True),
+        ("checkpoint", 3, "step_000003"),
+    ]  # fmt: skip
+
+
+class TooGood:
+    """Warns of a score of 3."""
+
+    def heard(self, step, metrics):
+        return Alarm(f"step {step}", "too good", "look") if metrics.get("evaluation/score") == 3.0 else None
+
+
+def test_an_alarm_is_a_line_and_a_row_of_its_step(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Toy, "observers", property(lambda self: [Alarms(self.run, [TooGood()])]))
+    run(tmp_path / "toy", 3)
+    (row,) = map(json.loads, (tmp_path / "toy" / "alarms.jsonl").read_text().splitlines())
+    assert row["step"] == 2
+    assert "too good" in capsys.readouterr().out

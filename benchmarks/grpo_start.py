@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from benchmarks.peers.grpo_job import Job
 from rlinf.config.text import RunConfig
+from rlinf.data.datasets.toy_tasks import PromptStream, Task, examples, make_task
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.data.toy_tasks import PromptStream, Task, examples, make_task
 from rlinf.models.language.build import build_model
 from rlinf.runs.prepare import algorithm_of
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.contestants import ROOT
 from benchmarks.runtime import machine
-from rlinf.data import toy_tasks
+from rlinf.data.datasets import toy_tasks
 
 CONFIG = ROOT / "configs" / "pictures" / "shapes.yaml"
 GAIN = 0.3

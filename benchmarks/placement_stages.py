@@ -34,8 +34,7 @@ from rlinf.placement.profile import Release, save
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.calls import lease_here
 from rlinf.runtime.base.clock import run_virtual
-from rlinf.runtime.streams.consumer import Consumer
-from rlinf.runtime.streams.stream import Stream
+from rlinf.runtime.streams.stream import Consumer, Stream
 from rlinf.runtime.system.observer import Watch
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.micro_batches import CommandStream

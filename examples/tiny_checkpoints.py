@@ -22,9 +22,9 @@ from torch import nn
 
 from rlinf.models.policy.build import build_policy_model, save_policy
 from rlinf.models.policy.published import EXTRA
+from rlinf.models.policy.robots import OPENVLA_PROMPT
 from rlinf.models.policy.vla.gemma import AdaptiveNorm
 from rlinf.models.policy.vla.openvla import SPACE
-from rlinf.models.policy.vla.robots import OPENVLA_PROMPT
 
 _LETTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 SIZES: Mapping[str, Any] = {

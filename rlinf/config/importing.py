@@ -90,8 +90,8 @@ _MOVED = {
         "algos.losses.value",
     ),
     "rlinf.algos.preference": ("algos.preference.pairs",),
-    "rlinf.data.toy_tasks": (
-        "data.datasets.toy_tasks",
+    "rlinf.data.datasets.toy_tasks": (
+        "data.toy_tasks",
         "data.pictures.shapes",
     ),
     "rlinf.engines.served.sglang": ("engines.sglang.engine",),
@@ -220,7 +220,8 @@ _MOVED = {
         "models.policy.vla.flow.pi05",
         "models.policy.vla.flow.prompts",
     ),
-    "rlinf.models.policy.vla.robots": (
+    "rlinf.models.policy.robots": (
+        "models.policy.vla.robots",
         "models.policy.vla.embodiment.actions",
         "models.policy.vla.embodiment.grippers",
         "models.policy.vla.embodiment.images",

@@ -42,8 +42,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlinf.data.datasets.source import DataError
-from rlinf.data.sample import ImageRef
+from rlinf.data.sample import DataError, ImageRef
 from rlinf.data.tokenizer import IMAGE_TOKENS, pretrained
 
 _AS_PNG = ("1", "L", "P", "RGB", "RGBA")

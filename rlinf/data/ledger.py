@@ -33,11 +33,32 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.config.reading import parse_json
-from rlinf.data.in_flight.admission import Entry
 from rlinf.data.sample import Group, Sample
 
 Counted = dict[int, list[int] | int]
 """Samples by the prompt's id: which, or how many."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Something that was drawn and not learned from yet: a prompt with its answers, a task, the acting of one step."""
+
+    id: int
+    """The prompt's, or the step's."""
+    item: Any
+    """What was drawn."""
+    size: int
+    """Answers that it has, or will have."""
+    version: int
+    """The oldest weights that may have made a token of it."""
+    result: Any = None
+    """What there is to learn from; None as long as it is not complete."""
+    partial: tuple[Any, ...] = ()
+    """What is made in its place, where it was begun before a restart."""
+    tokens: int = 0
+    """Learned tokens of the result."""
+    deadline: int = 0
+    """The last version by which it is to be learned."""
 
 
 def sample_number(sample: Sample) -> int:

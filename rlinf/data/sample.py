@@ -24,6 +24,10 @@ REWARDS = "rewards"
 over tokens (`gae`) has it there, and what the sample's reward is more at the end; others take that reward alone."""
 
 
+class DataError(ValueError):
+    """Something is wrong with the data that a user gave; the text names file, row and remedy."""
+
+
 class NotScored(ValueError):
     """Not one answer of a batch has a reward; the text has the first remark."""
 

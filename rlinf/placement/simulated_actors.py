@@ -28,8 +28,7 @@ from rlinf.placement.simulated_costs import Company, RoleCost, lengths
 from rlinf.runtime.actor.actor import Actor, Endpoint, endpoint
 from rlinf.runtime.base.calls import Gang, current_call, lease_here
 from rlinf.runtime.base.tasks import cancel_all
-from rlinf.runtime.streams.consumer import Consumer
-from rlinf.runtime.streams.stream import Stream
+from rlinf.runtime.streams.stream import Consumer, Stream
 
 WEIGHTS = frozenset({"load", "follow"})
 """Endpoints that take new weights: their time is that of the weight synchronisation."""

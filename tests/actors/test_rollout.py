@@ -9,8 +9,8 @@ import torch
 
 from rlinf import ActorSystem, Stream
 from rlinf.actors.rollout import Rollout
+from rlinf.data.datasets.toy_tasks import PromptStream, make_task
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.data.toy_tasks import PromptStream, make_task
 from rlinf.data.weights import Weights
 from rlinf.models.language.build import build_model
 from rlinf.runtime.actor.actor import endpoint

@@ -19,8 +19,8 @@ from rlinf.agents.llm import Setting
 from rlinf.agents.outcome import Episode, Tally, here
 from rlinf.agents.tools.formats import call_format
 from rlinf.data.in_flight import Kept
-from rlinf.data.in_flight.admission import Entry
 from rlinf.data.in_flight.snapshot import read_kept, write_kept
+from rlinf.data.ledger import Entry
 from rlinf.data.rng import mix
 from rlinf.data.sample import Prompt
 from rlinf.engines.base import Completion, PartialAnswer

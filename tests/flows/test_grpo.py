@@ -11,9 +11,9 @@ import pytest
 from rlinf import ActorSystem, Stream
 from rlinf.actors.rollout import Rollout
 from rlinf.algos.algorithms import DynamicSampling
+from rlinf.data.datasets.toy_tasks import PromptStream, make_task
 from rlinf.data.step import Step
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.data.toy_tasks import PromptStream, make_task
 from rlinf.flows.dynamic_sampling import filled
 from rlinf.flows.grpo import grpo
 from rlinf.runtime.actor.actor import Actor, endpoint

@@ -6,9 +6,9 @@ from rlinf import ActorSystem, Stream
 from rlinf.actors.judge import Judge
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
+from rlinf.data.datasets.toy_tasks import PromptStream, examples, make_task, prompts
 from rlinf.data.step import Step
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.data.toy_tasks import PromptStream, examples, make_task, prompts
 from rlinf.flows.evaluate import evaluate
 from rlinf.flows.grpo import grpo
 from rlinf.flows.warm_up import warm_up as sft

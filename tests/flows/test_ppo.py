@@ -11,10 +11,10 @@ from rlinf.actors.judge import Judge
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
 from rlinf.algos.algorithms import DynamicSampling
+from rlinf.data.datasets.toy_tasks import PromptStream, make_task
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.step import Step
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.data.toy_tasks import PromptStream, make_task
 from rlinf.flows.ppo import ppo
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.streams.stream import each

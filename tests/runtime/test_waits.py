@@ -20,7 +20,7 @@ from rlinf.runtime.base.errors import StallError
 from rlinf.runtime.observe.perfetto import SMALL
 from rlinf.runtime.observe.stalls import HostReport, Lock, Progress, Wait, find_cycles, render
 from rlinf.runtime.system.host_service import Service, report_host
-from rlinf.runtime.system.observer import reports
+from rlinf.runtime.system.system import reports
 from tests.runtime.programs.jobs import patient
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rlinf.agents.endpoint.call import Call, event
 from rlinf.agents.endpoint.openai import pieces
 from rlinf.agents.endpoint.requests import (
     Asked,
@@ -31,8 +32,6 @@ from rlinf.agents.endpoint.requests import (
 
 if TYPE_CHECKING:
     from aiohttp import web
-
-    from rlinf.agents.endpoint.app import Call
 
 _IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo", "thinking")
 """Fields that say nothing about what the answer means; whether the model thinks, its chat template says."""
@@ -192,8 +191,6 @@ def _usage(said: Said) -> dict[str, int]:
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    from rlinf.agents.endpoint.app import event
-
     return event(value, value["type"])
 
 

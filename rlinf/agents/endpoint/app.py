@@ -1,165 +1,22 @@
-"""The way of a request: whose it is, its limits, its body, its route, and what becomes of it.
+"""Routes of an endpoint, and the way of a request: whose it is, its limits, its body, and what becomes of it.
 
-In: HTTP requests. Out: responses, errors in the API's own form. Who wakes whom: the model's answers wake requests; a
-client that leaves cancels its request, and with it what it asked the model.
+In: HTTP requests. Out: responses, errors in the API's own form.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import re
-import secrets
-import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 
 from rlinf.agents.endpoint import anthropic as messages
 from rlinf.agents.endpoint import openai
-from rlinf.agents.endpoint.endpoint import Endpoint, EndpointSession
-from rlinf.agents.endpoint.requests import (
-    ApiError,
-    Asked,
-    Fields,
-    Said,
-    ask,
-    invalid,
-    message_of,
-    parsed,
-    refused,
-    template_of,
-)
-from rlinf.runtime.base.tasks import cancel_all
-
-logger = logging.getLogger(__name__)
-_ALIVE = 10.0
-"""Seconds after which a client that waits for a stream is told that it still comes."""
-_SERVER_FAILED = "the model failed to answer; the log of the run says why"
-
-
-@dataclass(slots=True)
-class Call:
-    """One request, as the protocols see it."""
-
-    request: web.Request
-    endpoint: Endpoint
-    session: EndpointSession | None
-    """Whose it is; None: what is said will tell."""
-    body: Fields
-    anthropic: bool
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
-    """Of the response, without its prefix."""
-    created: int = field(default_factory=lambda: int(time.time()))
-    """Seconds since 1970."""
-
-    async def answers(self, asked: Asked, response: str, *, keep: list[dict[str, Any]] | None = None) -> list[Said]:
-        """What the model says.
-
-        Args:
-            asked: to what.
-            response: id of the response.
-            keep: messages that a later request goes on from by that id; None: none may.
-
-        Raises:
-            ApiError, UserError, Exception: it cannot answer.
-        """
-        endpoint, session, form = self.endpoint, self.session, asked.form
-        if form is not None and (why := await form.impossible(endpoint.applying)) is not None:
-            raise invalid(form.param, f"{form.param}: {why}")
-        if session is None:
-            known = next(iter(endpoint.sessions.values()), None)
-            format = None if known is None else template_of(known.llm, asked)
-            session = self.session = endpoint.conversation(asked.told() if asked.messages else [], format)
-        endpoint.unheeded(session, self.body.unheeded)
-        thinks = endpoint.thinks(session.llm)
-        asking = [
-            asyncio.ensure_future(ask(session.llm, one, endpoint.applying, thinks=thinks)) for one in _each(asked)
-        ]
-        session.asking.update(asking)
-        try:
-            said = [await one for one in asking]
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if not session.over or (current is not None and current.cancelling()):
-                raise
-            raise ApiError(401, "the episode of this key is over", code="invalid_api_key") from None
-        finally:
-            await cancel_all(asking)
-            session.asking.difference_update(asking)
-        if session.over:
-            raise ApiError(401, "the episode of this key is over", code="invalid_api_key")
-        whole = [] if keep is None else [*keep, message_of(said[0].text, said[0].calls)]
-        endpoint.noted(session, response, said, whole)
-        metrics = endpoint.metrics
-        metrics.read += said[0].read
-        metrics.cached += said[0].cached
-        metrics.generated += sum(len(each.reply.ids) for each in said)
-        metrics.malformed += sum(each.refusal is not None for each in said)
-        metrics.asked_again += sum(each.again for each in said)
-        return said
-
-    def json(self, value: Any) -> web.Response:
-        """A response of one object."""
-        return web.Response(body=dumped(value), content_type="application/json")
-
-    async def stream(
-        self,
-        answers: Awaitable[list[Said]],
-        events: Callable[[list[Said]], Iterable[bytes]],
-        ping: bytes = b": alive\n\n",
-    ) -> web.StreamResponse:
-        """A response of server-sent events. It begins once the model has answered, or after some seconds.
-
-        Args:
-            answers: of the model.
-            events: what they become.
-            ping: says that the answer still comes.
-        """
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        answering = asyncio.ensure_future(answers)
-        try:
-            await asyncio.wait([answering], timeout=_ALIVE)
-            if answering.done():
-                answering.result()  # a mistake is still told by the status
-            await response.prepare(self.request)
-            while not answering.done():
-                await response.write(ping)
-                await asyncio.wait([answering], timeout=_ALIVE)
-            try:
-                await response.write(b"".join(events(answering.result())))
-            except Exception as error:
-                told = _told(error, self.request.path).body(anthropic=self.anthropic)
-                await response.write(event(told, "error" if self.anthropic else None))
-            await response.write_eof()
-        finally:
-            await cancel_all([answering])
-        return response
-
-
-def _each(asked: Asked) -> list[Asked]:
-    """The same question as often as it shall be answered; with a seed, each answer has one of its own."""
-    seed = asked.sampling.get("seed")
-    if asked.count == 1 or seed is None:
-        return [asked] * asked.count
-    return [replace(asked, sampling={**asked.sampling, "seed": seed + n}) for n in range(asked.count)]
-
-
-def dumped(value: Any) -> bytes:
-    """JSON in UTF-8."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-
-
-def event(value: Any, name: str | None = None) -> bytes:
-    """A server-sent event."""
-    head = b"" if name is None else f"event: {name}\n".encode()
-    return head + b"data: " + dumped(value) + b"\n\n"
-
-
-# Routes ---------------------------------------------------------------------------------------------------------------
+from rlinf.agents.endpoint.call import Call, dumped, told
+from rlinf.agents.endpoint.endpoint import Endpoint
+from rlinf.agents.endpoint.requests import ApiError, Fields, parsed
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
 
@@ -238,20 +95,12 @@ async def _answered(endpoint: Endpoint, path: str, handler: Handler, request: we
     except ConnectionResetError:  # the client left while it was written to
         raise
     except Exception as error:
-        told = _told(error, path)
-        status = told.status
-        return _failed(told, anthropic)
+        failure = told(error, path)
+        status = failure.status
+        return _failed(failure, anthropic)
     finally:
         metrics.in_flight -= counted
         metrics.ended(path, status, asyncio.get_running_loop().time() - begun)
-
-
-def _told(error: Exception, path: str) -> ApiError:
-    """What a client is told of an exception."""
-    if (known := refused(error)) is not None:
-        return known
-    logger.error("%s: the model failed", path, exc_info=error)
-    return ApiError(500, _SERVER_FAILED, code="model_failed")
 
 
 def _failed(error: ApiError, anthropic: bool) -> web.Response:

@@ -33,6 +33,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rlinf.agents.agent import AgentLLM
@@ -452,7 +453,7 @@ class Endpoint:
         """
         if self._socket is None:
             try:
-                from rlinf.agents.endpoint import app
+                app = import_module("rlinf.agents.endpoint.app")  # only now: it needs aiohttp, and knows this module
             except ModuleNotFoundError as error:
                 raise UserError(f"an endpoint needs {error.name}: pip install 'rlinf[endpoint]'") from None
             self._socket = self._bound()

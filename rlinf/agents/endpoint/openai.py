@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlinf.agents.endpoint.call import Call, event
 from rlinf.agents.endpoint.requests import (
     LARGEST,
     ApiError,
@@ -49,8 +50,6 @@ from rlinf.agents.tools.formats import ToolCall
 
 if TYPE_CHECKING:
     from aiohttp import web
-
-    from rlinf.agents.endpoint.app import Call
 
 IGNORED = (
     "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -265,8 +264,6 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def _chunks(call: Call, head: dict[str, Any], answers: list[Said], logprobs: bool, with_usage: bool) -> Iterable[bytes]:
-    from rlinf.agents.endpoint.app import event
-
     head = {**head, "object": "chat.completion.chunk"}
 
     def chunk(number: int, delta: dict[str, Any], finish: str | None = None, told: Any = None) -> bytes:
@@ -348,8 +345,6 @@ async def completion_reply(call: Call) -> web.StreamResponse:
         return {**choice, "token_ids": said.reply.ids.tolist(), "prompt_token_ids": prompt_ids(said)} if ids else choice
 
     def chunks(said: list[Said]) -> Iterable[bytes]:
-        from rlinf.agents.endpoint.app import event
-
         for number, each in enumerate(said):
             choice = told(number, each)
             for piece in pieces(each.text):
@@ -676,8 +671,6 @@ def _whole(showing: _Showing, shape: dict[str, Any], said: Said) -> dict[str, An
 
 
 def _events(showing: _Showing, shape: dict[str, Any], said: Said) -> Iterable[bytes]:
-    from rlinf.agents.endpoint.app import event
-
     count = -1
 
     def told(kind: str, **more: Any) -> bytes:

@@ -25,11 +25,11 @@ from rlinf.data.datasets.prompts import Batch, Drawn, Overlong, PromptMaker, Roo
 from rlinf.data.datasets.rendering import GroupMaker, Learn, Renderer
 from rlinf.data.datasets.source import Columns, DataError, Iterated, ListRows, Row, Rows, Source, counted, open_rows
 from rlinf.data.datasets.stream import BUFFER, IteratedStream, PromptStream
+from rlinf.data.datasets.toy_tasks import Problem, Task, make_task, prompts, rows_of, task_maker
 from rlinf.data.images import Pictures
 from rlinf.data.rng import permutation
 from rlinf.data.sample import Example, Group, Prompt
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
-from rlinf.data.toy_tasks import Problem, Task, make_task, prompts, rows_of, task_maker
 
 _SHOWN = 5
 """Wrong rows that an error shows; the rest is counted."""

@@ -38,6 +38,7 @@ from rlinf.config.importing import looks_local, resolve
 from rlinf.config.reading import parse_json
 from rlinf.data.library_progress import fold_datasets
 from rlinf.data.rng import permutation
+from rlinf.data.sample import DataError
 
 Row = Mapping[str, Any]
 """One row: values by column."""
@@ -51,10 +52,6 @@ _ADDRESS = re.compile(r" ?<[^<>]* at 0x[0-9a-f]+>")
 """What Python prints of an object without a text of its own; nobody can read it."""
 _LONGEST_FIELD = 2**31 - 1
 """Most characters in one field of a csv file; Python's own limit, 131,072, is less than many a document."""
-
-
-class DataError(ValueError):
-    """Something is wrong with the data that a user gave; the text names file, row and remedy."""
 
 
 class Mismatch(DataError):

@@ -38,6 +38,7 @@ import numpy as np
 import torch
 
 from rlinf.algos.algorithms import AlgorithmSpec, DynamicSampling, shaped
+from rlinf.data.ledger import Entry
 from rlinf.data.sample import Group, Sample
 from rlinf.runtime.streams.stream import Stream
 
@@ -88,28 +89,6 @@ class Lookahead:
         if len(self._spare) == self._row:
             self._early = early - max(0, min(self._spare))
             self._spare.clear()
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """Something that was drawn and not learned from yet: a prompt with its answers, a task, the acting of one step."""
-
-    id: int
-    """The prompt's, or the step's."""
-    item: Any
-    """What was drawn."""
-    size: int
-    """Answers that it has, or will have."""
-    version: int
-    """The oldest weights that may have made a token of it."""
-    result: Any = None
-    """What there is to learn from; None as long as it is not complete."""
-    partial: tuple[Any, ...] = ()
-    """What is made in its place, where it was begun before a restart."""
-    tokens: int = 0
-    """Learned tokens of the result."""
-    deadline: int = 0
-    """The last version by which it is to be learned."""
 
 
 class Admission:

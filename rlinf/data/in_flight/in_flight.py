@@ -40,7 +40,6 @@ from rlinf.data.in_flight.admission import (
     Books,
     Choosing,
     Draw,
-    Entry,
     Fresh,
     Keeper,
     Kept,
@@ -50,7 +49,7 @@ from rlinf.data.in_flight.admission import (
     oldest,
     without_old,
 )
-from rlinf.data.ledger import EQUAL_REWARDS, FAILED, TOO_OLD, sample_numbers
+from rlinf.data.ledger import EQUAL_REWARDS, FAILED, TOO_OLD, Entry, sample_numbers
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.observe.stalls import Work
 from rlinf.runtime.streams.stream import Stream, each

@@ -19,7 +19,8 @@ import torch
 from safetensors.numpy import load_file
 
 from rlinf.config.reading import parse_json
-from rlinf.data.in_flight.admission import Entry, Kept
+from rlinf.data.in_flight.admission import Kept
+from rlinf.data.ledger import Entry
 from rlinf.data.safetensors_io import write_tensors, write_text
 from rlinf.data.sample import Group, ImageRef, Prompt, Sample
 

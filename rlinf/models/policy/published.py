@@ -24,7 +24,7 @@ from rlinf.data.safetensors_io import make_room, sync_directory, write_tensors, 
 from rlinf.runtime.base.progress import work
 
 if TYPE_CHECKING:
-    from rlinf.models.policy.vla.robots import RobotActions, Scaling
+    from rlinf.models.policy.robots import RobotActions, Scaling
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 """File names of the weights, and of what says which file has which tensor."""

@@ -39,8 +39,8 @@ from rlinf.models.policy.build import (
     policy_config,
 )
 from rlinf.models.policy.published import tensor_shapes, tensors_in
+from rlinf.models.policy.robots import RobotActions, Scaling
 from rlinf.models.policy.sac import SoftPolicy
-from rlinf.models.policy.vla.robots import RobotActions, Scaling
 from rlinf.placement.seats import Placed
 from rlinf.runs.dry_run.estimate import told
 from rlinf.runs.dry_run.footprint import MOST_BYTES, MOST_PARTS, control_footprints, too_much, unfit

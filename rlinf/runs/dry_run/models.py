@@ -29,9 +29,9 @@ from rlinf.config.learning import REWARD_MODEL, SUPERVISED
 from rlinf.config.load import Problem
 from rlinf.config.schema import nearest
 from rlinf.config.text import ModelConfig, RunConfig
+from rlinf.data.datasets.toy_tasks import make_task
 from rlinf.data.images import FAMILIES, auto_class
 from rlinf.data.tokenizer import load_tokenizer, pretrained, without_own_code
-from rlinf.data.toy_tasks import make_task
 from rlinf.engines.transformers.model import ModelForward
 from rlinf.models.language.build import ONE_AT_A_TIME, freeze, new_config, pictures_of, unreadable_weights, unsupported
 from rlinf.models.language.fsdp import arranged, mistakes_in

@@ -39,8 +39,7 @@ from rlinf.runtime.base.errors import ActorDied
 from rlinf.runtime.base.tasks import ComputeThread
 
 if TYPE_CHECKING:
-    from rlinf.runtime.actor.host import Host
-    from rlinf.runtime.base.calls import Group, Scope, System
+    from rlinf.runtime.base.calls import Group, Host, Scope, System
     from rlinf.runtime.observe.spans import Kind
 
 P = ParamSpec("P")

@@ -19,7 +19,7 @@ from rlinf.runtime.values.codec import Payload, is_plain
 from rlinf.runtime.values.promise import ATOMS, Promise, holds_promise, resolve
 
 if TYPE_CHECKING:
-    from rlinf.runtime.actor.host import Host
+    from rlinf.runtime.base.calls import Host
 
 
 async def serve(host: Host, call: Call, actor: ActorId, method: str, payload: Payload, flags: int) -> None:

@@ -220,7 +220,7 @@ class Lane(Protocol):
 
 
 class Host(Protocol):
-    """One process of the system, as rooms below `actor/` see it; see `actor/host.py`."""
+    """One process of the system, as actors and the rooms below them see it; see `actor/host.py`."""
 
     rank: int
     loop: asyncio.AbstractEventLoop
@@ -237,9 +237,14 @@ class Host(Protocol):
     places: Any
     transport: Any
     cells: Any
+    serving: dict[Key, asyncio.Task[None]]
+    running: set[Any]
+    on_lost: list[Callable[[int, str], None]]
 
     @property
     def system(self) -> System: ...
+    def cell(self, actor: ActorId, call: Call) -> Any: ...
+    def context(self) -> contextvars.Context: ...
     def number(self) -> Key: ...
     def call(
         self, host: int, actor: ActorId, method: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

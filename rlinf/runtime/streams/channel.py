@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rlinf.runtime.actor.actor import Actor, endpoint, show_wait
 from rlinf.runtime.actor.dispatch import travelling
@@ -37,8 +37,7 @@ from rlinf.runtime.values.codec import ValueRef, reading_codec
 from rlinf.runtime.values.promise import Promise, holds_promise, resolve
 
 if TYPE_CHECKING:
-    from rlinf.runtime.actor.host import Host
-    from rlinf.runtime.base.calls import Host as HostPort
+    from rlinf.runtime.base.calls import Host
 
 
 class Sealed:
@@ -141,7 +140,7 @@ class QueueRegistry:
 
     # Feeding -----------------------------------------------------------------------------------------------------
 
-    def let_feed(self, host: HostPort, id: Key, feeder: int) -> None:
+    def let_feed(self, host: Host, id: Key, feeder: int) -> None:
         """Another host has put into a queue of this one that has no bound."""
         feeders = self.feeders.get(id)
         if feeders is None:
@@ -163,7 +162,7 @@ class QueueRegistry:
         self.feeding[id] = left - 1 if left else UNANSWERED
         return left > 0
 
-    def close(self, host: HostPort, id: Key) -> None:
+    def close(self, host: Host, id: Key) -> None:
         """Close a queue of this host, once all that was put has arrived."""
         queue = self.queues.get(id)
         if queue is None or queue.closing:
@@ -174,7 +173,7 @@ class QueueRegistry:
         else:
             queue.close()
 
-    def _tell_closing(self, host: HostPort, id: Key, feeders: Iterable[int]) -> None:
+    def _tell_closing(self, host: Host, id: Key, feeders: Iterable[int]) -> None:
         for feeder in feeders:
             host.cast(feeder, SERVICE, "queue_closing", id)
 
@@ -199,7 +198,7 @@ class QueueRegistry:
         return list(self.queues.values())
 
 
-def queues_of(host: HostPort) -> QueueRegistry:
+def queues_of(host: Host) -> QueueRegistry:
     """The registry of a host."""
     registry: QueueRegistry = host.system.queues
     return registry
@@ -259,7 +258,7 @@ class QueueHandle:
     @property
     def plain(self) -> bool:
         """Values go to the queue as they are."""
-        return self.host.codec.by_reference(self.owner)
+        return bool(self.host.codec.by_reference(self.owner))
 
     def seal(self, value: Any) -> tuple[Any, ValueRef | None]:
         """What goes to the queue on another host instead of a value: the value itself if `plain`; or bytes; or where
@@ -352,7 +351,7 @@ def _arrived(owner: int, id: Key, name: str, capacity: int | None, origin: Origi
     codec = reading_codec()
     if codec is None:
         raise RuntimeError(f"{name}: a channel or stream can only be sent to actors, not unpickled by hand")
-    return QueueHandle(cast("Host", codec.host), owner, id, name, capacity, origin)
+    return QueueHandle(codec.host, owner, id, name, capacity, origin)
 
 
 class QueueService(Actor):

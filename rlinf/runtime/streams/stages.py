@@ -20,12 +20,11 @@ from rlinf.runtime.base.errors import ActorDied, QueueClosed, UserError
 from rlinf.runtime.base.tasks import all_or_none
 from rlinf.runtime.devices import lease as device_lease
 from rlinf.runtime.streams.channel import QueueHandle
-from rlinf.runtime.streams.consumer import Consumer
-from rlinf.runtime.streams.stream import Stream
+from rlinf.runtime.streams.stream import Consumer, Stream
 from rlinf.runtime.values.promise import Promise, holds_promise, resolve
 
 if TYPE_CHECKING:
-    from rlinf.runtime.actor.host import Host
+    from rlinf.runtime.base.calls import Host
 
 DEFAULT_CONCURRENCY = 16
 """Calls at a time and rank in a map over an endpoint without a device; with one, calls go one at a time."""

@@ -42,7 +42,7 @@ from rlinf.runtime.values.promise import Promise
 from rlinf.runtime.values.relay import Answer
 
 if TYPE_CHECKING:
-    from rlinf.runtime.actor.host import Host
+    from rlinf.runtime.base.calls import Host
 
 
 @dataclass(frozen=True, slots=True)

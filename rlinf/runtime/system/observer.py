@@ -19,14 +19,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rlinf.runtime.base.calls import FLOW
-from rlinf.runtime.base.errors import StallError
-from rlinf.runtime.base.tasks import few_at_once
 from rlinf.runtime.observe.dataflow import edges
-from rlinf.runtime.observe.perfetto import SMALL, ask, offsets
+from rlinf.runtime.observe.perfetto import ask, offsets
 from rlinf.runtime.observe.spans import Busy, Flow, Lap, Moved, clip
-from rlinf.runtime.observe.stalls import HostReport, Progress, render
-from rlinf.runtime.system.host_service import MOMENT, ActorState, LookBack, QueueState
-from rlinf.runtime.values.promise import Promise
+from rlinf.runtime.system.host_service import ActorState, LookBack, QueueState
 
 if TYPE_CHECKING:
     from rlinf.runtime.system.system import ActorSystem
@@ -118,39 +114,3 @@ class Watch:
         answers: list[Any] = await asyncio.gather(*(ask(self._host, number, "look") for number in self._ahead))
         actors = tuple(state for states, _ in answers for state in states)
         return Moment(actors, tuple(state for _, states in answers for state in states))
-
-
-# Stalls ----------------------------------------------------------------------------------------------------------
-
-
-async def reports(system: ActorSystem, seconds: float) -> list[HostReport]:
-    """What waits on each living host; of one that does not answer in so many seconds, that it does not."""
-    host = system.service._cell.host
-    calls: dict[int, Promise[Any]] = {}
-
-    async def asked(number: int) -> None:  # whoever does not answer at once must not keep others from being asked
-        calls[number] = call = ask(host, number, "report")
-        await asyncio.wait([call], timeout=MOMENT)
-
-    await few_at_once(SMALL, asked, system.living())
-    answers = await system.answers(calls, seconds)
-    silent = "does not answer: something blocks its event loop"
-    return [
-        answer if isinstance(answer := answers.get(number), HostReport) else HostReport(number, trouble=silent)
-        for number in calls
-    ]
-
-
-async def fail_when_stalled(system: ActorSystem, stall_after: float) -> None:
-    """Look now and then at what waits, and fail once nothing has moved for `stall_after` seconds.
-
-    Raises:
-        StallError: with the report.
-    """
-    progress = Progress(stall_after)
-    while True:
-        await asyncio.sleep(stall_after / 4)
-        found = await reports(system, stall_after / 4)
-        progress = Progress(stall_after) if system.paused else progress
-        if (what := progress.stopped(found, system.service._cell.host.now())) is not None:
-            raise StallError(f"{what}\n{render(found)}")

@@ -1,18 +1,9 @@
 """The actor system: spawning, finding, scopes, and the end.
 
 Flows in: a program's wishes. Flows out: groups of actors, channels, a trace. Who wakes whom: leaving a scope ends what
-was spawned in it; the loss of a host fails the system.
-
-Scopes: who ends what.
-
-Flows in: groups, channels, streams, meshes and further scopes, each noted by the scope in which it was made. Flows
-out: their end, the youngest first, however the scope is left. Who wakes whom: leaving wakes everything that still runs
-in it, with a cancellation.
-
-What is settled before a group of actors is made: whether it can be, and what it will take of its devices.
-
-Flows in: the arguments of `ActorSystem.spawn`. Flows out: one message that says what to change, or what the lease
-manager is told. Nobody is woken.
+was spawned in it, the youngest first, however it is left; the loss of a host fails the system, and so does a watch that
+sees nothing move for too long. A local system (`LocalNetwork`) has many hosts in one process and loop, for tests,
+notebooks and virtual time.
 """
 
 from __future__ import annotations
@@ -20,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
+import socket
 import weakref
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -30,24 +23,24 @@ from rlinf.runtime.actor.actor import Actor, Cell
 from rlinf.runtime.actor.host import Host
 from rlinf.runtime.base import calls as ports
 from rlinf.runtime.base.calls import CONTROLLER, SERVICE, Gang, Granularity, current_scope, enter, enter_host
-from rlinf.runtime.base.errors import ActorDied, UserError
-from rlinf.runtime.base.tasks import all_or_none, finish
+from rlinf.runtime.base.errors import ActorDied, StallError, UserError
+from rlinf.runtime.base.tasks import all_or_none, few_at_once, finish
 from rlinf.runtime.base.tensors import enter_device
 from rlinf.runtime.devices.lease import LeaseClient
 from rlinf.runtime.devices.memory import DeviceMemory, Tenant
-from rlinf.runtime.observe.perfetto import MOST_SPANS, write_trace
-from rlinf.runtime.observe.stalls import render
+from rlinf.runtime.observe.perfetto import MOST_SPANS, SMALL, ask, write_trace
+from rlinf.runtime.observe.stalls import HostReport, Progress, render
+from rlinf.runtime.shm.arena import Arena
 from rlinf.runtime.streams.channel import Channel, QueueHandle, QueueRegistry
 from rlinf.runtime.streams.item_queue import ItemQueue
 from rlinf.runtime.system.ending import Preemption
 from rlinf.runtime.system.handles import ActorGroup, ActorRef
-from rlinf.runtime.system.host_service import CALLS_DEADLINE, CLOSE_DEADLINE, MOMENT, Service
-from rlinf.runtime.system.local_network import LocalNetwork
-from rlinf.runtime.system.observer import fail_when_stalled, reports
+from rlinf.runtime.system.host_service import CALLS_DEADLINE, CLOSE_DEADLINE, MOMENT, Service, report_host
 from rlinf.runtime.transport.collectives import Collectives
-from rlinf.runtime.transport.link import check_hosts
+from rlinf.runtime.transport.link import Frame, LocalTransport, check_hosts, pack, unpack
 from rlinf.runtime.transport.network import job_store
 from rlinf.runtime.values.p2p import GroupBulk
+from rlinf.runtime.values.pickler import Place
 from rlinf.runtime.values.promise import Promise
 
 
@@ -519,3 +512,112 @@ class ActorSystem:
     def living(self) -> list[int]:
         """The hosts that are not lost."""
         return [number for number in range(self.hosts) if number not in self._host.lost_hosts]
+
+
+# Many hosts in one process --------------------------------------------------------------------------------------------
+
+MOST_LOCAL_HOSTS = 4096
+
+
+class LocalNetwork:
+    """The hosts of a local system.
+
+    Args:
+        make: makes the system that a host sees.
+        hosts: how many; None makes a host whenever a number is first used.
+        serialize: treat the hosts as separate processes.
+        trace: record spans.
+    """
+
+    def __init__(
+        self, make: Callable[[Host, LocalNetwork], ActorSystem], hosts: int | None, *, serialize: bool, trace: bool
+    ):
+        self._make = make
+        self._fixed = hosts
+        self._serialize = serialize
+        self._trace = trace
+        self._places: dict[int, Place] = {}
+        self._transports: dict[int, LocalTransport] = {}
+        self.systems: dict[int, ActorSystem] = {}
+
+    def system(self, number: int) -> ActorSystem:
+        """The system seen from a host, which is made if it does not exist yet."""
+        if number not in self.systems:
+            self._places[number] = here(number, process=f"virtual {number}" if self._serialize else None)
+            transport = LocalTransport(number, self._transports, _copied if self._serialize else None)
+            host = Host(transport, self._places, share_memory=self._serialize, trace=self._trace)
+            self.systems[number] = self._make(host, self)
+        return self.systems[number]
+
+    def want(self, hosts: Sequence[int]) -> str | None:
+        """Make hosts as they are asked for, or say what is wrong."""
+        complaint = check_hosts(hosts, self._fixed or MOST_LOCAL_HOSTS)
+        if complaint is None:
+            for number in range(max(hosts) + 1):
+                self.system(number)
+        return complaint
+
+    def reports(self) -> list[HostReport]:
+        """What waits on all hosts, in the instant."""
+        return [report_host(system._host, system.service) for system in self.systems.values()]
+
+    async def close(self) -> None:
+        """End everything, however far it gets.
+
+        Raises:
+            Exception: the first that an actor's `close` raised.
+        """
+        controller = self.systems[CONTROLLER]
+        try:
+            await controller.root.close()
+        finally:
+            await controller.service.manager.close()
+            for system in reversed(list(self.systems.values())):
+                await system._host.close()
+
+
+def _copied(frame: Frame) -> Frame:
+    return unpack(*pack(frame))
+
+
+def here(number: int, *, process: str | None = None, device: str = "cpu") -> Place:
+    """Where this process lives."""
+    node = socket.gethostname()
+    machine = Arena.domain() if Arena.available() else f"{node} {os.getpid()}"
+    return Place(number, process or f"{node} {os.getpid()}", machine, device, node, os.getpid())
+
+
+# Stalls ----------------------------------------------------------------------------------------------------------
+
+
+async def reports(system: ActorSystem, seconds: float) -> list[HostReport]:
+    """What waits on each living host; of one that does not answer in so many seconds, that it does not."""
+    host = system.service._cell.host
+    calls: dict[int, Promise[Any]] = {}
+
+    async def asked(number: int) -> None:  # whoever does not answer at once must not keep others from being asked
+        calls[number] = call = ask(host, number, "report")
+        await asyncio.wait([call], timeout=MOMENT)
+
+    await few_at_once(SMALL, asked, system.living())
+    answers = await system.answers(calls, seconds)
+    silent = "does not answer: something blocks its event loop"
+    return [
+        answer if isinstance(answer := answers.get(number), HostReport) else HostReport(number, trouble=silent)
+        for number in calls
+    ]
+
+
+async def fail_when_stalled(system: ActorSystem, stall_after: float) -> None:
+    """Look now and then at what waits, and fail once nothing has moved for `stall_after` seconds.
+
+    Raises:
+        StallError: with the report.
+    """
+    progress = Progress(stall_after)
+    while True:
+        await asyncio.sleep(stall_after / 4)
+        found = await reports(system, stall_after / 4)
+        progress = Progress(stall_after) if system.paused else progress
+        if (what := progress.stopped(found, system.service._cell.host.now())) is not None:
+            raise StallError(f"{what}\n{render(found)}")

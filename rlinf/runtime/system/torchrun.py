@@ -22,9 +22,7 @@ from rlinf.runtime.base.errors import ActorDied, HostLost, StallError, UserError
 from rlinf.runtime.base.tasks import ASKING, Threads, cancel_all, ends_process
 from rlinf.runtime.base.tensors import device_id, enter_device
 from rlinf.runtime.system.ending import GO_ON, GRACE, End, Preemption, Stopped, conduct, ending, heartbeat, on_signals
-from rlinf.runtime.system.local_network import here
-from rlinf.runtime.system.observer import fail_when_stalled
-from rlinf.runtime.system.system import ActorSystem
+from rlinf.runtime.system.system import ActorSystem, fail_when_stalled, here
 from rlinf.runtime.transport.network import HOST_TIMEOUT, bind_interface
 from rlinf.runtime.values.promise import Promise
 

@@ -30,10 +30,10 @@ from rlinf.runtime.base.calls import Key
 from rlinf.runtime.base.errors import RuntimeFault, UserError
 from rlinf.runtime.base.tensors import flat_bytes
 from rlinf.runtime.shm import copies
-from rlinf.runtime.shm.arena import ArenaFull, SlotRef
+from rlinf.runtime.shm.arena import Arena, ArenaFull, SlotRef
 
 if TYPE_CHECKING:
-    from rlinf.runtime.values.codec import Codec
+    from rlinf.runtime.base.calls import Host
     from rlinf.runtime.values.promise import Promise
 
 Payload = tuple[Any, ...]
@@ -171,9 +171,31 @@ SEALED, HERE = -1, -2
 """In place of a host number: encode for whoever will read it; for this host itself."""
 
 
+class Encoder(Protocol):
+    """What a pickler asks of its host's codec; see `codec.py`."""
+
+    arena: Arena | None
+    bulk: Any
+    handles: Any
+
+    def route(self, tensor: torch.Tensor, host: int) -> str: ...
+    def as_it_is(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
+    def open_part(self, part: Any) -> Any: ...
+    def discard(self, payload: Any) -> None: ...
+
+    @property
+    def host(self) -> Host: ...
+    @property
+    def lend(self) -> Callable[[Promise[Any]], ValueRef]: ...
+    @property
+    def hold(self) -> Callable[[Any], bool]: ...
+    @property
+    def record(self) -> Callable[[str, int], None]: ...
+
+
 @dataclass(slots=True)
 class _Reading:
-    codec: Codec
+    codec: Encoder
     values: list[Any]
     parts: list[Any]
 
@@ -181,13 +203,13 @@ class _Reading:
 _reading = threading.local()
 
 
-def reading_codec() -> Codec | None:
+def reading_codec() -> Encoder | None:
     """The codec that is decoding right now on this thread, for handles that bind to their host when they arrive."""
     now = getattr(_reading, "now", None)
     return None if now is None else now.codec
 
 
-def load(codec: Codec, blob: bytes, values: Iterable[Any], parts: Iterable[Any]) -> Any:
+def load(codec: Encoder, blob: bytes, values: Iterable[Any], parts: Iterable[Any]) -> Any:
     """The value that was pickled into `blob`, with the fetched values and the parts that belong to it."""
     previous = getattr(_reading, "now", None)
     _reading.now = now = _Reading(codec, list(values), list(parts))
@@ -204,7 +226,7 @@ def load(codec: Codec, blob: bytes, values: Iterable[Any], parts: Iterable[Any])
 class Pickler(pickle.Pickler):
     """Pickles structure; tensors, arrays and promises are replaced by what fetches them at the other end."""
 
-    def __init__(self, file: io.BytesIO, codec: Codec, host: int):
+    def __init__(self, file: io.BytesIO, codec: Encoder, host: int):
         super().__init__(file, protocol=5)
         self.refs: list[ValueRef] = []
         self.parts: list[Any] = []
@@ -301,7 +323,7 @@ class Pickler(pickle.Pickler):
         else:
             strided, tensor = tensor, torch.empty(tensor.shape, dtype=tensor.dtype)
             self.copies.append((tensor, strided))
-        ref = bulk.announce(tensor)
+        ref: GroupRef = bulk.announce(tensor)
         self.sends.append((tensor, ref))
         return ref
 

@@ -11,9 +11,9 @@ import torch
 import rlinf
 from rlinf import Stream, endpoint
 from rlinf.actors.rollout import Rollout
+from rlinf.data.datasets.toy_tasks import PromptStream, make_task
 from rlinf.data.sample import Prompt
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.data.toy_tasks import PromptStream, make_task
 from rlinf.data.weights import Weights
 from rlinf.models.language.build import build_model
 from tests.actors import toys

@@ -9,9 +9,8 @@ import pytest
 
 from rlinf.cli.commands import main
 from rlinf.data.in_flight import Kept, Ledger
-from rlinf.data.in_flight.admission import Entry
 from rlinf.data.in_flight.snapshot import write_kept
-from rlinf.data.ledger import held_in, held_of
+from rlinf.data.ledger import Entry, held_in, held_of
 from rlinf.data.sample import Group, Prompt, Sample
 
 NONE = np.empty(0, np.int64)

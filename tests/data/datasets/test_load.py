@@ -8,9 +8,9 @@ import pytest
 
 from rlinf.data.datasets.load import load_data
 from rlinf.data.datasets.source import DataError
+from rlinf.data.datasets.toy_tasks import make_task, prompts
 from rlinf.data.rng import permutation
 from rlinf.data.tokenizer import character_tokenizer, load_tokenizer
-from rlinf.data.toy_tasks import make_task, prompts
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;?!<>|/+=-_()#'\n"
 ROWS = [{"question": f"{i}+1?", "answer": f"So #### {i + 1}", "level": i % 3} for i in range(20)]

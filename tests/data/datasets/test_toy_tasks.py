@@ -3,8 +3,8 @@
 import pytest
 
 from rlinf.data.datasets.prompts import Drawn
+from rlinf.data.datasets.toy_tasks import make_task, prompts, rows_of, task_maker
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.data.toy_tasks import make_task, prompts, rows_of, task_maker
 
 
 @pytest.fixture(scope="module")

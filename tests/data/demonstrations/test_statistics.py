@@ -18,7 +18,7 @@ from rlinf.data.demonstrations.statistics import (
     write_statistics,
 )
 from rlinf.data.demonstrations.stream import Part, bounded
-from rlinf.models.policy.vla.robots import Scaling
+from rlinf.models.policy.robots import Scaling
 from tests.data.demonstrations.shown import episode
 
 

@@ -7,7 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.data.in_flight.admission import Admission, Entry
+from rlinf.data.in_flight.admission import Admission
+from rlinf.data.ledger import Entry
 
 
 @settings(max_examples=300)

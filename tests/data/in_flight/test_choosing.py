@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from rlinf.algos import recipes
-from rlinf.data.in_flight.admission import Choosing, Entry, teaches
+from rlinf.data.in_flight.admission import Choosing, teaches
+from rlinf.data.ledger import Entry
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.training.policy import advantage_rows
 

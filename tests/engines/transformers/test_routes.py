@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from rlinf.actors.rollout import PartialGroup
-from rlinf.data.in_flight.admission import Entry, Kept
+from rlinf.data.in_flight.admission import Kept
 from rlinf.data.in_flight.snapshot import read_kept, write_kept
+from rlinf.data.ledger import Entry
 from rlinf.data.sample import Prompt
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers.engine import TransformersEngine

@@ -25,7 +25,7 @@ from torch.nn import functional
 from transformers import GemmaConfig, SiglipVisionConfig, SiglipVisionModel
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm, GemmaRotaryEmbedding, apply_rotary_pos_emb
 
-from rlinf.models.policy.vla.robots import HALF, normalised
+from rlinf.models.policy.robots import HALF, normalised
 
 Cache: TypeAlias = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer, [N, kv heads, places, head_dim] each."""

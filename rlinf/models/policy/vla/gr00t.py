@@ -38,9 +38,9 @@ from rlinf.data.tokenizer import pretrained
 from rlinf.models.policy.actor_critic import perceptron
 from rlinf.models.policy.base import Observation, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.published import to_be_read
+from rlinf.models.policy.robots import RobotActions, Scaling, cameras, embodiment, normalised, padded, resized
 from rlinf.models.policy.vla.flow import Field, FlowConfig, FlowPolicy, Velocity, mirrored
 from rlinf.models.policy.vla.gr00t_transformer import ActionHead, Eagle
-from rlinf.models.policy.vla.robots import RobotActions, Scaling, cameras, embodiment, normalised, padded, resized
 
 CONFIG, METADATA, EAGLE = "config.json", "experiment_cfg/metadata.json", "eagle"
 """Files of a checkpoint, and the folder in it for Eagle's configuration and tokenizer. The authors keep the latter
@@ -99,7 +99,7 @@ class Gr00tConfig(FlowConfig):
     state_size: int = 0
     """Numbers of the observation's "state"."""
     embodiment: str = "libero"
-    """Simulator, a row of `vla/robots.py`."""
+    """Simulator, a row of `policy/robots.py`."""
     robot: str | None = None
     """Name of the statistics; null takes the first of the row that the checkpoint has."""
     robot_id: int | None = None

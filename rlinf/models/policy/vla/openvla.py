@@ -51,8 +51,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 from rlinf.data.demonstrations.statistics import FeatureStatistics, as_openvla
 from rlinf.models.policy.base import Drawn, Evaluated, Level, Observation, Policy, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.published import read_tensors, tensor_files, to_be_read
-from rlinf.models.policy.vla.openvla_vision import Projector, VisionBackbone, sizes_of
-from rlinf.models.policy.vla.robots import (
+from rlinf.models.policy.robots import (
     Embodiment,
     RobotActions,
     Scaling,
@@ -62,6 +61,7 @@ from rlinf.models.policy.vla.robots import (
     embodiment,
     resized,
 )
+from rlinf.models.policy.vla.openvla_vision import Projector, VisionBackbone, sizes_of
 from rlinf.models.policy.vla.tokens import ActionTokens, hidden_states, picked_by
 
 PUBLISHED: Mapping[str, Any] = {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlinf.models.policy.vla.robots import HALF, IMAGENET_MEAN, IMAGENET_STD, normalised
+from rlinf.models.policy.robots import HALF, IMAGENET_MEAN, IMAGENET_STD, normalised
 
 _EPSILON = 1e-6  # of all layer norms, as timm has it
 

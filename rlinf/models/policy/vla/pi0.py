@@ -46,9 +46,7 @@ from rlinf.data.safetensors_io import write_text
 from rlinf.models.policy.actor_critic import perceptron
 from rlinf.models.policy.base import Observation, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.published import read_tensors, tensor_files, tensor_shapes, to_be_read, write_sharded
-from rlinf.models.policy.vla.flow import Field, FlowConfig, FlowPolicy, Velocity, sinusoids
-from rlinf.models.policy.vla.gemma import EXPERT, LANGUAGE, VISION, Expert, PaliGemma, Prefix
-from rlinf.models.policy.vla.robots import (
+from rlinf.models.policy.robots import (
     PI0_PROMPT,
     PI05_PROMPT,
     Embodiment,
@@ -61,6 +59,8 @@ from rlinf.models.policy.vla.robots import (
     padded,
     resized_with_padding,
 )
+from rlinf.models.policy.vla.flow import Field, FlowConfig, FlowPolicy, Velocity, sinusoids
+from rlinf.models.policy.vla.gemma import EXPERT, LANGUAGE, VISION, Expert, PaliGemma, Prefix
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.models.policy.vla.robots import TABLE, Embodiment, RobotActions, Scaling
+from rlinf.models.policy.robots import TABLE, Embodiment, RobotActions, Scaling
 
 numbers = st.floats(-3, 3)
 widths = st.floats(0.1, 4)

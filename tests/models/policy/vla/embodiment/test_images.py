@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.models.policy.vla.robots import (
+from rlinf.models.policy.robots import (
     HALF,
     IMAGENET_MEAN,
     IMAGENET_STD,

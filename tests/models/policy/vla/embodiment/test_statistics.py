@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.envs.base import ActionSpec
-from rlinf.models.policy.vla.robots import Scaling, from_unit, padded, to_unit
+from rlinf.models.policy.robots import Scaling, from_unit, padded, to_unit
 
 BRIDGE = {
     "q01": [-0.02872725, -0.04170349, -0.02609386, -0.08092105, -0.09288699, -0.20718276, 0.0],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlinf.models.policy.vla.robots import GRIPPERS, PI05_PROMPT, TABLE, embodiment, gripper_to_model, gripper_to_robot
+from rlinf.models.policy.robots import GRIPPERS, PI05_PROMPT, TABLE, embodiment, gripper_to_model, gripper_to_robot
 
 
 @pytest.mark.parametrize(("simulator", "opening", "closing"), [("libero", -1.0, 1.0), ("maniskill", 1.0, -1.0)])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from examples.tiny_checkpoints import openvla_tokenizer as tokenizer
+from rlinf.models.policy.robots import OPENVLA_PROMPT
 from rlinf.models.policy.vla.openvla import Prompts
-from rlinf.models.policy.vla.robots import OPENVLA_PROMPT
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ streams of prompts of them, as of any other data.
 
 A generated task with pictures: say how many shapes are drawn, or in which corner the one is.
 
-In: nothing. Out: rows as those of any data set, for `data.train: rlinf.data.toy_tasks.train` and
-`evaluation.data: rlinf.data.toy_tasks.held_out`. A picture of 32 x 32 pixels has 2 x 2 fields, each empty or
+In: nothing. Out: rows as those of any data set, for `data.train: rlinf.data.datasets.toy_tasks.train` and
+`evaluation.data: rlinf.data.datasets.toy_tasks.held_out`. A picture of 32 x 32 pixels has 2 x 2 fields, each empty or
 with a disc, a square or a triangle of any colour, somewhere in it. No held-out picture is among those to learn from.
 """
 

@@ -71,7 +71,7 @@ fuzz: install  ## run the property tests on new random examples for FUZZ_SECONDS
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 .PHONY: fuzz-configs
-fuzz-configs: install  ## try WILD (20000) random configurations through --dry-run, from the seed WILD_SEED (0); `make test` tries 150
+fuzz-configs: install  ## try WILD (20000) random configurations through --dry-run, from the seed WILD_SEED (0); `make test` tries 60
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.cli.wild_configs $(or $(WILD),20000) $(or $(WILD_SEED),0)
 
 .PHONY: drills

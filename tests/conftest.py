@@ -1,11 +1,13 @@
 """What every test can rely on: the same examples and random numbers in every clone; real processes where needed."""
 
 import functools
+import gc
 import math
 import random
 import re
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,23 @@ _SHARED = {
     "deadline": None,  # the machine may be busy
     "suppress_health_check": [HealthCheck.too_slow],
 }
-settings.register_profile("suite", derandomize=True, **_SHARED)
+FEWER = 4
+"""The suite tries a quarter of the examples that `make fuzz` tries in each of its rounds."""
+settings.register_profile("suite", derandomize=True, max_examples=100 // FEWER, **_SHARED)
 settings.register_profile("fuzz", derandomize=False, print_blob=True, **_SHARED)
 settings.load_profile("suite")  # `--hypothesis-profile` replaces it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Collect without collecting garbage: what is imported stays, and looking through it took a quarter of the time.
+    Tests that collect garbage look at their own alone."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,7 +60,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "repeated" not in config.option.markexpr:
         again = [item for item in items if item.get_closest_marker("repeated")]
         config.hook.pytest_deselected(items=again)
-        items[:] = [item for item in items if item not in again]
+        left_out = set(again)
+        items[:] = [item for item in items if item not in left_out]
+    if settings.default.derandomize:
+        for test in {item.obj for item in items if item.get_closest_marker("hypothesis")}:
+            _try_fewer(test)
+
+
+def _try_fewer(test: Any) -> None:
+    """Scale down a number of examples that a property test names for itself."""
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    if own is not None and own.max_examples > settings.default.max_examples:
+        fewer = max(settings.default.max_examples, own.max_examples // FEWER)
+        test._hypothesis_internal_use_settings = settings(own, max_examples=fewer)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

@@ -46,7 +46,7 @@ def alike(groups, others):
         np.testing.assert_allclose(sample.logprobs, other[key].logprobs, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.repeated  # with the engine of this process by tests/runs/test_quickstart.py
 def test_the_quickstarts_task_is_learned_with_an_engine_in_another_process(tmp_path):
     launch(
         "--config", QUICKSTART, f"output_dir={tmp_path}", f"rollout.engine={PROCESS}", "steps=16", "task.digits=2",

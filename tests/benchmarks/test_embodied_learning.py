@@ -7,29 +7,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.embodied_learning import HEADINGS, improved, rows
+from benchmarks.embodied_learning import improved
 from benchmarks.embodied_learning_cases import CASES, Expert, SparseReach, shrunk
-from benchmarks.embodied_learning_run import Outcome, outcome
+from benchmarks.embodied_learning_run import outcome
 from rlinf.actors.env import EnvActor
 from rlinf.envs.toy import NEAR, Reach
 from rlinf.flows.evaluate import trials
 from rlinf.runtime.system.system import ActorSystem
 from tests.launching import launch
-
-HALVED = Outcome("mlp-grpo", 1, 4612, 0.5, 0.75, (), 3000, 1.0, 0.5, 1.0)
-
-
-def test_a_run_improved_if_at_least_half_of_its_failures_are_solved() -> None:
-    assert improved(HALVED)
-    assert not improved(replace(HALVED, after=0.74))
-    assert not improved(replace(HALVED, before=1.0, after=1.0))  # there was nothing to improve
-
-
-def test_a_row_has_what_its_headings_say() -> None:
-    (row,) = rows([HALVED])
-    told = dict(zip(HEADINGS, row, strict=True))
-    assert (told["policy"], told["algorithm"], told["seed"]) == ("mlp, 5k", "grpo", "1")
-    assert (told["after imitation, %"], told["after RL, %"], told["env steps"]) == ("50.0", "75.0", "3,000")
 
 
 def test_a_sparse_reward_is_one_where_the_task_is_solved_and_nothing_else_changes() -> None:

@@ -10,52 +10,12 @@ import pytest
 
 from benchmarks import learning_reversed, learning_runs
 from benchmarks.contestants import ROOT
-from benchmarks.learning_plot import LEARNED, NOT, picture
 from benchmarks.learning_recipes import CHANGES
 from benchmarks.learning_runs import CONFIG, Ended, Outcome, Runs, arguments, outcome_of
-from benchmarks.learning_table import BEGIN, END, in_page, rows
 from rlinf.algos.recipes import NAMES, RECIPES
 from rlinf.runs.prepare import algorithm_of
 from rlinf.runs.rules import load_config
 from tests.launching import TINY
-
-FAILED = Outcome("opd", 0, failure="error: no teacher")
-HALVED = Outcome("grpo", 0, before=0.6, after=0.8, minutes=0.5)
-MISSED = Outcome("grpo", 1, before=0.6, after=0.79, minutes=0.7)
-
-
-def test_a_run_learned_if_at_least_half_of_its_error_is_gone() -> None:
-    assert HALVED.learned
-    assert not MISSED.learned
-    assert not FAILED.learned
-    assert not Outcome("grpo", 0, before=1.0, after=1.0).learned  # there was nothing to learn
-
-
-def test_a_recipe_needs_all_of_its_seeds() -> None:
-    one, other = rows([HALVED, MISSED]), rows([HALVED, FAILED])
-    assert [line.verdict for line in one] == ["no: seed 1"]
-    assert (one[0].before, one[0].after, one[0].error_left) == ("60.0, 60.0", "80.0, 79.0", "50.0, 52.5")
-    assert one[0].minutes == "0.6"
-    assert [(line.recipe, line.verdict) for line in other] == [("grpo", "yes"), ("opd", "failed: error: no teacher")]
-
-
-def test_the_picture_shows_what_learned_what_did_not_and_what_failed() -> None:
-    drawn = picture([HALVED, MISSED, FAILED])
-    ends = [colour for colour in (LEARNED, NOT) for _ in range(drawn.count(f'r="3" fill="{colour}"/>'))]
-    assert ends == [LEARNED, LEARNED, NOT, NOT]  # one of each in the legend
-    assert "seed 0 failed" in drawn
-
-
-def test_the_table_takes_the_place_of_the_one_before() -> None:
-    page = f"above\n{BEGIN}\nold\n{END}\nbelow\n"
-    again = in_page(in_page(page, rows([FAILED])), rows([HALVED, MISSED]))
-    assert again.startswith(f"above\n{BEGIN}\n| recipe |")
-    assert again.endswith(f"\n{END}\nbelow\n")
-    assert "**no: seed 1**" in again
-    assert "old" not in again
-    assert "opd" not in again
-    with pytest.raises(ValueError, match="no place for the table"):
-        in_page("above", rows([HALVED]))
 
 
 @pytest.mark.parametrize("recipe", NAMES)
@@ -135,11 +95,3 @@ def test_the_reversed_task_is_what_it_says_and_its_right_answers_are_as_long_as_
     assert len(texts) == 8**5
     assert all(row["answer"] == row["prompt"][:-1][::-1] for part in problems for row in part)
     load_config(ROOT / CONFIG, [*learning_reversed.KEYS, f"data.train={train}", f"evaluation.data={held_out}"])
-
-
-def test_the_reversed_task_shows_every_seed_and_every_alarm_once(tmp_path: Path) -> None:
-    (tmp_path / "alarms.jsonl").write_text(json.dumps({"step": 1, "text": "too long: 100% of 3"}) + "\n")
-    alarms = learning_reversed.alarms_of(tmp_path)
-    shown = learning_reversed.line("dapo", 6, [HALVED, FAILED], [*alarms, *alarms])
-    assert shown == "| `dapo` | 6 | 60.0, failed | 80.0, failed | too long |"
-    assert learning_reversed.alarms_of(tmp_path / "none") == []

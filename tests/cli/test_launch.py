@@ -260,9 +260,14 @@ def test_torchrun_runs_the_same_with_roles_on_their_hosts(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+MORE_WRONG = ("sft.stpes=1", "model.config.hiden_size=8")
+
+
 @pytest.mark.slow
 @pytest.mark.torchrun
-@pytest.mark.parametrize("wrong", ["sft.stpes=1", "placement.trainer=2", "model.config.hiden_size=8"])
+@pytest.mark.parametrize(
+    "wrong", ["placement.trainer=2", *(pytest.param(key, marks=pytest.mark.repeated) for key in MORE_WRONG)]
+)
 def test_under_torchrun_one_process_says_the_mistake_and_it_fails_the_job(tmp_path, wrong):
     done = typed("--config", QUICKSTART, wrong, f"output_dir={tmp_path}", processes=2, expect=1)
     ours, _, torchruns = done.stderr.partition("ChildFailedError")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,11 @@ from docs.pictures import gallery
 from tests.launching import ROOT, launch, metrics_of
 
 pytestmark = pytest.mark.timeout(240)
+LEARNING = [
+    "grpo", "ppo_with_critic", "asynchronous", "online_feedback", "custom_reward", "custom_flow",
+    "guessing_game", "calculator", "search_r1", "code_with_tests", "self_play", "team", "planner",
+]  # fmt: skip
+"""Examples that take a quarter of a minute to learn: whole by `make drills`, their first steps here."""
 LONGEST, OF_DOCSTRING = 80, 6
 """Lines of an example, and of its docstring."""
 LARGEST = 60_000
@@ -20,6 +26,15 @@ LARGEST = 60_000
 def shown(name, directory, **environment):
     """What an example prints."""
     return launch(program=ROOT / "examples" / f"{name}.py", cwd=directory, timeout=220, **environment).stdout
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_an_example_that_learns_runs_its_first_steps(name, tmp_path):
+    example = ROOT / "examples" / f"{name}.py"
+    launch(str(example), program=Path(__file__).with_name("shortened.py"), cwd=tmp_path)
+    runs = [path.parent for path in (tmp_path / "outputs").rglob("metrics.jsonl")]
+    assert runs
+    assert all(map(metrics_of, runs))
 
 
 def failed_none(run):
@@ -57,14 +72,14 @@ def test_two_agents_without_root_make_one_job(tmp_path):
     assert "7,999,999, were there" in said
 
 
-@pytest.mark.slow
+@pytest.mark.repeated
 def test_grpo_learns(tmp_path):
     first, last = re.search(r"reward +([\d.]+) -> ([\d.]+)", shown("grpo", tmp_path)).groups()
     assert float(last) > float(first) + 0.3
     assert (tmp_path / "outputs" / "grpo" / "report.html").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.repeated
 def test_the_critic_foresees_and_the_policy_learns(tmp_path):
     said = shown("ppo_with_critic", tmp_path)
     assert max(numbers(said, r"foreseen +(-?\d+)%")) > 50
@@ -72,7 +87,7 @@ def test_the_critic_foresees_and_the_policy_learns(tmp_path):
     assert max(rewards) > rewards[0] + 20
 
 
-@pytest.mark.slow
+@pytest.mark.repeated
 def test_rewards_of_ones_own_rise_beside_one_that_hangs(tmp_path):
     said = shown("custom_reward", tmp_path)
     shares = numbers(said, r"divisible +([\d.]+)%")
@@ -87,7 +102,7 @@ def test_an_advantage_by_rank_learns_beside_a_mad_judge(tmp_path):
     assert shares[-1] > shares[0] + 30
 
 
-@pytest.mark.slow
+@pytest.mark.repeated
 def test_a_flow_of_ones_own_learns(tmp_path):
     first, last = re.search(r"reward +([\d.]+) -> ([\d.]+)", shown("custom_flow", tmp_path)).groups()
     assert float(last) > float(first) + 0.2  # 0.28 to 0.5 by seed; nothing learned: 0.0
@@ -98,7 +113,7 @@ def test_a_loop_of_ones_own_learns(tmp_path):
     assert rewards[-1] > rewards[0] + 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.repeated
 def test_asynchronous_steps_do_not_wait_for_the_judge(tmp_path):
     said = shown("asynchronous", tmp_path)
     (plain, *_, oldest), (ahead, *_, older) = (
@@ -121,7 +136,7 @@ def test_a_policy_that_sees_and_reads_imitates_and_then_learns(tmp_path):
     assert max(trained) > 58
 
 
-@pytest.mark.slow
+@pytest.mark.repeated
 def test_the_planner_finds_more_devices_quicker(tmp_path):
     said = shown("planner", tmp_path)
     two, many = (min(numbers(said, rf"(?m)^ *{count} devices .*?([\d.]+) s ")) for count in (2, 64))
@@ -134,7 +149,7 @@ def test_1024_devices_are_rehearsed(tmp_path):
     assert max(numbers(said, r"(\d+)% of the bound")) > 50
 
 
-@pytest.mark.slow
+@pytest.mark.repeated
 def test_a_model_that_gives_up_learns_to_use_the_calculator(tmp_path):
     said = shown("calculator", tmp_path)
     right, calls = numbers(said, r"right +(\d+)%"), numbers(said, r"answers per problem ([\d.]+)")
@@ -143,7 +158,7 @@ def test_a_model_that_gives_up_learns_to_use_the_calculator(tmp_path):
     failed_none(tmp_path / "outputs" / "calculator")
 
 
-@pytest.mark.slow
+@pytest.mark.repeated
 def test_a_model_that_guesses_learns_to_search(tmp_path):
     said = shown("search_r1", tmp_path)
     right, turns = numbers(said, r"right +(\d+)%"), numbers(said, r"turns per question ([\d.]+)")
@@ -152,7 +167,7 @@ def test_a_model_that_guesses_learns_to_search(tmp_path):
     failed_none(tmp_path / "outputs" / "search_r1")
 
 
-@pytest.mark.slow
+@pytest.mark.repeated
 def test_programs_that_pass_more_tests_are_learned(tmp_path):
     passed = numbers(shown("code_with_tests", tmp_path), r"tests passed +(\d+)%")
     assert passed[0] < 6
@@ -161,7 +176,7 @@ def test_programs_that_pass_more_tests_are_learned(tmp_path):
     assert all(1 <= line["episodes/calls"] <= 2 for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.repeated
 def test_a_model_that_plays_against_itself_becomes_better_against_others(tmp_path):
     said = shown("self_play", tmp_path)
     after = dict(re.findall(r"against (\w+) .*after +(\d+)%", said))
@@ -169,7 +184,7 @@ def test_a_model_that_plays_against_itself_becomes_better_against_others(tmp_pat
     assert int(after["random"]) >= 80
 
 
-@pytest.mark.slow
+@pytest.mark.repeated
 def test_a_team_learns_and_its_roles_are_told_apart(tmp_path):
     shown("team", tmp_path)
     found = metrics_of(tmp_path / "outputs" / "team")
@@ -180,7 +195,7 @@ def test_a_team_learns_and_its_roles_are_told_apart(tmp_path):
     assert found[-1]["agent/worker/calls"] > 1.0, "workers work at the same time"
 
 
-@pytest.mark.slow
+@pytest.mark.repeated
 def test_a_game_is_learned_by_what_the_model_is_told(tmp_path):
     won = numbers(shown("guessing_game", tmp_path), r"won +(\d+)%")
     assert won[-1] >= 55  # without what it is told, three guesses of seven come to 43

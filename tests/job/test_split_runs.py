@@ -13,7 +13,9 @@ RUNS = {
 pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("split", RUNS)
+@pytest.mark.parametrize(
+    "split", [pytest.param(name, marks=[pytest.mark.repeated] * (name != "pipeline")) for name in RUNS]
+)
 def test_it_is_learned(split, tmp_path):
     ranks = start(
         "--config", QUICKSTART, "trainer.backend=megatron", *RUNS[split], "steps=12", "evaluation.problems=200",

@@ -51,7 +51,7 @@ def told_after(steps: int, output: Path, number: int, *more: str, processes: int
     return ranks.printed(0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.repeated)])
 def test_it_ends_after_the_step_under_way_and_goes_on_bit_for_bit(uninterrupted, tmp_path, number):
     run = tmp_path / "quickstart"
     said = told_after(3, tmp_path, number)
@@ -127,7 +127,10 @@ def torchrun(*arguments: str, more: tuple[str, ...] = ()) -> subprocess.Popen[st
 @pytest.mark.torchrun
 @pytest.mark.parametrize(
     ("number", "more"),
-    [(signal.SIGTERM, ()), (signal.SIGUSR1, ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"))],
+    [
+        pytest.param(signal.SIGTERM, (), marks=pytest.mark.repeated),
+        (signal.SIGUSR1, ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")),
+    ],
 )
 def test_torchrun_passes_the_signal_on_and_waits(uninterrupted, tmp_path, number, more):
     run, here = tmp_path / "quickstart", (*RUN, f"output_dir={tmp_path}", "placement.trainer=1")

@@ -38,7 +38,7 @@ def test_two_runs_of_one_configuration_are_equal_bit_for_bit(uninterrupted, tmp_
     equal(uninterrupted, tmp_path / "quickstart")
 
 
-@pytest.mark.parametrize("after", [1, 3, 6])
+@pytest.mark.parametrize("after", [*(pytest.param(early, marks=pytest.mark.repeated) for early in (1, 3)), 6])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(uninterrupted, tmp_path, after):
     run = killed_after(tmp_path, after)
     done = launch(*RUN, f"output_dir={tmp_path}", "--resume", "auto")

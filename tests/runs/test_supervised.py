@@ -66,7 +66,9 @@ def test_it_goes_on_bit_for_bit(runs, name):
     assert last["evaluation/loss"] == whole_last["evaluation/loss"]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "config", ["sft", *(pytest.param(name, marks=pytest.mark.repeated) for name in ("dpo", "reward-model"))]
+)
 def test_it_learns_what_it_is_shown(config, tmp_path):
     done = launch(
         "--config", CONFIGS[config], f"output_dir={tmp_path}", "evaluation.every=0", "evaluation.problems=200"

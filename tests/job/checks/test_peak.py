@@ -20,9 +20,9 @@ SMALL = [
         (16, 16_384, True, False),
     )
 ]
-FULL = [  # ratios beside SMALL's say the rest; 15 seconds each, so the one whose embeddings are one, as SMALL's, waits
+FULL = [  # 15 seconds each; ratios beside SMALL's say the rest
     pytest.param(Case("1.5B", 8, 16_384, True, entropies=True), marks=pytest.mark.repeated),
-    Case("7B", 16, 32_768, True),
+    pytest.param(Case("7B", 16, 32_768, True), marks=pytest.mark.repeated),
 ]
 
 

@@ -28,6 +28,7 @@ def test_a_rank_without_pictures_keeps_step_with_one_that_has_them(zygote):
         assert all(far < 1e-5 for far in json.loads(told).values()), told
 
 
+@pytest.mark.repeated  # it compiles for half a minute
 def test_blocks_in_slices_are_compiled_on_both_ranks_or_on_none(zygote):
     ranks = zygote.run(PROGRAMS / "agreement.py", 2, "compiled")
     assert ranks.codes(110) == [0, 0], ranks.everything()

@@ -113,7 +113,7 @@ def with_adapters(net):
     ("way", "kernel", "most"),
     [
         ("checkpointing", KERNEL, 5),
-        ("checkpointing", False, 18),
+        pytest.param("checkpointing", False, 18, marks=pytest.mark.repeated),
         ("adapters and windows", KERNEL, 12),
         ("values", KERNEL, 5),
         ("plain", False, 18),

@@ -39,9 +39,12 @@ def nothing_compiled_before():
     torch.compiler.reset()
 
 
-def compared(backend, dtype, entropy_slope, bias, temperature, impossible):
+SIZES = ((11, 4), (8, 8), (1, 3), (0, 5))
+
+
+def compared(backend, dtype, entropy_slope, bias, temperature, impossible, sizes=SIZES):
     fused = FusedHead.make(backend, required=True)
-    for count, chunk in ((11, 4), (8, 8), (1, 3), (0, 5)):
+    for count, chunk in sizes:
         tensors = given(count, dtype, bias=bias, temperature=temperature, impossible=impossible)
         compiled, plain = (learned(tensors, head, chunk=chunk, entropy_slope=entropy_slope) for head in (fused, None))
         # slopes are rounded to bfloat16 from float32 sums in another order: one unit in the last place
@@ -59,8 +62,9 @@ def test_the_compiled_head_gives_what_the_plain_one_gives(dtype, entropy_slope, 
 
 
 @pytest.mark.slow
-def test_so_does_the_head_that_the_real_compiler_makes():
-    compared("inductor", torch.bfloat16, True, True, True, True)
+@pytest.mark.parametrize("sizes", [SIZES[:1], pytest.param(SIZES, marks=pytest.mark.repeated)])
+def test_so_does_the_head_that_the_real_compiler_makes(sizes):
+    compared("inductor", torch.bfloat16, True, True, True, True, sizes)
 
 
 def test_chunks_of_all_lengths_are_compiled_once_and_single_tokens_once_more():

@@ -82,7 +82,7 @@ def test_a_penalty_in_the_reward_lowers_the_returns_of_what_led_to_it():
     group = answered([0.0, 0.0, 0.0])
     with pytest.raises(
         ValueError,
-        match=r"needs ref_logprobs .* has none: put reference\.logprobs between judge.score and critic.train",
+        match=r"ref_logprobs.*reference\.logprobs between judge.score.*critic.train",
     ):
         value_rows(penalised, [group])
     told = group.told("ref_logprobs", [np.array([-2.0, -3.0, -2.0], np.float32)])
@@ -99,11 +99,11 @@ def test_answers_that_were_cut_are_left_out_where_the_algorithm_says_so():
 @pytest.mark.parametrize(
     ("groups", "text"),
     [
-        ([], "critic.train: not one group came"),
-        ([answered([])], "critic.train: there is not one token to learn from"),
-        ([answered([0.0], reward=None, outcome="timeout")], "none of 1 groups has a reward.*'timeout'"),
+        ([], r"critic.train:.*group came"),
+        ([answered([])], r"critic.train:.*token.*learn"),
+        ([answered([0.0], reward=None, outcome="timeout")], r"1 groups.*reward.*'timeout'"),
         ([answered([0.0], reward=None)], "has not been judged|without a reward"),
-        (toys.groups(2), "needs values .* has none: put critic.values between judge.score and critic.train"),
+        (toys.groups(2), r"values.*critic.values between judge.score.*critic.train"),
     ],
 )
 async def test_what_cannot_be_learned_from_is_said(critic, groups, text):
@@ -273,7 +273,7 @@ async def test_weights_of_a_policy_become_the_layers_and_others_are_refused(crit
     before = await weights(learner)
     wider = {**SHARED, "model": toys.configuration(hidden_size=64)}
     stranger = await system.spawn(Trainer, name="stranger", **wider)
-    with pytest.raises(ValueError, match=r"critic.load: \d+ of the policy's \d+ tensors do not fit .*critic.model"):
+    with pytest.raises(ValueError, match=r"critic.load:.*policy's.*tensors.*critic.model"):
         await learner.load(stranger.weights())
     assert all(torch.equal(tensor, before[name]) for name, tensor in (await weights(learner)).items())
     policy = await system.spawn(Trainer, name="policy", **{**SHARED, "seed": 3})
@@ -288,7 +288,7 @@ async def test_a_loss_that_is_no_number_is_told_and_nothing_changes(critic):
     first = batch[2].samples[0]
     spoilt = replace(first, per_token={"values": np.full_like(first.logprobs, np.nan)})
     before = await weights(learner)
-    with pytest.raises(FloatingPointError, match="critic, version 0: loss nan"):
+    with pytest.raises(FloatingPointError, match=r"critic, version 0:"):
         await learner.train([*batch[:2], replace(batch[2], samples=(spoilt, *batch[2].samples[1:]))])
     assert all(torch.equal(tensor, before[name]) for name, tensor in (await weights(learner)).items())
     await learner.train(batch)
@@ -307,7 +307,7 @@ async def test_input_that_fails_or_is_cancelled_leaves_nothing_behind(critic):
             yield group
         await asyncio.Event().wait()
 
-    with pytest.raises(OSError, match="the judge is gone"):
+    with pytest.raises(OSError, match=r"judge.*gone"):
         await learner.train(learner.values(Stream.of(broken())))
     training = asyncio.ensure_future(learner.train(learner.values(Stream.of(endless()))))
     for _ in range(50):
@@ -322,10 +322,10 @@ async def test_input_that_fails_or_is_cancelled_leaves_nothing_behind(critic):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"algorithm": "grpo"}, "algorithm 'grpo' has none: take 'ppo'"),
+        ({"algorithm": "grpo"}, r"'grpo'.*'ppo'"),
         ({"algorithm": "pop"}, "ppo"),
-        ({"epochs": 0, "minibatches": 0}, "epochs=0: expected.* at least 1; minibatches=0: expected"),
-        ({"order": "random"}, "order='random': expected one of prompt, arrival"),
+        ({"epochs": 0, "minibatches": 0}, r"epochs=0: expected.*least 1; minibatches=0: expected"),
+        ({"order": "random"}, r"order='random': expected"),
         ({"dtype": "float16"}, "float16"),
     ],
 )

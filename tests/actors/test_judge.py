@@ -171,12 +171,12 @@ async def test_a_module_that_is_not_installed_ends_the_job_at_once(system):
         import no_such_module  # noqa: F401
 
     judge = await judge_of(system, needy, isolate="never")
-    with pytest.raises(RewardError, match="No module named 'no_such_module'"):
+    with pytest.raises(RewardError, match=r"module named 'no_such_module'"):
         await judge.score(answered("12"))
 
 
 async def test_a_function_that_cannot_be_sent_is_refused_with_advice(system):
-    with pytest.raises(ValueError, match="isolate to never"):
+    with pytest.raises(ValueError, match=r"isolate.*never"):
         await judge_of(system, lambda response: 1.0)
 
 

@@ -239,7 +239,7 @@ async def test_what_came_before_the_source_failed_is_said_and_then_why_it_failed
         async for group in reference.logprobs(Stream.of(source())):
             found.append(group.prompt.id)
 
-    with pytest.raises(OSError, match="no more groups"):
+    with pytest.raises(OSError, match=r"more groups"):
         await read()
     assert found in ([], [0])  # a failed stream need not be read to its end
     assert_close(said(await reference.logprobs(GROUPS[:1]).collect()), by_a_plain_loop(GROUPS[:1]))
@@ -281,7 +281,7 @@ async def test_bfloat16_is_close(system):
     ("setting", "text"),
     [
         ({"decay": 1.0}, "decay=1.0"),
-        ({"order": "any"}, "order='any': expected one of prompt, arrival"),
+        ({"order": "any"}, r"order='any': expected"),
         ({"dtype": "float16"}, "dtype='float16'"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens=0"),
     ],
@@ -308,7 +308,7 @@ async def test_weights_that_do_not_fit_are_named_and_change_nothing(system):
     first = next(iter(other))
     other[first] = other[first][:-1]
     for change in (reference.load, reference.follow):
-        with pytest.raises(LoadRefused, match=rf"version 7 do not fit seen\[\d\]: {first} is .* where the model has"):
+        with pytest.raises(LoadRefused, match=f"version 7.*{first}.*model"):
             await change(Weights.pack(other.items(), 7))
     after = await reference.shown()
     assert all(torch.equal(new[name], old[name]) for new, old in zip(after, before, strict=True) for name in old)
@@ -341,7 +341,7 @@ async def test_ranks_of_which_one_loads_and_one_follows_do_neither(system):
 
 async def test_a_reference_without_decay_follows_nobody(system):
     reference = await system.spawn(Reference, name="reference", **SHARED)
-    with pytest.raises(ValueError, match=r"reference\[0\] follows no weights: it was made without decay"):
+    with pytest.raises(ValueError, match=r"reference\[0\] follows"):
         await reference.follow(weights(1))
 
 
@@ -375,15 +375,15 @@ async def test_what_is_saved_are_the_weights_of_that_moment(system, tmp_path):
 
 async def test_what_cannot_be_restored_says_why(system, tmp_path):
     reference = await system.spawn(Reference, name="reference", **SHARED)
-    with pytest.raises(FileNotFoundError, match="no reference was saved"):
+    with pytest.raises(FileNotFoundError, match=r"reference.*saved"):
         await reference.restore(tmp_path)
     narrow = {**SHARED, "model": toys.configuration(hidden_size=16)}
     other = await system.spawn(Reference, name="narrow", **narrow)
     await other.save(tmp_path)
-    with pytest.raises(ValueError, match=r"reference.safetensors do not fit reference\[0\]: .*where the model has"):
+    with pytest.raises(ValueError, match=r"reference.safetensors.*reference\[0\]:.*model"):
         await reference.restore(tmp_path)
     (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:-8])
-    with pytest.raises(ValueError, match="is damaged: resume from an earlier checkpoint"):
+    with pytest.raises(ValueError, match=r"damaged:.*checkpoint"):
         await reference.restore(tmp_path)
     assert_close(said(await reference.logprobs(GROUPS).collect()), by_a_plain_loop(GROUPS))
 
@@ -423,5 +423,5 @@ async def test_a_routed_teacher_answers_for_its_own_prompts_alone(system):
     assert {*groups[0].samples[0].per_token} & {"teacher_logprobs/a", "teacher_logprobs/b"} != {
         "teacher_logprobs/a", "teacher_logprobs/b",
     }  # fmt: skip
-    with pytest.raises(ValueError, match="'c' in column 'kind', which is no teacher; there are a, b"):
+    with pytest.raises(ValueError, match=r"'c'.*'kind'"):
         await teacher.logprobs([routed(GROUPS[0], "c")]).collect()

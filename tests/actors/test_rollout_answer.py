@@ -72,13 +72,13 @@ async def test_abort_pause_and_new_weights_reach_single_answers(system):
 
 async def test_wrong_calls_are_told_what_is_wrong(system):
     rollout = await system.spawn(Rollout, name="rollout", **SETTINGS)
-    with pytest.raises(TypeError, match="answer: there is no setting topp"):
+    with pytest.raises(TypeError, match=r"answer:.*setting"):
         await rollout[0].answer([1, 2], seed=0, topp=0.5)
-    with pytest.raises(ValueError, match="has an empty prompt"):
+    with pytest.raises(ValueError, match=r"empty prompt"):
         await rollout[0].answer([], seed=0)
     with pytest.raises(ValueError, match="temperature=-1"):
         await rollout[0].answer([3], seed=0, temperature=-1)
-    with pytest.raises(ValueError, match="answer: the prompt is a str: give its token ids"):
+    with pytest.raises(ValueError, match=r"answer:.*prompt"):
         await rollout[0].answer("hello", seed=0)
 
 

@@ -220,5 +220,5 @@ async def test_a_group_comes_in_two_parts_when_it_is_split(system, engine):
         unread = [prompt for prompt in asked(3) if prompt.id not in {group.prompt.id for group in kept[0]}]
         resumed = await collected(again.generate(Stream.of([*kept[0], *unread]), n=4))
         assert {id: sorted(row for one in resumed if one.id == id for row in answered(one)) for id in whole} == whole
-    with pytest.raises(ValueError, match="least=1 must be at least 2"):
+    with pytest.raises(ValueError, match=r"least=1.*least 2"):
         await rollout.split(1)

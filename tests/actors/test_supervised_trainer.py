@@ -136,15 +136,15 @@ async def test_weights_of_messages_weigh_their_tokens(system):
 
 async def test_what_is_missing_is_said(system):
     trainer = await system.spawn(SupervisedTrainer, objective=Preference(), **SHARED)
-    with pytest.raises(ValueError, match=r"dpo: nobody said the reference's log-probs: put reference.logprobs"):
+    with pytest.raises(ValueError, match=r"nobody.*reference's.*reference.logprobs"):
         await trainer.train(pairs())
-    with pytest.raises(ValueError, match=r"group 0 has 1 samples: a pair has the chosen one"):
+    with pytest.raises(ValueError, match=r"0.*1 samples:.*chosen"):
         await trainer.train(conversations())
-    with pytest.raises(ValueError, match=r"train: a batch has not one token to learn from"):
+    with pytest.raises(ValueError, match=r"train:.*batch"):
         await trainer.train([])
     with pytest.raises(ValueError, match=r"epochs"):
         await system.spawn(SupervisedTrainer, name="more", objective=Likelihood(), epochs=2, **SHARED)
-    with pytest.raises(ValueError, match=r"let trainer.outputs\(groups\) tell it"):
+    with pytest.raises(ValueError, match=r"trainer.outputs\(groups\) tell"):
         measured(Likelihood(), conversations())
 
 

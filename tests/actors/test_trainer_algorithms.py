@@ -147,7 +147,7 @@ async def test_a_batch_with_advantages_of_tokens_is_saved_with_what_was_said_of_
         ("deepseek_grpo", r"'deepseek_grpo' needs ref_logprobs .*reference\.logprobs.*adapters_off"),
         ("reinforce_pp", "needs ref_logprobs"),
         ("opd", r"needs teacher_logprobs .*teacher\.logprobs"),
-        ("ppo", r"needs values .*critic\.values"),
+        ("ppo", r"values .*critic\.values"),
     ],
 )
 async def test_what_nobody_said_is_asked_for_by_the_name_of_who_should(trainer, algorithm, text):
@@ -160,14 +160,14 @@ async def test_what_nobody_said_is_asked_for_by_the_name_of_who_should(trainer, 
     ("settings", "text"),
     [
         ({"algorithm": "grop"}, "grpo"),
-        ({"algorithm": {"overrides": {}}}, "keys name and overrides"),
+        ({"algorithm": {"overrides": {}}}, r"keys.*overrides"),
         ({"algorithm": {"name": "grpo", "overrides": {"loss.clip": 1}}}, "clip_low"),
-        ({"reference": "adapters_off"}, "needs adapters: set lora"),
+        ({"reference": "adapters_off"}, r"needs adapters:"),
         (
             {"reference": "self", "lora": {"r": 2, "alpha": 4, "target_modules": "auto"}},
-            "self has no adapter_config.json",
+            r"self.*adapter_config.json",
         ),
-        ({"teacher": "self"}, "teacher='self' needs adapters"),
+        ({"teacher": "self"}, r"teacher='self'.*adapters"),
     ],
 )
 async def test_algorithms_that_cannot_be_are_refused(trainer, settings, text):

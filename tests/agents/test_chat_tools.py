@@ -193,7 +193,7 @@ def test_an_answer_that_was_cut_is_ended_by_the_template_before_the_tools_speak(
 def test_a_template_that_hides_the_tools_is_the_users_error():
     tokenizer = tokenizer_of(STYLES["chatml"])
     said = [{"role": "user", "content": "a"}]
-    with pytest.raises(UserError, match=r"does not tell the model of the tools, such as search.*data\.chat_template"):
+    with pytest.raises(UserError, match=r"model.*search.*data\.chat_template"):
         ChatFormat(tokenizer).with_arguments(tools=TOOLS).opening(said)
     assert len(ChatFormat(tokenizer).with_arguments(tools=[]).opening(said))
 
@@ -272,7 +272,7 @@ def test_no_tools_are_none():
 def test_calls_cannot_be_written_without_a_template():
     chat = ChatFormat(tokenizer_of(Style(None, "</s>")))
     answer = {"role": "assistant", "content": "", "tool_calls": [calls_of([("search", 1)])[0].message]}
-    with pytest.raises(UserError, match="tool_calls needs a chat template"):
+    with pytest.raises(UserError, match=r"tool_calls needs.*template"):
         chat.opening([{"role": "user", "content": "a"}, answer])
     tail = chat.following([{"role": "user", "content": "a"}, answer], [{"role": "tool", "content": json.dumps("b")}])
     assert list(tail) == encode(chat.tokenizer, '"b"')

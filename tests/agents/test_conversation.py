@@ -235,9 +235,7 @@ def test_an_answer_has_the_room_that_the_context_leaves():
         speaker.says.append(([1], "length"))
         await conversation.user("xxx").generate()
 
-    with pytest.raises(
-        UserError, match=r"generate: \d+ tokens were said and the model takes 8, so no answer fits any more"
-    ):
+    with pytest.raises(UserError, match=r"generate:.*tokens.*8"):
         run(whole())
 
 
@@ -254,7 +252,7 @@ def test_sampling_is_the_conversations_unless_a_turn_says_otherwise():
         ]
         conversation.trajectory(reward=1)
 
-    with pytest.raises(UserError, match="its answers were sampled at different temperatures"):
+    with pytest.raises(UserError, match=r"different temperatures"):
         run(whole())
 
 
@@ -316,9 +314,9 @@ def test_one_answer_at_a_time():
         speaker.gate = asyncio.Event()
         first = asyncio.create_task(conversation.user("x").generate())
         await asyncio.sleep(0)
-        with pytest.raises(UserError, match="generate: the model is answering; await that generate first"):
+        with pytest.raises(UserError, match=r"generate:.*answering"):
             await conversation.generate()
-        with pytest.raises(UserError, match="user: the model is answering"):
+        with pytest.raises(UserError, match=r"model.*answering"):
             conversation.user("y")
         speaker.gate.set()
         assert (await first).text == "a"
@@ -348,9 +346,7 @@ def test_a_template_that_refuses_is_named():
         await conversation.append("x", role=role).generate()
 
     for style, role in (("gemma", "system"), ("mistral", "tool")):
-        with pytest.raises(
-            UserError, match=f"the chat template refuses messages of the roles {role}: .*data.chat_template"
-        ):
+        with pytest.raises(UserError, match=f"template.*messages.*{role}: .*data.chat_template"):
             run(whole(style, role))
 
 

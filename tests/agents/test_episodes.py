@@ -175,7 +175,7 @@ async def _played(program, *, timeout=20.0, watch=None):
         program, 2, lambda task, index: Episode(task, index, (0,), None, {}), (tally,), timeout=timeout, at_once=2,
         judge=None, watch=watch,
     )  # fmt: skip
-    with pytest.raises(UserError, match="not one of 2 episodes went well"):
+    with pytest.raises(UserError, match=r"2 episodes went"):
         async with ActorSystem.local():
             _ = [group async for group in episodes.groups([1])]
     return tally
@@ -308,7 +308,7 @@ def test_one_that_asks_a_task_for_what_it_has_not_is_told_what_it_has():
 
 
 def test_one_that_hangs_in_the_model_leaves_nothing_with_the_engine():
-    with pytest.raises(UserError, match="not one of 2 episodes went well"):
+    with pytest.raises(UserError, match=r"2 episodes went"):
         play(well, timeout=30.0, model=Model(seconds=1e6))
 
 

@@ -98,9 +98,9 @@ def test_the_oldest_answer_without_a_reward_is_forgotten_for_one_more():
         (lambda: Feedback(0), "batch=0"),
         (lambda: Feedback(1, max_age=-1), "max_age=-1"),
         (lambda: Feedback(1, keep=0), "keep=0"),
-        (lambda: Feedback(1).told("a", float("nan")), "online.feedback: the reward is nan"),
+        (lambda: Feedback(1).told("a", float("nan")), r"online.feedback:.*reward.*nan"),
         (lambda: Feedback(1).told("a", "good"), "is no number"),
-        (lambda: Feedback(1).told(3, 1.0), "3 is no id"),
+        (lambda: Feedback(1).told(3, 1.0), r"3.*id"),
         (lambda: Feedback(1).served([], 0), "has no sample"),
     ],
 )
@@ -112,7 +112,7 @@ def test_what_cannot_be_is_said(wrong, words):
 def test_an_id_is_given_once():
     feedback = Feedback(1)
     feedback.served([sample()], 0, "mine")
-    with pytest.raises(ValueError, match="there is an answer 'mine' already"):
+    with pytest.raises(ValueError, match=r"'mine' already"):
         feedback.served([sample()], 0, "mine")
 
 

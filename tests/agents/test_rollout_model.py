@@ -58,7 +58,7 @@ def test_single_answers_are_spread_by_how_many_are_under_way():
         assert [len(rank.asked) for rank in rollout] == [2, 2]
         may.set()
         assert await asyncio.gather(*asked[:3]) == [0, 1, 0]
-        with pytest.raises(ValueError, match="the engine is broken"):
+        with pytest.raises(ValueError, match=r"engine.*broken"):
             await asked[3]
         assert await model.answer(IDS, seed=0, conversation=None) == 0
         assert rollout[0].asked[-1] == (None, {})

@@ -156,7 +156,7 @@ async def test_agents_have_trajectories_rewards_and_weights_of_their_own():
     samples = samples_of({"planner": 1.0, "worker": Score(0.25, {"speed": 3.0})}, llm)
     found = [(each.agent, each.reward, each.weight, each.scores) for each in samples]
     assert found == [("planner", 1.0, 2.0, {})] + [("worker", 0.25, 1.0, {"speed": 3.0})] * 2
-    with pytest.raises(UserError, match="'boss', and its agents are '', 'planner', 'worker'"):
+    with pytest.raises(UserError, match=r"'', 'planner', 'worker'"):
         samples_of({"boss": 1.0}, llm)
 
 
@@ -210,26 +210,26 @@ async def test_a_branch_that_nobody_rewarded_is_an_error_that_names_the_agent():
     answer = await planner.chat([user("one")])
     await planner.chat([user("two")])
     planner.reward(1.0, answer)
-    with pytest.raises(UserError, match="1 of 2 branches of agent 'planner'"):
+    with pytest.raises(UserError, match=r"1.*2 branches.*'planner'"):
         samples_of(None, llm)
 
 
 async def test_what_cannot_be_is_said():
     llm, parrot = begun(longest=24)
-    with pytest.raises(UserError, match="without asking the model anything"):
+    with pytest.raises(UserError, match=r"without.*anything"):
         samples_of(1.0, llm)
-    with pytest.raises(TypeError, match="is no list of messages"):
+    with pytest.raises(TypeError, match=r"list.*messages"):
         await llm.chat("Hi")
-    with pytest.raises(ContextFull, match="so no answer fits"):
+    with pytest.raises(ContextFull, match=r"answer fits"):
         await llm.chat([user("x" * 40)])
     with pytest.raises(ValueError, match="temperature=-1"):
         await llm.generate([5], temperature=-1)
     await llm.generate([5])
-    with pytest.raises(TypeError, match="it returned 'good'"):
+    with pytest.raises(TypeError, match=r"returned 'good'"):
         samples_of("good", llm)
     llm.end()
     assert parrot.over == [0]
-    with pytest.raises(UserError, match="the episode is over"):
+    with pytest.raises(UserError, match=r"episode.*over"):
         await llm.generate([5])
 
 
@@ -395,5 +395,5 @@ async def test_a_tool_is_called_and_its_result_is_read_and_not_learned():
     (sample,) = samples_of(1.0, llm)
     assert learned([sample]) == said(parrot)
     assert llm.counts().branches == 0
-    with pytest.raises(TypeError, match="is no list of tools"):
+    with pytest.raises(TypeError, match=r"list.*tools"):
         await llm.chat([user("Hi")], tools=add)

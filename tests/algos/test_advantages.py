@@ -240,7 +240,7 @@ def test_distillation_is_the_teachers_verdict():
         (lambda: reinforce_pp(torch.zeros(3), torch.zeros(2, 2)), r"mask \[2, 2\] and rewards \[3\]"),
         (lambda: reinforce_pp(torch.zeros(2), torch.zeros(2, 2), kl_beta=0.1), "kl_beta=0.1 without kl"),
         (lambda: reinforce_pp(torch.zeros(2), torch.zeros(2, 2), kl=torch.zeros(2)), r"kl \[2\]"),
-        (lambda: whiten(torch.zeros(2), torch.zeros(3)), r"mask \[3\] must have the shape of x \[2\]"),
+        (lambda: whiten(torch.zeros(2), torch.zeros(3)), r"mask \[3\].*shape.*\[2\]"),
         (lambda: distillation(torch.zeros(2), torch.zeros(3), torch.zeros(2)), r"logprobs \[3\]"),
         (lambda: gae_tokens(torch.zeros(2, 2), torch.zeros(2, 3), torch.zeros(2, 2)), r"values \[2, 3\]"),
     ],

@@ -219,7 +219,7 @@ def test_the_critics_loss_is_aggregated_like_the_policys():
     found = value_loss_of(recipe, values, values.detach(), torch.zeros(6, 4), answers().mask)
     rows = [(row[kept] ** 2).mean() for row, kept in zip(values, answers().mask, strict=True)]
     torch.testing.assert_close(found.mean(), sum(rows) / 6)
-    with pytest.raises(ValueError, match="'grpo' has no critic"):
+    with pytest.raises(ValueError, match=r"'grpo'.*critic"):
         value_loss_of(recipes.get("grpo"), values, values, values, answers().mask)
 
 
@@ -270,7 +270,7 @@ def test_a_loss_that_returns_a_tensor_is_told_what_to_return():
     def mine(batch, aggregation, weights):
         return -batch.logprobs.sum()
 
-    with pytest.raises(TypeError, match="loss mine returned a Tensor, not a LossSum"):
+    with pytest.raises(TypeError, match=r"returned.*Tensor.*LossSum"):
         loss_of(recipes.get("grpo", {"loss": mine}), micro_batch())
 
 

@@ -61,11 +61,11 @@ def test_one_answer_has_the_majority_of_itself(right):
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_more_answers_than_there_are_cannot_be_drawn(k):
-    with pytest.raises(ValueError, match="between 1 and the number of answers, 2"):
+    with pytest.raises(ValueError, match=r"between 1.*answers, 2"):
         pass_at_k([True, False], k)
-    with pytest.raises(ValueError, match="between 1 and the number of answers, 2"):
+    with pytest.raises(ValueError, match=r"between 1.*answers, 2"):
         majority_at_k(["a", "b"], [True, False], k)
-    with pytest.raises(ValueError, match="2 answers, 1 of them told"):
+    with pytest.raises(ValueError, match=r"2 answers, 1.*them"):
         majority_at_k(["a", "b"], [True], 1)
 
 

@@ -31,7 +31,7 @@ def test_the_divergence_is_taken_off_token_by_token_or_answer_by_answer():
     [
         (
             lambda: advantages.overlong(torch.zeros(2), longest=10, cache=11),
-            "cache=11 must be between 1 and longest=10",
+            r"cache=11.*between 1.*longest=10",
         ),
         (lambda: advantages.at_end(torch.zeros(3), torch.zeros(2, 4)), r"got \[3\] and \[2, 4\]"),
         (lambda: advantages.less_kl(torch.zeros(3), torch.zeros(2, 4), torch.zeros(2, 4), beta=1.0), r"rewards \[3\]"),

@@ -108,16 +108,16 @@ def test_each_has_its_own_process_limit_and_state(
     assert (work / "good").read_text() == "xxx"
 
     assert main("checks", "made", checks[:1], [*common[:1], "--out", str(tmp_path / "new.json"), "--budget", "1"]) == 3
-    with pytest.raises(SystemExit, match="no check is called nobody; there are good"):
+    with pytest.raises(SystemExit, match=r"called nobody"):
         main("checks", "made", checks[:1], [*common, "--only", "nobody"])
 
 
 def test_a_wrong_name_is_told_before_anything_is_begun(tmp_path: Path, checks: list[Check]) -> None:
-    with pytest.raises(SystemExit, match="no check is called nobody; there are good"):
+    with pytest.raises(SystemExit, match=r"called nobody"):
         main("checks", "made", checks, ["--only", "nobody"])
     out = tmp_path / "other.json"
     out.write_text("{")
-    with pytest.raises(SystemExit, match="no file that this command wrote"):
+    with pytest.raises(SystemExit, match=r"command wrote"):
         main("checks", "made", checks[:1], ["--rehearse", "--out", str(out)])
 
 

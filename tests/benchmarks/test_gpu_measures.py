@@ -66,7 +66,7 @@ def test_all_measures_run_in_a_rehearsal(
     ratios = [line.split()[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("head: ")]
     assert len(ratios) == len(outcomes["head"]["figures"])
     assert set(ratios) <= {"1.000", "-"}
-    with pytest.raises(SystemExit, match=r"--against .*missing\.json: no file that this command wrote"):
+    with pytest.raises(SystemExit, match=r"--against .*missing\.json:"):
         measure([*common, "--against", str(tmp_path / "missing.json")])
 
 
@@ -274,10 +274,10 @@ def test_a_part_that_fails_leaves_the_others_what_they_are(
     assert "for good" in capsys.readouterr().err  # with its traceback, for the file
     bare = clock.Parts("head", Scale(False, tmp_path, 100.0))
     assert not bare.make("", lambda: {"x": float(bool(importlib.import_module("a_package_of_nobody")))})
-    with pytest.raises(NotRun, match=r"^a_package_of_nobody is not installed$"):
+    with pytest.raises(NotRun, match=r"^a_package_of_nobody.*installed$"):
         bare.outcome()
     rehearsed = clock.Parts("head", Scale(True, tmp_path, 100.0))
-    with pytest.raises(RuntimeError, match="the kernel is gone"):
+    with pytest.raises(RuntimeError, match=r"kernel.*gone"):
         rehearsed.make("odd", broken)
 
 

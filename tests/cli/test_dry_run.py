@@ -205,7 +205,7 @@ def test_what_a_reward_gives_to_a_right_answer_is_told(answer, rewards):
 @pytest.mark.parametrize("name", ["/proc/x", "/dev/null", "{}/" + "x" * 300])
 def test_a_run_directory_that_cannot_be_made_is_told(tmp_path, name):
     config = load_config(QUICKSTART, [*TINY, f"output_dir={name.format(tmp_path)}"])
-    with pytest.raises(ConfigError, match=r"output_dir = .* cannot be made"):
+    with pytest.raises(ConfigError, match=r"output_dir =.*made"):
         check_output(config)
     check_output(load_config(QUICKSTART, [*TINY, f"output_dir={tmp_path}/a/b"]))
     assert list(tmp_path.iterdir()) == []

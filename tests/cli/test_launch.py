@@ -43,10 +43,10 @@ def test_options_and_overrides_may_come_in_any_order():
     [
         ([], "add --config"),
         (["steps=3"], "add --config"),
-        (["--config"], "expected one argument"),
-        (["--confg", "a.yaml"], "did you mean --config"),
+        (["--config"], r"expected.*argument"),
+        (["--confg", "a.yaml"], r"mean --config"),
         (["--config", "a.yaml", "--steps=3"], "write steps=VALUE"),
-        (["--conf", "a.yaml"], "did you mean --config"),
+        (["--conf", "a.yaml"], r"mean --config"),
         (["--config", "a.yaml", "--verbose"], "goes with --dry-run"),
     ],
 )
@@ -320,7 +320,7 @@ def test_a_run_directory_that_cannot_be_made_is_a_mistake_in_the_input(tmp_path)
     (tmp_path / "file").write_text("")
     from rlinf.runs.start import open_run_directory
 
-    with pytest.raises(InputError, match="output_dir: the run directory"):
+    with pytest.raises(InputError, match=r"output_dir:.*run directory"):
         open_run_directory(tmp_path / "file" / "run", RunConfig(), None)
 
 

@@ -245,7 +245,7 @@ def test_a_file_that_is_not_a_mapping_is_one_clear_message(yaml_file, text, said
 
 
 def test_a_missing_file_and_an_empty_one(tmp_path, yaml_file):
-    with pytest.raises(InputError, match=r"absent\.yaml: the config file cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"absent\.yaml:.*config"):
         load_config(tmp_path / "absent.yaml")
     with pytest.raises(InputError, match="cannot be read"):
         load_config(tmp_path)
@@ -435,9 +435,9 @@ def test_the_best_evaluation_needs_evaluations_between_the_steps():
 
 @pytest.mark.parametrize("asked", ["trainer.router_replay=true", "algorithm.router_aux_loss=0.1"])
 def test_experts_are_asked_for_only_where_there_are_some(asked):
-    with pytest.raises(ConfigError, match="the model has no experts: leave the key out"):
+    with pytest.raises(ConfigError, match=r"model.*experts:"):
         load_config("configs/quickstart.yaml", [asked])
-    with pytest.raises(ConfigError, match="it needs an engine that tells of experts"):
+    with pytest.raises(ConfigError, match=r"engine.*experts"):
         load_config("configs/moe/qwen3-moe-tiny.yaml", [asked, "rollout.engine=vllm"])
     load_config("configs/moe/qwen3-moe-tiny.yaml", [asked])
 

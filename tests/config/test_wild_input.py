@@ -55,7 +55,7 @@ def test_what_no_computation_could_use_is_one_problem_that_names_its_key(overrid
 def test_a_file_that_no_memory_holds_is_no_configuration(tmp_path, text):
     (tmp_path / "wild.yaml").write_text(text)
     assert not is_embodied(tmp_path / "wild.yaml")
-    with pytest.raises(InputError, match=r"wild\.yaml: the config file is not valid YAML") as caught:
+    with pytest.raises(InputError, match=r"wild\.yaml:.*config.*YAML") as caught:
         load_any(tmp_path / "wild.yaml")
     assert len(str(caught.value)) < 600
 

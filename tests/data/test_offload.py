@@ -112,7 +112,7 @@ def test_a_move_that_fails_half_way_is_gone_on_with_in_either_direction(monkeypa
             if first == "unpark":
                 parking.park()
             left[0] = fails_at
-            with pytest.raises(RuntimeError, match="out of memory"):
+            with pytest.raises(RuntimeError, match=r"out.*memory"):
                 getattr(parking, first)()
             getattr(parking, then)()
             assert bytes_of(tensors) == (0 if then == "park" else 48)
@@ -130,7 +130,7 @@ def test_a_copy_that_fails_on_the_way_back_leaves_the_whole_one_in_host_memory(m
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.UntypedStorage, "copy_", copy)
-        with pytest.raises(RuntimeError, match="the device is gone"):
+        with pytest.raises(RuntimeError, match=r"device.*gone"):
             parking.unpark()
     assert bytes_of([tensor]) == parking.bytes == 16  # room was made, and nothing put into it
     parking.park()
@@ -168,7 +168,7 @@ def test_a_function_that_needs_parked_tensors_refuses_to_run():
     needing = parking.needed(total)
     assert needing(factor=2) == 6
     parking.park()
-    with pytest.raises(RuntimeError, match=r"total needs tensors that are parked.*device=True"):
+    with pytest.raises(RuntimeError, match=r"total.*tensors.*parked.*device=True"):
         needing(2)
     parking.unpark()
     assert needing(3) == 9

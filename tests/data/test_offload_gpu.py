@@ -185,7 +185,7 @@ def test_a_way_back_that_runs_out_of_memory_is_gone_on_with_in_either_direction_
     for fails_at in (1, 3, 4):
         for then in ("park", "unpark"):
             left[0] = fails_at
-            with pytest.raises(RuntimeError, match="out of memory"):
+            with pytest.raises(RuntimeError, match=r"out.*memory"):
                 parking.unpark()
             assert [each.untyped_storage().nbytes() > 0 for each in tensors] == [n < fails_at - 1 for n in range(4)]
             getattr(parking, then)()
@@ -210,7 +210,7 @@ def test_what_comes_into_being_while_others_are_parked_is_not_put_on_top_of_them
             return true_resize(storage, size)
 
         patched.setattr(torch.UntypedStorage, "resize_", resize)
-        with pytest.raises(RuntimeError, match="out of memory"):
+        with pytest.raises(RuntimeError, match=r"out.*memory"):
             parking.unpark()
     tensors[0] = torch.full((5000,), 7.0)
     parking.park()
@@ -229,7 +229,7 @@ def test_without_room_in_host_memory_nothing_moves_and_the_text_says_so(card, mo
 
     with monkeypatch.context() as patched:
         patched.setattr(pinned.mmap, "mmap", full)
-        with pytest.raises(RuntimeError, match=r"80384 bytes of host memory.*allocate"):
+        with pytest.raises(RuntimeError, match=r"80384 bytes.*memory.*allocate"):
             parking.park()
     assert (parking.parked, parking.pinned, bytes_of([tensor])) == (0, 0, 80_000)
     parking.park()

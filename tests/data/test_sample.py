@@ -59,7 +59,7 @@ def test_only_samples_with_a_reward_are_scored_and_an_unjudged_group_says_so():
     assert [sample.index for sample in judged.scored] == [0, 1, 3]
     assert judged.rewards == [0.0, 0.25, 0.75]
     unjudged = Sample(judged.prompt, 0, np.arange(1), np.zeros(1, np.float32), np.zeros(1, np.int32), "", False)
-    with pytest.raises(ValueError, match=r"put judge\.score between"):
+    with pytest.raises(ValueError, match=r"judge\.score between"):
         _ = Group(judged.prompt, (unjudged,)).scored
 
 
@@ -70,7 +70,7 @@ def test_what_is_said_of_tokens_is_added_to_what_was_said_before():
         "ref_logprobs": [-1.0, -2.0],
     }
     assert told.samples[1].per_token["ref_logprobs"].dtype == np.float32
-    with pytest.raises(ValueError, match=r"ref_logprobs \[3\] must be one number per token of the response, \[2\]"):
+    with pytest.raises(ValueError, match=r"ref_logprobs \[3\].*number.*response, \[2\]"):
         group([2]).told("ref_logprobs", [np.zeros(3)])
 
 
@@ -99,7 +99,7 @@ def test_what_is_said_of_learned_tokens_alone_stands_at_them():
     (told,) = Group(made.prompt, (made,)).told("values", [np.array([0.1, 0.2, 0.3])]).samples
     np.testing.assert_allclose(told.per_token["values"], [0.1, 0.2, np.nan, np.nan, np.nan, 0.3], rtol=1e-6)
     np.testing.assert_allclose(told.column("values"), [0.1, 0.2, 0.3], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"values \[4\] must be one number per token of the response, \[6\]"):
+    with pytest.raises(ValueError, match=r"values \[4\].*response, \[6\]"):
         Group(made.prompt, (made,)).told("values", [np.zeros(4)])
 
 
@@ -107,13 +107,13 @@ def test_what_is_said_of_learned_tokens_alone_stands_at_them():
     ("logprobs", "versions"), [(np.zeros(2), None), (None, np.zeros(2)), (np.zeros(1), np.zeros(2))]
 )
 def test_a_segment_known_in_part_is_refused(logprobs, versions):
-    with pytest.raises(ValueError, match="a segment of 2 tokens needs as many"):
+    with pytest.raises(ValueError, match=r"segment.*2 tokens"):
         Sample.of_segments(Prompt(0, np.arange(3)), 0, [Segment(np.arange(2), logprobs, versions)], text="")
 
 
 @pytest.mark.parametrize("mask", [np.array([1, 0]), np.array([True]), np.array([[True, False]])])
 def test_a_mask_that_is_none_is_refused(mask):
-    with pytest.raises(ValueError, match=r"loss_mask .* must be bool, one per token of the response \[2\]"):
+    with pytest.raises(ValueError, match=r"loss_mask.*token.*response \[2\]"):
         Sample(Prompt(0, np.arange(3)), 0, np.arange(2), np.zeros(2), np.zeros(2), "", False, loss_mask=mask)
     with pytest.raises(ValueError, match="an example: loss_mask"):
         Example(np.arange(3), np.arange(2), mask)
@@ -121,5 +121,5 @@ def test_a_mask_that_is_none_is_refused(mask):
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
 def test_a_sample_that_counts_as_less_than_nothing_is_refused(weight):
-    with pytest.raises(ValueError, match=r"weight=.* must be more than 0"):
+    with pytest.raises(ValueError, match=r"weight=.*more.*0"):
         Sample(Prompt(0, np.arange(3)), 0, np.arange(1), np.zeros(1), np.zeros(1), "", False, weight=weight)

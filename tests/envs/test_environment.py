@@ -185,7 +185,7 @@ def test_a_group_shares_its_starts_and_no_other_group_has_them():
 
 
 def test_groups_that_would_be_divided_are_refused():
-    with pytest.raises(ValueError, match="groups of 2 do not fit 3 environments"):
+    with pytest.raises(ValueError, match=r"groups.*2.*3 environments"):
         environment(*[ENDLESS] * 3, group_size=2)
     with pytest.raises(ValueError, match="from number 1"):
         environment(*[ENDLESS] * 2, group_size=2, first=1)
@@ -198,7 +198,7 @@ def test_episodes_that_nothing_would_end_are_refused():
 
 def test_a_step_before_the_first_reset_and_actions_of_another_shape_say_what_is_wrong():
     env = environment(ENDLESS)
-    with pytest.raises(RuntimeError, match=r"call reset\(\) first"):
+    with pytest.raises(RuntimeError, match=r"reset\(\) first"):
         chunk(env, 1)
     env.reset()
     with pytest.raises(ValueError, match=r"\[1, C, 1\], not \[1, 2, 3\]"):

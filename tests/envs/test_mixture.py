@@ -65,13 +65,13 @@ def test_episodes_tell_their_task():
 
 
 def test_tasks_that_one_policy_could_not_act_in_are_refused():
-    with pytest.raises(ValueError, match="tasks flat and task 1 differ in what they show or take"):
+    with pytest.raises(ValueError, match=r"tasks.*1 differ"):
         Mixture(2, simulator=Reach, tasks=[{"name": "flat"}, {"options": {"dims": 2}}])
 
 
 def test_tasks_that_reset_all_environments_together_are_refused(monkeypatch):
     monkeypatch.setattr(Reach, "resets_together", True)
-    with pytest.raises(ValueError, match="task still: Reach resets all environments together"):
+    with pytest.raises(ValueError, match=r"environments together"):
         Mixture(2, simulator=Reach, tasks=TASKS)
 
 
@@ -89,5 +89,5 @@ async def test_new_weights_hold_in_all_slices_and_processes(monkeypatch):
 
 
 def test_what_mixes_no_tasks_says_so():
-    with pytest.raises(NotImplementedError, match=r"NotFinite mixes no tasks: name them in env.tasks"):
+    with pytest.raises(NotImplementedError, match=r"NotFinite mixes.*tasks:.*env.tasks"):
         NotFinite(1).weigh([1.0])

@@ -92,5 +92,5 @@ async def test_each_is_told_with_its_worker_and_an_environment_that_never_ends_o
             await whole.step(still(2, 1))
         assert len(caplog.records) == MOST_LOSSES
         assert caplog.records[0].getMessage().endswith("its reward is not finite, in arm")
-        with pytest.raises(EnvironmentLost, match=rf"environment 0 \(arm\) dropped {MOST_LOSSES + 1} episodes"):
+        with pytest.raises(EnvironmentLost, match=f"environment 0.*{MOST_LOSSES + 1} episodes"):
             await whole.step(still(2, 1))

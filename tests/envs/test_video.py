@@ -63,7 +63,7 @@ def test_a_video_has_one_picture_more_than_steps_and_shows_them_in_order(tmp_pat
 
 def test_what_no_simulator_draws_is_an_error_at_the_first_reset(tmp_path):
     env = Environment(Scripted([[]]), recorder=Recorder(Recording(str(tmp_path))))
-    with pytest.raises(NotImplementedError, match="Scripted renders no pictures"):
+    with pytest.raises(NotImplementedError, match=r"Scripted.*pictures"):
         env.reset()
 
 

@@ -285,7 +285,7 @@ async def test_what_a_simulator_raises_is_told_once_with_its_traceback(caplog):
     async with ActorSystem.local() as system:
         raising = {"simulator": "tests.envs.breaking.NotFinite", "options": {"spoils": "raise", "at": [3]}}
         group = await roles(system, env={**raising, "slices": 2})
-        with pytest.raises(EnvironmentLost, match=r"env\[0\]: the simulator raised RuntimeError: the gripper") as told:
+        with pytest.raises(EnvironmentLost, match=r"env\[0\]:.*simulator.*RuntimeError:") as told:
             await embodied(EmbodiedStep(0, 4, 2), **group)
         assert str(told.value).count("Traceback") == 1
         assert "in step\n    raise RuntimeError" in str(told.value)

@@ -195,7 +195,7 @@ def test_when_acting_fails_the_step_that_it_was_for_says_so_and_the_one_before_i
             in_flight = InFlight(Rules(2, between=True))
             for index in range(2):
                 await embodied_async(EmbodiedStep(index, 1, until=4, in_flight=in_flight), *group)
-            with pytest.raises(RuntimeError, match="no step 2 in this simulator"):
+            with pytest.raises(RuntimeError, match=r"step 2.*simulator"):
                 await embodied_async(EmbodiedStep(2, 1, until=4, in_flight=in_flight), *group)
             await in_flight.close()
             assert others() == []
@@ -209,7 +209,7 @@ def test_when_learning_fails_nothing_goes_on_acting():
             group = await modelled(system, [9.0] * 4, [1.0] * 4, trainer_fails=1)
             in_flight = InFlight(Rules(1, between=True))
             await embodied_async(EmbodiedStep(0, 1, until=4, in_flight=in_flight), *group)
-            with pytest.raises(RuntimeError, match="no lesson 1 in this trainer"):
+            with pytest.raises(RuntimeError, match=r"lesson 1.*trainer"):
                 await embodied_async(EmbodiedStep(1, 1, until=4, in_flight=in_flight), *group)
             assert len(others()) == 1
             await in_flight.close()

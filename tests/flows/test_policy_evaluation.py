@@ -44,7 +44,7 @@ async def test_they_leave_nothing_in_a_trajectory():
     async with ActorSystem.local() as system:
         env, policy = await roles(system)
         await trials(env, policy, 4)
-        with pytest.raises(ValueError, match="nothing was done in slice 0"):
+        with pytest.raises(ValueError, match=r"nothing.*slice 0"):
             await policy[0].trajectory((0, 0), await env[0].reset(0, 0))
 
 
@@ -100,7 +100,7 @@ async def test_what_was_lost_is_made_up_for_by_another_round():
 
 
 async def test_simulators_that_lose_everything_end_the_trials():
-    with pytest.raises(RuntimeError, match="the simulators lose every episode"):
+    with pytest.raises(RuntimeError, match=r"simulators.*episode"):
         await tried([[0], []], 3)
 
 

@@ -74,9 +74,7 @@ async def test_memories_go_on_from_step_to_step_and_over_a_restart_and_end_with_
 async def test_what_the_horizon_cannot_be_divided_into_is_said():
     async with ActorSystem.local() as system:
         group = await roles(system, remembering(memory=4, sequence=4))
-        with pytest.raises(
-            ValueError, match=r"6 decisions of an environment are no multiple of policy\.settings\.sequence=4"
-        ):
+        with pytest.raises(ValueError, match=r"6.*environment.*policy\.settings\.sequence=4"):
             await embodied(EmbodiedStep(0, HORIZON), **group)
 
 

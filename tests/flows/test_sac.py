@@ -129,10 +129,10 @@ async def test_a_decider_that_does_not_say_what_followed_is_named():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"polish": 1}, "no setting 'polish'"),
+        ({"polish": 1}, r"setting 'polish'"),
         ({"batch": 0}, "batch=0"),
         ({"demo_share": 2.0}, "demo_share=2.0"),
-        ({"policy": {"type": "mlp"}}, "MlpPolicy has no critics of actions"),
+        ({"policy": {"type": "mlp"}}, r"MlpPolicy.*critics.*actions"),
     ],
 )
 async def test_a_bad_setting_is_named(settings, text):

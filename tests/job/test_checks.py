@@ -282,7 +282,7 @@ def test_code_that_cannot_be_imported_names_the_key_and_its_own_line(tmp_path, m
 
 def test_whatever_is_raised_becomes_one_short_line():
     with (
-        pytest.raises(ConfigError, match=r"configuration: a\.b = 3: trying it failed: KeyError: 'x'"),
+        pytest.raises(ConfigError, match=r"a\.b = 3:.*KeyError: 'x'"),
         naming("a.b", 3, "trying it"),
     ):
         {}["x"]

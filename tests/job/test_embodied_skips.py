@@ -52,8 +52,6 @@ def test_steps_that_are_lost_are_skipped_with_a_line_and_the_others_learn(tmp_pa
 
 
 def test_too_many_in_a_row_end_the_run_with_the_reason(tmp_path):
-    with pytest.raises(
-        RunFailure, match=rf"step {MOST_SKIPPED + 2}: all was lost, as in the {MOST_SKIPPED} steps.*die"
-    ):
+    with pytest.raises(RunFailure, match=f"step {MOST_SKIPPED + 2}:.*{MOST_SKIPPED} steps.*die"):
         run(tmp_path, 9, set(range(1, 9)))
     assert len(metrics_of(tmp_path / "toy")) == MOST_SKIPPED + 1

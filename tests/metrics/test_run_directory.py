@@ -97,7 +97,7 @@ def test_the_newest_whole_checkpoint_is_found_by_the_runs_name_or_its_own(tmp_pa
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "nothing to go on from"), ("{", "is not JSON"), ("[]", "after which step"), ("{}", "after which step")],
+    [(None, r"nothing.*go"), ("{", "is not JSON"), ("[]", r"after.*step"), ("{}", r"after.*step")],
 )
 def test_what_cannot_be_gone_on_from_is_said(tmp_path, content, said):
     directory = RunDirectory.create(tmp_path / "run")

@@ -194,7 +194,7 @@ def test_every_mistake_of_a_table_is_in_one_error():
 
 def test_a_process_cannot_mix_hardware_of_one_node():
     cluster = Cluster.declared([{"gpu": 1, "franka": 1}])
-    with pytest.raises(PlacementError, match="process 0 mixes franka and gpu"):
+    with pytest.raises(PlacementError, match=r"process 0.*franka"):
         assign({"env": "0-1:0"}, cluster)
 
 
@@ -211,9 +211,9 @@ def test_devices_are_numbered_through_the_nodes():
 @pytest.mark.parametrize(
     ("groups", "words"),
     [
-        ([NodeGroup("a", (0,)), NodeGroup("a", (0,))], "names two groups"),
+        ([NodeGroup("a", (0,)), NodeGroup("a", (0,))], r"names.*groups"),
         ([NodeGroup("node", (0,))], "is reserved"),
-        ([NodeGroup("a", (7,))], "there is no node 7"),
+        ([NodeGroup("a", (7,))], r"node 7"),
     ],
 )
 def test_a_wrong_group_is_refused(groups, words):

@@ -62,7 +62,7 @@ def test_a_hybrid_has_the_others_take_turns_beside_generation():
 
 
 def test_too_few_devices_for_a_mode_say_how_many_it_takes():
-    with pytest.raises(PlacementError, match=r"needs 4 devices.*start 4 processes"):
+    with pytest.raises(PlacementError, match=r"4 devices.*start 4 processes"):
         place(PlacementConfig(mode="disaggregated"), PPO, 3)
 
 
@@ -74,7 +74,7 @@ def test_devices_can_be_named_by_groups_of_nodes(monkeypatch):
     )
     assert hosts(place(wanted, GRPO, 6))["trainer"] == (2, 3, 4, 5)
     wanted.trainer = {"node_group": "bgi", "placement": "all"}
-    with pytest.raises(PlacementError, match="did you mean 'big'"):
+    with pytest.raises(PlacementError, match=r"mean 'big'"):
         place(wanted, GRPO, 6)
 
 
@@ -128,7 +128,7 @@ def test_a_plan_that_overfills_a_device_is_refused_with_the_smallest_fix(tmp_pat
         "roles:\n  rollout: {devices: 0, phases: [0], active_bytes: 6000000000, parked_bytes: 1000000000}\n"
         "  trainer: {devices: 0, phases: [1], active_bytes: 5000000000}\n"
     )
-    with pytest.raises(PlacementError, match="resident to false"):
+    with pytest.raises(PlacementError, match=r"resident.*false"):
         place(PlacementConfig(plan=str(path), device_memory_gb=8), GRPO, 2)
 
 

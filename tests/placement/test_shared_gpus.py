@@ -43,14 +43,14 @@ def test_roles_of_two_processes_on_one_gpu_take_turns():
 
 def test_a_role_that_computes_together_may_have_one_process_of_each_gpu_and_no_more():
     assert place(PlacementConfig(rollout="0-3", trainer="2-3"), GRPO, 4, gpus=2).seats["trainer"].hosts == (2, 3)
-    with pytest.raises(PlacementError, match=r"placement.trainer: its processes 1 and 3 share a GPU.*NCCL.*node 2\)"):
+    with pytest.raises(PlacementError, match=r"placement.trainer:.*processes 1.*3.*GPU.*NCCL.*node 2\)"):
         place(PlacementConfig(rollout="0-3", trainer="1-3"), GRPO, 4, gpus=2)
-    with pytest.raises(PlacementError, match=r"placement.trainer: its processes 0 and 1 share a GPU"):
+    with pytest.raises(PlacementError, match=r"placement.trainer:.*processes 0.*1 share.*GPU"):
         place(PlacementConfig(mode="collocated"), GRPO, 4, gpus=1)
 
 
 @pytest.mark.parametrize(("key", "value"), [("profile", "profile.json"), ("mode", "auto")])
 def test_planning_is_refused_where_a_process_is_not_a_gpu(key, value):
     wanted = PlacementConfig(**{key: value, "rollout": 0, "trainer": 1})
-    with pytest.raises(PlacementError, match=rf"placement.{key}: the planner counts a GPU for each process"):
+    with pytest.raises(PlacementError, match=f"placement.{key}:.*planner.*GPU.*process"):
         place(wanted, GRPO, 4, gpus=2)

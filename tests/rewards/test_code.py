@@ -298,7 +298,7 @@ def test_the_judge_judges_as_python_does(loop, form):
     ],
 )
 def test_tests_that_cannot_be_judged_say_so_and_are_no_zeros(test, reason):
-    with pytest.raises(ValueError, match=f"cannot be judged: {reason}"):
+    with pytest.raises(ValueError, match=f"judged: {reason}"):
         judge.tests_of("", {"test": test})
 
 
@@ -307,7 +307,7 @@ def test_a_row_whose_setup_fails_by_the_answer_is_that_answers(loop):
     assert scored(loop, "class Made:\n    n = 1", row).value == 1.0
     assert scored(loop, "class Made:\n    def __init__(self): raise ImportError", row).value == 0.0
     assert scored(loop, "pass", row).value == 0.0
-    with pytest.raises(ValueError, match="No module named 'not_there'"):
+    with pytest.raises(ValueError, match=r"module named 'not_there'"):
         scored(loop, "class Made: pass", {**row, "test_setup_code": "made = Made()\nimport not_there"})
 
 
@@ -334,9 +334,9 @@ def test_a_share_counts_what_passes_around_a_test_that_hangs(loop):
 
 
 def test_rows_without_tests_are_errors_that_say_so(loop):
-    with pytest.raises(ValueError, match=r"no tests of programs in this row.*nor in the answer '42'"):
+    with pytest.raises(ValueError, match=r"programs.*row.*nor.*'42'"):
         scored(loop, ADD, {"level": 3, "answer": "42"})
-    with pytest.raises(ValueError, match="tests of this row do not run: NameError"):
+    with pytest.raises(ValueError, match=r"tests.*row.*NameError"):
         scored(loop, ADD, {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": "raise NameError"})
     with pytest.raises(ValueError, match="cannot be unpacked"):
         judge.tests_of("", {"private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(print))).decode()})
@@ -375,8 +375,8 @@ def test_a_machine_without_isolation_is_found_before_the_run(monkeypatch):
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        ({"alow_weak": True}, "does not take \\['alow_weak'\\]; it takes \\['award'"),
-        ({"award": "half"}, "award is 'half'"),
+        ({"alow_weak": True}, r"\['alow_weak'\].*takes \['award'"),
+        ({"award": "half"}, r"award.*'half'"),
         ({"seconds_per_test": 0}, "seconds_per_test is 0"),
         ({"memory_mb": "much"}, "memory_mb is 'much'"),
     ],

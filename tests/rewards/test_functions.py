@@ -85,5 +85,5 @@ def test_what_was_extracted_is_told():
 
 
 def test_an_answer_that_is_no_mathematics_is_nobody_s_wrong_answer():
-    with pytest.raises(ValueError, match="cannot be read as mathematics"):
+    with pytest.raises(ValueError, match=r"read.*mathematics"):
         math("5", "")

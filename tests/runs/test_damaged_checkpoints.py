@@ -147,7 +147,7 @@ def test_what_may_not_be_read_is_damage_too(run, what):
 def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_by_itself(run):
     for step in (1, 2):
         flipped(run / "checkpoints" / f"step_00000{step}" / STATE)
-    with pytest.raises(InputError, match=r"is whole: step_000002: .*; step_000001: .*--resume never starts anew"):
+    with pytest.raises(InputError, match=r"step_000002: .*; step_000001: .*--resume.*starts"):
         checkpoint_to_resume("auto", run)
 
 
@@ -157,12 +157,12 @@ def test_links_and_notes_may_be_damaged_as_well(run):
     found = checkpoint_to_resume("auto", run)
     assert found is not None
     assert found.step == 2
-    with pytest.raises(InputError, match="leads to step_000099, which is not there"):
+    with pytest.raises(InputError, match=r"leads.*step_000099"):
         checkpoint_to_resume(str(run / "checkpoints" / "latest"), run)
     garbage(run / "metrics.jsonl")
     garbage(run / "resolved.yaml")
     config = load_any(QUICKSTART, [*TINY, "evaluation.every=0"], 1)
-    with pytest.raises(InputError, match=r"resolved\.yaml is damaged: remove it"):
+    with pytest.raises(InputError, match=r"resolved\.yaml.*damaged:"):
         open_run_directory(run, config, found)
     (run / "resolved.yaml").unlink()
     assert open_run_directory(run, config, found).metrics.read_text() == ""

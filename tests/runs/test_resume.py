@@ -105,9 +105,9 @@ def test_what_is_changed_on_resume_is_applied_or_said_to_be_ignored_or_refused(u
 
 
 def test_what_cannot_be_gone_on_from_is_one_message(tmp_path):
-    with pytest.raises(InputError, match="no checkpoint there; there is no such directory"):
+    with pytest.raises(InputError, match=r"checkpoint.*directory"):
         checkpoint_to_resume(str(tmp_path / "none"), tmp_path)
-    with pytest.raises(InputError, match="no checkpoint there; name a run's directory"):
+    with pytest.raises(InputError, match=r"checkpoint.*run's"):
         checkpoint_to_resume(str(tmp_path), tmp_path)
     assert checkpoint_to_resume("auto", tmp_path) is None
     assert checkpoint_to_resume("never", tmp_path) is None

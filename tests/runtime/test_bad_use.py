@@ -66,11 +66,9 @@ async def _worker(system: ActorSystem, hosts: tuple[int, ...] = (0, 1)) -> Any:
 async def test_an_unknown_endpoint_is_answered_with_the_nearest_name(system: ActorSystem) -> None:
     group = await _worker(system)
     for handle in (group, group[0], group.any, group.each):
-        with pytest.raises(
-            AttributeError, match=r"no endpoint 'scor'; did you mean 'score'\? It has: generate, score\."
-        ):
+        with pytest.raises(AttributeError, match=r"'scor'.*'score'\?"):
             handle.scor(1)
-    with pytest.raises(AttributeError, match=r"no endpoint 'xyz'\. It has: generate, score\."):
+    with pytest.raises(AttributeError, match=r"endpoint 'xyz'\."):
         group.xyz(1)
     idle = await system.spawn(Idle, hosts=[0], name="idle")
     with pytest.raises(AttributeError, match="It has: none"):
@@ -88,7 +86,7 @@ async def test_a_method_without_its_mark_is_named(system: ActorSystem) -> None:
 def test_an_endpoint_must_be_async() -> None:
     def work(self: Any) -> None: ...
 
-    with pytest.raises(TypeError, match=r"work is marked @endpoint but is not async: write `async def`.*compute"):
+    with pytest.raises(TypeError, match=r"@endpoint.*`async"):
         endpoint(work)
 
 
@@ -102,7 +100,7 @@ async def test_each_needs_one_value_per_rank(system: ActorSystem) -> None:
         (lambda: group.each.score(sample=[1]), "list of 2 for sample; got 1 values"),
         (lambda: group.each.generate([1]), "got 1 values"),
     ]:
-        with pytest.raises(UserError, match=rf"each\(\) needs one value per rank.*{what}"):
+        with pytest.raises(UserError, match=f"needs.*value.*rank.*{what}"):
             call()
 
 
@@ -110,23 +108,23 @@ async def test_each_needs_one_value_per_rank(system: ActorSystem) -> None:
 async def test_a_rank_that_does_not_exist_is_an_index_error(system: ActorSystem) -> None:
     group = await _worker(system)
     for rank in (2, -3):
-        with pytest.raises(IndexError, match=f"worker has 2 ranks, so no rank {rank}"):
+        with pytest.raises(IndexError, match=f"worker.*2 ranks.*{rank}"):
             group[rank]
     assert [ref._name for ref in group] == ["worker[0]", "worker[1]"]
-    with pytest.raises(UserError, match=r"selects no rank.*score\(\)"):
+    with pytest.raises(UserError, match=r"selects.*rank.*score\(\)"):
         group[5:].score(1)
 
 
 @pytest.mark.worlds("local")
 async def test_numbers_that_make_no_sense_are_refused_at_once(system: ActorSystem) -> None:
     group = await _worker(system)
-    with pytest.raises(ValueError, match="map needs batch >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"needs batch >= 1.*0"):
         group.score.map([1], batch=0)
-    with pytest.raises(ValueError, match="map needs concurrency >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"needs concurrency >= 1.*0"):
         group.score.map([1], concurrency=0)
-    with pytest.raises(ValueError, match="bounded needs a capacity >= 1"):
+    with pytest.raises(ValueError, match=r"bounded.*capacity >= 1"):
         group.generate.bounded(0)
-    with pytest.raises(ValueError, match="a capacity must be at least 1"):
+    with pytest.raises(ValueError, match=r"capacity.*least 1"):
         await system.channel("c", capacity=0)
     with pytest.raises(TypeError, match="not iterable"):
         group.score.map(7)
@@ -145,22 +143,22 @@ async def test_a_promise_is_not_a_stream(system: ActorSystem) -> None:
 
 
 async def test_arguments_that_do_not_fit_setup_are_refused(system: ActorSystem) -> None:
-    with pytest.raises(UserError, match=r"Worker\.setup\(self.*does not fit.*unexpected keyword argument 'sise'"):
+    with pytest.raises(UserError, match=r"fit.*unexpected.*'sise'"):
         await system.spawn(Worker, hosts=[1], name="worker", sise=2)
 
 
 async def test_only_actors_can_be_spawned(system: ActorSystem) -> None:
     for thing in (int, Worker(), "Worker"):
-        with pytest.raises(UserError, match=r"needs a subclass of rlinf\.Actor"):
+        with pytest.raises(UserError, match=r"subclass.*rlinf\.Actor"):
             await system.spawn(thing, hosts=[0])  # type: ignore[type-var, arg-type]
-    with pytest.raises(UserError, match="cannot be called 'each'"):
+    with pytest.raises(UserError, match=r"called 'each'"):
         await system.spawn(Reserved, hosts=[0])
 
 
 async def test_hosts_must_exist(system: ActorSystem) -> None:
-    with pytest.raises(UserError, match="unknown host 7: this system has hosts 0 to 1"):
+    with pytest.raises(UserError, match=r"unknown.*7:.*system.*0.*1"):
         await system.spawn(Worker, hosts=[0, 7], name="worker")
-    with pytest.raises(UserError, match="hosts is empty"):
+    with pytest.raises(UserError, match=r"hosts.*empty"):
         await system.spawn(Worker, hosts=[], name="worker")
 
 
@@ -170,27 +168,27 @@ async def test_a_class_in_a_function_cannot_be_spawned_elsewhere(system: ActorSy
         pass
 
     await system.spawn(Local, hosts=[0], name="near")
-    with pytest.raises(UserError, match=r"Local is defined inside a function, so host 1 cannot.*top level of a module"):
+    with pytest.raises(UserError, match=r"function.*1 cannot.*top"):
         await system.spawn(Local, hosts=[0, 1], name="far")
 
 
 async def test_a_name_can_be_taken_once(system: ActorSystem) -> None:
     await _worker(system)
-    with pytest.raises(UserError, match="the name 'worker' is taken"):
+    with pytest.raises(UserError, match=r"'worker'.*taken"):
         await _worker(system)
-    with pytest.raises(UserError, match="the name 'worker' is taken"):
+    with pytest.raises(UserError, match=r"'worker'.*taken"):
         await system.channel("worker")
 
 
 async def test_an_unknown_name_is_said_to_be_unknown(system: ActorSystem) -> None:
-    with pytest.raises(UserError, match="no group or channel is called 'nobody'"):
+    with pytest.raises(UserError, match=r"channel.*'nobody'"):
         await system.get("nobody")
 
 
 async def test_a_setup_that_fails_closes_the_other_ranks_and_frees_the_name(system: ActorSystem) -> None:
     for _ in range(2):
         closed.clear()
-        with pytest.raises(OSError, match="no such model") as caught:
+        with pytest.raises(OSError, match=r"such model") as caught:
             await system.spawn(FailsToSetUp, hosts=[0, 1], name="fails")
         assert "in fails[1].setup() on host 1" in caught.value.__notes__
         assert closed == [0]
@@ -208,7 +206,7 @@ def test_a_handle_used_after_the_system_was_closed_says_so() -> None:
                 await group[1].score(2)  # so the first has its value, on host 1
                 stream = group.generate(5)
             for ref in group:
-                with pytest.raises(ActorDied, match=r"worker\[.\]\.score was called after the system was closed"):
+                with pytest.raises(ActorDied, match=r"worker\[.\]\.score.*called"):
                     await ref.score(1)
             with pytest.raises(ActorDied, match="closed"):
                 await early
@@ -222,7 +220,7 @@ def test_a_handle_used_after_the_system_was_closed_says_so() -> None:
 
 def test_without_a_system_a_stream_says_how_to_open_one() -> None:
     async def main() -> None:
-        with pytest.raises(RuntimeError, match=r"no actor system is open.*ActorSystem\.local\(\)"):
+        with pytest.raises(RuntimeError, match=r"actor system.*open.*ActorSystem\.local\(\)"):
             Stream.of([1])
 
     asyncio.run(main())
@@ -232,7 +230,7 @@ def test_without_a_system_a_stream_says_how_to_open_one() -> None:
 async def test_handles_are_not_for_pickling_by_hand(system: ActorSystem) -> None:
     group = await _worker(system)
     for handle in (group[0], await system.channel("c"), Stream.of([1])):
-        with pytest.raises((RuntimeError, TypeError), match="only be sent to actors"):
+        with pytest.raises((RuntimeError, TypeError), match=r"sent.*actors"):
             pickle.loads(pickle.dumps(handle))
-    with pytest.raises(TypeError, match="only be sent to actors"):
+    with pytest.raises(TypeError, match=r"sent.*actors"):
         pickle.dumps(group[0].score(1))

@@ -310,7 +310,7 @@ async def test_an_exception_that_does_not_travel_is_replaced_by_one_that_says_it
         await near.raises_strange()
     with pytest.raises((Strange, RemoteError), match="1 and 2"):
         await far.raises_strange()
-    with pytest.raises((ValueError, RemoteError), match="holds a function"):
+    with pytest.raises((ValueError, RemoteError), match=r"holds.*function"):
         await far.raises_unpicklable()
 
 

@@ -188,7 +188,7 @@ async def test_a_child_that_never_ran_is_not_retried() -> None:
 
 async def test_a_child_that_does_not_become_healthy_in_time_is_killed() -> None:
     child = Child(["sleep", "60"], name="slow", health=never, start_deadline=0.2)
-    with pytest.raises(ChildDied, match=r"not healthy 0\.2 s after its start"):
+    with pytest.raises(ChildDied, match=r"healthy 0\.2.*after"):
         await child.start()
     assert child.pid is None
 
@@ -439,7 +439,7 @@ async def test_an_exception_arrives_with_its_type_and_traceback(handlers: str) -
         assert await worker.call("add", 1) == 2
 
 
-@pytest.mark.parametrize(("method", "text"), [("odd", "Odd: 1 is not 2"), ("leave", "SystemExit: 3")])
+@pytest.mark.parametrize(("method", "text"), [("odd", r"Odd: 1.*2"), ("leave", "SystemExit: 3")])
 async def test_an_exception_that_cannot_travel_has_a_stand_in(handlers: str, method: str, text: str) -> None:
     async with Worker(handlers, name="w") as worker:
         with pytest.raises(RemoteError, match=text):
@@ -449,12 +449,12 @@ async def test_an_exception_that_cannot_travel_has_a_stand_in(handlers: str, met
 
 async def test_what_cannot_be_pickled_is_an_error_that_names_the_method(handlers: str) -> None:
     async with Worker(handlers, name="w") as worker:
-        with pytest.raises(TypeError, match=r"result of unpicklable\(\), a function"):
+        with pytest.raises(TypeError, match=r"unpicklable\(\).*function"):
             await worker.call("unpicklable")
-        with pytest.raises(TypeError, match=r"arguments of w\.add\(\)"):
+        with pytest.raises(TypeError, match=r"arguments.*w\.add\(\)"):
             await worker.call("add", lambda: None)
         assert await worker.call("add", 1) == 2
-    with pytest.raises(UserError, match="arguments of child 'w'"):
+    with pytest.raises(UserError, match=r"arguments.*'w'"):
         Worker(handlers, {"note": lambda: None}, name="w")
 
 
@@ -480,7 +480,7 @@ async def test_a_worker_that_keeps_crashing_is_given_up(handlers: str) -> None:
 
 
 async def test_an_object_that_cannot_be_made_fails_the_start_with_its_traceback(handlers: str) -> None:
-    with pytest.raises(ChildDied, match="no such scene") as caught:
+    with pytest.raises(ChildDied, match=r"such scene") as caught:
         await Worker(handlers, {"start": "badly"}, name="w").start()
     assert caught.value.returncode == 1
 
@@ -489,7 +489,7 @@ async def test_a_call_past_its_deadline_costs_the_process(handlers: str) -> None
     async with Worker(handlers, name="w", max_restarts=0) as worker:
         first = worker.pid
         begin = time.monotonic()
-        with pytest.raises(CallTimeout, match=r"w\.hang\(\) exceeded its 0\.1 s"):
+        with pytest.raises(CallTimeout, match=r"w\.hang\(\) exceeded.*0\.1"):
             await worker.call("hang", timeout=0.1)
         assert time.monotonic() - begin < 10  # it would hang for 60
         assert await worker.call("pid") != first
@@ -538,7 +538,7 @@ async def test_a_worker_may_answer_in_json(handlers: str) -> None:
         with pytest.raises(RemoteError, match="KeyError: 'apple'") as caught:
             await worker.call("fail")
         assert "raised in w.fail()" in caught.value.__notes__[0]
-        with pytest.raises(RemoteError, match="the result of unpicklable"):
+        with pytest.raises(RemoteError, match=r"result.*unpicklable"):
             await worker.call("unpicklable")
         assert await worker.call("add", 1, b=2) == 3
 

@@ -358,7 +358,7 @@ async def test_a_mesh_may_have_several_dimensions(job: Job) -> None:
 async def without_group(c: Collectives, rank: int) -> list[Any]:
     await c.mesh("lone", [rank])
     for call in (dist.barrier, lambda: dist.all_reduce(torch.ones(1)), lambda: dist.broadcast_object_list([1])):
-        with pytest.raises(UserError, match="without a group"):
+        with pytest.raises(UserError, match=r"without.*group"):
             call()
     return [dist.get_rank(), dist.get_world_size()]
 
@@ -384,7 +384,7 @@ async def moving(c: Collectives, rank: int) -> list[Any]:
         await c.release(f"moves {number}")
         await asyncio.gather(*c._leaving)
         found.append(taken())
-    with pytest.raises(UserError, match="is closed; take a new name"):
+    with pytest.raises(UserError, match=r"closed; take"):
         await c.mesh("moves 0", [0, 1])
     return found
 
@@ -450,9 +450,9 @@ async def test_the_meshes_of_an_actor_end_with_it_however_often_it_moves() -> No
 async def test_a_group_of_one_needs_no_network() -> None:
     group = await Collectives(None, 2, 4).group("alone", [2])
     assert (await group.broadcast(torch.ones(2), src=2)).tolist() == [1, 1]
-    with pytest.raises(UserError, match="cannot send to itself"):
+    with pytest.raises(UserError, match=r"send.*itself"):
         await group.send(torch.ones(1), dst=2)
-    with pytest.raises(UserError, match="host 1 is no member"):
+    with pytest.raises(UserError, match=r"host 1.*member"):
         await group.broadcast(torch.ones(1), src=1)
     await group.close()
     with pytest.raises(CollectiveError, match="closed"):
@@ -460,14 +460,14 @@ async def test_a_group_of_one_needs_no_network() -> None:
 
 
 async def test_hosts_in_one_process_cannot_form_bigger_groups() -> None:
-    with pytest.raises(UserError, match="one process per host"):
+    with pytest.raises(UserError, match=r"process.*host"):
         await Collectives(None, 0, 2).group("both", [0, 1])
 
 
 async def test_what_a_name_or_list_of_hosts_cannot_be() -> None:
     collectives = Collectives(None, 0, 2)
     await collectives.group("name", [0])
-    with pytest.raises(UserError, match=r"hosts \[0\] over gloo.*cannot be hosts \[0\] over nccl"):
+    with pytest.raises(UserError, match=r"hosts \[0\].*gloo.*cannot.*\[0\]"):
         await collectives.group("name", [0], "nccl")
     with pytest.raises(UserError, match="no member"):
         await collectives.group("others", [1])
@@ -475,7 +475,7 @@ async def test_what_a_name_or_list_of_hosts_cannot_be() -> None:
         await collectives.group("twice", [0, 0])
     with pytest.raises(UserError, match="from 0 to 1"):
         await collectives.group("far", [0, 7])
-    with pytest.raises(UserError, match="names of dimensions"):
+    with pytest.raises(UserError, match=r"names.*dimensions"):
         await collectives.mesh("flat", [0], shape=(1, 1))
 
 

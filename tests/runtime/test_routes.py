@@ -344,7 +344,7 @@ async def test_a_copy_that_fails_is_an_error_of_its_call(monkeypatch: pytest.Mon
     async with opened("arena") as (_, far):
         with monkeypatch.context() as patch:
             patch.setattr(copies, "_copy", fail)
-            with pytest.raises(RuntimeFault, match=r"could not be copied where it was sent from.*no more of it"):
+            with pytest.raises(RuntimeFault, match=r"copied.*from.*no"):
                 await far.total(torch.ones(BIG))
         assert await far.total(torch.ones(BIG)) == BIG
 

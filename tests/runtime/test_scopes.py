@@ -102,11 +102,11 @@ async def test_names_are_free_again(system: ActorSystem) -> None:
             group = await system.spawn(Worker, hosts=[0, 1], name="worker")
             await system.channel("mail")
             assert await group.echo(1) == [1, 1]
-            with pytest.raises(UserError, match="'worker' is taken"):
+            with pytest.raises(UserError, match=r"'worker'.*taken"):
                 await system.spawn(Worker, hosts=[1], name="worker")
-            with pytest.raises(UserError, match="'mail' is taken"):
+            with pytest.raises(UserError, match=r"'mail'.*taken"):
                 await system.channel("mail")
-        with pytest.raises(UserError, match="no group or channel is called 'worker'"):
+        with pytest.raises(UserError, match=r"channel.*'worker'"):
             await system.get("worker")
 
 
@@ -186,7 +186,7 @@ async def test_being_cancelled_while_leaving_does_not_stop_the_leaving(system: A
 
 async def test_an_actor_that_does_not_close_keeps_no_other_from_closing(system: ActorSystem) -> None:
     log = await the_log(system)
-    with pytest.raises(OSError, match=r"c\[0\] did not close"):  # noqa: PT012
+    with pytest.raises(OSError, match=r"c\[0\].*close"):  # noqa: PT012
         async with system.scope():
             await system.spawn(Worker, hosts=[1], name="a", log=log)
             await system.spawn(Sour, hosts=[0], name="b", log=log)
@@ -277,7 +277,7 @@ async def test_a_scope_that_another_task_keeps_open_ends_with_the_one_around_it(
 
 async def test_a_spawn_that_fails_on_one_rank_leaves_nothing(system: ActorSystem) -> None:
     log = await the_log(system)
-    with pytest.raises(ValueError, match="setup went wrong"):
+    with pytest.raises(ValueError, match=r"setup.*wrong"):
         await system.spawn(Worker, hosts=[0, 1], name="worker", log=log, fail=1)
     assert await closings(log) in ([], ["worker[0]"])  # rank 0 is closed if it was set up, and else cancelled
     assert await (await system.spawn(Worker, hosts=[0, 1], name="worker")).echo(1) == [1, 1]

@@ -81,7 +81,7 @@ async def test_what_a_waiting_thread_ran_into_is_raised_where_it_is_awaited() ->
     def fail() -> None:
         raise ValueError("no such peer")
 
-    with pytest.raises(ValueError, match="no such peer"):
+    with pytest.raises(ValueError, match=r"such peer"):
         await waiting.run(fail)
     waiting.close()
 
@@ -148,10 +148,10 @@ async def test_an_error_of_a_brief_function_is_raised_where_it_is_awaited(monkey
     def fail() -> None:
         raise ValueError("no such action")
 
-    with pytest.raises(ValueError, match="no such action"):
+    with pytest.raises(ValueError, match=r"such action"):
         await compute.run_briefly("work", fail)
     compute.close()
-    with pytest.raises(ActorDied, match="was closed before"):
+    with pytest.raises(ActorDied, match=r"closed before"):
         await compute.run_briefly("work", work)
 
 

@@ -55,7 +55,7 @@ class Trace:
 def test_a_trace_that_finds_no_room_is_one_error_and_leaves_nothing(tmp_path):
     full = tmp_path / "full"
     full.symlink_to("/dev/full")
-    with pytest.raises(TraceError, match=r"the trace .*/full could not be written: No space left on device"):
+    with pytest.raises(TraceError, match=r"/full.*written:.*device"):
         write_trace(full, [[call("actor[0]", "work", 0.0, 1.0)]])
     assert not full.is_symlink()
 

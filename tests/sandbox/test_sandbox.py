@@ -165,7 +165,7 @@ async def test_the_loss_of_a_process_of_ours_is_told_and_leaves_nothing(sandbox,
     tree = children(server)
     os.kill(tree[0] if which == "supervisor" else server, signal.SIGKILL)
     if which == "supervisor":
-        with pytest.raises(SandboxError, match="supervisor of a sandboxed program is gone"):
+        with pytest.raises(SandboxError, match=r"supervisor.*sandboxed"):
             await task
     else:
         assert (await task).outcome == "timeout"  # the supervisor does without the server
@@ -223,11 +223,11 @@ async def test_a_refusal_says_what_to_do_and_weak_must_be_asked_for(monkeypatch)
         return spawn(weak, preload, reason)
 
     monkeypatch.setattr(module, "_spawn", refused)
-    with pytest.raises(SandboxError, match="Operation not permitted"):
+    with pytest.raises(SandboxError, match=r"Operation.*permitted"):
         await Sandbox().run_python("")
     async with Sandbox(allow_weak=True) as weak:
         if os.geteuid() == 0 and not all(map(module._others_may_enter, (sys.base_prefix, sys.prefix))):
-            with pytest.raises(SandboxError, match="start as an ordinary user"):
+            with pytest.raises(SandboxError, match=r"start.*ordinary"):
                 await weak.isolation()
             return
         told = await weak.isolation()

@@ -126,7 +126,7 @@ def test_a_forgotten_reward_is_an_error_where_nobody_chose_a_judge(tmp_path, cap
 
 
 def test_an_agent_that_never_succeeds_says_why(tmp_path):
-    with pytest.raises(rlinf.RunFailure, match=r"^step 1: .*not one of 6 episodes went well.*OSError: no such tool"):
+    with pytest.raises(rlinf.RunFailure, match=r"^step 1:.*6 episodes.*well.*OSError:"):
         trained(tmp_path, fails)
 
 
@@ -217,7 +217,7 @@ def test_what_an_agent_holds_is_opened_once_for_all_episodes_and_closed_once(tmp
 
 def test_what_an_agent_holds_is_closed_when_the_run_fails_and_the_error_names_the_agents_line(tmp_path, log):
     line = Counting.__call__.__code__.co_firstlineno
-    with pytest.raises(rlinf.RunFailure, match=r"not one of 6 episodes went well.*\(test_agents\.py:(\d+)\)") as error:
+    with pytest.raises(rlinf.RunFailure, match=r"6 episodes.*well.*\(test_agents\.py:(\d+)\)") as error:
         trained(tmp_path, Counting, **{"agent.args": {"failing": True}})
     assert log == ["opened", "closed"]
     assert line < int(re.search(r"py:(\d+)", str(error.value)).group(1)) < line + 10
@@ -235,7 +235,7 @@ async def test_what_an_agent_holds_is_closed_when_the_run_is_cancelled(tmp_path,
 
 
 def test_an_agent_that_cannot_be_opened_ends_the_run_before_anything_is_started(tmp_path, log):
-    with pytest.raises(ConnectionError, match="no such server"):
+    with pytest.raises(ConnectionError, match=r"such server"):
         trained(tmp_path, Unopened)
     assert log == []
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -257,7 +257,7 @@ async def undecorated():
         (undecorated, {}, "@asynccontextmanager"),
         (Counting, {"agent.args": {"malus": 1}}, "agent.args"),
         (Counting(), {"agent.args": {"failing": True}}, "made already"),
-        (rlinf.Score, {}, "called as Score"),
+        (rlinf.Score, {}, r"called.*Score"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_opened_as_an_agent_is_one_message(tmp_path, agent, more, said):

@@ -32,7 +32,7 @@ async def test_an_agent_on_a_foreign_client_learns_and_its_keys_die_with_it(tmp_
         assert metrics["episodes/calls"] == 2
         assert len({key for _, key in seen}) == 8
         async with openai.AsyncOpenAI(base_url=seen[0][0], api_key=seen[0][1], max_retries=0) as client:
-            with pytest.raises(openai.AuthenticationError, match="its episode is over"):
+            with pytest.raises(openai.AuthenticationError, match=r"episode.*over"):
                 await client.completions.create(model="policy", prompt="1?")
         metrics = await session.train(session.gather(["7?", "1?"], agent))  # the same endpoint still listens
         assert metrics["episodes/failed"] == 0

@@ -66,7 +66,7 @@ def test_what_waits_is_there_when_the_session_goes_on(tmp_path):
 def test_what_cannot_be_is_said(tmp_path):
     async def tried():
         async with small(tmp_path) as s:  # grpo
-            with pytest.raises(UserError, match="grpo compares several answers to one question"):
+            with pytest.raises(UserError, match=r"compares.*question"):
                 async with s.online():
                     pass
             with pytest.raises(ValueError, match="batch=0"):
@@ -89,7 +89,7 @@ def test_a_failure_of_learning_is_raised_where_it_serves(tmp_path):
             (answer,) = await answered(service, 1)
             service.feedback(answer.id, 1.0)
             await asyncio.wait([service._learner])
-            with pytest.raises(UserError, match="out of order"):
+            with pytest.raises(UserError, match=r"out.*order"):
                 await service.complete("1?")
             raise KeyError("of the program's own")
 

@@ -64,7 +64,7 @@ def test_a_session_that_is_stopped_takes_no_further_step_and_its_program_goes_on
                 if taken == 2:
                     assert s.stopped == "asked to on its live page"
                     assert s.step == 2
-                    with pytest.raises(SessionStopped, match="told to end after step 2"):
+                    with pytest.raises(SessionStopped, match=r"told.*after.*2"):
                         s.train([])
             pytest.fail("it took every step")
         writer.close()

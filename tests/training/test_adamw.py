@@ -108,5 +108,5 @@ def test_its_states_can_be_parked_between_steps():
 
 def test_without_the_library_one_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
-    with pytest.raises(ValueError, match=r"pip install 'rlinf\[optim8\]'"):
+    with pytest.raises(ValueError, match=r"install 'rlinf\[optim8\]'"):
         AdamW8bit([torch.nn.Parameter(torch.zeros(3))], **SETTINGS)

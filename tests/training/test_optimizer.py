@@ -68,7 +68,7 @@ def test_without_a_finite_loss_over_something_nothing_changes(factor, weight):
     before = copy.deepcopy(layer.state_dict())
     loss = LossSum(loss.total * factor, torch.tensor(weight, dtype=torch.float64))
     if weight:
-        with pytest.raises(FloatingPointError, match="the step was not taken"):
+        with pytest.raises(FloatingPointError, match=r"step.*taken"):
             minimize(loss, list(layer.parameters()), optimizer)
     else:
         assert minimize(loss, list(layer.parameters()), optimizer)[1] == 0.0

@@ -149,9 +149,9 @@ def test_ranks_that_compute_together_are_neighbours_of_one_copy():
 def test_so_many_processes_as_cannot_be_arranged_are_told():
     parallel = ParallelConfig(tensor=2, context=2, expert=8)
     words = "tensor 2 x context 2 processes, its experts over 8, so the number of processes must be a multiple of 8"
-    with pytest.raises(ValueError, match=f"{words}, and there are 4 processes"):
+    with pytest.raises(ValueError, match=f"{words}.*4 processes"):
         arranged("shard", ["a"] * 4, parallel)
-    with pytest.raises(ValueError, match="there are 6 processes per machine"):
+    with pytest.raises(ValueError, match=r"6 processes.*machine"):
         arranged("hybrid", ["a"] * 6 + ["b"] * 6, ParallelConfig(tensor=4))
 
 

@@ -138,7 +138,7 @@ async def test_a_state_that_does_not_fit_says_whose_it_is_and_what_differs(syste
     leaving = await system.spawn(Learner, hosts=[1], name="before", plain=True)
     other = await system.spawn(Trainer, hosts=[2], name="other", algorithm="grpo", **TEXT)
     parked = await park(system, "trainer", leaving)
-    with pytest.raises(ValueError, match="the state of trainer does not fit this model and optimizer"):
+    with pytest.raises(ValueError, match=r"trainer.*optimizer"):
         await other.import_state(parked)
 
 
@@ -151,7 +151,7 @@ class Silent(Learner):
 
 async def test_a_role_that_cannot_be_copied_says_why_goes_on_and_leaves_nothing(system):
     leaving = await system.spawn(Silent, hosts=[1], name="before", plain=True)
-    with pytest.raises(MemoryError, match="no room for a copy"):
+    with pytest.raises(MemoryError, match=r"room.*copy"):
         await park(system, "trainer", leaving)
     with pytest.raises(UserError, match=r"trainer\.parked"):
         await system.get("trainer.parked")

@@ -248,35 +248,35 @@ def test_another_model_is_an_error_that_says_what_differs_and_changes_nothing(tm
     with pytest.raises(ValueError, match=r"does not fit .* is \[\d+, 16\] there and \[\d+, 32\] here.* and \d+ more"):
         other.load(tmp_path)
     assert_same(other.everything(), before)
-    with pytest.raises(ValueError, match=r"the model has no model\.model\.layers\.1"):
+    with pytest.raises(ValueError, match=r"model.*model\.model\.layers\.1"):
         Learning(0, num_hidden_layers=1).load(tmp_path)
-    with pytest.raises(ValueError, match=r"it has no model\.model\.layers\.2"):
+    with pytest.raises(ValueError, match=r"model\.model\.layers\.2"):
         Learning(0, num_hidden_layers=3).load(tmp_path)
     smaller = Learning(0)
     smaller.optimizer = torch.optim.AdamW(list(smaller.model.parameters())[1:], lr=1e-2)
-    with pytest.raises(ValueError, match="the optimizers are for different parameters"):
+    with pytest.raises(ValueError, match=r"optimizers.*parameters"):
         smaller.load(tmp_path)
 
 
 def test_an_incomplete_or_damaged_state_is_an_error(tmp_path):
     one = Learning(0)
-    with pytest.raises(FileNotFoundError, match=r"has no state\.json"):
+    with pytest.raises(FileNotFoundError, match=r"state\.json"):
         one.load(tmp_path)
     one.save(tmp_path)
     about = json.loads((tmp_path / "state.json").read_text())
     (tmp_path / "state.json").write_text(json.dumps({**about, "format": 99}))
-    with pytest.raises(ValueError, match="is of format 99"):
+    with pytest.raises(ValueError, match=r"format 99"):
         one.load(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps({**about, "ranks": 2}))
-    with pytest.raises(FileNotFoundError, match=r"saved by 2 ranks and lacks rank_00001\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"saved.*2 ranks.*rank_00001\.safetensors"):
         one.load(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps(about))
     (tmp_path / "rank_00001.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"rank_00001\.safetensors is not of them"):
+    with pytest.raises(ValueError, match=r"rank_00001\.safetensors.*them"):
         one.load(tmp_path)
     (tmp_path / "rank_00001.safetensors").unlink()
     (tmp_path / "state.json").write_text(json.dumps(about)[:-9])
-    with pytest.raises(ValueError, match=r"state\.json is damaged"):
+    with pytest.raises(ValueError, match=r"state\.json.*damaged"):
         one.load(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps(about))
     file = tmp_path / "rank_00000.safetensors"
@@ -291,19 +291,19 @@ def test_a_state_with_a_shard_missing_is_an_error(tmp_path):
     key = "model.model.norm.weight"
     state.shards[key], state.offsets[key] = state.shards[key][8:].clone(), (8,)
     state.write(tmp_path)
-    with pytest.raises(ValueError, match=r"of model\.model\.norm\.weight it has a part only"):
+    with pytest.raises(ValueError, match=r"model\.model\.norm\.weight.*part"):
         one.load(tmp_path)
 
 
 def test_a_parameter_that_the_model_has_not_is_an_error():
     one, other = Learning(0), Learning(1)
-    with pytest.raises(ValueError, match=r"the optimizer has \d+ parameters that the model has not"):
+    with pytest.raises(ValueError, match=r"optimizer.*parameters"):
         copy_state(one.model, other.optimizer, None, 0, rank=0, ranks=1)
 
 
 def test_what_is_not_json_is_an_error():
     one = Learning(0)
-    with pytest.raises(ValueError, match="must be numbers, texts, lists and dicts"):
+    with pytest.raises(ValueError, match=r"numbers, texts"):
         copy_state(one.model, None, None, 0, rank=0, ranks=1, extra={"a": object()})
 
 
@@ -333,19 +333,19 @@ def test_torchs_own_checkpoint_reader_understands_the_state(tmp_path):
 
 
 def test_a_full_disk_says_what_was_needed_where(tmp_path, monkeypatch):
-    with pytest.raises(OSError, match=r"No space left on device: cannot write /dev/full, which needs 40,000") as caught:
+    with pytest.raises(OSError, match=r"space.*device:.*/dev/full.*40,000") as caught:
         write_tensors(Path("/dev/full"), {"a": torch.zeros(10_000)})
     assert caught.value.errno == errno.ENOSPC
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(OSError, match=r"No space left.*state, which needs [\d,]+ bytes; 1,000 are free there"):
+    with pytest.raises(OSError, match=r"space left.*state.*1,000"):
         Learning(0).save(tmp_path / "state")
-    with pytest.raises(OSError, match=r"No space left.*hf, which needs [\d,]+ bytes; 1,000 are free there"):
+    with pytest.raises(OSError, match=r"space left.*hf.*1,000"):
         copy_model(Learning(0).model, None, lead=True).write(tmp_path / "hf")
 
 
 @pytest.mark.parametrize(
     ("number", "inodes", "named"),
-    [(errno.ENOSPC, 0, "inodes"), (errno.EDQUOT, 5, "quota"), (errno.ENOSPC, 5, "bytes; [0-9,]+ are free")],
+    [(errno.ENOSPC, 0, "inodes"), (errno.EDQUOT, 5, "quota"), (errno.ENOSPC, 5, r"bytes; [0-9,]+.*free")],
 )
 def test_a_disk_that_is_full_of_something_else_than_bytes_says_so(tmp_path, monkeypatch, number, inodes, named):
     monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_files=1000, f_favail=inodes))

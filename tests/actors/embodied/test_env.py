@@ -101,7 +101,7 @@ async def test_a_saved_state_goes_on_bit_for_bit(tmp_path):
 async def test_a_state_of_other_slices_is_refused():
     async with ActorSystem.local() as system:
         env = (await system.spawn(EnvActor, name="env", slices=2, **SETTINGS))[0]
-        with pytest.raises(ValueError, match="1 slices of environments were saved, and there are 2"):
+        with pytest.raises(ValueError, match=r"1 slices.*environments.*2"):
             await env.restore([{}])
 
 

@@ -103,7 +103,7 @@ async def test_each_slice_has_a_trajectory_of_its_own_and_each_is_told_once():
             seen[number] = await simulation.step(number, await decider.act((0, number), seen[number]))
         lengths = [len((await decider.trajectory((0, number), seen[number])).logprobs) for number in range(2)]
         assert lengths == [1, 2]
-        with pytest.raises(ValueError, match=r"nothing was done in slice 1 of env\[0\]"):
+        with pytest.raises(ValueError, match=r"nothing.*1.*env\[0\]"):
             await decider.trajectory((0, 1), seen[1])
 
 
@@ -117,7 +117,7 @@ async def test_greedy_actions_do_not_depend_on_seeds_and_need_not_be_kept():
         assert not torch.equal(drawn[0], greedy)
         mean = build_policy_model(MLP).act(seen.observation, greedy=True).actions
         assert torch.equal(greedy, mean)
-        with pytest.raises(ValueError, match="nothing was done"):
+        with pytest.raises(ValueError, match=r"nothing.*done"):
             await decider.trajectory((0, 0), seen)
 
 

@@ -82,7 +82,7 @@ async def test_a_reward_that_is_no_number_is_refused_before_anything_changes():
         rewards = part.chunks.rewards.clone()
         rewards[0, 3] = torch.nan
         broken = dataclasses.replace(part, chunks=dataclasses.replace(part.chunks, rewards=rewards))
-        with pytest.raises(FloatingPointError, match="a reward or a value is not finite"):
+        with pytest.raises(FloatingPointError, match=r"reward.*finite"):
             await trainer.train([broken])
         assert changed(before, await weights_of(trainer)) == []
         after = await trainer.train(trajectories)
@@ -118,7 +118,7 @@ async def test_without_one_action_there_is_nothing_to_learn_from():
         (part,) = await collected(system, MLP, 2)
         nothing = dataclasses.replace(part.chunks, valid=torch.zeros_like(part.chunks.valid))
         trainer = await trainer_of(system)
-        with pytest.raises(ValueError, match="no action was done"):
+        with pytest.raises(ValueError, match=r"action.*done"):
             await trainer.train([dataclasses.replace(part, chunks=nothing)])
         with pytest.raises(ValueError, match="not one trajectory"):
             await trainer.train([])
@@ -171,7 +171,7 @@ async def test_a_reward_that_is_no_number_does_not_come_into_the_scale():
         (part,) = await collected(system, MLP, 4)
         trainer, other = [await trainer_of(system, name, reward_scaling=True) for name in ("one", "other")]
         broken = dataclasses.replace(part.chunks, rewards=torch.full_like(part.chunks.rewards, torch.nan))
-        with pytest.raises(FloatingPointError, match="a reward or a value is not finite"):
+        with pytest.raises(FloatingPointError, match=r"reward.*finite"):
             await trainer.train([dataclasses.replace(part, chunks=broken)])
         assert await trainer.train([part]) == await other.train([part])
 
@@ -196,13 +196,13 @@ async def test_what_cannot_be_gone_on_from_is_said(tmp_path):
         ({"micro_batch": 0}, "micro_batch=0"),
         (
             {"critic_warmup": 1, "policy": {**MLP, "value_level": None}, "algorithm": "grpo", "group_size": 2},
-            "the policy has no critic",
+            r"policy.*critic",
         ),
         ({"algorithm": "pppo"}, "pppo"),
-        ({"algorithm": "rloo"}, "take ppo or grpo"),
+        ({"algorithm": "rloo"}, r"take.*grpo"),
         ({"algorithm": "grpo"}, "env.group_size"),
-        ({"policy": {**MLP, "value_level": None}}, "needs a critic"),
-        ({"policy": {**MLP, "hiden": [8]}}, "did you mean hidden"),
+        ({"policy": {**MLP, "value_level": None}}, r"needs.*critic"),
+        ({"policy": {**MLP, "hiden": [8]}}, r"mean hidden"),
     ],
 )
 async def test_a_bad_setting_is_named(settings, said):
@@ -238,7 +238,7 @@ async def test_a_policy_that_is_new_is_never_left_with_what_it_was_made_with(tmp
         assert set(part.left_out) == {"log_std"}
         assert await policy.load(part) == 2
         moved = await system.spawn(PolicyActor, name="moved", policy=MLP)
-        with pytest.raises(LoadError, match=r"leave out 1 tensors .* log_std.* load trainer\.weights\(whole=True\)"):
+        with pytest.raises(LoadError, match=r"1 tensors.*log_std.*trainer\.weights\(whole=True\)"):
             await moved.load(trainer.weights())
         await moved.load(trainer.weights(whole=True))
         assert await moved.load(trainer.weights()) == 2
@@ -256,7 +256,7 @@ async def test_a_policy_made_alike_needs_not_be_told_what_never_changes():
             for name, seed in (("alike", 3), ("other", 4))
         ]
         assert await alike.load(trainer.weights()) == 0
-        with pytest.raises(LoadError, match="never had those"):
+        with pytest.raises(LoadError, match=r"never.*those"):
             await other.load(trainer.weights())
 
 

@@ -127,11 +127,11 @@ async def test_pages_in_browsers_and_other_machines_are_answered_with_a_token_al
         status, told, _ = await post(here, CHAT, url=served.url, Origin="https://example.org")
         assert (status, served.sessions) == (403, {})
         assert "agent.endpoint.token" in told["error"]["message"]
-    with pytest.raises(UserError, match=r"whoever reaches 0\.0\.0\.0 could use the model"):
+    with pytest.raises(UserError, match=r"whoever reaches 0\.0\.0\.0"):
         serving_config(EndpointConfig(), {"host": "0.0.0.0"})
     assert serving_config(EndpointConfig(), {"host": "0.0.0.0", "token": "t"}).token == "t"
     assert serving_config(EndpointConfig(), {"host": "[::1]"}).host == "::1"
-    with pytest.raises(UserError, match="there is no ports; there is host, port"):
+    with pytest.raises(UserError, match=r"ports.*host"):
         serving_config(EndpointConfig(), {"ports": 1})
 
 

@@ -105,7 +105,7 @@ async def test_calls_of_the_tool_come_to_an_end(corpus):
 async def test_a_server_that_fails_behind_the_tool_is_no_fault_of_the_model():
     llm, _ = begun(call("mira"), "never said")
     settings = {"attempts": 1, "timeout": 1.0}
-    with pytest.raises(UserError, match="no documents in 1 attempts"):
+    with pytest.raises(UserError, match=r"documents.*1 attempts"):
         await search_by_tool(TASK, llm, retriever="http://127.0.0.1:9/retrieve", settings=settings)
 
 

@@ -28,7 +28,7 @@ def test_whole_numbers_are_pythons(text):
     try:
         expected = str(eval(text))
     except ZeroDivisionError:
-        with pytest.raises(ToolFailed, match="division by zero"):
+        with pytest.raises(ToolFailed, match=r"division.*zero"):
             value_of(text)
         return
     assert value_of(text) == expected

@@ -136,8 +136,8 @@ async def test_a_server_is_reached_by_http():
     ("how", "said"),
     [
         ({"command": ["no-such-command"]}, "cannot run no-such-command"),
-        ({"command": [sys.executable, "-c", "import sys; sys.exit('bad start')"]}, "it said: bad start"),
-        ({"command": ["sleep", "100"], "start_timeout": 0.3}, r"listed no tools within 0\.3 seconds"),
+        ({"command": [sys.executable, "-c", "import sys; sys.exit('bad start')"]}, r"said:.*start"),
+        ({"command": ["sleep", "100"], "start_timeout": 0.3}, r"listed.*0\.3 seconds"),
         ({"command": [sys.executable, "-c", "print('nonsense')"]}, "MCP server"),
         ({"url": "http://127.0.0.1:9/mcp"}, "http://127.0.0.1:9/mcp: "),
     ],
@@ -150,6 +150,6 @@ async def test_a_server_that_does_not_start_is_the_users_error(how, said):
 
 @pytest.mark.parametrize("how", [{}, {"command": "uvx server"}, {"command": []}, {"command": ["a"], "url": "b"}])
 async def test_a_server_is_named_in_one_way(how):
-    with pytest.raises(ValueError, match="give a command"):
+    with pytest.raises(ValueError, match=r"give.*command"):
         async with mcp_tools(**how):
             pass

@@ -50,11 +50,11 @@ def test_ids_of_lengths_may_be_empty_in_between():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"how": "token_mean"}, "how='token_mean' is none of .*; meant 'token-mean'"),
+        ({"how": "token_mean"}, r"how='token_mean'.*none.*; meant"),
         ({"how": "seq-mean-token-sum-norm"}, "needs it"),
         ({"how": "token-mean", "norm_length": 3.0}, "no other has it"),
-        ({"how": "seq-mean-token-sum-norm", "norm_length": 0.0}, "norm_length=0.0 must be more than 0"),
-        ({"how": "seq-mean-token-sum", "sequences": torch.zeros(3, dtype=torch.int64)}, r"sequences \[3\] must have"),
+        ({"how": "seq-mean-token-sum-norm", "norm_length": 0.0}, r"norm_length=0.0.*more.*0"),
+        ({"how": "seq-mean-token-sum", "sequences": torch.zeros(3, dtype=torch.int64)}, r"sequences \[3\]"),
         ({"how": "seq-mean-token-sum", "sequences": torch.zeros(3, 3)}, "whole numbers"),
         ({"how": "seq-mean-token-sum", "sequences": torch.full((3, 3), -1)}, "found -1"),
     ],

@@ -79,7 +79,7 @@ def test_bf16_is_computed_in_float32():
 
 
 def test_wrong_names_and_shapes_are_named():
-    with pytest.raises(ValueError, match="kind='k4' is none of"):
+    with pytest.raises(ValueError, match=r"kind='k4'.*none"):
         losses.estimate(torch.zeros(2), torch.zeros(2), "k4")
-    with pytest.raises(ValueError, match=r"ref_logprobs \[3\] must have the shape of logprobs \[2\]"):
+    with pytest.raises(ValueError, match=r"ref_logprobs \[3\].*shape.*logprobs \[2\]"):
         losses.estimate(torch.zeros(2), torch.zeros(3))

@@ -94,14 +94,14 @@ def test_the_proximal_policy_of_impossible_tokens_is_no_nan():
     ("call", "text"),
     [
         (lambda: losses.weights(NEW, OLD[:1], MASK), r"behavior_logprobs \[1, 3\]"),
-        (lambda: losses.weights(NEW, OLD, MASK, cap=0.5, floor=0.7), "floor=0.7 must be at least 0 and less than"),
-        (lambda: losses.weights(NEW, OLD, MASK, level="seq"), "level='seq' is none of .*"),
+        (lambda: losses.weights(NEW, OLD, MASK, cap=0.5, floor=0.7), r"floor=0.7.*least 0.*less"),
+        (lambda: losses.weights(NEW, OLD, MASK, level="seq"), r"level='seq'.*none"),
         (lambda: losses.weights(NEW, OLD, MASK, outside="masked"), "meant 'mask'"),
         (lambda: losses.drifted(NEW, OLD, torch.zeros(5), MASK, most=1.0), r"advantages \[5\]"),
         (lambda: losses.rejected(NEW, OLD[:1], MASK, floor=0.5, cap=2.0), r"behavior_logprobs \[1, 3\]"),
-        (lambda: losses.rejected(NEW, OLD, MASK, floor=1.0, cap=2.0), "floor=1.0 must be at least 0 and less"),
-        (lambda: losses.rejected(NEW, OLD, MASK, floor=0.5, cap=2.0, least=1.5), "least=1.5 must be at least 0"),
-        (lambda: losses.interpolate(NEW, OLD, OLD, current=4, proximal=4), "must be before current=4"),
+        (lambda: losses.rejected(NEW, OLD, MASK, floor=1.0, cap=2.0), r"floor=1.0.*least 0.*less"),
+        (lambda: losses.rejected(NEW, OLD, MASK, floor=0.5, cap=2.0, least=1.5), r"least=1.5.*least 0"),
+        (lambda: losses.interpolate(NEW, OLD, OLD, current=4, proximal=4), r"before current=4"),
     ],
 )
 def test_what_does_not_fit_is_named(call, text):

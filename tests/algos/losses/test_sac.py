@@ -91,7 +91,7 @@ def test_gradients_are_derivatives_and_do_not_depend_on_the_split(loss):
     ("call", "text"),
     [
         (lambda: critic_losses.pessimistic(torch.zeros(3)), r"\[critics, batch\], got \[3\]"),
-        (lambda: critic_losses.pessimistic(torch.zeros(2, 3), subset=3), "subset=3 must be between 1 and 2"),
+        (lambda: critic_losses.pessimistic(torch.zeros(2, 3), subset=3), r"subset=3.*between 1.*2"),
         (lambda: critic_losses.soft_target(*[EVERY] * 3, torch.zeros(2), gamma=0.9, alpha=1.0), r"next_logprobs \[2\]"),
         (lambda: critic_losses.soft_target(*[EVERY] * 4, gamma=1.9, alpha=1.0), "gamma=1.9"),
         (lambda: critic_losses.critics(torch.zeros(2, 3), torch.zeros(2), EVERY), r"targets \[2\]"),

@@ -83,10 +83,10 @@ def test_no_pair_is_a_loss_of_nothing():
     ("settings", "said"),
     [
         ({"loss": "sigmod"}, "sigmoid"),
-        ({"beta": 0.0}, "beta=0.0 must be more than 0"),
+        ({"beta": 0.0}, r"beta=0.0.*more.*0"),
         ({"label_smoothing": 0.6}, "label_smoothing"),
-        ({"loss": "hinge", "label_smoothing": 0.1}, "of the sigmoid loss; hinge has none"),
-        ({"loss": "ipo"}, "give the lengths"),
+        ({"loss": "hinge", "label_smoothing": 0.1}, r"sigmoid.*hinge"),
+        ({"loss": "ipo"}, r"give.*lengths"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, said):

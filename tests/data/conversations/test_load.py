@@ -32,9 +32,9 @@ def test_too_long_ones_are_cut_at_their_end_and_counted():
 
 
 def test_too_long_ones_are_refused_with_their_place():
-    with pytest.raises(DataError, match=r"row 3: the conversation has 9 tokens, more than supervised.max_tokens=6"):
+    with pytest.raises(DataError, match=r"3:.*conversation.*9 tokens.*supervised.max_tokens=6"):
         load(ROWS, max_tokens=6, overlong="error").train.take(3)
-    with pytest.raises(DataError, match=r"every row has nothing to learn, or is longer than supervised.max_tokens=2"):
+    with pytest.raises(DataError, match=r"nothing.*longer.*supervised.max_tokens=2"):
         load(ROWS, max_tokens=2).train.take(1)
 
 
@@ -113,7 +113,7 @@ def test_a_stream_goes_on_where_it_was_and_not_on_other_data():
     again = load_conversations(TOKENIZER, train=ROWS, seed=3)
     again.train.load_state_dict(state)
     assert [group.prompt.token_ids.tolist() for group in again.train.take(5)] == expected
-    with pytest.raises(DataError, match="is not the data set of the checkpoint"):
+    with pytest.raises(DataError, match=r"data.*checkpoint"):
         load_conversations(TOKENIZER, train=ROWS[:2], seed=3).train.load_state_dict(state)
 
 

@@ -65,7 +65,7 @@ def test_a_chat_about_pictures(tokenizer):
     assert said(tokenizer, learned) == "1<eos>2<eos>"
     turns[0], turns[2] = ("user", "a?"), ("user", parts)
     row["messages"] = [{"role": role, "content": content} for role, content in turns]
-    with pytest.raises(DataError, match="a picture stands behind what is learned"):
+    with pytest.raises(DataError, match=r"picture.*learned"):
         groups(tokenizer, row)
     (last,) = groups(tokenizer, row, learn="last")
     assert said(tokenizer, last.samples[0].response_ids) == "2<eos>"
@@ -80,7 +80,7 @@ def test_a_pair_about_a_picture(tokenizer):
 
 def test_a_model_that_reads_text_alone_is_given_no_pictures(tokenizer):
     row = {"prompt": "a", "completion": "1", "image": CAT}
-    with pytest.raises(DataError, match=r"row 1.*reads text alone.*images: null"):
+    with pytest.raises(DataError, match=r"1.*reads.*alone.*images:"):
         groups(tokenizer, row, text_alone=True)
     (group,) = groups(tokenizer, row, text_alone=True, columns={"images": None})
     assert group.prompt.images == ()

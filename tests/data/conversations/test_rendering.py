@@ -90,7 +90,7 @@ def test_tools_reach_the_template():
 
 
 def test_a_template_that_changes_earlier_turns_is_refused_unless_the_last_alone_is_learned():
-    with pytest.raises(DataError, match=r"renders message 2 otherwise when others follow.*supervised.learn=last"):
+    with pytest.raises(DataError, match=r"renders.*2 otherwise.*follow.*supervised.learn=last"):
         Renderer(tokenizer(FORGETFUL)).render(Dialogue([], FOUR))
     assert learned(Renderer(tokenizer(FORGETFUL), "last"), Dialogue([], FOUR))[1] == "bye<e>"
 
@@ -118,7 +118,7 @@ def test_a_token_over_the_border_of_prompt_and_completion_is_made_as_when_sampli
 
 
 def test_a_chat_without_a_template_and_a_template_that_refuses_are_said():
-    with pytest.raises(DataError, match=r"has no chat template: set data.chat_template"):
+    with pytest.raises(DataError, match=r"chat template:.*data.chat_template"):
         Renderer(tokenizer(None)).render(Dialogue([], FOUR))
-    with pytest.raises(DataError, match="refuses this conversation: no"):
+    with pytest.raises(DataError, match=r"refuses.*conversation:"):
         Renderer(tokenizer("{{ raise_exception('no') }}")).render(Dialogue([], FOUR))

@@ -154,12 +154,12 @@ def test_an_entry_is_refused_or_can_be_used(entry):
 
 
 def test_a_file_that_is_not_there_is_told_with_the_key(tokenizer, tmp_path):
-    with pytest.raises(DataError, match=r"^evaluation\.named\.aime24=\{data: FILE\}: there is no file .*none\.jsonl"):
+    with pytest.raises(DataError, match=r"FILE\}:.*file .*none\.jsonl"):
         asked(tokenizer, aime24=str(tmp_path / "none.jsonl"))
 
 
 def test_a_key_below_a_text_is_refused_and_does_not_replace_it():
-    with pytest.raises(ConfigError, match=r"evaluation\.named\.aime24 is a text, which has no keys"):
+    with pytest.raises(ConfigError, match=r"evaluation\.named\.aime24.*text"):
         load_config(None, ["evaluation.named.aime24=a.jsonl", "evaluation.named.aime24.samples=3"])
     mapping = load_config(None, ["evaluation.named.aime24.data=a.jsonl", "evaluation.named.aime24.samples=3"])
     assert mapping.evaluation.named == {"aime24": {"data": "a.jsonl", "samples": 3}}

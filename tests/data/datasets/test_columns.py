@@ -64,10 +64,10 @@ def test_what_was_said_for_other_data_holds_where_it_fits():
 @pytest.mark.parametrize(
     ("row", "given", "text"),
     [
-        ({"text": "a"}, {}, r"no column for the prompt; there are \['text'\].*data\.columns"),
-        ({"question": "a"}, {"prompt": "quesiton"}, r"no column 'quesiton' for prompt; did you mean 'question'\?"),
-        (VERL, {"answer": "reward_model.truth"}, r"no column 'reward_model\.truth' for answer"),
-        ({"prompt": "a"}, {"promt": "a"}, r"\['promt'\] is none of ours"),
+        ({"text": "a"}, {}, r"column.*prompt"),
+        ({"question": "a"}, {"prompt": "quesiton"}, r"'quesiton'.*'question'\?"),
+        (VERL, {"answer": "reward_model.truth"}, r"column 'reward_model\.truth'.*answer"),
+        ({"prompt": "a"}, {"promt": "a"}, r"\['promt'\].*none"),
     ],
 )
 def test_a_column_that_is_not_there_is_an_error_with_advice(row, given, text):
@@ -77,7 +77,7 @@ def test_a_column_that_is_not_there_is_an_error_with_advice(row, given, text):
 
 def test_a_template_replaces_the_prompt_column_and_its_fields_must_be_there():
     assert find({"text": "a"}, template="Q: {text}").prompt is None
-    with pytest.raises(DataError, match=r"no column 'test' as data\.template says; did you mean 'text'\?"):
+    with pytest.raises(DataError, match=r"data\.template.*'text'\?"):
         find({"text": "a"}, template="Q: {test}")
 
 
@@ -128,7 +128,7 @@ def test_any_column_name_works_in_a_template(name):
 
 
 def test_a_name_with_spaces_that_is_no_column_is_a_mistake_and_other_text_in_braces_is_not():
-    with pytest.raises(DataError, match=r"no column 'the txt' as data\.template says; did you mean 'the text'\?"):
+    with pytest.raises(DataError, match=r"data\.template.*text'\?"):
         find({"the text": "a"}, template="Q: {the txt}")
     template = 'Answer as {"number": 1} or {{"text": "x"}}, {the text}'
     assert find({"the text": "a"}, template=template).others == ("the text",)
@@ -141,7 +141,7 @@ def test_templates_leave_other_braces_alone():
     assert fields(template) == ["q", "outer.inner"]
     assert fill(template, row, "row 1") == r"x: put 5 into \boxed{}, not {q} or \frac{1}{2}"
     assert fill(r"\boxed{{}}", row, "row 1") == r"\boxed{}"  # as Python's own templates have it
-    with pytest.raises(DataError, match=r"row 1: data\.template names 'a'.*Write \{\{a\}\} for braces"):
+    with pytest.raises(DataError, match=r"1: data\.template.*braces"):
         fill(r"\frac{a}{2}", row, "row 1")
 
 
@@ -154,5 +154,5 @@ def test_a_missing_number_is_no_answer_and_a_whole_one_has_no_fraction():
 
 
 def test_a_column_without_a_value_is_said_to_be_empty():
-    with pytest.raises(DataError, match=r"data: column 'question' .*empty in all rows.*\['answer'\]"):
+    with pytest.raises(DataError, match=r"'question'.*rows.*\['answer'\]"):
         Columns.find([{"question": None, "answer": "1"}], {"prompt": "question"}, where="data")

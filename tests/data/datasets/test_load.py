@@ -112,7 +112,7 @@ def test_multiple_choice_as_in_gpqa(tmp_path, tokenizer):
     first, second = load_data(tokenizer, train=tmp_path / "gpqa.csv", columns=columns, shuffle=False).train.take(2)
     assert f"\n{first.answer}) red" in first.text
     assert f"\n{second.answer}) I" in second.text
-    with pytest.raises(DataError, match="no column 'Right' for choices"):
+    with pytest.raises(DataError, match=r"'Right'.*choices"):
         load_data(tokenizer, train=tmp_path / "gpqa.csv", columns={**columns, "choices": ["Right"]})
 
 
@@ -140,9 +140,9 @@ def test_wrong_rows_of_a_table_are_gathered(tmp_path, tokenizer):
     [
         ({"train": "missing.jsonl"}, "no file"),
         ({"train": []}, "has no rows"),
-        ({"train": ["a"]}, "row 1 is a str"),
-        ({"train": ROWS, "columns": {"prompt": "text"}}, "no column 'text' for prompt"),
-        ({"train": ROWS, "chat_template": "no/such/file"}, r"data\.chat_template: no/such/file is neither"),
+        ({"train": ["a"]}, r"row 1.*str"),
+        ({"train": ROWS, "columns": {"prompt": "text"}}, r"column 'text'"),
+        ({"train": ROWS, "chat_template": "no/such/file"}, r"data\.chat_template: no/such/file.*neither"),
     ],
 )
 def test_what_cannot_be_used_is_said(tokenizer, more, text):
@@ -151,7 +151,7 @@ def test_what_cannot_be_used_is_said(tokenizer, more, text):
 
 
 def test_data_of_one_s_own_need_a_tokenizer():
-    with pytest.raises(DataError, match=r"set model\.path or model\.tokenizer"):
+    with pytest.raises(DataError, match=r"model\.path.*model\.tokenizer"):
         load_data(train=ROWS)
 
 
@@ -214,7 +214,7 @@ async def test_an_async_iterable_of_one_s_own(tokenizer):
 
     data = load_data(tokenizer, train=rows, columns={"prompt": "question"}, shuffle=False)
     assert [prompt.text for prompt in await data.train.draw(3)] == ["0+1?", "1+1?", "2+1?"]
-    with pytest.raises(DataError, match=r"evaluation: .* async iterable"):
+    with pytest.raises(DataError, match=r"evaluation:.*iterable"):
         load_data(tokenizer, train=ROWS, columns={"prompt": "question"}, evaluation=rows)
 
 

@@ -39,10 +39,10 @@ def test_shuffled_options_keep_the_right_one_right():
 
 @pytest.mark.parametrize(("options", "answer"), [(OPTIONS, 3), (OPTIONS, "D"), (OPTIONS, None), (["a", "a"], "a")])
 def test_an_answer_that_is_none_of_the_options_is_refused(options, answer):
-    with pytest.raises(DataError, match=r"row 1: the answer .* is none of the"):
+    with pytest.raises(DataError, match=r"1:.*answer.*none"):
         lettered(options, answer, "row 1")
 
 
 def test_options_are_a_list():
-    with pytest.raises(DataError, match="the options are a str, not a list"):
+    with pytest.raises(DataError, match=r"options.*list"):
         lettered("red, green", "A", "row 1")

@@ -159,7 +159,7 @@ def test_long_prompts_are_cut_at_their_beginning(tokenizer):
 
 
 def test_long_prompts_are_refused(tokenizer):
-    with pytest.raises(DataError, match=r"data, row 2: the prompt has 6 tokens, more than data.max_prompt_tokens=3"):
+    with pytest.raises(DataError, match=r"2:.*prompt.*6 tokens.*data.max_prompt_tokens=3"):
         make(tokenizer, {"prompt": "abc"}, {"prompt": "abcdef"}, max_tokens=3, overlong="error")
 
 
@@ -171,7 +171,7 @@ def test_the_room_that_model_and_engine_leave_is_a_limit_too(tokenizer, most, to
     room = Room(4, "positions for 6, of which an answer may have 2")
     batch = make(tokenizer, {"prompt": "abcde"}, {"prompt": "abc"}, max_tokens=most, room=room)
     assert ([prompt.text for prompt in batch.prompts], batch.dropped) == (["abc"], 1)
-    with pytest.raises(DataError, match=rf"data, row 1: the prompt has 5 tokens, more than {told}"):
+    with pytest.raises(DataError, match=f"1:.*prompt.*5 tokens.*{told}"):
         make(tokenizer, {"prompt": "abcde"}, max_tokens=most, room=room, overlong="error")
     (cut,) = make(tokenizer, {"prompt": "abcde"}, max_tokens=most, room=room, overlong="truncate").prompts
     assert cut.text == "abcde"[-min(most or 4, 4) :]
@@ -223,7 +223,7 @@ def test_what_is_wrong_with_every_row_costs_no_row(tokenizer):
 
 @pytest.mark.parametrize("row", [{"answer": "a"}, {"prompt": ""}, {"prompt": None}, {"prompt": 5}])
 def test_a_row_without_a_prompt_is_named(tokenizer, row):
-    with pytest.raises(DataError, match="data, row 2: no prompt: column 'prompt'"):
+    with pytest.raises(DataError, match=r"2:.*prompt:.*'prompt'"):
         make(tokenizer, {"prompt": "abc"}, row)
 
 
@@ -261,7 +261,7 @@ def test_worked_examples_end_with_the_end_token(tokenizer):
 
 def test_a_prompt_without_a_worked_answer_is_named(tokenizer):
     maker = PromptMaker(tokenizer, PLAIN)
-    with pytest.raises(DataError, match="'abc' has no worked response: column 'response' holds ''"):
+    with pytest.raises(DataError, match=r"'abc'.*'response'.*''"):
         maker.worked(maker.make(rows({"prompt": "abc"})).prompts)
 
 
@@ -269,7 +269,7 @@ def test_a_tokenizer_without_an_end_token_cannot_end_responses(tokenizer):
     maker = PromptMaker(tokenizer, ANSWERED)
     prompts = maker.make(rows({"prompt": "21>", "answer": "12"})).prompts
     tokenizer.eos_token = None
-    with pytest.raises(DataError, match="no end token"):
+    with pytest.raises(DataError, match=r"end token"):
         maker.worked(prompts)
 
 

@@ -74,7 +74,7 @@ def test_long_prompts_that_are_cut_are_counted():
 
 
 def test_a_data_set_of_long_prompts_alone_is_refused():
-    with pytest.raises(DataError, match=r"data: every prompt is longer than data.max_prompt_tokens=10"):
+    with pytest.raises(DataError, match=r"prompt.*longer.*data.max_prompt_tokens=10"):
         stream(5, range(5)).take(3)
 
 
@@ -124,7 +124,7 @@ def test_rows_that_the_tokenizer_does_not_know_are_counted_whenever_they_are_dra
 @pytest.mark.parametrize("count", [1, 3, 1000])
 def test_rows_of_which_none_fits_are_refused_by_the_first(count):
     source = stream(given=[BROKEN] * count, shuffle=False)
-    with pytest.raises(DataError, match=r"the first: data, row 1: .*ud800"):
+    with pytest.raises(DataError, match=r"first: data.*1: .*ud800"):
         source.take(4)
     assert source.position <= 200, "soon: so many one after the other are no accident"
 
@@ -144,12 +144,12 @@ def test_one_short_prompt_among_long_ones_is_enough():
 )
 def test_a_state_of_other_data_is_refused(other, text):
     state = stream().state_dict()
-    with pytest.raises(DataError, match=f"not the data set of the checkpoint .*{text}"):
+    with pytest.raises(DataError, match=f"data.*checkpoint .*{text}"):
         stream(**other).load_state_dict(state)
 
 
 def test_a_stream_of_nothing_is_refused():
-    with pytest.raises(DataError, match="no row to draw from"):
+    with pytest.raises(DataError, match=r"row.*draw"):
         stream(0)
 
 

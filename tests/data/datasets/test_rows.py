@@ -52,7 +52,7 @@ def test_empty_lines_are_skipped_and_counted(tmp_path_factory, lines, mark, last
 
 
 @pytest.mark.parametrize(
-    ("line", "text"), [("{'a': 1}", "line 2 is no JSON"), ("[1]", "line 2 is a list"), ("\xff", "line 2 is no JSON")]
+    ("line", "text"), [("{'a': 1}", r"line 2.*JSON"), ("[1]", r"line 2.*list"), ("\xff", r"line 2.*JSON")]
 )
 def test_a_line_that_is_no_row_is_named(tmp_path, line, text):
     path = tmp_path / "a.jsonl"
@@ -74,7 +74,7 @@ def test_a_json_file_is_a_list_or_has_one_under_data(tmp_path, wrap):
 
 
 @pytest.mark.parametrize(
-    ("text", "match"), [('{"a": 1}', "neither a list"), ('{"a": 1}\n{"a": 2}', r"goes into a \.jsonl"), ("", "no JSON")]
+    ("text", "match"), [('{"a": 1}', r"neither.*list"), ('{"a": 1}\n{"a": 2}', r"goes into.*\.jsonl"), ("", "no JSON")]
 )
 def test_other_json_is_refused(tmp_path, text, match):
     (tmp_path / "a.json").write_text(text)
@@ -92,7 +92,7 @@ def test_csv_with_quotes_and_line_ends(tmp_path):
     assert rows.where(1).endswith("a.csv, line 5")  # a question takes two lines; this is where the second one ends
 
 
-@pytest.mark.parametrize(("line", "text"), [("1,2,3", "line 3: 3 values for 2 columns"), ("1", "1 values for 2")])
+@pytest.mark.parametrize(("line", "text"), [("1,2,3", r"3: 3 values.*2 columns"), ("1", "1 values for 2")])
 def test_csv_rows_of_another_length_are_named(tmp_path, line, text):
     (tmp_path / "a.csv").write_text(f"a,b\n1,2\n{line}\n")
     with pytest.raises(DataError, match=text):
@@ -101,7 +101,7 @@ def test_csv_rows_of_another_length_are_named(tmp_path, line, text):
 
 def test_csv_that_is_none(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"a,b\n\xff\xfe,\x00\n")
-    with pytest.raises(DataError, match=r"a\.csv is no csv file"):
+    with pytest.raises(DataError, match=r"a\.csv.*file"):
         read_csv(tmp_path / "a.csv")
 
 
@@ -115,7 +115,7 @@ def test_parquet_over_several_row_groups(tmp_path):
 
 def test_parquet_that_is_none_or_empty(tmp_path):
     (tmp_path / "a.parquet").write_text("hello")
-    with pytest.raises(DataError, match=r"a\.parquet is no parquet file"):
+    with pytest.raises(DataError, match=r"a\.parquet.*parquet"):
         read_parquet(tmp_path / "a.parquet")
     pq.write_table(pa.Table.from_pylist(ROWS).slice(0, 0), tmp_path / "b.parquet")
     assert len(read_parquet(tmp_path / "b.parquet")) == 0
@@ -131,7 +131,7 @@ def test_several_files_are_one_after_the_other(tmp_path):
 
 
 def test_a_row_in_memory_must_be_one():
-    with pytest.raises(DataError, match="a list, row 2 is a str"):
+    with pytest.raises(DataError, match=r"list, row 2"):
         ListRows("a list", [{}, "row"])[1]
 
 

@@ -45,7 +45,7 @@ def test_a_directory_has_files_named_by_their_split(tmp_path, folder):
     write(tmp_path / folder / "test.jsonl", ROWS[:1])
     assert all_of(open_rows(tmp_path)) == ROWS
     assert all_of(open_rows(tmp_path, split="test")) == ROWS[:1]
-    with pytest.raises(DataError, match=r"no file validation\.jsonl.*there is .*test\.jsonl"):
+    with pytest.raises(DataError, match=r"file.*test\.jsonl"):
         open_rows(tmp_path, split="validation")
 
 
@@ -57,7 +57,7 @@ def test_a_directory_that_datasets_saved(tmp_path):
     assert all_of(rows) == ROWS
     assert list(rows.scan(["answer"])) == [{"answer": row["answer"]} for row in ROWS]
     assert all_of(open_rows(tmp_path / "two", split="test")) == ROWS[:1]
-    with pytest.raises(DataError, match="has the splits test, train"):
+    with pytest.raises(DataError, match=r"splits.*train"):
         open_rows(tmp_path / "two", split="dev")
 
 
@@ -79,19 +79,19 @@ def test_a_hub_that_does_not_answer_is_one_clear_line(monkeypatch):
         raise ConnectionError("no route\nto the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(DataError, match=r"no file someone/maths, and the hub does not give .*: no route$"):
+    with pytest.raises(DataError, match=r"file someone/maths.*:.*route$"):
         open_rows("someone/maths")
 
 
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("missing.jsonl", r"no file missing\.jsonl, looked for from /"),
+        ("missing.jsonl", r"missing\.jsonl, looked.*/"),
         ("./missing", r"no file \./missing"),
-        ("*.nothing", "no file is called"),
-        ("no_such_module.rows", "neither a file nor a Python object"),
-        (5, "int holds no rows"),
-        ({"a": 1}, "dict holds no rows"),
+        ("*.nothing", r"file.*called"),
+        ("no_such_module.rows", r"neither.*Python"),
+        (5, r"holds.*rows"),
+        ({"a": 1}, r"dict holds"),
     ],
 )
 def test_what_is_not_there_is_said(source, text):
@@ -101,7 +101,7 @@ def test_what_is_not_there_is_said(source, text):
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(DataError, match=r"a\.txt is none of \.jsonl, \.json, \.csv, \.parquet"):
+    with pytest.raises(DataError, match=r"a\.txt.*none.*\.jsonl, \.json, \.csv, \.parquet"):
         open_rows(tmp_path / "a.txt")
 
 

@@ -100,12 +100,12 @@ def test_other_rows_than_before_are_noticed(change):
     source.take(6)
     resumed = stream(lambda: iter(change(ROWS)))
     resumed.load_state_dict(source.state_dict())
-    with pytest.raises(DataError, match=r"not the data of the checkpoint .its first rows are others"):
+    with pytest.raises(DataError, match=r"checkpoint.*others"):
         resumed.take(1)
 
 
 def test_another_seed_is_noticed():
-    with pytest.raises(DataError, match="seed was 3 and is 4"):
+    with pytest.raises(DataError, match=r"seed.*3.*4"):
         stream(seed=4).load_state_dict(stream().state_dict())
 
 
@@ -127,7 +127,7 @@ def test_of_a_long_iterator_no_rows_are_kept(monkeypatch):
     monkeypatch.setattr("rlinf.data.datasets.source._REMEMBERED", 11)
     source = stream(generate())
     source.take(12)
-    with pytest.raises(DataError, match=r"generate gave more than 11 rows.*a function that makes"):
+    with pytest.raises(DataError, match=r"generate.*11.*function"):
         source.take(1)
 
 
@@ -137,13 +137,13 @@ def test_long_prompts_are_left_out_and_counted(monkeypatch):
     assert seen(source.take(2)) == [(1, "1"), (3, "1")]
     assert source.dropped == 2
     monkeypatch.setattr("rlinf.data.datasets.stream._MOST_FRUITLESS", 10)
-    with pytest.raises(DataError, match="every prompt is longer"):
+    with pytest.raises(DataError, match=r"prompt.*longer"):
         stream(lambda: iter(rows[:1])).take(1)
 
 
 @pytest.mark.parametrize(
     ("rows", "text"),
-    [([], "gave no row at all"), ([{"text": "a"}], "no column for the prompt"), (["a"], "row 1 is a str")],
+    [([], r"gave.*row"), ([{"text": "a"}], r"column.*prompt"), (["a"], r"row 1.*str")],
 )
 def test_what_cannot_be_used_is_said(rows, text):
     with pytest.raises(DataError, match=text):
@@ -151,7 +151,7 @@ def test_what_cannot_be_used_is_said(rows, text):
 
 
 def test_nothing_is_known_about_columns_before_the_first_row():
-    with pytest.raises(DataError, match="no row was read yet"):
+    with pytest.raises(DataError, match=r"row.*read"):
         _ = stream().maker
 
 
@@ -175,5 +175,5 @@ def test_rows_without_end_of_which_none_fits_are_refused():
         while True:
             yield {"prompt": "\ud800"}
 
-    with pytest.raises(DataError, match=r"the first: .*row \d+: .*ud800"):
+    with pytest.raises(DataError, match=r"first: .*row.*ud800"):
         stream(endless).take(4)

@@ -177,9 +177,9 @@ def test_features_are_named_by_a_mapping(tmp_path):
     assert not found.rewards.any()  # they were not asked for
     twice = open_episodes(tmp_path / "set", names={**names, "next.reward": "state"}).read(0)
     assert twice.observation["state"].shape == (4, 4)
-    with pytest.raises(ValueError, match=r"no 'observation.images.top'; there are action"):
+    with pytest.raises(ValueError, match=r"'observation.images.top'.*action"):
         open_episodes(tmp_path / "set", names={**names, "observation.images.top": "rgb"})
-    with pytest.raises(ValueError, match="no feature is 'actions'"):
+    with pytest.raises(ValueError, match=r"feature.*'actions'"):
         open_episodes(tmp_path / "set", names={"observation.state": "state"}).read(0)
 
 
@@ -293,17 +293,17 @@ def test_pickled_archives_and_steps_that_do_not_match_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a.npz: action: .*allow_pickle"):
         open_episodes(tmp_path)
     np.savez(tmp_path / "a.npz", action=np.zeros((2, 1)), is_first=np.array([True]))
-    with pytest.raises(ValueError, match="is_first: it must have 2 rows"):
+    with pytest.raises(ValueError, match=r"is_first:.*2 rows"):
         open_episodes(tmp_path)
     np.savez(tmp_path / "a.npz", action=np.zeros((2, 1)), **{"observation/state": np.zeros((5, 1))[:1]})
-    with pytest.raises(ValueError, match=r"'observation/state' has 1 rows, and the episode 2"):
+    with pytest.raises(ValueError, match=r"'observation/state'.*1 rows.*episode 2"):
         read_demonstrations(tmp_path)
 
 
 def test_nothing_to_read_says_what_is_looked_for(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"episode_\*.json .* meta/info.json"):
         open_episodes(tmp_path)
-    with pytest.raises(ValueError, match="no format of demonstrations: there are rlinf, lerobot"):
+    with pytest.raises(ValueError, match=r"demonstrations:.*lerobot"):
         open_episodes(tmp_path, "hdf6")
 
 

@@ -49,7 +49,7 @@ def test_nothing_to_read_says_what_to_do(tmp_path):
     with pytest.raises(FileNotFoundError, match="record"):
         read_demonstrations(tmp_path)
     write_demonstrations(tmp_path, [shown(success=False)])
-    with pytest.raises(ValueError, match="none of its 1 episodes"):
+    with pytest.raises(ValueError, match=r"none.*1 episodes"):
         read_demonstrations(tmp_path)
 
 
@@ -75,7 +75,7 @@ def test_chunks_stay_as_they_were_recorded():
 
 
 def test_chunks_of_another_length_are_refused():
-    with pytest.raises(ValueError, match="chunks of 2 actions, and the policy decides 3"):
+    with pytest.raises(ValueError, match=r"2 actions.*decides 3"):
         decisions([shown(2, chunk=2)], 3)
 
 
@@ -88,5 +88,5 @@ def test_some_decisions_are_chosen_with_all_that_belongs_to_them():
 
 
 def test_an_episode_must_see_once_more_than_it_acts():
-    with pytest.raises(ValueError, match="5 chunks needs 6 observations"):
+    with pytest.raises(ValueError, match=r"5 chunks.*6 observations"):
         shown(observation={"state": torch.zeros(5, 1)})

@@ -68,7 +68,7 @@ def test_features_of_a_data_set_by_name(tmp_path):
     torch.testing.assert_close(found["actions"].mean, actions.mean(0))
     torch.testing.assert_close(found["state"].std, seen.std(0, unbiased=False))
     write_demonstrations(tmp_path, [episode(2, actions=torch.full((2, 1, 2), torch.nan))])
-    with pytest.raises(ValueError, match="actions of episode 2: a value is not finite"):
+    with pytest.raises(ValueError, match=r"actions.*episode 2:"):
         statistics_of(open_episodes(tmp_path), range(3))
 
 
@@ -90,7 +90,7 @@ def test_files_of_published_checkpoints(tmp_path):
     assert groot["modalities"]["state"]["state"]["shape"] == [3]
     write_statistics(tmp_path / "new" / "stats.json", openvla)
     assert json.loads((tmp_path / "new" / "stats.json").read_text()) == openvla
-    with pytest.raises(ValueError, match="no number 2 in a feature of 2"):
+    with pytest.raises(ValueError, match=r"number 2.*feature.*2"):
         found["actions"].masked([2])
     with pytest.raises(ValueError, match="no row"):
         Accumulator().done()

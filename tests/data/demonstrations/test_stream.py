@@ -148,9 +148,9 @@ def test_what_cannot_be_drawn_from_is_refused(name):
 def test_data_sets_that_show_other_things_are_refused(tmp_path):
     write_demonstrations(tmp_path, [episode(2)])
     parts = [part_of([3]), Part(open_episodes(tmp_path), (0,))]
-    with pytest.raises(ValueError, match="do not show the same"):
+    with pytest.raises(ValueError, match=r"show.*same"):
         DecisionStream(parts, 1, batch=4).draw(0)
     write_demonstrations(tmp_path, [episode(2, cameras=0)])
     stream = DecisionStream([Part(open_episodes(tmp_path), (0, 1))], 1, batch=4)
-    with pytest.raises(ValueError, match=r"episode 1 does not go with the others: it shows state \[3\] float32, and"):
+    with pytest.raises(ValueError, match=r"episode 1.*others:.*\[3\] float32"):
         stream.draw(0)

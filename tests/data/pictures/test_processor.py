@@ -221,21 +221,21 @@ def test_a_text_that_speaks_of_pictures_stands_for_none(cat, tokenizer):
     told = (("user", "a"), ("tool", "<image>"), ("assistant", "<image>"), ("user", "b"))
     assert shown(*told, images=cat) == "u:#at:<image>a:<image>u:ba:"
     assert shown(*told) == "u:at:<image>a:<image>u:ba:"
-    with pytest.raises(DataError, match=r"row 1.*1 places for pictures and 0 pictures"):
+    with pytest.raises(DataError, match=r"1.*1.*pictures.*0 pictures"):
         shown(("tool", "<|image_pad|>"), ("user", "b"))
 
 
 def test_what_does_not_fit_together_is_refused(cat, tokenizer):
     row = {"images": [cat], "problem": "<image><image>?"}
-    with pytest.raises(DataError, match=r"row 1: the prompt has 2 places for pictures and 1 pictures"):
+    with pytest.raises(DataError, match=r"1:.*2.*pictures.*1 pictures"):
         read(tokenizer, row)
-    with pytest.raises(DataError, match=r"row 1: the prompt has 1 places for pictures and 0"):
+    with pytest.raises(DataError, match=r"1:.*prompt.*1.*pictures.*0"):
         read(tokenizer, {"images": [], "problem": pictures_of(MODELS["qwen2_5_vl"], tokenizer).text})
-    with pytest.raises(DataError, match=r"reads text alone.*images: null"):
+    with pytest.raises(DataError, match=r"reads.*alone.*images:"):
         read(tokenizer, row, kind=None)
     (prompt,) = read(tokenizer, row, kind=None, columns={"images": None})
     assert (prompt.images, prompt.text) == ((), "<image><image>?")
-    with pytest.raises(DataError, match="none that PIL can read"):
+    with pytest.raises(DataError, match=r"none.*PIL.*read"):
         read(tokenizer, {"images": [b"no picture"], "problem": "a"})
 
 

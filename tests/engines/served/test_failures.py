@@ -89,14 +89,14 @@ def _beginning(done, count):
 @pytest.mark.parametrize("other", [Experts(3, 2, 8), Experts(5, 3, 16)])
 async def test_experts_of_another_model_are_refused(started, other):
     engine, _ = await started(experts=other)
-    with pytest.raises(ValueError, match=r"request 0: SGLang tells of .* experts, which are not those of"):
+    with pytest.raises(ValueError, match=r"request 0: SGLang.*experts"):
         await engine.answer(request(0, [1, 2, 3], Sampling(12)))
 
 
 async def test_a_server_that_never_says_anything_is_one_clear_error(started):
     engine, server = await started()
     server.wrong = ["nothing"] * 6
-    with pytest.raises(RuntimeError, match="SGLang ended the answer 6 times without a token") as caught:
+    with pytest.raises(RuntimeError, match=r"SGLang.*answer 6.*without") as caught:
         await engine.answer(request(5, [1], Sampling(4)))
     assert caught.value.__notes__ == ["the engine was answering request 5"]
     right({6: await engine.answer(asked := request(6, [1], Sampling(4)))}, [asked])
@@ -115,7 +115,7 @@ async def test_a_refused_request_is_one_error_and_the_others_go_on(started):
     while len(server.running) < 3:
         await asyncio.sleep(0.01)
     server.wrong = [400]
-    with pytest.raises(ValueError, match="request 7: SGLang /generate says 400: so it goes"):
+    with pytest.raises(ValueError, match=r"request 7: SGLang /generate says 400:"):
         await engine.answer(request(7, [1], Sampling(4)))
     server.hold.set()
     right(await others, requests)
@@ -237,7 +237,7 @@ async def test_a_server_that_cannot_start_says_so_with_its_last_words(tmp_path):
 
 
 def test_a_missing_environment_is_told_with_what_makes_it(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"there is none at /nowhere/python: make it by `make sglang`, .*\$THERE"):
+    with pytest.raises(ValueError, match=r"/nowhere/python:.*`make sglang`"):
         environment_of("SGLang", "/nowhere/python", "THERE", ".venv-none", "sglang")
     monkeypatch.setenv("THERE", str(tmp_path / "python"))
     (tmp_path / "python").symlink_to("/bin/true")
@@ -268,5 +268,5 @@ def test_an_answer_is_cut_before_an_id_that_the_tokenizer_has_not():
     assert row.take(Chunk([1, 2], [-0.5, -0.5]), version=4) == 2
     assert row.take(Chunk([3, 8, 1], [-0.5, -9.0, -0.5]), version=4) == 1
     assert (row.finish, row.completion.response_ids.tolist()) == ("length", [1, 2, 3])
-    with pytest.raises(FloatingPointError, match=r"request 3: .*token id 7"):
+    with pytest.raises(FloatingPointError, match=r"request 3: .*token.*7"):
         Row(request(3, [1], Sampling(9)), None, padding=frozenset({7, 8})).take(Chunk([7], [-9.0]), version=4)

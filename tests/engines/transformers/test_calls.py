@@ -325,7 +325,7 @@ def test_a_special_token_is_read_whole_or_not_at_all(stop, ends):
 
 async def test_stop_texts_without_a_tokenizer_are_refused():
     engine, _ = scripted()
-    with pytest.raises(ValueError, match=r"stop texts .* no tokenizer"):
+    with pytest.raises(ValueError, match=r"texts.*tokenizer"):
         await answers(engine, [request(0, [1], Sampling(5, stop_texts=("x",)))])
 
 

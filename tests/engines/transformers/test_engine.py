@@ -211,7 +211,7 @@ async def test_no_requests_are_no_answers():
 
 
 async def test_an_empty_prompt_is_refused():
-    with pytest.raises(ValueError, match="request 3 has an empty prompt"):
+    with pytest.raises(ValueError, match=r"request 3.*prompt"):
         await answers(TransformersEngine(tiny()), [request(3, [], Sampling(5))])
 
 

@@ -123,7 +123,7 @@ async def test_beginnings_that_are_none_are_refused(sizes):
     tokens, logprobs, versions = sizes
     begun = PartialAnswer(np.zeros(tokens, np.int64), np.zeros(logprobs, np.float32), np.zeros(versions, np.int32))
     engine, _ = scripted()
-    with pytest.raises(ValueError, match=f"request 7 has begun with {tokens} tokens"):
+    with pytest.raises(ValueError, match=f"request 7.*{tokens} tokens"):
         await answers(engine, [Request(7, np.array([1]), Sampling(5), partial=begun)])
 
 

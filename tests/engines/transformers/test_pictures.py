@@ -49,5 +49,5 @@ async def test_answers_have_the_log_probs_of_the_policy_and_no_placeholder(kind)
 async def test_an_engine_without_pictures_refuses_them():
     engine = TransformersEngine(build_model(TEXT, load_tokenizer(TOKENIZER)))
     request = Request(7, np.array([3, 4]), Sampling(2), images=pictures((16, 16)))
-    with pytest.raises(ValueError, match="request 7 has 1 images"):
+    with pytest.raises(ValueError, match=r"request 7.*1 images"):
         await anext(engine.generate([request]))

@@ -153,10 +153,10 @@ async def test_weights_that_do_not_fit_or_arrive_damaged_change_nothing(served):
     engine, model = served
     named = dict(model(1).named_parameters())
     short = Weights.pack({**named, "model.norm.weight": torch.zeros(5)}.items(), 9)
-    with pytest.raises(ValueError, match=r"model.norm.weight is \[5\] where the model has \[64\]"):
+    with pytest.raises(ValueError, match=r"model.norm.weight.*\[5\].*model.*\[64\]"):
         await engine.load(short)
     whole = packed(model(1), 9)
-    with pytest.raises(ValueError, match="bucket 0 of 1 was changed on its way"):
+    with pytest.raises(ValueError, match=r"bucket 0.*1.*changed"):
         await engine.load(replace(whole, checksums=(whole.checksums[0] ^ 1,)))
     assert engine.version == 0
     requests = ragged(3, Sampling(5))
@@ -228,7 +228,7 @@ async def test_five_hundred_requests_at_once_are_all_answered_right(served):
 async def test_a_request_longer_than_the_context_is_one_error_and_the_others_go_on(served, monkeypatch):
     engine, model = served
     long, others = request(7, [1] * 500, Sampling(30)), ragged(4, Sampling(30))
-    with pytest.raises(ValueError, match=r"request 7 may come to 530 tokens.*takes 512"):
+    with pytest.raises(ValueError, match=r"request 7.*530 tokens.*takes 512"):
         await engine.answer(long)
     monkeypatch.setattr(engine, "max_length", None)  # so that the server has to refuse it
     outcomes = await asyncio.gather(engine.answer(long), answers(engine, others), return_exceptions=True)
@@ -239,7 +239,7 @@ async def test_a_request_longer_than_the_context_is_one_error_and_the_others_go_
 
 async def test_a_token_outside_the_vocabulary_is_refused_and_the_server_lives(served):
     engine, model = served
-    with pytest.raises(ValueError, match=r"request 5 has the token id 99, .* from 0 to 22"):
+    with pytest.raises(ValueError, match=r"request 5.*token.*99.*0.*22"):
         await engine.answer(request(5, [99], Sampling(4)))
     right([one := request(6, [1], Sampling(4))], {6: await engine.answer(one)}, model())
 
@@ -291,11 +291,9 @@ async def test_killed_in_mid_answer_no_sample_and_no_token_is_lost(served, victi
 
 
 async def test_what_cannot_be_served_says_why():
-    with pytest.raises(ValueError, match=r"none at /no/python: make it by `make vllm`.*rollout\.engine_args\.python"):
+    with pytest.raises(ValueError, match=r"none.*/no/python:.*`make"):
         await make("vllm", setup_of(tiny("qwen2")), {"python": "/no/python"})
-    with pytest.raises(
-        ValueError, match=r"rollout.engine_args.args: dtype cannot be given here: the engine sets dtype by"
-    ):
+    with pytest.raises(ValueError, match=r"rollout.engine_args.args: dtype.*engine"):
         await make("vllm", setup_of(tiny("qwen2")), {"python": str(PYTHON), "args": {"dtype": "float32"}})
-    with pytest.raises(ChildDied, match=r"heads of 32, 64, .* and those of this model have 16"):
+    with pytest.raises(ChildDied, match=r"heads.*32, 64.*those.*16"):
         await make("vllm", setup_of(tiny("qwen2", heads=4)), {"python": str(PYTHON)})

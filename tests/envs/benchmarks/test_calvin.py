@@ -146,12 +146,12 @@ def test_cameras_have_one_size_the_state_is_felt_by_the_robot_and_the_gripper_is
 
 
 def test_what_is_missing_is_said_with_the_command(folder, tmp_path, monkeypatch):
-    with pytest.raises(CannotSimulate, match=r"no \.hydra/merged_config\.yaml: name the folder `validation`"):
+    with pytest.raises(CannotSimulate, match=r"\.hydra/merged_config\.yaml:.*folder `validation`"):
         Calvin(1, dataset=str(tmp_path))
     with pytest.raises(WrongOption, match="from 1 to 5"):
         Calvin.check_options({"dataset": folder, "length": 6})
     missing(monkeypatch, "calvin_env")
-    with pytest.raises(CannotSimulate, match=r"calvin_env, which is not installed: git clone .*mees/calvin"):
+    with pytest.raises(CannotSimulate, match=r"calvin_env.*installed:.*clone .*mees/calvin"):
         Calvin(1, dataset=folder)
 
 

@@ -148,11 +148,11 @@ def test_a_lifted_cube_is_solved_and_earns_more_than_one_that_lies(reward):
 
 
 def test_wrong_options_pictures_without_a_card_and_a_missing_package_are_said(monkeypatch):
-    with pytest.raises(WrongOption, match="Genesis has no observe 'rgb'"):
+    with pytest.raises(WrongOption, match=r"Genesis.*'rgb'"):
         GenesisLift(1, observe="rgb")
-    with pytest.raises(CannotSimulate, match="on a CUDA device alone"):
+    with pytest.raises(CannotSimulate, match=r"CUDA device alone"):
         GenesisLift(1, observe="state+rgb")
     genesis._started.cache_clear()
     missing(monkeypatch, "genesis")
-    with pytest.raises(CannotSimulate, match="genesis, which is not installed: pip install genesis-world"):
+    with pytest.raises(CannotSimulate, match=r"genesis.*installed:"):
         GenesisLift(1)

@@ -193,15 +193,13 @@ def test_rewards_are_the_tasks_or_whether_it_is_solved():
 
 
 def test_wrong_options_and_a_missing_package_are_said(monkeypatch):
-    with pytest.raises(
-        WrongOption, match="name one of its terminations or null; it has no success 'sucess'; did you mean success"
-    ):
+    with pytest.raises(WrongOption, match=r"terminations.*'sucess'"):
         IsaacLab(1, task=TASK, success="sucess")
-    with pytest.raises(WrongOption, match="needs the name of the termination"):
+    with pytest.raises(WrongOption, match=r"needs.*termination"):
         IsaacLab.check_options({"task": TASK, "reward": "sparse", "success": None})
     with pytest.raises(WrongOption, match="greater than 0"):
         IsaacLab.check_options({"task": TASK, "bound": 0.0})
     isaaclab._launched.cache_clear()
     missing(monkeypatch, "isaaclab")
-    with pytest.raises(CannotSimulate, match=r"isaaclab, which is not installed: pip install 'isaacsim.*isaaclab\.sh"):
+    with pytest.raises(CannotSimulate, match=r"installed:.*'isaacsim.*isaaclab\.sh"):
         IsaacLab(1, task=TASK)

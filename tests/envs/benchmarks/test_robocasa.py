@@ -115,15 +115,13 @@ def test_the_arm_acts_and_the_base_rests_unless_the_robot_is_to_be_mobile():
 
 
 def test_wrong_options_and_a_missing_package_are_said(monkeypatch):
-    with pytest.raises(WrongOption, match="no task 'Fly'"):
+    with pytest.raises(WrongOption, match=r"task 'Fly'"):
         RoboCasa(1, tasks=["Fly"])
     for wrong in ({"tasks": "CloseDrawer"}, {"tasks": []}, {"tasks": TASKS, "cameras": []}):
-        with pytest.raises(WrongOption, match="must be a list of names"):
+        with pytest.raises(WrongOption, match=r"list.*names"):
             RoboCasa.check_options(wrong)
-    with pytest.raises(WrongOption, match="'robot0_wheels' is none of robot0_base_pos"):
+    with pytest.raises(WrongOption, match=r"'robot0_wheels'.*none.*robot0_base_pos"):
         RoboCasa.check_options({"tasks": TASKS, "state": ["robot0_wheels"]})
     missing(monkeypatch, "robocasa")
-    with pytest.raises(
-        CannotSimulate, match=r"robocasa, which is not installed: pip install .*download_kitchen_assets"
-    ):
+    with pytest.raises(CannotSimulate, match=r"robocasa.*installed:.*download_kitchen_assets"):
         RoboCasa(1, tasks=TASKS)

@@ -167,12 +167,12 @@ def test_starts_that_fall_over_are_skipped_and_with_the_expert_those_that_nobody
 
 
 def test_wrong_names_and_what_is_missing_are_said(root, tmp_path, monkeypatch):
-    with pytest.raises(WrongOption, match="did you mean lift_pot"):
+    with pytest.raises(WrongOption, match=r"did.*mean lift_pot"):
         RoboTwin(1, root=root, task="lift_pots")
-    with pytest.raises(WrongOption, match=r"no config 'clean'; .*demo_clean"):
+    with pytest.raises(WrongOption, match=r"config 'clean'; .*demo_clean"):
         RoboTwin(1, root=root, task="lift_pot", config="clean")
-    with pytest.raises(CannotSimulate, match=r"not RoboTwin's repository: git clone .*RoboTwin"):
+    with pytest.raises(CannotSimulate, match=r"RoboTwin's repository:.*RoboTwin"):
         RoboTwin(1, root=str(tmp_path / "nowhere"), task="lift_pot")
     missing(monkeypatch, "envs")
-    with pytest.raises(CannotSimulate, match=r"envs.lift_pot needs the package envs.*script/_install\.sh"):
+    with pytest.raises(CannotSimulate, match=r"envs.lift_pot needs.*package envs.*script/_install\.sh"):
         RoboTwin(1, root=root, task="lift_pot")

@@ -97,10 +97,10 @@ def test_a_solved_task_terminates_with_its_reward():
 
 
 def test_an_unknown_task_and_a_missing_package_are_said(monkeypatch):
-    with pytest.raises(WrongOption, match="did you mean widowx_carrot_on_plate"):
+    with pytest.raises(WrongOption, match=r"did.*mean widowx_carrot_on_plate"):
         Simpler(1, task="widowx_carot_on_plate")
     with pytest.raises(WrongOption, match="at least 1"):
         Simpler.check_options({"task": TASKS[0], "starts": 0})
     missing(monkeypatch, "simpler_env")
-    with pytest.raises(CannotSimulate, match=r"simpler_env, which is not installed: git clone .*SimplerEnv"):
+    with pytest.raises(CannotSimulate, match=r"simpler_env.*installed:.*clone .*SimplerEnv"):
         Simpler(1, task=TASKS[0])

@@ -137,7 +137,7 @@ def test_going_on_behind_an_end_is_refused():
         GymnasiumVector(1, env=Drift, make={"far": 0.2}), Rules(max_steps=9, ignore_terminations=True)
     )
     environment.reset()
-    with pytest.raises(ValueError, match="cannot go on behind an end: set ignore_terminations=false"):
+    with pytest.raises(ValueError, match=r"behind.*end:.*ignore_terminations=false"):
         environment.step(torch.ones(1, 9, 1))
 
 
@@ -166,9 +166,9 @@ class AtOnce(Drift):
 @pytest.mark.parametrize(
     ("env", "told"),
     [
-        (OneSeed, "OneSeed cannot be reset as it must be .*integer.*take a seed for each"),
-        (SeedsByPlace, "SeedsByPlace begins differently in environments with equal seeds"),
-        (AllAtOnce, "AllAtOnce resets environments that it was not to reset"),
+        (OneSeed, r"OneSeed.*reset.*integer.*take"),
+        (SeedsByPlace, r"SeedsByPlace.*differently.*environments"),
+        (AllAtOnce, r"AllAtOnce resets environments"),
         (AtOnce, "AtOnce says.*SAME_STEP"),
     ],
 )
@@ -179,7 +179,7 @@ def test_those_whose_episodes_do_not_follow_from_their_seeds_are_refused(env, to
 
 def test_one_of_both_must_be_named():
     for wrong in ({}, {"id": "CartPole-v1", "env": Drift}):
-        with pytest.raises(ValueError, match="either the `id`"):
+        with pytest.raises(ValueError, match=r"either.*`id`"):
             GymnasiumVector(2, **wrong)
 
 

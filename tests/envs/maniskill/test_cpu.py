@@ -137,7 +137,7 @@ def test_a_script_pulls_the_cube_onto_its_goal(pull):
 
 
 def test_the_script_refuses_what_another_task_shows():
-    with pytest.raises(ValueError, match="looks at 35 numbers, and the state has 42"):
+    with pytest.raises(ValueError, match=r"looks.*35 numbers.*42"):
         pull_cube({"state": torch.zeros(1, 42)})
 
 
@@ -146,7 +146,7 @@ def test_control_and_reward_modes_are_those_asked_for(pull):
     assert simulator.action_spec.size == 8
     begin(simulator)
     assert simulator.step(torch.zeros(1, 8), everyone(simulator)).reward.tolist() == [0.0]
-    with pytest.raises(ValueError, match=r"StackPyramid-v1 cannot be made so.*dense"):
+    with pytest.raises(ValueError, match=r"StackPyramid-v1.*made so.*dense"):
         pull(id="StackPyramid-v1", reward="dense")
 
 
@@ -164,7 +164,7 @@ def test_an_episode_goes_on_where_objects_change_with_each_reset():
 
 
 def test_an_unknown_task_is_answered_with_its_neighbours():
-    with pytest.raises(ValueError, match=r"no task 'PullCub-v1'; near it: PullCube"):
+    with pytest.raises(ValueError, match=r"task 'PullCub-v1'; near.*PullCube"):
         find("PullCub-v1")
 
 
@@ -193,14 +193,14 @@ def missing(monkeypatch, folder):
 
 
 def test_what_to_observe_is_one_of_a_few():
-    with pytest.raises(ValueError, match="observe='lidar' is none of state, rgb"):
+    with pytest.raises(ValueError, match=r"observe='lidar'.*state"):
         Task("PullCube-v1", observe="lidar")
 
 
 @pytest.mark.skipif(DRAWS, reason="this machine can draw")
 @pytest.mark.parametrize("asked", [{"observe": "rgb"}, {"pictures": True}])
 def test_pictures_where_nothing_can_be_drawn_name_the_packages(asked):
-    with pytest.raises(RuntimeError, match="apt-get install libvulkan1 mesa-vulkan-drivers"):
+    with pytest.raises(RuntimeError, match=r"install libvulkan1"):
         ManiSkill(1, **PULL, **asked)
 
 

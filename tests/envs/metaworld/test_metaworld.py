@@ -95,7 +95,7 @@ def test_meta_worlds_scripts_solve_what_they_are_instructed_to(tasks):
 
 def test_meta_worlds_scripts_are_asked_with_all_numbers_and_an_instruction():
     for state, words in ((torch.zeros(1, 39), None), (torch.zeros(1, 4), ["Reach a goal position"])):
-        with pytest.raises(ValueError, match=r"look at 39 numbers of the state and at instructions"):
+        with pytest.raises(ValueError, match=r"39 numbers.*instructions"):
             scripted({"state": state}, words)
 
 
@@ -175,14 +175,14 @@ def test_settling_comes_before_the_first_observation():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, r"name tasks, such as \[reach-v3\], or a suite: MT10"),
-        ({"tasks": ["reach-v2"]}, "no task 'reach-v2'; did you mean reach-v3"),
-        ({"tasks": "reach-v3"}, r"a list of names: \[reach-v3\]"),
-        ({"suite": "MT11"}, "'MT11' is none of MT10"),
-        ({"suite": "MT10", "tasks": ["sweep-v3"]}, "MT10 has no task 'sweep-v3'"),
-        ({"tasks": ["reach-v3"], "observe": "pictures"}, "none of state, rgb"),
+        ({}, r"tasks.*\[reach-v3\].*MT10"),
+        ({"tasks": ["reach-v2"]}, r"'reach-v2'.*reach-v3"),
+        ({"tasks": "reach-v3"}, r"names: \[reach-v3\]"),
+        ({"suite": "MT11"}, r"'MT11'.*none.*MT10"),
+        ({"suite": "MT10", "tasks": ["sweep-v3"]}, r"MT10.*task 'sweep-v3'"),
+        ({"tasks": ["reach-v3"], "observe": "pictures"}, r"none.*state"),
         ({"tasks": ["reach-v3"], "cameras": ["left"]}, "some of corner2"),
-        ({"tasks": ["reach-v3"], "goalseed": 3}, "did you mean goal_seed"),
+        ({"tasks": ["reach-v3"], "goalseed": 3}, r"did.*mean goal_seed"),
     ],
 )
 def test_wrong_options_are_answered_with_what_there_is(options, said):
@@ -216,5 +216,5 @@ def test_where_nothing_can_be_drawn_the_packages_are_named(monkeypatch):
     monkeypatch.setenv("MUJOCO_GL", "disabled")
     monkeypatch.setattr(mujoco, "Renderer", renderer)
     simulator = MetaWorld(1, tasks=["reach-v3"], observe="rgb", image_size=8)
-    with pytest.raises(CannotSimulate, match=r"MUJOCO_GL=egl and `apt-get install libegl1.*platform library"):
+    with pytest.raises(CannotSimulate, match=r"MUJOCO_GL=egl.*install libegl1.*platform"):
         begin(simulator, [0])

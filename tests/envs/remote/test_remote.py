@@ -72,7 +72,7 @@ def test_what_numpy_alone_simulates_in_a_program_of_its_own_is_acted_on(arm):
     assert simulator.instructions() == ["do 8", "do 8"]
     still = simulator.step(torch.zeros(2, 2), torch.tensor([False, False]))
     assert still.observation["state"].tolist() == [[2, 5], [1, 3]]
-    with pytest.raises(NotImplementedError, match="renders no pictures"):
+    with pytest.raises(NotImplementedError, match=r"renders.*pictures"):
         simulator.render(torch.tensor([0]))
 
 
@@ -112,11 +112,11 @@ def wrong(tmp_path_factory):
     ("answer", "said"),
     [
         ({"observation": {"state": np.zeros((2, 1), np.float32)}}, r"told 'state' as \[2, 1\], not \[2, 2\]"),
-        ({"observation": {"rgb": np.full((2, 2, 2, 3), 0.5)}}, "told 'rgb' as float64, not uint8"),
-        ({"reward": np.zeros(3)}, r"told 'reward' as \[3\], not \[2\]"),
-        ({"reward": None}, "did not tell 'reward'"),
-        ({"terminated": np.array([0.0, np.nan])}, "told 'terminated' as float64, not bool"),
-        ({"success": ["yes", "no"]}, "told 'success' as <U3, not bool"),
+        ({"observation": {"rgb": np.full((2, 2, 2, 3), 0.5)}}, r"told 'rgb'.*float64.*uint8"),
+        ({"reward": np.zeros(3)}, r"told 'reward'.*\[3\].*\[2\]"),
+        ({"reward": None}, r"tell 'reward'"),
+        ({"terminated": np.array([0.0, np.nan])}, r"told 'terminated'.*float64"),
+        ({"success": ["yes", "no"]}, r"told 'success'.*<U3"),
     ],
 )
 def test_wrong_answers_are_told_by_name(wrong, monkeypatch, answer, said):
@@ -131,7 +131,7 @@ def test_wrong_answers_are_told_by_name(wrong, monkeypatch, answer, said):
 def test_instructions_of_another_number_are_told(wrong, monkeypatch):
     monkeypatch.setattr(Wrong, "words", ["one for all"])
     simulator = Remote(2, address=wrong)
-    with pytest.raises(RemoteError, match="told 1 instructions for 2 environments"):
+    with pytest.raises(RemoteError, match=r"1 instructions.*2 environments"):
         begin(simulator, [3, 4])
     simulator.close()
 
@@ -173,7 +173,7 @@ def test_one_that_hangs_is_lost_at_its_deadline_and_ended(arm):
     simulator = arm(1, options={"wrong": "hangs"}, step_seconds=0.2)
     process = simulator._process
     begin(simulator, [3])
-    with pytest.raises(SimulatorLost, match=r"has not answered 'step' within 0\.2 s"):
+    with pytest.raises(SimulatorLost, match=r"answered 'step'.*0\.2"):
         simulator.step(torch.zeros(1, 2), everyone(simulator))
     assert process.poll() is not None
 
@@ -182,16 +182,16 @@ def test_one_that_died_is_lost_and_the_next_reset_starts_it_anew(arm):
     simulator = arm(2, options={"wrong": "dies"})
     begin(simulator, [1, 2])
     simulator.step(torch.full((2, 2), 95.0), everyone(simulator))
-    with pytest.raises(SimulatorLost, match=r"lost in 'step': the connection has ended \(it ended with exit code 7\)"):
+    with pytest.raises(SimulatorLost, match=r"'step':.*connection.*7\)"):
         simulator.step(torch.zeros(2, 2), everyone(simulator))
     assert simulator.reset(torch.tensor([9]), torch.tensor([1]))["state"].tolist() == [[2, 4]]
     simulator.step(torch.zeros(2, 2), torch.tensor([False, True]))
-    with pytest.raises(SimulatorLost, match=r"gone, and with it the episodes of environments \[0\]"):
+    with pytest.raises(SimulatorLost, match=r"episodes.*environments \[0\]"):
         simulator.step(torch.zeros(2, 2), everyone(simulator))
     assert begin(simulator, [8, 9])["state"].tolist() == [[1, 3], [2, 4]]
     states, expected = simulator.save(), simulator.step(torch.ones(2, 2), everyone(simulator))
     simulator._process.kill()
-    with pytest.raises(SimulatorLost, match="lost in 'restore'"):
+    with pytest.raises(SimulatorLost, match=r"lost.*'restore'"):
         simulator.restore(states, torch.arange(2))
     simulator.restore(states, torch.arange(2))  # in a program that was started for it
     again = simulator.step(torch.ones(2, 2), everyone(simulator))
@@ -218,9 +218,9 @@ async def test_a_pool_goes_on_with_other_episodes_where_the_other_side_died(capl
 @pytest.mark.parametrize(
     ("about", "said"),
     [
-        ({"token": "guess"}, "PermissionError: the token is wrong"),
-        ({"token": "word", "options": {"dim": 2}}, "unexpected keyword argument 'dim'"),
-        ({"address": "unix:/nowhere/at/all"}, "No such file"),
+        ({"token": "guess"}, r"PermissionError:.*token.*wrong"),
+        ({"token": "word", "options": {"dim": 2}}, r"unexpected.*'dim'"),
+        ({"address": "unix:/nowhere/at/all"}, r"such file"),
         ({"address": "127.0.0.1:1"}, "refused"),
     ],
 )
@@ -230,11 +230,11 @@ def test_servers_that_refuse_or_are_not_there_are_said_so(address, about, said):
 
 
 def test_programs_that_cannot_be_started_or_say_other_things_are_said_so(tmp_path):
-    with pytest.raises(CannotSimulate, match="No such file"):
+    with pytest.raises(CannotSimulate, match=r"such file"):
         Remote(1, python=str(tmp_path / "python"), make=ARM)
-    with pytest.raises(CannotSimulate, match=r"ImportError: .* has no Leg"):
+    with pytest.raises(CannotSimulate, match=r"ImportError:.*Leg"):
         Remote(1, python=sys.executable, make=ARM.replace("Arm", "Leg"))
-    with pytest.raises(CannotSimulate, match="not rlinf's protocol"):
+    with pytest.raises(CannotSimulate, match=r"rlinf's protocol"):
         Remote(1, command=["echo", "hello, here is no robot whatsoever"])
 
 
@@ -246,12 +246,12 @@ def test_a_slow_server_is_given_up_at_the_deadline():
 @pytest.mark.parametrize(
     ("options", "key", "said"),
     [
-        ({}, "address", "name one of address, python"),
+        ({}, "address", r"address, python"),
         ({"address": "a:1", "command": ["b"]}, "address", r"not \['address', 'command'\]"),
-        ({"python": "python3"}, "make", "python needs make"),
-        ({"address": "a:1", "make": "b:c"}, "make", "names its own"),
-        ({"address": "robot"}, "address", "neither host:port nor unix:/path"),
-        ({"adress": "a:1"}, "adress", "did you mean address"),
+        ({"python": "python3"}, "make", r"python needs"),
+        ({"address": "a:1", "make": "b:c"}, "make", r"names.*own"),
+        ({"address": "robot"}, "address", r"neither.*unix:/path"),
+        ({"adress": "a:1"}, "adress", r"mean address"),
     ],
 )
 def test_wrong_options_are_told_by_key(options, key, said):

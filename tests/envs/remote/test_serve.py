@@ -99,7 +99,7 @@ def test_it_listens_at_addresses_of_version_six():
             probe.bind(("::1", 0))
         except OSError:
             pytest.skip("this machine has no IPv6")
-    with pytest.raises(Ready, match=r"listening at \[::1\]:\d+"):
+    with pytest.raises(Ready, match=r"listening.*\[::1\]:\d+"):
         serve.listen(None, "", "[::1]:0", 1, ready)
 
 
@@ -110,7 +110,7 @@ def test_long_frames_are_refused_before_memory_is_taken_for_them():
     with pytest.raises(serve.Garbled, match="too long"):  # of somebody who has not said the token
         received(serve._PREFIX.pack(b"RLR1", 1 << 20, 0), known=False)
     lying = b'{"#array":["<f8",[4000000000,4000000000]]}'
-    with pytest.raises(serve.Garbled, match="longer than the body"):
+    with pytest.raises(serve.Garbled, match=r"longer.*body"):
         received(serve._PREFIX.pack(b"RLR1", len(lying), 0) + lying)
 
 

@@ -164,5 +164,5 @@ async def test_there_is_nothing_to_study_without_demonstrations():
         group = await roles(system)
         with pytest.raises(ValueError, match=r"set off_policy\.demonstrations"):
             await offline(group["policy"], group["trainer"])
-        with pytest.raises(ValueError, match="algorithm='sacc' is none of"):
+        with pytest.raises(ValueError, match=r"algorithm='sacc'.*none"):
             await roles(system, name="x", algorithm="sacc")

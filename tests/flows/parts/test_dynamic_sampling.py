@@ -149,7 +149,7 @@ def test_a_failure_of_generation_reaches_who_learns_and_leaves_nothing(hosts, fa
             async for group in batch.groups:
                 found.append(group.prompt.id)
 
-        with pytest.raises(RuntimeError, match=f"no answer to {fails}"):
+        with pytest.raises(RuntimeError, match=f"answer.*{fails}"):
             await learn()
         return found, await rollout.told()
 
@@ -195,5 +195,5 @@ def test_data_that_come_to_their_end_leave_the_batch_as_it_is():
 
 
 async def test_a_step_that_does_not_say_how_large_a_batch_is_is_refused():
-    with pytest.raises(ValueError, match="step 3 has sampling, but prompts_per_step=0"):
+    with pytest.raises(ValueError, match=r"step 3.*sampling.*prompts_per_step=0"):
         filled(Step(3, [], 2, sampling=DynamicSampling()), lambda prompts: prompts)

@@ -91,5 +91,5 @@ def test_what_is_refused_cannot_fit_and_what_may_not_fit_is_given_all_there_is()
 
 
 def test_auto_is_a_word_and_no_other_is():
-    with pytest.raises(ConfigError, match="one of auto, true, false"):
+    with pytest.raises(ConfigError, match=r"auto.*false"):
         configured("trainer.gradient_checkpointing=sometimes")

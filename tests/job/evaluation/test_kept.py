@@ -65,14 +65,14 @@ def test_after_any_cut_whole_groups_are_there_and_the_rest_is_answered_again(tmp
 )
 def test_answers_of_something_else_are_refused(tmp_path, other):
     written(tmp_path / "answers.jsonl")
-    with pytest.raises(InputError, match="another model, other problems or other settings"):
+    with pytest.raises(InputError, match=r"problems.*settings"):
         other(tmp_path / "answers.jsonl")
 
 
 def test_a_file_of_something_else_is_refused_and_stays(tmp_path):
     path = tmp_path / "notes.jsonl"
     path.write_text('{"note": 1}\nnot to be lost')
-    with pytest.raises(InputError, match="line 1: this is no answer to a benchmark"):
+    with pytest.raises(InputError, match=r"1:.*answer.*benchmark"):
         KeptAnswers(path, "model", 0)
     assert path.read_text().endswith("not to be lost")
 

@@ -36,5 +36,5 @@ def test_what_no_run_made_is_evaluated_by_its_name_among_the_outputs_in_short_wo
 
 def test_where_nothing_can_be_made_an_error_says_what_helps(tmp_path):
     (tmp_path / "outputs").write_text("a file")
-    with pytest.raises(InputError, match=r"cannot be made: Not a directory; --output FILE"):
+    with pytest.raises(InputError, match=r"directory; --output FILE"):
         new_evaluation(tmp_path / "policy", tmp_path / "outputs").__enter__()

@@ -100,7 +100,7 @@ def test_within_one_process_it_is_held_once_too_and_can_be_had_again(tmp_path):
 
 def test_another_machine_is_believed_while_it_was_heard_of_lately(tmp_path):
     file = signed(tmp_path / "run", elsewhere(), SILENT_AFTER - 10)
-    with pytest.raises(Held, match=f"pid 4242 on node7.*last heard of 5. s ago.*rm {file}"):
+    with pytest.raises(Held, match=f"4242.*node7.*last heard.*5..*{file}"):
         Lock(tmp_path / "run")
     signed(tmp_path / "run", elsewhere(), SILENT_AFTER + 1)
     with held(tmp_path / "run") as lock:

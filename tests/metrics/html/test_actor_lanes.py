@@ -88,13 +88,13 @@ def test_an_early_a_middle_and_the_last_step_stand_for_a_run(traced, tmp_path):
 
 
 def test_what_is_not_there_is_told(traced, tmp_path):
-    with pytest.raises(ValueError, match=r"step 9 is not in .*, which has steps 1 to 3"):
+    with pytest.raises(ValueError, match=r"step 9.*steps 1.*3"):
         actor_lanes(Trace(traced[0]), [9])
     write_trace(tmp_path / "none.json", [[]])
-    with pytest.raises(ValueError, match="has no step of a flow"):
+    with pytest.raises(ValueError, match=r"step.*flow"):
         device_lanes(tmp_path / "none.json")
     (tmp_path / "else.json").write_text('{"a": 1}')
-    with pytest.raises(ValueError, match="is no trace in Chrome's format"):
+    with pytest.raises(ValueError, match=r"Chrome's format"):
         Trace(tmp_path / "else.json")
 
 

@@ -127,8 +127,8 @@ async def test_merged_weights_are_those_that_the_adapters_compute_with(directory
 @pytest.mark.parametrize(
     ("lora", "text"),
     [
-        ({"r": 2, "alpha": 4}, "needs exactly the keys"),
-        ({"r": 2, "alpha": 4, "target_modules": ["q_proj"], "dropout": 0.1}, "needs exactly the keys"),
+        ({"r": 2, "alpha": 4}, r"needs exactly"),
+        ({"r": 2, "alpha": 4, "target_modules": ["q_proj"], "dropout": 0.1}, r"needs exactly"),
         ({"r": 2, "alpha": 4, "target_modules": ["no_such_module"]}, "no_such_module"),
     ],
 )

@@ -84,13 +84,13 @@ def test_layers_are_named_by_the_end_of_their_names_or_by_a_pattern(wanted, foun
         (
             "qwen2",
             ["q_proj", "no_such"],
-            r"'no_such' are no linear layers of this model; its linear layers are down_pr",
+            r"'no_such'.*linear layers.*down_pr",
         ),
-        ("gpt2", ["q_proj"], "c_attn, c_fc, c_proj; or take auto"),
-        ("mixtral", ["experts"], "'experts' are weights of grouped experts"),
-        ("qwen2", ["embed_tokens"], "input or output embedding"),
-        ("qwen2", ["lm_head"], "or of an input or output embedding"),
-        ("qwen2", [r"proj.*x"], "no linear layers"),
+        ("gpt2", ["q_proj"], r"c_attn, c_fc, c_proj.*take auto"),
+        ("mixtral", ["experts"], r"'experts'.*weights"),
+        ("qwen2", ["embed_tokens"], r"output embedding"),
+        ("qwen2", ["lm_head"], r"output embedding"),
+        ("qwen2", [r"proj.*x"], r"linear layers"),
     ],
 )
 def test_layers_that_are_not_there_are_told_with_those_that_are(kind, wanted, text):
@@ -168,7 +168,7 @@ def test_saved_adapters_go_on_learning_where_they_were(tmp_path):
         ({"peft_type": "IA3"}, "are IA3, not LoRA"),
         ({"use_dora": True}, "have use_dora, which"),
         ({"bias": "all"}, "have biases"),
-        ({"r": 5}, "are of another model"),
+        ({"r": 5}, r"another model"),
         ({"target_modules": ["no_such"]}, "no_such|not found"),
     ],
 )
@@ -181,5 +181,5 @@ def test_saved_adapters_that_cannot_be_used_say_why(tmp_path, change, text):
 
 
 def test_a_directory_without_adapters_says_what_is_missing(tmp_path):
-    with pytest.raises(ValueError, match=r"has no adapter_config\.json and adapter_model"):
+    with pytest.raises(ValueError, match=r"adapter_config\.json.*adapter_model"):
         add_adapters(model(), {"path": str(tmp_path)})

@@ -109,7 +109,7 @@ def test_an_answer_with_a_placeholder_is_an_error_and_has_no_probability():
     policy = policy_of(kind)
     placeholder = policy.pictures.placeholder
     said = Row(row.prompt_ids, np.array([3, placeholder, 4]), images=row.images)
-    with pytest.raises(ValueError, match="the sequences have 5"):
+    with pytest.raises(ValueError, match=r"sequences.*5"):
         policy(pack([said]))
     last = Row(row.prompt_ids, np.array([3, placeholder]), images=row.images)  # predicted, and not read
     assert policy(pack([last]))[0][1] == -torch.inf

@@ -17,21 +17,21 @@ class Doubled(MlpPolicy):
 
 
 @pytest.mark.parametrize(("config", "says"), [
-    ({}, "type=None must be one of mlp, cnn, vla"),
-    ({**MLP, "type": "mpl"}, "did you mean mlp"),
-    ({**MLP, "type": "rlinf.models.policy.actor_critic.MlpConfig"}, "no class derived from"),
-    ({**MLP, "hiden": [3]}, "no key 'hiden'; did you mean hidden"),
-    ({"type": "mlp", "state_size": 3}, "policy mlp needs action_size"),
+    ({}, r"type=None.*mlp, cnn"),
+    ({**MLP, "type": "mpl"}, r"did.*mean"),
+    ({**MLP, "type": "rlinf.models.policy.actor_critic.MlpConfig"}, r"class derived"),
+    ({**MLP, "hiden": [3]}, r"'hiden'.*hidden"),
+    ({"type": "mlp", "state_size": 3}, r"policy.*needs action_size"),
     ({**MLP, "hidden": 64}, "hidden=64 must be"),
-    ({**MLP, "hidden": []}, "at least one layer"),
-    ({**MLP, "hidden": ["a"]}, "hidden='a' must be int"),
-    ({**MLP, "shared": 1}, "shared=1 must be bool"),
-    ({**MLP, "activation": "gelu"}, "activation='gelu' must be"),
-    ({**MLP, "level": "chunk", "chunk": 2, "value_level": "action"}, "an advantage of its own"),
-    ({**MLP, "chunk": 0}, "must be at least 1"),
-    ({**MLP, "log_std": 9}, "log_std=9.0 must be between"),
+    ({**MLP, "hidden": []}, r"least.*layer"),
+    ({**MLP, "hidden": ["a"]}, r"hidden='a'.*int"),
+    ({**MLP, "shared": 1}, r"shared=1.*bool"),
+    ({**MLP, "activation": "gelu"}, r"activation='gelu'"),
+    ({**MLP, "level": "chunk", "chunk": 2, "value_level": "action"}, r"advantage.*own"),
+    ({**MLP, "chunk": 0}, r"least 1"),
+    ({**MLP, "log_std": 9}, r"log_std=9.0.*between"),
     ({**CNN, "image": [16, 16]}, "image="),
-    ({**CNN, "image": [2, 16, 3]}, "at least 4 pixels"),
+    ({**CNN, "image": [2, 16, 3]}, r"least 4 pixels"),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_configuration_is_said(config, says):
     with pytest.raises(ValueError, match=says):
@@ -62,5 +62,5 @@ def test_a_configuration_is_completed_by_the_environment_but_not_overruled():
 
 
 def test_a_directory_without_a_policy_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"holds no policy\.json"):
+    with pytest.raises(FileNotFoundError, match=r"holds.*policy\.json"):
         load_policy(tmp_path)

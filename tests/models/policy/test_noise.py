@@ -30,9 +30,9 @@ def test_a_row_with_a_seed_draws_the_numbers_of_its_own_generator(seeds, count):
 
 
 def test_seeds_must_be_one_per_row():
-    with pytest.raises(ValueError, match=r"int64 \[3\], one per row, not torch.int64 \[2\]"):
+    with pytest.raises(ValueError, match=r"int64 \[3\].*per row.*torch.int64 \[2\]"):
         uniforms(torch.zeros(2, dtype=torch.int64), 3, 1, CPU)
-    with pytest.raises(ValueError, match="one per row"):
+    with pytest.raises(ValueError, match=r"per row"):
         uniforms(torch.zeros(3), 3, 1, CPU)
 
 

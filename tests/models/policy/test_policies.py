@@ -219,7 +219,7 @@ def test_imitation_counts_only_what_its_mask_keeps(policy, config):
 
 
 def test_demonstrations_of_another_shape_are_refused(policy, config):
-    with pytest.raises(ValueError, match="rows, actions of a chunk, numbers of an action"):
+    with pytest.raises(ValueError, match=r"actions.*numbers"):
         policy.demonstrated(observed(config), torch.zeros(6, config["action_size"]))
 
 
@@ -233,7 +233,7 @@ def test_an_observation_of_another_environment_is_refused_by_name(policy, config
     kept, shown = ("state", "rgb") if config["type"] == "mlp" else ("rgb", "state")
     with pytest.raises(ValueError, match=f"looks at '{kept}', which the observation has not: it has \\['{shown}'\\]"):
         policy.act({shown: observed(config)[shown]})
-    with pytest.raises(ValueError, match="another environment, or another config"):
+    with pytest.raises(ValueError, match=r"another environment"):
         policy.act({name: array[:, :-1] for name, array in observed(config).items()})
 
 

@@ -109,10 +109,10 @@ def damage(directory, how):
 
 
 @pytest.mark.parametrize(("how", "kind", "says"), [
-    ("missing", ValueError, "authors lacks exit.bias, which the policy needs"),
-    ("shape", ValueError, r"exit.bias is \[4\] there, and \[3\] in the policy"),
-    ("index", FileNotFoundError, "lacks other.safetensors, which its"),
-    ("cut", ValueError, r"model.safetensors is no safetensors file"),
+    ("missing", ValueError, r"authors.*exit.bias.*policy"),
+    ("shape", ValueError, r"exit.bias.*\[4\].*\[3\].*policy"),
+    ("index", FileNotFoundError, r"lacks other.safetensors"),
+    ("cut", ValueError, r"model.safetensors.*safetensors file"),
     ("config", FileNotFoundError, "neither policy.json nor config.json"),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_published_directory_is_said(how, kind, says, authors):
@@ -122,9 +122,9 @@ def test_what_is_wrong_with_a_published_directory_is_said(how, kind, says, autho
 
 
 def test_an_authors_directory_needs_a_type_that_has_a_published_form(authors):
-    with pytest.raises(FileNotFoundError, match="mlp has no published form"):
+    with pytest.raises(FileNotFoundError, match=r"published form"):
         make_policy(MLP, str(authors), CPU)
-    with pytest.raises(FileNotFoundError, match=r"holds no policy\.json"):
+    with pytest.raises(FileNotFoundError, match=r"holds.*policy\.json"):
         load_policy(authors)
 
 

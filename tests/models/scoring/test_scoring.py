@@ -31,7 +31,7 @@ def test_one_of_several_labels_counts_by_its_log_probability(tmp_path):
     path = saved_classifier(tmp_path, labels=3)
     found = load_classifier(path, TOKENIZER, label=1).scores(SEQUENCES, 64)
     np.testing.assert_allclose(found, scores_one_by_one(path, 1), atol=2e-6)
-    with pytest.raises(ValueError, match="3 labels: say which one"):
+    with pytest.raises(ValueError, match=r"3 labels: say"):
         load_classifier(path, TOKENIZER)
     with pytest.raises(ValueError, match="labels 0 to 2"):
         load_classifier(path, TOKENIZER, label=3)
@@ -45,7 +45,7 @@ def test_without_a_padding_token_sequences_are_computed_one_by_one(tmp_path):
 
 
 def test_a_model_without_a_head_is_refused_instead_of_given_a_random_one(tmp_path):
-    with pytest.raises(ValueError, match=r"no classification model.*kind: generative"):
+    with pytest.raises(ValueError, match=r"classification.*generative"):
         load_classifier(saved_language_model(tmp_path), TOKENIZER)
 
 
@@ -66,5 +66,5 @@ def test_choices_come_to_the_expected_value_under_their_probabilities(tmp_path, 
         expected.append(float(sum(w * v for w, v in zip(weights, worth.values(), strict=True)) / sum(weights)))
     assert np.std(expected) > 1e-3
     np.testing.assert_allclose(found, expected, atol=2e-6)
-    with pytest.raises(ValueError, match="'' has no token"):
+    with pytest.raises(ValueError, match=r"''.*token"):
         load_choices(path, TOKENIZER, {"": 1.0, "1": 0.0})

@@ -201,10 +201,10 @@ def test_a_barrier_keeps_stages_of_disjoint_devices_in_separate_phases():
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (Option(9, 1.0), "its smallest size takes 9 gpu, there are 8: add 1"),
-        (Option(8, 1.0, active_bytes=90 * 10**9), "90.0 GB per device, of 80.0: 10.0 GB have to go"),
-        (Option(1, 1.0, "tpu"), "takes 1 tpu, there are 0"),
-        (Option(1, -1.0), "needs devices and seconds of at least 0"),
+        (Option(9, 1.0), r"smallest.*takes 9.*8:.*1"),
+        (Option(8, 1.0, active_bytes=90 * 10**9), r"90.0 GB per device.*80.0: 10.0 GB"),
+        (Option(1, 1.0, "tpu"), r"takes 1 tpu.*0"),
+        (Option(1, -1.0), r"devices.*seconds.*0"),
     ],
 )
 def test_a_stage_that_can_never_run_says_what_it_lacks(option, words):
@@ -233,7 +233,7 @@ def test_a_profile_becomes_a_workload():
     )
     assert workload.stages[0].options[1] == Option(2, 32.0, "gpu", 10, 2, 0.5, 0.25, {1: 32.0, 16: 2.0})
     assert workload.edges == (Edge("a", "b", False, 32.0),)
-    with pytest.raises(PlacementError, match="64 items cannot be cut into 5"):
+    with pytest.raises(PlacementError, match=r"64 items.*into 5"):
         from_profile(profile, [], 64, {"a": [(stage, [1])]}, {"gpu": 2}, chunks=(5,))
 
 

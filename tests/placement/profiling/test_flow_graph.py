@@ -19,5 +19,5 @@ def test_loops_are_found_and_condensed_to_one_node():
 
 def test_a_loop_that_was_not_condensed_is_refused():
     stages = tuple(Stage(name, (Option(1, 1.0),)) for name in ("env", "policy"))
-    with pytest.raises(PlacementError, match="env -> policy -> env is a loop: condense it first"):
+    with pytest.raises(PlacementError, match=r"-> policy ->.*condense"):
         Workload(stages, (Edge("env", "policy"), Edge("policy", "env")), {"gpu": 1})

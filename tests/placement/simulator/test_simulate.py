@@ -231,19 +231,19 @@ async def curious(step, rollout, judge, trainer):
 
 
 def test_a_flow_that_looks_into_its_items_is_told_that_they_are_modelled():
-    with pytest.raises(PlacementError, match=r"curious cannot be rehearsed.*samples"):
+    with pytest.raises(PlacementError, match=r"curious.*rehearsed.*samples"):
         rehearse(curious, turns(1, 4), chain((1.0, 1.0, 1.0), (1, 1, 1)), items=4)
 
 
 def test_a_flow_with_other_roles_is_refused():
-    with pytest.raises(PlacementError, match="takes 'critic', which was not profiled"):
+    with pytest.raises(PlacementError, match=r"'critic'.*profiled"):
         rehearse(ppo, turns(1, 4), chain((1.0, 1.0, 1.0), (1, 1, 1)), items=4)
-    with pytest.raises(PlacementError, match="has no role 'rollout'; it takes: env, policy, trainer"):
+    with pytest.raises(PlacementError, match=r"'rollout'.*trainer"):
         rehearse(embodied, turns(1, 4), chain((1.0, 1.0, 1.0), (1, 1, 1)), items=4)
 
 
 def test_a_size_that_is_not_known_is_refused():
-    with pytest.raises(PlacementError, match=r"roles.judge: nothing is known of it on 2 devices: give it 1"):
+    with pytest.raises(PlacementError, match=r"roles.judge: nothing.*2 devices:.*1"):
         rehearse(grpo, turns(2, 4), chain((1.0, 1.0, 1.0), (2, 1, 2)), items=4)
 
 
@@ -252,7 +252,7 @@ async def endless(step, rollout, judge, trainer):
 
 
 def test_a_step_that_stands_still_is_reported():
-    with pytest.raises(PlacementError, match="came to a standstill"):
+    with pytest.raises(PlacementError, match=r"came.*standstill"):
         rehearse(endless, turns(1, 4), chain((1.0, 1.0, 1.0), (1, 1, 1)), items=4)
 
 

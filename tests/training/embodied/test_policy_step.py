@@ -213,7 +213,7 @@ def test_a_loss_that_is_no_number_takes_no_step(place):
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     broken = getattr(lesson, place).clone()
     broken[0, 0] = torch.inf if place == "returns" else torch.nan
-    with pytest.raises(FloatingPointError, match="the step was not taken"):
+    with pytest.raises(FloatingPointError, match=r"step.*taken"):
         learner.learn(dataclasses.replace(lesson, **{place: broken}), PPO)
     assert all(torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
     learner.learn(lesson, PPO)  # and goes on

@@ -96,7 +96,7 @@ def test_the_auxiliary_loss_makes_a_difference(learned):
 
 def test_samples_that_tell_nothing_cannot_be_balanced(learned):
     policy = PolicyModel(mixture(), router_replay="auto")
-    with pytest.raises(ValueError, match=r"algorithm\.router_aux_loss balances experts by what the engine chose"):
+    with pytest.raises(ValueError, match=r"algorithm\.router_aux_loss balances"):
         policy.mixture.load_of([Row(np.arange(2, 5), np.arange(2, 4))])
 
 

@@ -159,7 +159,7 @@ async def test_a_trainer_learns_masked_examples(system):
     one = await trainer.sft([answered], lr=0.0)
     empty = Example(np.array([4]), np.array([5, 6]), np.zeros(2, bool))
     assert (await trainer.sft([[*answered, empty]], lr=0.0))["sft/loss"] == pytest.approx(one["sft/loss"], rel=1e-6)
-    with pytest.raises(ValueError, match="not one token to learn from"):
+    with pytest.raises(ValueError, match=r"token.*learn"):
         await trainer.sft([[empty]])
 
 
@@ -200,7 +200,7 @@ async def test_a_batch_without_a_learned_token_says_so(system):
         for g in silent
     ]
     trainer = await system.spawn(critics.Trainer, name="trainer", **SHARED)
-    with pytest.raises(ValueError, match="not one token to learn from: every response was empty or masked"):
+    with pytest.raises(ValueError, match=r"response.*masked"):
         await trainer.train(nothing)
 
 

@@ -256,7 +256,7 @@ async def test_logits_that_are_not_finite_are_an_error_and_the_engine_goes_on():
     broken = tiny(seed=1)
     broken.lm_head.weight.data[3] = float("nan")
     await engine.load(packed(broken, 1))
-    with pytest.raises(FloatingPointError, match="weights of version 1"):
+    with pytest.raises(FloatingPointError, match=r"weights.*version 1"):
         await answers(engine, ragged(6, Sampling(12)))
     await engine.load(packed(tiny(), 2))
     plain = TransformersEngine(tiny(), max_rows=8, version=2)

@@ -162,9 +162,7 @@ def test_without_a_compiler_a_run_says_so_and_goes_on_unless_it_must_compile(mon
         return broken
 
     monkeypatch.setattr(torch._dynamo, "lookup_backend", none)
-    with pytest.raises(
-        ValueError, match=r"trainer.compile=true: blocks not compiled: RuntimeError: there is no C\+\+ compiler"
-    ):
+    with pytest.raises(ValueError, match=r"trainer.compile=true:.*compiled: RuntimeError:.*compiler"):
         PolicyModel(model(), **FAST).settle()
     policy = PolicyModel(model(), **FAST)
     policy._compile = "auto"

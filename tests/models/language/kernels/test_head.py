@@ -100,5 +100,5 @@ def test_memory_that_runs_out_while_compiling_is_no_reason_to_go_on():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     tensors = given(5, torch.float32, bias=1, temperature=1)
-    with pytest.raises((torch.OutOfMemoryError, RuntimeError), match="out of memory"):
+    with pytest.raises((torch.OutOfMemoryError, RuntimeError), match=r"out.*memory"):
         learned(tensors, FusedHead.make(full), chunk=2, entropy_slope=True)

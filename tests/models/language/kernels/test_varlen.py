@@ -125,9 +125,7 @@ def test_a_package_that_is_missing_is_told_before_a_run_and_where_there_is_none(
     with pytest.raises(ConfigError, match=r"trainer.attention.*flash_attn_interface is installed"):
         load_config(None, ["trainer.attention=flash"])
     policy = PolicyModel(model(), attention="flash")
-    with pytest.raises(
-        ValueError, match=r"trainer.attention=flash: Qwen2.*no FlashAttention: No module named 'flash_a"
-    ):
+    with pytest.raises(ValueError, match=r"trainer.attention=flash: Qwen2.*no FlashAttention:.*module.*'flash_a"):
         policy.settle()
 
 
@@ -139,7 +137,7 @@ def test_a_kernel_that_refuses_is_passed_over_and_the_reason_kept(monkeypatch, a
     monkeypatch.setattr("rlinf.models.language.attention._by_rectangles", refuses)
     policy = PolicyModel(model(), attention=attention)
     if packs is None:
-        with pytest.raises(ValueError, match=r"cannot be run so on cpu: Qwen2Attention: no such argument. Padded pads"):
+        with pytest.raises(ValueError, match=r"Qwen2Attention:.*such argument. Padded"):
             policy.settle()
         return
     policy.settle()

@@ -132,11 +132,11 @@ def test_a_policy_that_shall_not_replay_tells_all_the_same_and_another_one_nothi
 
 
 def test_a_model_without_experts_cannot_be_told_to_replay():
-    with pytest.raises(ValueError, match=r"trainer.router_replay=true: Qwen2ForCausalLM has no experts"):
+    with pytest.raises(ValueError, match=r"trainer.router_replay=true: Qwen2ForCausalLM.*experts"):
         policy_of(model(), replay=True)
     assert len(policy_of(model())(pack(rows()))) == 2
     policy = policy_of(mixture())
-    with pytest.raises(ValueError, match="do engine and trainer have the same model"):
+    with pytest.raises(ValueError, match=r"engine.*trainer"):
         policy(pack(rows(routes=[np.zeros((20, 5, 2), np.uint8)] * 4)))
 
 

@@ -103,7 +103,7 @@ def test_it_is_saved_and_made_again(policy, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"value_level": "chunk"}, "value_level must be null"),
+        ({"value_level": "chunk"}, r"value_level.*null"),
         ({"critics": 0}, "critics=0"),
         ({"log_std": 3.0}, "-5 and 2"),
     ],

@@ -99,7 +99,7 @@ def test_what_cannot_be_steered_is_said(bases, tmp_path):
         steered(bases / "flow", chunk=1).act(seen())
     with pytest.raises(FileNotFoundError):
         steered(tmp_path / "nothing").act(seen())
-    with pytest.raises(ValueError, match="cannot learn from demonstrations"):
+    with pytest.raises(ValueError, match=r"learn.*demonstrations"):
         steered(bases / "flow").demonstrated(seen(), torch.zeros(5, 2, 1))
     with pytest.raises(ValueError, match="reach=0"):
         steered(bases / "flow", reach=0.0)

@@ -45,7 +45,7 @@ def test_every_token_but_the_first_is_the_token_of_what_it_says():
 
 
 def test_more_bins_than_words_are_refused():
-    with pytest.raises(ValueError, match="bins=50 must be from 2 to the size of the vocabulary, 40"):
+    with pytest.raises(ValueError, match=r"bins=50.*2.*size.*vocabulary, 40"):
         ActionTokens(40, 50)
 
 
@@ -60,5 +60,5 @@ def test_texts_come_back_from_their_tokens(texts):
 
 
 def test_a_text_that_is_too_long_is_named():
-    with pytest.raises(ValueError, match="text_length=4 is too short for 'push', which needs 5"):
+    with pytest.raises(ValueError, match=r"text_length=4.*short.*'push'.*5"):
         ByteTexts(4).encode(["push"])

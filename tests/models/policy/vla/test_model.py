@@ -138,9 +138,9 @@ def test_with_its_defaults_it_fits_a_cpu():
 @pytest.mark.parametrize(("change", "says"), [
     ({"image": [16, 24, 3]}, "square"),
     ({"image": [20, 20, 3]}, "multiple of patch_size=8"),
-    ({"image": [16, 16, 4]}, "3 channels for each camera"),
-    ({"temperature": 0.0}, "temperature=0.0 must be more than 0"),
-    ({"decoder": {"vocab_size": 7}}, "vocab_size cannot be set in vision or decoder"),
+    ({"image": [16, 16, 4]}, r"3 channels.*camera"),
+    ({"temperature": 0.0}, r"temperature=0.0.*more.*0"),
+    ({"decoder": {"vocab_size": 7}}, r"vocab_size.*vision.*decoder"),
 ])  # fmt: skip
 def test_sizes_that_do_not_fit_are_explained(change, says):
     with pytest.raises(ValueError, match=says):

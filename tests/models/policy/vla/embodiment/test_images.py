@@ -28,7 +28,7 @@ def test_cameras_come_apart_in_their_order():
     assert found.shape == (2, 2, 3, 5, 7)
     assert torch.equal(found[1, 0].permute(1, 2, 0), rgb[1, :, :, :3])
     assert torch.equal(found[1, 1].permute(1, 2, 0), rgb[1, :, :, 3:])
-    with pytest.raises(ValueError, match="3 channels for each camera"):
+    with pytest.raises(ValueError, match=r"3 channels.*camera"):
         cameras(picture(2, 5, 7, 4))
 
 
@@ -66,7 +66,7 @@ def test_the_crop_keeps_nine_tenths_of_the_area_by_the_side_s_square_root():
     expected = torch.linspace(edge, 200 - edge, 201)
     assert (found[0, 0, 50].float() - expected).abs().max() <= 0.5 + 1e-3
     assert centre_crop(columns, 1.0) is columns
-    with pytest.raises(ValueError, match="crop=0 must be more than 0"):
+    with pytest.raises(ValueError, match=r"crop=0.*more.*0"):
         centre_crop(columns, 0)
 
 

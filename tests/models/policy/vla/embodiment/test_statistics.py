@@ -32,7 +32,7 @@ def test_openpi_s_formulas_and_places_that_the_robot_does_not_have():
     torch.testing.assert_close(found, torch.tensor([[0.5 / 0.500001, 4 / 4.000001, 7.0]]))
     found = Scaling.of(stats, "q01_q99", 1e-6).normalised(x)
     torch.testing.assert_close(found, torch.tensor([[3 / 2.000001 - 1, 20 / 12.000001 - 1, 7.0]]))
-    with pytest.raises(ValueError, match="of another robot"):
+    with pytest.raises(ValueError, match=r"another robot"):
         Scaling.of(stats, "mean_std").normalised(x[:, :1])
 
 
@@ -43,9 +43,9 @@ def test_a_number_that_never_changes_normalises_to_zero_and_comes_back():
 
 
 def test_statistics_that_lack_something_say_what():
-    with pytest.raises(ValueError, match="lack q01 and q99, which q01_q99 needs: they have \\['mean'\\]"):
+    with pytest.raises(ValueError, match=r"q01.*q99.*q01_q99 needs:.*\['mean'\]"):
         Scaling.of({"mean": [0.0]}, "q01_q99")
-    with pytest.raises(ValueError, match="2 numbers have 1 std"):
+    with pytest.raises(ValueError, match=r"2 numbers.*1 std"):
         Scaling.of({"mean": [0.0, 1.0], "std": [1.0]}, "mean_std")
 
 
@@ -67,7 +67,7 @@ def test_numbers_without_bounds_pass_and_others_are_cut():
 
 def test_padding_adds_zeros_and_refuses_to_cut():
     assert padded(torch.ones(2, 3), 5).tolist() == [[1, 1, 1, 0, 0]] * 2
-    with pytest.raises(ValueError, match="3 numbers do not fit into the 2"):
+    with pytest.raises(ValueError, match=r"3 numbers.*into.*2"):
         padded(torch.ones(2, 3), 2)
 
 

@@ -20,7 +20,7 @@ def test_pi0_s_gripper_passes_and_calvin_s_is_its_sign():
     actions = torch.tensor([[0.1, -0.4]])
     assert torch.equal(gripper_to_robot(actions, embodiment("pi0", "libero").gripper), actions)
     assert gripper_to_robot(actions, embodiment("pi0", "calvin").gripper)[0, 1] == -1
-    with pytest.raises(ValueError, match=r"must be one of same, libero"):
+    with pytest.raises(ValueError, match=r"same, libero"):
         gripper_to_robot(actions, "thumb")
 
 
@@ -71,5 +71,5 @@ def test_the_widowx_opens_and_closes_alike_whatever_model_moves_it():
 
 
 def test_a_simulator_without_a_row_is_refused_with_those_that_have_one():
-    with pytest.raises(ValueError, match=r"policy openvla: embodiment='libro' is none of .*; did you mean libero"):
+    with pytest.raises(ValueError, match=r"openvla: embodiment='libro'"):
         embodiment("openvla", "libro")

@@ -450,12 +450,12 @@ def build_noise():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"embodiment": "libro"}, "did you mean libero"),
-        ({"chunk": 5}, "chunk=5 and action_size=7 must be at most what is denoised, 4 actions of 32 numbers"),
-        ({"value_level": "action", "level": "action"}, "value_level must be chunk"),
-        ({"asset": "none"}, "asset='none' is none of the checkpoint's: physical-intelligence/libero"),
-        ({"gripper": "hand"}, "gripper='hand' must be one of"),
-        ({"horizn": 3}, "did you mean horizon"),
+        ({"embodiment": "libro"}, r"mean libero"),
+        ({"chunk": 5}, r"chunk=5.*action_size=7.*denoised, 4 actions.*32"),
+        ({"value_level": "action", "level": "action"}, r"value_level.*chunk"),
+        ({"asset": "none"}, r"checkpoint's: physical-intelligence/libero"),
+        ({"gripper": "hand"}, r"gripper='hand'"),
+        ({"horizn": 3}, r"mean horizon"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(read, settings, said):
@@ -477,5 +477,5 @@ def test_what_a_directory_lacks_is_said(directories, tmp_path):
             make_policy({"type": "pi0", **RUN}, str(path), CPU)
     with pytest.raises(ValueError, match=r"set policy.path"):
         build_policy_model({"type": "pi0", **RUN, "horizon": 4, **SIZES}).act(seen(), instructions=WORDS)
-    with pytest.raises(ValueError, match="of another model, or version"):
+    with pytest.raises(ValueError, match=r"another.*version"):
         make_policy({"type": "pi05", **RUN}, str(directories["pi0"]), CPU)

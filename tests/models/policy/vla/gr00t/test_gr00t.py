@@ -70,7 +70,7 @@ def test_a_directory_of_another_model_is_refused(published, tmp_path, change, sa
 
 
 def test_a_robot_that_the_checkpoint_has_no_statistics_of_is_refused(published):
-    with pytest.raises(ValueError, match=r"statistics of libero_franka, not of gr1: set policy\.settings\.robot"):
+    with pytest.raises(ValueError, match=r"statistics.*libero_franka.*gr1:.*policy\.settings\.robot"):
         load_policy(published[0], {**GIVEN, "robot": "gr1"})
 
 
@@ -79,7 +79,7 @@ def test_without_a_tokenizer_it_says_where_one_belongs(published, tmp_path):
         if path.name != "eagle":
             (tmp_path / path.name).symlink_to(path)
     found = load_policy(tmp_path, {**GIVEN, "eagle": json.loads((published[0] / "eagle/config.json").read_text())})
-    with pytest.raises(ValueError, match="copy Eagle's files to its folder eagle/"):
+    with pytest.raises(ValueError, match=r"Eagle's.*folder eagle/"):
         found.act(seen(), instructions=WORDS)
 
 
@@ -133,7 +133,7 @@ def test_the_chat_holds_each_picture_patch_by_patch(policy):
     assert [int((row >= 0).sum()) for row in tokens] == [len(policy._prompts._tokenizer.encode(
         policy._prompts.text(text))) for text in WORDS]  # fmt: skip
     assert (tokens[:, -1] >= 0).all()
-    with pytest.raises(ValueError, match="prompt_length=160 is too short for 2 pictures of 4 tokens"):
+    with pytest.raises(ValueError, match=r"prompt_length=160.*2 pictures.*4 tokens"):
         policy._prompts.encode(["x" * 200])
 
 
@@ -216,7 +216,7 @@ def test_eagle_s_template_is_that_of_its_processor(policy):
         "<|im_start|>user\n<image 1><img><IMG_CONTEXT></img><image 2><img><IMG_CONTEXT></img>go<|im_end|>"
     )
     blind = json.dumps({"chat_template": "{{ messages[0].content[-1].text }}"}).encode()
-    with pytest.raises(ValueError, match=r"makes 0 tokens of 2 pictures .* <image-1>, <image-2> …"):
+    with pytest.raises(ValueError, match=r"0.*2.*<image-1>, <image-2> …"):
         Prompts({**files, "chat_template.json": blind}, 2, 1, 90).encode(["go"])
 
 

@@ -190,7 +190,7 @@ def test_a_projector_of_states_comes_from_the_authors_file(directory, tmp_path):
     found = policy.proprio_projector.state_dict()
     assert all(torch.equal(found[name], state[f"module.{name}"]) for name in shapes)
     assert "action_head--150000_checkpoint.pt" in policy.files
-    with pytest.raises(ValueError, match="the environment's state has 4 numbers: of another robot"):
+    with pytest.raises(ValueError, match=r"environment's.*4 numbers:"):
         loaded(tmp_path, "openvla-oft", variant="official", state_size=4)
     (tmp_path / "vision_backbone--150000_checkpoint.pt").write_bytes(b"")
     with pytest.raises(ValueError, match="FiLM"):
@@ -199,23 +199,23 @@ def test_a_projector_of_states_comes_from_the_authors_file(directory, tmp_path):
 
 def test_what_the_environment_does_not_show_is_said(directory):
     policy = loaded(directory, "openvla-oft", views=2)
-    with pytest.raises(ValueError, match=r"looks at 2 cameras, and the environment shows 1: set policy.settings.views"):
+    with pytest.raises(ValueError, match=r"2 cameras.*environment.*1:.*policy.settings.views"):
         policy.act(seen(), instructions=told())
     policy = loaded(directory, "openvla")
-    with pytest.raises(ValueError, match="another environment, or another config"):
+    with pytest.raises(ValueError, match=r"another environment"):
         policy.act(seen(channels=6), instructions=told())
     policy.prompts = None
-    with pytest.raises(ValueError, match=r"reads by its checkpoint's tokenizer.json: set policy.path"):
+    with pytest.raises(ValueError, match=r"reads.*checkpoint's tokenizer.json:.*policy.path"):
         policy.act(seen(), instructions=told())
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"temperature": 0.0}, "temperature=0.0 must be more than 0"),
-        ({"top_k": -1}, "top_k=-1 must be at least 1"),
-        ({"embodiment": "liberoo"}, "did you mean libero"),
-        ({"gripper": "thumb"}, "gripper='thumb' must be one of"),
+        ({"temperature": 0.0}, r"temperature=0.0.*more.*0"),
+        ({"top_k": -1}, r"top_k=-1.*least 1"),
+        ({"embodiment": "liberoo"}, r"mean libero"),
+        ({"gripper": "thumb"}, r"gripper='thumb'"),
         ({"action_low": (-1.0,)}, "action_low and action_high"),
     ],
 )

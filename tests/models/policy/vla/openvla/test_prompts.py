@@ -33,5 +33,5 @@ def test_a_tokenizer_that_drops_the_last_space_gets_it_all_the_same(made):
 
 
 def test_a_prompt_that_is_too_long_says_what_it_needs(made):
-    with pytest.raises(ValueError, match=r"prompt_length=8 is too short for 'In: What .* needs \d+"):
+    with pytest.raises(ValueError, match=r"prompt_length=8.*short.*needs"):
         Prompts(made.to_str().encode(), OPENVLA_PROMPT, 8, 32000).encode(["go"])

@@ -123,9 +123,9 @@ def test_fine_tuned_statistics_go_before_those_of_the_pretraining(directory, tmp
 def test_statistics_that_may_mean_several_data_sets_are_asked_for(tmp_path):
     both = {name: {"action": unit_statistics(3)} for name in ("bridge_orig", "fractal")}
     write_tiny(tmp_path, "openvla", action_size=3, norm_stats=both)
-    with pytest.raises(ValueError, match=r"set policy.settings.statistics to one of bridge_orig, fractal"):
+    with pytest.raises(ValueError, match=r"set policy.settings.statistics.*bridge_orig, fractal"):
         loaded(tmp_path, "openvla")
-    with pytest.raises(ValueError, match=r"statistics='fractals' is none of the checkpoint's: bridge_orig, fractal"):
+    with pytest.raises(ValueError, match=r"statistics='fractals'.*checkpoint's: bridge_orig"):
         loaded(tmp_path, "openvla", statistics="fractals")
     assert loaded(tmp_path, "openvla", embodiment="maniskill").data_set == "bridge_orig"
 
@@ -144,7 +144,7 @@ def test_another_model_s_directory_is_refused(directory, tmp_path):
     for path in directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
-    with pytest.raises(ValueError, match=r"config.json is of a llava, not of an openvla"):
+    with pytest.raises(ValueError, match=r"config.json.*llava.*openvla"):
         loaded(tmp_path, "openvla")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is damaged"):

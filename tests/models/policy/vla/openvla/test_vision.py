@@ -104,7 +104,7 @@ def test_what_nothing_reads_is_there_and_is_told():
 
 
 def test_encoders_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="names vit_huge, but only vit_large_patch14"):
+    with pytest.raises(ValueError, match=r"names vit_huge.*vit_large_patch14"):
         sizes_of(["vit_huge"])
-    with pytest.raises(ValueError, match="must have whole patches"):
+    with pytest.raises(ValueError, match=r"whole patches"):
         sizes_of(["vit_so400m_patch14_siglip_224"], [{"image": 30}])

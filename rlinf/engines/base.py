@@ -80,9 +80,9 @@ class StopTexts:
             tokens: of the answer, or as many of its last ones as a stop text may have.
             stops: the texts.
         """
-        found = {*tokens} & self.specials.keys()
+        specials = {*tokens} & self.specials.keys()
         for stop in stops:
-            hidden = {special for special in found if self.specials[special] not in stop}
+            hidden = {special for special in specials if self.specials[special] not in stop}
             shown = [token for token in tokens if token not in hidden] if hidden else tokens
             if not shown or tokens[-1] in hidden or stop not in (now := self.decode(shown)):
                 continue
@@ -924,8 +924,8 @@ def lacking(engine: str, args: Mapping[str, Any] | None = None) -> str | None:
     if engine not in ENGINES:
         return None
     check = getattr(importlib.import_module(ENGINES[engine].rpartition(".")[0]), "lacking", None)
-    found: str | None = None if check is None else check(dict(args or {}))
-    return found
+    problem: str | None = None if check is None else check(dict(args or {}))
+    return problem
 
 
 def unable(engine: str, kv: Kv | None) -> str | None:

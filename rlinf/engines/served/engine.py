@@ -56,7 +56,7 @@ _PAUSE = 0.05
 """Seconds before the first try after a loss, doubled for each further one: a server's end is noticed within it."""
 _DEATHS = 2
 """Times that the server dies over an answer in a row without a new token of it: it may be what the server dies of."""
-_HEARD = 10.0
+_RECENT = 10.0
 """Seconds for which tokens prove that a server lives."""
 _ASK_AGAIN = 0.25
 """Seconds before an abort is said again, for asks that were on their way when the server heard the first."""
@@ -488,8 +488,8 @@ class ServedEngine(Engine):
 
     def busy(self) -> bool:
         """The server was just heard of, sleeps or is being changed, and need not be asked whether it lives."""
-        heard = self._streams and asyncio.get_running_loop().time() - self._last < _HEARD
-        return bool(heard) or self._asleep or self._changing.locked()
+        recent = self._streams and asyncio.get_running_loop().time() - self._last < _RECENT
+        return bool(recent) or self._asleep or self._changing.locked()
 
     async def close(self) -> None:
         if self._sweeper is not None:

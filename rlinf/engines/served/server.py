@@ -1,24 +1,12 @@
-"""What a kind of inference server says of itself: the seam between `engine.py` and a module such as `sglang.py`.
+"""The server side of served engines: what a kind of server must do, its model's files, HTTP to it, and its process.
 
-Flows in: requests as plain token ids, weights. Flows out: chunks of tokens. Nobody waits here: the methods are awaited
-by the engine, which supervises the server's process, keeps all tokens and decides when an answer has ended.
+`Server` is the seam between `served/engine.py` and a kind such as `served/sglang.py`: requests as plain token ids and
+weights go in, chunks of tokens come out. The engine supervises the process, keeps all tokens and decides when an answer
+has ended.
 
-The files of a model that a server reads, and what arriving weights must look like.
-
-In: where a model comes from. Out: a directory of checkpoint files, its own or one made for the purpose; shapes by name.
-Blocking, and all memory is given back: shapes are found without a model.
-
-HTTP to a server on this machine: JSON in, JSON or a stream of JSON events out, by aiohttp.
-
-In: paths and bodies. Out: decoded replies; `Refused` for 4xx, `Lost` for everything else that goes wrong. Each request
-has a deadline: in all, or for streams from event to event.
-
-The child process of a server: its interpreter, its address, its log, and the health that the supervisor asks for.
-
-Flows in: a `Server`, the files of its model. Flows out: a server that is up and has the right weights, or `ChildDied`
-with the end of its log. Who wakes whom: the supervisor (`runtime/processes/supervisor.py`) starts a life and asks
-`_healthy` until it says yes; that is what `up` waits for. A life is healthy only after `prepare`, so nobody ever gets
-an answer of a server that was restarted and has not got its weights back.
+Who wakes whom: the supervisor (`runtime/processes/supervisor.py`) starts a life of the process and asks
+`ServerChild._healthy` until it says yes; that is what `up` waits for. A life is healthy only after `prepare`, so nobody
+ever gets an answer of a server that was restarted and has not got its weights back.
 """
 
 from __future__ import annotations
@@ -138,8 +126,8 @@ def _names(model: PreTrainedModel) -> dict[str, str]:
         return {}
     own = {id(parameter): name for name, parameter in model.named_parameters()}
     saved = revert_weight_conversion(model, dict(model.named_parameters()))
-    found = {own[id(tensor)]: name for name, tensor in saved.items() if id(tensor) in own}
-    return {name: other for name, other in found.items() if name != other}
+    renamed = {own[id(tensor)]: name for name, tensor in saved.items() if id(tensor) in own}
+    return {name: other for name, other in renamed.items() if name != other}
 
 
 def _vocabulary(config: PretrainedConfig) -> int:
@@ -260,9 +248,9 @@ class Http:
 def _message(text: str) -> str:
     """What an error body says, without its wrapping."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        found = json.loads(text)
-        found = found.get("error", found)
-        return str(found if isinstance(found, str) else found["message"])
+        body = json.loads(text)
+        body = body.get("error", body)
+        return str(body if isinstance(body, str) else body["message"])
     return text
 
 

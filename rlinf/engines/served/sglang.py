@@ -192,8 +192,8 @@ class DiskRoute:
 
     async def send(self, target: Target, weights: Weights) -> None:
         """See `Route`."""
-        said = await target.http.get("/server_info")
-        config = Path(said["model_path"]) / "config.json"
+        reply = await target.http.get("/server_info")
+        config = Path(reply["model_path"]) / "config.json"
 
         def write() -> None:
             shutil.copyfile(config, self._directory / "config.json")
@@ -259,9 +259,9 @@ async def _update(target: Target, payload: str, weights: Weights, load_format: s
         "flush_cache": False,  # it is empty, and a flush at the wrong moment ends the server
         "weight_version": str(weights.version),
     }
-    said = await target.http.post("/update_weights_from_tensor", body, seconds=_BUCKET)
-    if isinstance(said, dict) and not said.get("success", True):
-        raise Refused(f"SGLang did not take weights of version {weights.version}: {said.get('message')}")
+    reply = await target.http.post("/update_weights_from_tensor", body, seconds=_BUCKET)
+    if isinstance(reply, dict) and not reply.get("success", True):
+        raise Refused(f"SGLang did not take weights of version {weights.version}: {reply.get('message')}")
 
 
 _GREETING = 30.0
@@ -361,8 +361,8 @@ class SGLangServer:
         return {**variables, "PYTHONPATH": os.pathsep.join(far_side.__path__)}
 
     async def greet(self, http: Http) -> None:
-        said = await http.get("/server_info")
-        self.version = str(said.get("version", "?"))
+        reply = await http.get("/server_info")
+        self.version = str(reply.get("version", "?"))
         self._differences = differences(self.version)
         self._held = None
         one = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
@@ -402,8 +402,10 @@ class SGLangServer:
             meta = event["meta_info"]
             # The newest entries are the news, whether the server repeats the others or not.
             news = int(meta["completion_tokens"]) - got
-            told = meta.get("routed_experts")
-            routes = None if told is None or self._experts is None else routes_told(told, self._experts)
+            experts_text = meta.get("routed_experts")
+            routes = (
+                None if experts_text is None or self._experts is None else decode_routes(experts_text, self._experts)
+            )
             if news > 0 and (entries := (meta.get("output_token_logprobs") or ())[-news:]):
                 got += len(entries)
                 yield Chunk([entry[1] for entry in entries], [entry[0] for entry in entries], routes)
@@ -470,13 +472,13 @@ def _as_url(image: ImageRef) -> str:
     return f"data:;base64,{base64.b64encode(content_of(image)).decode()}"
 
 
-def routes_told(told: str, experts: Experts) -> np.ndarray:
+def decode_routes(encoded: str, experts: Experts) -> np.ndarray:
     """Routes as the server writes them: int32 [tokens read, layers of the model, experts per token], in base64.
 
     Raises:
         Refused: it has another model than we.
     """
-    flat = np.frombuffer(base64.b64decode(told), np.int32)
+    flat = np.frombuffer(base64.b64decode(encoded), np.int32)
     if len(flat) % (experts.layers * experts.top_k) or (flat >= experts.count).any():
         raise Refused(
             f"SGLang tells of {len(flat)} experts, which are not those of {experts.layers} layers with {experts.top_k} "

@@ -1,18 +1,10 @@
-"""Keys and values of conversations between their turns, so that a turn reads only what is new.
+"""The decode batch: rows join, are extended by a token per step, and leave when their answers end.
 
-Flows in: what was read of an answer that has ended. Flows out: the same, for a request that goes on from it. Plain
-blocking code that wakes nobody, used by the decode batch in the compute thread.
-
-Rows that are decoded in bands, one call of the model after the other: on CPUs, and for every kind of model.
-
-Flows in: texts to read, and which answers have ended. Flows out: logits after the texts, then a token per row and step.
-Plain blocking code that wakes nobody, used by the decode batch in the compute thread.
-
-The decode batch: rows join, are extended by a token per step, and leave when their answers end.
-
-Flows in: requests (`newcomers`). Flows out: completions (`finished`). Plain blocking code that wakes nobody: every
-method runs in the compute thread, one at a time; the event loop fills and empties the queues, and sets flags, at any
-time.
+Flows in: requests (`newcomers`). Flows out: completions (`finished`). Plain blocking code that wakes nobody:
+every method runs in the compute thread, one at a time; the event loop fills and empties the queues, and sets flags, at
+any time. Below the batch lie the keys and values of conversations between their turns (`Conversations`), so that a turn
+reads only what is new, and what decodes rows (`DecodeState`): here in bands of like length, one call of the model after
+the other, on CPUs and for every kind of model; on GPUs by `graphs.py`.
 
 What a row computes depends, to the last bit, on which rows share its steps; that is a function of the requests and of
 when they joined, counted in steps, never of time: `advance` may return whenever it likes, but comes back for newcomers
@@ -37,11 +29,11 @@ from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Finish, Request, StepStats, StopTexts
 from rlinf.engines.transformers.cache import Band, Layers
 from rlinf.engines.transformers.model import ModelForward, pad_left, rectangles
-from rlinf.engines.transformers.sampling import Drawn, Rules, Slots, choose, to_host
+from rlinf.engines.transformers.sampling import Rules, Sampled, Slots, choose, to_host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class CachedText:
     """What was read of one conversation."""
 
     ids: np.ndarray
@@ -62,22 +54,22 @@ class Conversations:
     def __init__(self) -> None:
         self.tokens = 0
         """Of all that is kept."""
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, CachedText] = {}
 
-    def keep(self, conversation: int, kept: Kept) -> None:
+    def keep(self, conversation: int, cached: CachedText) -> None:
         """Keep this from now on, in place of what was kept of the conversation."""
         self.take(conversation)
-        self._kept[conversation] = kept
-        self.tokens += len(kept.ids)
+        self._kept[conversation] = cached
+        self.tokens += len(cached.ids)
 
-    def take(self, conversation: int) -> Kept | None:
+    def take(self, conversation: int) -> CachedText | None:
         """Give out what there is of a conversation, and keep it no more."""
-        kept = self._kept.pop(conversation, None)
-        if kept is not None:
-            self.tokens -= len(kept.ids)
-        return kept
+        cached = self._kept.pop(conversation, None)
+        if cached is not None:
+            self.tokens -= len(cached.ids)
+        return cached
 
-    def taken(self, request: Request) -> Kept | None:
+    def taken(self, request: Request) -> CachedText | None:
         """Give out what there is of a request's conversation, if it has one, and keep it no more."""
         return None if request.conversation is None or request.images else self.take(request.conversation)
 
@@ -92,7 +84,7 @@ class Conversations:
             self.take(conversation)
 
 
-class Reader(NamedTuple):
+class PrefillJob(NamedTuple):
     """A text to be read, once for all answers that begin with it."""
 
     unread: np.ndarray
@@ -101,58 +93,60 @@ class Reader(NamedTuple):
     """All of it, int64 [tokens]."""
     slots: list[int]
     """Of the answers."""
-    kept: Kept | None
+    cached: CachedText | None
     """What was read of its beginning."""
 
-    def going_on(self, kept: Kept | None) -> Reader:
+    def continuing(self, cached: CachedText | None) -> PrefillJob:
         """The same, reading on from what was kept if that has more of it."""
-        shared = 0 if kept is None else kept.shared(self.text)
+        shared = 0 if cached is None else cached.shared(self.text)
         more = shared > len(self.text) - len(self.unread)
-        return self._replace(unread=self.text[shared:], kept=kept) if more else self
+        return self._replace(unread=self.text[shared:], cached=cached) if more else self
 
 
-def side_by_side(readers: Iterable[Reader], *, pads: bool = True) -> Iterator[list[Reader]]:
+def side_by_side(jobs: Iterable[PrefillJob], *, pads: bool = True) -> Iterator[list[PrefillJob]]:
     """Which texts to read together, longest first: alike in what is unread and, where they go on, in all; see
     `rectangles` for `pads`."""
 
-    def alike(reader: Reader) -> int:
-        return 0 if reader.kept is None else len(reader.text).bit_length()
+    def alike(job: PrefillJob) -> int:
+        return 0 if job.cached is None else len(job.text).bit_length()
 
-    ordered = sorted(readers, key=lambda reader: (alike(reader), -len(reader.unread)))
+    ordered = sorted(jobs, key=lambda job: (alike(job), -len(job.unread)))
     for _, some in itertools.groupby(ordered, alike):
         yield from rectangles(list(some), pads=pads)
 
 
-def laid_out(readers: Sequence[Reader], device: torch.device) -> tuple[Tensor, Tensor | None, Layers | None]:
+def input_of(jobs: Sequence[PrefillJob], device: torch.device) -> tuple[Tensor, Tensor | None, Layers | None]:
     """The tokens to read, which of them and of those before are no padding, and the past, as `ModelForward.read` wants
     them.
 
     Of every text that goes on, as many tokens are read as of the one with most unread: so that all keys stand side by
     side without gaps.
     """
-    unread = len(readers[0].unread)
-    ids, real = pad_left([reader.text[-unread:] for reader in readers], device)
-    kept = [reader.kept for reader in readers if reader.kept is not None]
-    if not kept:
+    unread = len(jobs[0].unread)
+    ids, real = pad_left([job.text[-unread:] for job in jobs], device)
+    cached = [job.cached for job in jobs if job.cached is not None]
+    if not cached:
         return ids, real, None
-    lengths = np.array([len(reader.text) for reader in readers])
+    lengths = np.array([len(job.text) for job in jobs])
     columns = int(lengths.max())
     real = torch.from_numpy(np.arange(columns) >= columns - lengths[:, None]).to(device)
-    return ids, real, _past(kept, lengths - unread, columns - unread)
+    return ids, real, _past(cached, lengths - unread, columns - unread)
 
 
-def _past(kept: Sequence[Kept], lengths: np.ndarray, columns: int) -> Layers:
+def _past(cached: Sequence[CachedText], lengths: np.ndarray, columns: int) -> Layers:
     """The first tokens of each, so many, aligned at their ends in so many columns."""
-    spans = [(row, one, int(length)) for row, (one, length) in enumerate(zip(kept, lengths, strict=True)) if length > 0]
+    spans = [
+        (row, one, int(length)) for row, (one, length) in enumerate(zip(cached, lengths, strict=True)) if length > 0
+    ]
 
     def joined(layer: int, which: int) -> Tensor:
-        like = kept[0].pairs[layer][which]
-        wide = like.new_zeros((len(kept), like.shape[0], columns, like.shape[2]))
+        like = cached[0].pairs[layer][which]
+        wide = like.new_zeros((len(cached), like.shape[0], columns, like.shape[2]))
         for row, one, length in spans:
             wide[row, :, columns - length :] = one.pairs[layer][which][:, :length]
         return wide
 
-    return Layers([(joined(layer, 0), joined(layer, 1)) for layer in range(len(kept[0].pairs))])
+    return Layers([(joined(layer, 0), joined(layer, 1)) for layer in range(len(cached[0].pairs))])
 
 
 _BALLAST = 1 / 8
@@ -181,7 +175,7 @@ class _View:
 
 
 class BandedRows:
-    """The rows of a decode batch, in bands of like length; see `decode_batch.Rows` for what the methods do.
+    """The rows of a decode batch, in bands of like length; see `DecodeState` for what the methods do.
 
     Args:
         forward: the model.
@@ -197,23 +191,21 @@ class BandedRows:
     def width(self) -> int:
         return sum(len(band) for band in self.bands)
 
-    def read(self, readers: Iterable[Reader], records: Slots) -> Iterator[tuple[np.ndarray, Tensor, int]]:
+    def read(self, jobs: Iterable[PrefillJob], records: Slots) -> Iterator[tuple[np.ndarray, Tensor, int]]:
         self._tidy()
         self._view = None
         device = self._forward.device
-        for rectangle in side_by_side(readers, pads=self._forward.pads):
-            ids, real, past = laid_out(rectangle, device)
-            images = [records.requests[reader.slots[0]].images for reader in rectangle]
+        for rectangle in side_by_side(jobs, pads=self._forward.pads):
+            ids, real, past = input_of(rectangle, device)
+            images = [records.requests[job.slots[0]].images for job in rectangle]
             logits, read = self._forward.read(ids, real, images, past)
             if (routes := self._forward.routes()) is not None:
                 of_texts = routes.reshape(*ids.shape, *routes.shape[1:])
-                for reader, of_text in zip(rectangle, of_texts, strict=True):
-                    records.routed(reader.slots, len(reader.text), of_text[-len(reader.text) :])
-            which = np.array([slot for reader in rectangle for slot in reader.slots], dtype=np.int64)
-            lengths = np.array([len(reader.text) for reader in rectangle for _ in reader.slots], dtype=np.int64)
-            source = torch.tensor(
-                [number for number, reader in enumerate(rectangle) for _ in reader.slots], device=device
-            )
+                for job, of_text in zip(rectangle, of_texts, strict=True):
+                    records.routed(job.slots, len(job.text), of_text[-len(job.text) :])
+            which = np.array([slot for job in rectangle for slot in job.slots], dtype=np.int64)
+            lengths = np.array([len(job.text) for job in rectangle for _ in job.slots], dtype=np.int64)
+            source = torch.tensor([number for number, job in enumerate(rectangle) for _ in job.slots], device=device)
             records.shifts[which] = 0 if read.shifts is None else read.shifts[source.cpu().numpy()]
             self._band_for(int(lengths.max()), read, records.room(which)).place(which, lengths, read, source)
             yield which, logits.index_select(0, source), ids.numel()
@@ -228,7 +220,7 @@ class BandedRows:
                 merged.append(band)
         self.bands = merged
 
-    def step(self, records: Slots) -> Drawn:
+    def step(self, records: Slots) -> Sampled:
         self._tidy()
         view = self._view = self._view or self._look(records)
         if view.ended:  # ballast must not walk off the end of a table of positions
@@ -247,7 +239,7 @@ class BandedRows:
         view.ids = tokens
         view.positions += 1
         view.answered += 1
-        return Drawn(view.slots, *to_host(tokens, logprobs), self._forward.version)
+        return Sampled(view.slots, *to_host(tokens, logprobs), self._forward.version)
 
     def settle(self) -> None:
         return None
@@ -260,7 +252,7 @@ class BandedRows:
             self._view.slots[rows] = -1
             self._view.ended += rows.tolist()
 
-    def kept(self, slot: int, tokens: int) -> Sequence[tuple[Tensor, Tensor]]:
+    def cached(self, slot: int, tokens: int) -> Sequence[tuple[Tensor, Tensor]]:
         band, row = next((band, row) for band in self.bands for row in np.flatnonzero(band.slots == slot).tolist())
         return band.row(row, tokens)
 
@@ -314,10 +306,10 @@ _LONGEST = 0.02
 """Seconds after which the thread is free for others, whether or not an answer has finished."""
 
 
-class Rows(Protocol):
+class DecodeState(Protocol):
     """The answers in flight as the device has them: what was read of each, and one token more for all at a time.
 
-    `BandedRows` decodes any model; `GraphedRows` is for GPUs, and tells a step's tokens while it computes the next.
+    `BandedRows` decodes any model; `GraphedRows` is for GPUs, and returns a step's tokens while it computes the next.
     """
 
     @property
@@ -325,7 +317,7 @@ class Rows(Protocol):
         """Rows that a step computes, ended ones included."""
         ...
 
-    def read(self, readers: Iterable[Reader], records: Slots) -> Iterator[tuple[np.ndarray, Tensor, int]]:
+    def read(self, jobs: Iterable[PrefillJob], records: Slots) -> Iterator[tuple[np.ndarray, Tensor, int]]:
         """Read texts and give each answer a row.
 
         Yields:
@@ -337,14 +329,14 @@ class Rows(Protocol):
         """All newcomers were read."""
         ...
 
-    def step(self, records: Slots) -> Drawn | None:
+    def step(self, records: Slots) -> Sampled | None:
         """Compute one token more for every row; returns the oldest tokens that were not told yet, if there are any.
 
         Rows that have ended meanwhile have slot -1 there.
         """
         ...
 
-    def settle(self) -> Drawn | None:
+    def settle(self) -> Sampled | None:
         """The tokens that were computed and not told."""
         ...
 
@@ -352,7 +344,7 @@ class Rows(Protocol):
         """These answers have ended, int64 [ended]: nothing more is told of them."""
         ...
 
-    def kept(self, slot: int, tokens: int) -> Sequence[tuple[Tensor, Tensor]]:
+    def cached(self, slot: int, tokens: int) -> Sequence[tuple[Tensor, Tensor]]:
         """Copies of the keys and values of an answer's text, of so many tokens, each [key-value heads, tokens, head
         size], per layer."""
         ...
@@ -373,7 +365,7 @@ class Batch:
         forward: the model; weights may change between steps.
         rows: decodes it.
         max_rows: answers in flight at a time.
-        reader: finds stop texts; None where there will be none.
+        stop_texts: finds them; None where there will be none.
         max_tokens: of KV cache for answers in flight and for conversations between turns, together; None for no bound.
         keep_tokens: of KV cache for conversations between turns; None for what answers in flight leave, or as much as
             `max_rows` of the longest answers may come to where there is no bound.
@@ -382,9 +374,9 @@ class Batch:
     def __init__(
         self,
         forward: ModelForward,
-        rows: Rows,
+        rows: DecodeState,
         max_rows: int,
-        reader: StopTexts | None = None,
+        stop_texts: StopTexts | None = None,
         max_tokens: int | None = None,
         keep_tokens: int | None = None,
     ):
@@ -408,8 +400,8 @@ class Batch:
         """Of KV cache that the answers in flight may come to."""
         self.stats = StepStats()
         """How long steps and reading took; replaced as a whole, so that the event loop may read it at any moment."""
-        self._reader = reader
-        self._slots = Slots(max_rows, reader)
+        self._stop_texts = stop_texts
+        self._slots = Slots(max_rows, stop_texts)
         self._rows = rows
         self._unread = False  # the keys and values of what is in flight were given back
         self._conversations = Conversations()
@@ -451,8 +443,8 @@ class Batch:
     @torch.inference_mode()
     def settle(self) -> None:
         """Have the device idle, and take in the tokens that were computed and not told."""
-        if (drawn := self._rows.settle()) is not None:
-            self._extend(drawn)
+        if (sampled := self._rows.settle()) is not None:
+            self._extend(sampled)
 
     def drop(self) -> None:
         """Forget the answers and the conversations that nobody wants any more."""
@@ -501,7 +493,7 @@ class Batch:
         self.newcomers.clear()
         self._conversations.forget(None)
         self._forget()
-        self._slots = Slots(self.max_rows, self._reader)
+        self._slots = Slots(self.max_rows, self._stop_texts)
         self.tokens = 0
         return lost
 
@@ -555,34 +547,34 @@ class Batch:
                 rules = Rules.of(self._slots.draws[some], self.forward.device)
                 logits = self.forward.allowed(logits)
                 first = torch.zeros(len(some), dtype=torch.int64, device=logits.device)
-                drawn = choose(logits, rules, first, padding=self.forward.padding)
-                self._extend(Drawn(some, *to_host(*drawn), self.forward.version))
+                sampled = choose(logits, rules, first, padding=self.forward.padding)
+                self._extend(Sampled(some, *to_host(*sampled), self.forward.version))
         self._rows.joined()
 
     def _step(self) -> None:
         """One token more for every row."""
         start = time.perf_counter()
-        drawn = self._rows.step(self._slots)
-        if drawn is not None:  # the first of several is told with the next
+        sampled = self._rows.step(self._slots)
+        if sampled is not None:  # the first of several is told with the next
             width = self._rows.width
-            self._extend(drawn)
+            self._extend(sampled)
             self.stats = self.stats.stepped(width, time.perf_counter() - start)
 
-    def _extend(self, drawn: Drawn) -> None:
+    def _extend(self, sampled: Sampled) -> None:
         """Add a token to each answer; those that end leave.
 
         Raises:
             FloatingPointError: the model gave logits that are not finite.
         """
-        slots = drawn.slots
-        if len(lost := slots[~np.isfinite(drawn.logprobs) & (slots >= 0)]):
-            raise FloatingPointError(self._not_finite(lost, drawn.version))
-        ended = self._slots.add(drawn)
+        slots = sampled.slots
+        if len(lost := slots[~np.isfinite(sampled.logprobs) & (slots >= 0)]):
+            raise FloatingPointError(self._not_finite(lost, sampled.version))
+        ended = self._slots.add(sampled)
         if ended:
-            gone = slots[[row for row, _ in ended]]
-            self._keep(gone)
-            self._close(gone, [finish for _, finish in ended], keep=True)
-            self._rows.end(gone)
+            ended_slots = slots[[row for row, _ in ended]]
+            self._keep(ended_slots)
+            self._close(ended_slots, [finish for _, finish in ended], keep=True)
+            self._rows.end(ended_slots)
 
     def _close(self, slots: np.ndarray, finishes: Sequence[Finish], *, keep: bool) -> None:
         closed = self._slots.close(slots, finishes)
@@ -610,7 +602,7 @@ class Batch:
             ids = self._slots.text_ids(slot)
             if len(ids) > (spare := self._spare(request.cache_tokens)):
                 continue
-            self._conversations.keep(request.conversation, Kept(ids, self._rows.kept(slot, len(ids))))
+            self._conversations.keep(request.conversation, CachedText(ids, self._rows.cached(slot, len(ids))))
             self._conversations.shrink(spare)
 
     def _spare(self, ending: int = 0) -> int:
@@ -625,16 +617,16 @@ class Batch:
         Yields:
             Slots, int64 [some], and the logits after the text of each, [some, vocabulary].
         """
-        readers: dict[PrefixKey, Reader] = {}
+        jobs: dict[PrefixKey, PrefillJob] = {}
         for slot in slots:
             request, text = self._slots.requests[slot], self._slots.text_ids(slot)
             key = request.prefix_key(text)
-            reader = readers.get(key) or Reader(text, text, [], None)
-            readers[key] = reader.going_on(self._conversations.taken(request))
-            reader.slots.append(slot)
+            job = jobs.get(key) or PrefillJob(text, text, [], None)
+            jobs[key] = job.continuing(self._conversations.taken(request))
+            job.slots.append(slot)
         self._conversations.shrink(self._spare())
         start = time.perf_counter()
-        for which, logits, tokens in self._rows.read(readers.values(), self._slots):
+        for which, logits, tokens in self._rows.read(jobs.values(), self._slots):
             self._read_with[which] = self._weights
             yield which, logits
             now = time.perf_counter()  # the device is done: it was asked for the logits

@@ -1,32 +1,21 @@
-"""Prompts, and whatever else has to be read, one text behind another and without padding, straight into pages.
-
-Flows in: texts, and keys and values of their beginnings where these were kept. Flows out: the logits after each text.
-Plain blocking code that wakes nobody. Equal texts come once, and go to the pages of all answers that begin with them.
-
-Work that is recorded once and done again by one call, as CUDA graphs do; and copies between host and device.
-
-Flows in: functions on tensors that stay where they are. Flows out: recordings. Plain blocking code that wakes nobody.
-A recording reads and writes the addresses that it saw, and Python is not asked again: what differs between two steps
-lies in tensors.
-
-A decode step as a recording sees it: everything that differs from one step to the next lies in tensors that stay.
-
-Flows in: the rows, uploaded when they change. Flows out: a token and its log-prob per row, in `told`. Plain blocking
-code that wakes nobody. The tokens of a step are read by the next one where they are; positions count themselves.
-
-Rows that are decoded on a GPU: the step is a graph, and its tokens are told while the next one runs.
+"""Decoding on a GPU: the step is a CUDA graph, and its tokens are read back while the next one runs.
 
 Flows in: texts to read, and which answers have ended. Flows out: logits after the texts, then a token per row and step.
 Plain blocking code that wakes nobody, used by the decode batch in the compute thread; `end` may come from the event
 loop and touches no tensor.
 
+**Reading.** Texts are read one behind another and without padding, straight into pages. Equal texts come once, and go
+to the pages of all answers that begin with them.
+
+**A recording** reads and writes the addresses that it saw, and Python is not asked again: everything that differs from
+one step to the next lies in tensors that stay. The rows are uploaded when they change; the tokens of a step are read by
+the next one where they are; positions count themselves.
+
 **A step late.** A step is started before the tokens of the one before are known here. So when an answer ends, its row
-has one token more under way, which is never told: the row's slot is -1 by then. Who joins, and where rows lie, changes
+has one token more under way, which is dropped: the row's slot is -1 by then. Who joins, and where rows lie, changes
 only when nothing is under way. What a row computes is still a function of the requests and of steps, never of time.
 
-Which way an engine decodes: by graphs on GPUs where model and machine allow it, in bands otherwise.
-
-Flows in: the model, and what the user wants. Flows out: the rows, and a sentence that says which way and why.
+`rows_for` chooses between this way and that of `batch.py`, by the model, the machine and what the user wants.
 """
 
 from __future__ import annotations
@@ -45,7 +34,7 @@ from torch import Tensor
 
 from rlinf.config.importing import mistake_in, resolve
 from rlinf.engines.base import Request, Sampling
-from rlinf.engines.transformers.batch import BandedRows, Reader, Rows
+from rlinf.engines.transformers.batch import BandedRows, DecodeState, PrefillJob
 from rlinf.engines.transformers.model import Block, LeanForward, ModelForward, tolerance
 from rlinf.engines.transformers.paged_attention import (
     PAGE,
@@ -54,52 +43,52 @@ from rlinf.engines.transformers.paged_attention import (
     prompt_attention,
     turn_and_keep,
 )
-from rlinf.engines.transformers.sampling import Drawn, Rules, Slots, choose
+from rlinf.engines.transformers.sampling import Rules, Sampled, Slots, choose
 
 _TOKENS = 8192
 """Tokens read at once: enough to keep a GPU busy, and a bound on the memory it takes."""
 
 
-def runs(readers: Iterable[Reader]) -> Iterator[list[Reader]]:
+def runs(jobs: Iterable[PrefillJob]) -> Iterator[list[PrefillJob]]:
     """Which texts to read together, in the order in which they came: at most `_TOKENS` tokens, or a single text."""
-    run: list[Reader] = []
+    run: list[PrefillJob] = []
     tokens = 0
-    for reader in readers:
-        if run and tokens + len(reader.unread) > _TOKENS:
+    for job in jobs:
+        if run and tokens + len(job.unread) > _TOKENS:
             yield run
             run, tokens = [], 0
-        run.append(reader)
-        tokens += len(reader.unread)
+        run.append(job)
+        tokens += len(job.unread)
     if run:
         yield run
 
 
-def read(forward: LeanForward, cache: PagedCache, readers: Sequence[Reader]) -> Tensor:
+def read(forward: LeanForward, cache: PagedCache, jobs: Sequence[PrefillJob]) -> Tensor:
     """Read texts into the pages of their answers, which are there.
 
     Returns:
         Logits after each text, [texts, vocabulary].
     """
     device = forward.device
-    unread = np.array([len(reader.unread) for reader in readers])
-    whole = np.array([len(reader.text) for reader in readers])
+    unread = np.array([len(job.unread) for job in jobs])
+    whole = np.array([len(job.text) for job in jobs])
     asked, given = (np.concatenate([[0], np.cumsum(lengths)]) for lengths in (unread, whole))
 
     def on_device(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device)
 
-    ids = on_device(np.concatenate([reader.unread for reader in readers]))
+    ids = on_device(np.concatenate([job.unread for job in jobs]))
     spans = zip(whole - unread, whole, strict=True)
     positions = on_device(np.concatenate([np.arange(first, last) for first, last in spans]))
-    source = on_device(_sources(readers, given))
-    place = on_device(np.concatenate([cache.places(slot, len(one.text)) for one in readers for slot in one.slots]))
+    source = on_device(_sources(jobs, given))
+    place = on_device(np.concatenate([cache.places(slot, len(one.text)) for one in jobs for slot in one.slots]))
     bounds = on_device(asked.astype(np.int32)), on_device(given.astype(np.int32))
     most = int(unread.max()), int(whole.max())
     hidden = F.embedding(ids, forward.embedding)
     cos, sin = forward.angles(positions, most[1])
     for number, block in enumerate(forward.blocks):
         turned, values = block.heads(hidden, cos, sin)
-        keys, values = _with_past(readers, asked, number, turned[:, block.queries :], values)
+        keys, values = _with_past(jobs, asked, number, turned[:, block.queries :], values)
         for pool, fresh in ((cache.keys[number], keys), (cache.values[number], values)):
             pool.index_copy_(0, place, fresh.index_select(0, source))
         query = turned[:, : block.queries].contiguous()
@@ -108,28 +97,28 @@ def read(forward: LeanForward, cache: PagedCache, readers: Sequence[Reader]) -> 
     return forward.logits(hidden.index_select(0, on_device(asked[1:] - 1)))
 
 
-def _sources(readers: Sequence[Reader], given: np.ndarray) -> np.ndarray:
+def _sources(jobs: Sequence[PrefillJob], given: np.ndarray) -> np.ndarray:
     """Which of the tokens, those read before included, goes to each place, int64."""
     parts = [
-        np.arange(first, first + len(reader.text))
-        for first, reader in zip(given[:-1].tolist(), readers, strict=True)
-        for _ in reader.slots
+        np.arange(first, first + len(job.text))
+        for first, job in zip(given[:-1].tolist(), jobs, strict=True)
+        for _ in job.slots
     ]
     return np.concatenate(parts)
 
 
 def _with_past(
-    readers: Sequence[Reader], asked: np.ndarray, layer: int, keys: Tensor, values: Tensor
+    jobs: Sequence[PrefillJob], asked: np.ndarray, layer: int, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Keys and values with those that were kept before them, [tokens, key-value heads, head size]."""
-    if all(reader.kept is None for reader in readers):
+    if all(job.cached is None for job in jobs):
         return keys.contiguous(), values.contiguous()
     joined: tuple[list[Tensor], list[Tensor]] = [], []
-    for reader, first, last in zip(readers, asked[:-1].tolist(), asked[1:].tolist(), strict=True):
-        shared = len(reader.text) - len(reader.unread)
+    for job, first, last in zip(jobs, asked[:-1].tolist(), asked[1:].tolist(), strict=True):
+        shared = len(job.text) - len(job.unread)
         for which, fresh in enumerate((keys, values)):
-            if reader.kept is not None and shared:
-                joined[which].append(reader.kept.pairs[layer][which][:, :shared].transpose(0, 1))
+            if job.cached is not None and shared:
+                joined[which].append(job.cached.pairs[layer][which][:, :shared].transpose(0, 1))
             joined[which].append(fresh[first:last])
     return torch.cat(joined[0]), torch.cat(joined[1])
 
@@ -273,7 +262,7 @@ class Step:
         """1 for a row that counts, 0 for one that has ended or never was, int64 [rows]."""
         self.table = numbers(rows, cache.width, dtype=torch.int32)
         """Pages of each row, int32 [rows, width]."""
-        self.told = numbers(2, rows, dtype=torch.int32)
+        self.sampled_tokens = numbers(2, rows, dtype=torch.int32)
         """What the step drew: tokens, and the bits of their log-probs in float32, int32 [2, rows]."""
         self._ids, self._positions, self._answered = numbers(rows), numbers(rows), numbers(rows)
         self._rules = Rules(
@@ -367,14 +356,14 @@ class Step:
         self._ids[:rows].copy_(tokens)
         self._positions[:rows].add_(alive)
         self._answered[:rows].add_(alive)
-        self.told[0, :rows].copy_(tokens)
-        self.told[1, :rows].copy_(logprobs.contiguous().view(torch.int32))
-        return self.told
+        self.sampled_tokens[0, :rows].copy_(tokens)
+        self.sampled_tokens[1, :rows].copy_(logprobs.contiguous().view(torch.int32))
+        return self.sampled_tokens
 
 
-def from_told(told: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def from_device(sampled_tokens: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens, int64 [rows], and their log-probs, float32 [rows], of what a step told."""
-    return told[0, :rows].astype(np.int64), told[1, :rows].copy().view(np.float32)
+    return sampled_tokens[0, :rows].astype(np.int64), sampled_tokens[1, :rows].copy().view(np.float32)
 
 
 _AHEAD = 16
@@ -387,7 +376,7 @@ class _UnderWay:
 
     slots: np.ndarray
     """Of its rows, -1 for those that have ended since, int64 [rows]."""
-    told: ReadBack
+    sampled_tokens: ReadBack
     """What it drew."""
     version: int
     """Of the weights that it reads."""
@@ -433,22 +422,22 @@ class GraphedRows:
     def width(self) -> int:
         return len(self._rows)
 
-    def read(self, readers: Iterable[Reader], records: Slots) -> Iterator[tuple[np.ndarray, Tensor, int]]:
+    def read(self, jobs: Iterable[PrefillJob], records: Slots) -> Iterator[tuple[np.ndarray, Tensor, int]]:
         self._stale = True
-        for run in runs(readers):
-            which = np.array([slot for reader in run for slot in reader.slots], dtype=np.int64)
-            lengths = np.array([len(reader.text) for reader in run for _ in reader.slots], dtype=np.int64)
+        for run in runs(jobs):
+            which = np.array([slot for job in run for slot in job.slots], dtype=np.int64)
+            lengths = np.array([len(job.text) for job in run for _ in job.slots], dtype=np.int64)
             self._have_room(lengths, which)
             self._tokens[which] = lengths
             self._members += which.tolist()
             logits = read(self._forward, self.cache, run)
-            source = torch.tensor([number for number, reader in enumerate(run) for _ in reader.slots])
-            yield which, logits.index_select(0, source.to(logits.device)), sum(len(reader.unread) for reader in run)
+            source = torch.tensor([number for number, job in enumerate(run) for _ in job.slots])
+            yield which, logits.index_select(0, source.to(logits.device)), sum(len(job.unread) for job in run)
 
     def joined(self) -> None:
         """Nothing to do: the next step lays the rows out."""
 
-    def step(self, records: Slots) -> Drawn | None:
+    def step(self, records: Slots) -> Sampled | None:
         if self._changes():
             if self._under_way is not None:
                 return self.settle()
@@ -460,25 +449,25 @@ class GraphedRows:
         recording.replay()
         if self._kind.top_k is not None:
             self._step.draw(recording.output, self._kind)
-        started = _UnderWay(self._rows.copy(), ReadBack(self._step.told), self._forward.version)
+        started = _UnderWay(self._rows.copy(), ReadBack(self._step.sampled_tokens), self._forward.version)
         self._tokens[self._rows] += 1
         self._tokens[-1] = 0  # of ballast
         before, self._under_way = self._under_way, started
-        return None if before is None else _drawn(before)
+        return None if before is None else _sampled(before)
 
-    def settle(self) -> Drawn | None:
+    def settle(self) -> Sampled | None:
         before, self._under_way = self._under_way, None
-        return None if before is None else _drawn(before)
+        return None if before is None else _sampled(before)
 
     def end(self, slots: np.ndarray) -> None:
         self.cache.release(slots)
-        gone = set(slots.tolist())
-        self._members = [slot for slot in self._members if slot not in gone]
+        ended_slots = set(slots.tolist())
+        self._members = [slot for slot in self._members if slot not in ended_slots]
         for rows in (self._rows, *(() if self._under_way is None else (self._under_way.slots,))):
             rows[np.isin(rows, slots)] = -1
         self._ended = True
 
-    def kept(self, slot: int, tokens: int) -> Sequence[tuple[Tensor, Tensor]]:
+    def cached(self, slot: int, tokens: int) -> Sequence[tuple[Tensor, Tensor]]:
         return self.cache.copies(slot, tokens)
 
     def forget(self) -> None:
@@ -554,8 +543,8 @@ class GraphedRows:
         return rows, kind.temperatures is not None, kind.greedy is not None, kind.top_k is not None
 
 
-def _drawn(step: _UnderWay) -> Drawn:
-    return Drawn(step.slots, *from_told(step.told.wait(), len(step.slots)), step.version)
+def _sampled(step: _UnderWay) -> Sampled:
+    return Sampled(step.slots, *from_device(step.sampled_tokens.wait(), len(step.slots)), step.version)
 
 
 def row_sizes(max_rows: int) -> list[int]:
@@ -585,7 +574,7 @@ def unknown(graphs: Any) -> str | None:
 
 def rows_for(
     forward: ModelForward, max_rows: int, graphs: Graphs = "auto", max_tokens: int | None = None
-) -> tuple[Rows, str]:
+) -> tuple[DecodeState, str]:
     """The rows of a decode batch, and which they are.
 
     Args:
@@ -616,7 +605,7 @@ def rows_for(
 
 def _graphed(
     forward: LeanForward, recorder: Recorder, max_rows: int, page: int, max_tokens: int | None, name: str
-) -> tuple[Rows, str]:
+) -> tuple[DecodeState, str]:
     tried = GraphedRows(forward, recorder, 2, page)
     if (far := difference(forward, tried)) > 2 * tolerance(forward.dtype):  # of log-probs, which differ by two logits
         return BandedRows(forward), f"step by step: recorded steps are off by {far:.1%} of the largest logit"
@@ -631,15 +620,15 @@ def difference(forward: LeanForward, rows: GraphedRows) -> float:
     records = Slots(len(texts), None)
     slots = records.open([Request(slot, text[:-1], Sampling(3), seed=slot) for slot, text in enumerate(texts)])
     records.lengths[slots], records.last[slots] = 1, [text[-1] for text in texts]
-    readers = [Reader(text[:-1], text[:-1], [slot], None) for slot, text in zip(slots.tolist(), texts, strict=True)]
-    for _ in rows.read(readers, records):
+    jobs = [PrefillJob(text[:-1], text[:-1], [slot], None) for slot, text in zip(slots.tolist(), texts, strict=True)]
+    for _ in rows.read(jobs, records):
         pass
     rows.step(records)
-    drawn = rows.settle()
+    sampled = rows.settle()
     rows.park()
-    assert drawn is not None
+    assert sampled is not None
     whole = [forward.read(torch.from_numpy(text[None]).to(forward.device), None)[0] for text in texts]
     logits = torch.cat(whole).float().cpu()
-    order = [drawn.slots.tolist().index(slot) for slot in slots.tolist()]
-    expected = logits.log_softmax(-1).gather(1, torch.from_numpy(drawn.tokens[order])[:, None])[:, 0]
-    return float((torch.from_numpy(drawn.logprobs[order]) - expected).abs().max() / logits.abs().max())
+    order = [sampled.slots.tolist().index(slot) for slot in slots.tolist()]
+    expected = logits.log_softmax(-1).gather(1, torch.from_numpy(sampled.tokens[order])[:, None])[:, 0]
+    return float((torch.from_numpy(sampled.logprobs[order]) - expected).abs().max() / logits.abs().max())

@@ -2,9 +2,8 @@
 
 Flows in: token ids. Flows out: logits, keys and values. Blocking code; nobody waits here.
 
-A faster forward pass for Llama-like models, used once it has been compared with the model's own.
-
-A transformers module spends as long in Python as in matrices while a small batch decodes: here query, key and value are
+`LeanForward` is a faster forward pass for Llama-like models, used once it has been compared with the model's own. A
+transformers module spends as long in Python as in matrices while a small batch decodes: here query, key and value are
 one matrix product, as are gate and up; queries and keys are rotated together, by angles computed once; and there are no
 hooks, wrappers or mask builders. The joined matrices are the model's own parameters, laid next to one another: its
 modules go on working, weights are loaded as before, and nothing is held twice. `python -m benchmarks.engine` measures
@@ -48,7 +47,7 @@ _PADDING = 256
 _REFUSALS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What a model may raise that cannot be read token by token."""
 
-Reader = TypeVar("Reader", bound=Sequence[Any])
+Job = TypeVar("Job", bound=Sequence[Any])
 
 
 class ModelForward:
@@ -180,8 +179,8 @@ class ModelForward:
     def routes(self) -> np.ndarray | None:
         """Experts to which all tokens went that were computed since this was last asked, padding included, in order,
         uint8 or int16 [tokens, layers, experts per token]; None unless it watches."""
-        told, self._routes = self._routes, []
-        return torch.cat(told).cpu().numpy() if told else None
+        routes, self._routes = self._routes, []
+        return torch.cat(routes).cpu().numpy() if routes else None
 
     @property
     def vocabulary(self) -> int:
@@ -350,7 +349,7 @@ def _states(cache: Cache) -> tuple[list[Tensor], list[Place]]:
     return states, places
 
 
-def rectangles(texts: Sequence[Reader], *, pads: bool = True) -> Iterator[list[Reader]]:
+def rectangles(texts: Sequence[Job], *, pads: bool = True) -> Iterator[list[Job]]:
     """Cut texts, longest first, into runs to be read together.
 
     Args:
@@ -361,7 +360,7 @@ def rectangles(texts: Sequence[Reader], *, pads: bool = True) -> Iterator[list[R
         Runs with at most an eighth of padding, or so little that it does not matter, and at most `_TOKENS` tokens
         unless a single text has more.
     """
-    run: list[Reader] = []
+    run: list[Job] = []
     padding = 0
     for text in texts:
         if run:

@@ -1,12 +1,8 @@
-"""Choosing tokens: logits in, tokens and their log-probs out.
+"""Choosing tokens, and the answers in flight on the host: their tokens so far, and when they end.
 
 Random choices come from a counter-based generator: the number for token t of a request is a function of (seed, t)
-alone. So a request gives the same answer whatever shares its batch, and one number per row is enough.
-
-The answers in flight on the host: their tokens so far, and when they end.
-
-Flows in: requests, then tokens, one per row and step. Flows out: which answers they ended, and completions. Nobody
-waits here. Arrays by slot, so that a step costs a few numpy operations however many rows there are.
+alone. So a request gives the same answer whatever shares its batch, and one number per row is enough. The answers are
+arrays by slot, so that a step costs a few numpy operations however many rows there are. Nobody waits here.
 """
 
 from __future__ import annotations
@@ -100,12 +96,12 @@ def choose(
         scaled = scaled / rules.temperatures
     scaled = scaled - scaled.amax(dim=-1, keepdim=True)
     weights = scaled.exp()
-    drawn = _Blocks if (logits.is_cuda if blocks is None else blocks) else _Running
-    whole = drawn(weights)
+    summed = _Blocks if (logits.is_cuda if blocks is None else blocks) else _Running
+    whole = summed(weights)
     real = weights if padding is None else weights.index_fill(1, padding, 0.0)
     if rules.top_k is not None:
         real = _limited(real, rules)
-    chosen = whole if real is weights else drawn(real)
+    chosen = whole if real is weights else summed(real)
     tokens = chosen.draw(uniforms(rules.seeds, positions)[:, None])
     if rules.greedy is not None:
         likely = scaled if padding is None else scaled.index_fill(1, padding, -torch.inf)
@@ -127,8 +123,8 @@ class _Running:
         """The token of each row at which the running sum passes this share of the total, float64 [rows, 1]."""
         # right=True takes the first entry above the target, so never a token of weight 0. There is one: a number of at
         # most 1 - 2^-53 times the last entry rounds to less than it. (The clamp is for weights that are NaN.)
-        found = torch.searchsorted(self._sums, uniform * self.total, right=True)
-        return found.clamp(max=self._sums.shape[-1] - 1).squeeze(1)
+        tokens = torch.searchsorted(self._sums, uniform * self.total, right=True)
+        return tokens.clamp(max=self._sums.shape[-1] - 1).squeeze(1)
 
 
 class _Blocks:
@@ -148,9 +144,9 @@ class _Blocks:
         before = F.pad(self._sums, (1, 0)).gather(1, block)
         inside = self._weights.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1)
         sums = inside.cumsum(dim=-1, dtype=torch.float64)
-        found = torch.searchsorted(sums, target - before, right=True)
+        inside = torch.searchsorted(sums, target - before, right=True)
         # Sums in another order may round to less than the target: then it is the last token that has a weight.
-        token = block * _BLOCK + torch.minimum(found, torch.searchsorted(sums, sums[:, -1:].contiguous()))
+        token = block * _BLOCK + torch.minimum(inside, torch.searchsorted(sums, sums[:, -1:].contiguous()))
         return token.clamp(max=self._last).squeeze(1)
 
 
@@ -181,7 +177,7 @@ def _limited(weights: Tensor, rules: Rules) -> Tensor:
     return torch.zeros_like(weights).scatter_(-1, order, ordered.masked_fill(left_out, 0.0))
 
 
-class Drawn(NamedTuple):
+class Sampled(NamedTuple):
     """One token more of some answers, on the host."""
 
     slots: np.ndarray
@@ -199,10 +195,10 @@ class Slots:
 
     Args:
         slots: how many there may be.
-        reader: finds stop texts; None if there will be none.
+        stop_texts: finds them; None if there will be none.
     """
 
-    def __init__(self, slots: int, reader: StopTexts | None):
+    def __init__(self, slots: int, stop_texts: StopTexts | None):
         self.requests: dict[int, Request] = {}
         """By slot, in the order in which they came."""
         self.lengths = np.zeros(slots + 1, dtype=np.int64)
@@ -216,7 +212,7 @@ class Slots:
         self.draws = np.zeros(slots + 1, dtype=DRAWS)
         """How each answer's tokens are chosen, [slots + 1]."""
         self.draws["temperature"] = self.draws["top_p"] = 1
-        self._reader = reader
+        self._stop_texts = stop_texts
         self._free = list(range(slots - 1, -1, -1))
         self._texts: set[int] = set()  # slots with stop texts
         self._limits = np.ones(slots + 1, dtype=np.int64)
@@ -298,13 +294,13 @@ class Slots:
         self._routes[slot] = [whole] = [np.concatenate(pieces)]
         return whole[: int(self.prompts[slot]) + answered - 1]
 
-    def add(self, drawn: Drawn) -> list[tuple[int, Finish]]:
+    def add(self, sampled: Sampled) -> list[tuple[int, Finish]]:
         """Take in a step's tokens.
 
         Returns:
             Positions in `drawn.slots` of the answers that ended, in order, and why.
         """
-        slots, tokens, logprobs, version = drawn
+        slots, tokens, logprobs, version = sampled
         places = self.lengths[slots]
         self._tokens[slots, places] = tokens
         self._logprobs[slots, places] = logprobs
@@ -315,15 +311,15 @@ class Slots:
         self.lengths[-1] = 0
         stopped = (self._stops[slots] == tokens[:, None]).any(axis=1) & (lengths >= self._least[slots])
         ended = (stopped | (lengths >= self._limits[slots])) & (slots >= 0)
-        found: dict[int, Finish] = {}
+        finishes: dict[int, Finish] = {}
         if self._texts:
-            found = {row: "text" for row in np.flatnonzero(slots >= 0).tolist() if self._text_ends(int(slots[row]))}
-        if not found and not ended.any():
+            finishes = {row: "text" for row in np.flatnonzero(slots >= 0).tolist() if self._text_ends(int(slots[row]))}
+        if not finishes and not ended.any():
             return []
         for row in np.flatnonzero(ended).tolist():
-            if stopped[row] or row not in found:
-                found[row] = "stop" if stopped[row] else "length"
-        return sorted(found.items())
+            if stopped[row] or row not in finishes:
+                finishes[row] = "stop" if stopped[row] else "length"
+        return sorted(finishes.items())
 
     def close(self, slots: np.ndarray, finishes: Sequence[Finish]) -> list[tuple[Request, Completion]]:
         """End answers and free their slots, int64 [ended]."""
@@ -354,12 +350,12 @@ class Slots:
         length = int(self.lengths[slot])
         if slot not in self._texts or length < self._least[slot]:
             return False
-        assert self._reader is not None
+        assert self._stop_texts is not None
         stops = self.requests[slot].sampling.stop_texts
         # A text of n characters has at most 4n bytes, and a token that shows has at least one. The rest is for tokens
         # that show nothing and for a character that the cut tears.
         tail = self._tokens[slot, max(0, length - 4 * max(map(len, stops)) - 8) : length].tolist()
-        return self._reader.complete(tail, stops)
+        return self._stop_texts.complete(tail, stops)
 
     def _widen(self, room: int, stops: int) -> None:
         self._tokens, self._logprobs, self._versions = (

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers import graphs
-from rlinf.engines.transformers.batch import Reader
+from rlinf.engines.transformers.batch import PrefillJob
 from rlinf.engines.transformers.graphs import CudaRecorder, GraphedRows, ReadBack, upload
 from rlinf.engines.transformers.model import LeanForward
 from rlinf.engines.transformers.sampling import Slots
@@ -98,7 +98,7 @@ def asked_for(layers):
         texts = [np.arange(1, length) for length in (9, 70, 3)]
         slots = records.open([Request(number, text, Sampling(50)) for number, text in enumerate(texts)])
         with Asked() as reading:
-            readers = [Reader(text, text, [slot], None) for slot, text in zip(slots.tolist(), texts, strict=True)]
+            readers = [PrefillJob(text, text, [slot], None) for slot, text in zip(slots.tolist(), texts, strict=True)]
             ((_, logits, tokens),) = rows.read(readers, records)
         assert (tuple(logits.shape), tokens) == ((3, 256), 79)
         records.lengths[slots] = 1

@@ -745,10 +745,9 @@ def reduce(
         ValueError: shapes do not fit, `how` is unknown, or `norm_length` is missing or would be ignored.
     """
     same_shape("reduce", "loss", loss, mask=mask)
-    kept = Mask.of(mask, loss)
-    coefficient, weight = coefficients("reduce", kept, how, norm_length, sequences)
-    each = kept.fill(loss)
-    return LossSum((each if coefficient is None else each * coefficient).sum(), weight)
+    aggregation: Options = {"how": how, "norm_length": norm_length, "sequences": sequences}
+    tokens = Tokens("reduce", Mask.of(mask, loss), aggregation)
+    return tokens.sum(tokens.read(loss), {})
 
 
 def coefficients(

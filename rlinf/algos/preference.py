@@ -60,7 +60,7 @@ def dpo(
             raise ValueError("dpo: ipo compares log-ratios per token: give the lengths")
         per_token = [gain / length.clamp(min=1).to(gain.dtype) for gain, length in zip(gains, lengths, strict=True)]
         each = (per_token[0] - per_token[1] - 1 / (2 * beta)) ** 2
-    watched = {
+    metrics = {
         "rewards/chosen": beta * gains[0],
         "rewards/rejected": beta * gains[1],
         "rewards/margins": beta * margin,
@@ -68,7 +68,7 @@ def dpo(
         "logps/chosen": chosen,
         "logps/rejected": rejected,
     }
-    return _summed(each, watched)
+    return _sum_pairs(each, metrics)
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor | None = None, *, center: float = 0.0) -> LossSum:
@@ -88,16 +88,16 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor | None = Non
     """
     within("bradley_terry", "center", center, 0.0)
     chosen, rejected = wide(chosen), wide(rejected)
-    apart = chosen - rejected
-    each = -F.logsigmoid(apart if margins is None else apart - margins.to(apart.dtype))
+    margin = chosen - rejected
+    each = -F.logsigmoid(margin if margins is None else margin - margins.to(margin.dtype))
     each = each + center * (chosen + rejected) ** 2 if center else each
-    watched = {
+    metrics = {
         "scores/chosen": chosen,
         "scores/rejected": rejected,
-        "rewards/margins": apart,
-        "rewards/accuracies": (apart > 0).to(apart.dtype),
+        "rewards/margins": margin,
+        "rewards/accuracies": (margin > 0).to(margin.dtype),
     }
-    return _summed(each, watched)
+    return _sum_pairs(each, metrics)
 
 
 def check_dpo(loss: str, beta: float, label_smoothing: float) -> None:
@@ -114,7 +114,7 @@ def check_dpo(loss: str, beta: float, label_smoothing: float) -> None:
         raise ValueError(f"dpo: label_smoothing is of the sigmoid loss; {loss} has none")
 
 
-def _summed(each: Tensor, watched: dict[str, Tensor]) -> LossSum:
+def _sum_pairs(each: Tensor, metrics: dict[str, Tensor]) -> LossSum:
     pairs = torch.tensor(float(len(each)), dtype=torch.float64, device=each.device)
-    metrics = {name: Mean(value.detach().sum(dtype=torch.float64), pairs) for name, value in watched.items()}
-    return LossSum(each.sum(), pairs, metrics)
+    means = {name: Mean(value.detach().sum(dtype=torch.float64), pairs) for name, value in metrics.items()}
+    return LossSum(each.sum(), pairs, means)

@@ -269,3 +269,11 @@ def test_what_does_not_fit_is_named(change, text):
     good = {"old_logprobs": torch.zeros(2, 3), "advantages": torch.zeros(2), "mask": torch.ones(2, 3), **CLIP}
     with pytest.raises(ValueError, match=text):
         losses.policy(torch.zeros(2, 3), **{**good, **change})
+
+
+def test_a_keyword_that_no_loss_has_is_refused_by_name():
+    args = torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), torch.ones(2, 3)
+    with pytest.raises(TypeError, match=r"policy\(\).*'dual'"):
+        losses.policy(*args, **CLIP, dual=3.0)
+    with pytest.raises(TypeError, match=r"supervised\(\).*'norm'"):
+        losses.supervised(args[0], args[3], norm=3.0)

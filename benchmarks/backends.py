@@ -33,7 +33,7 @@ from torch import Tensor
 
 import rlinf
 from rlinf import ActorSystem, endpoint
-from rlinf.actors.base import JointActor
+from rlinf.actors.base import SpmdActor
 from rlinf.algos.losses import supervised
 from rlinf.config.learning import LearningSettings, ParallelConfig
 from rlinf.data.packing import Packed, Row, pack
@@ -65,7 +65,7 @@ def loss(batch: Packed, outputs: Any) -> Any:
     return supervised(outputs[0], batch.mask)
 
 
-class Timed(JointActor):
+class Timed(SpmdActor):
     """Times back ends."""
 
     async def setup(self) -> None:

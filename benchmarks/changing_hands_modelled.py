@@ -177,7 +177,7 @@ class ModelledTrainer(TextTrainer):
         async def now(_: None) -> int:
             return self.version
 
-        return await self.jointly(now)
+        return await self.run_spmd(now)
 
     async def computed(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Take the time that it would take."""

@@ -25,7 +25,7 @@ import torch
 
 import rlinf
 from benchmarks.placement_cases import KIND, Case, Job, seated
-from rlinf.actors.base import JointActor
+from rlinf.actors.base import SpmdActor
 from rlinf.data.step import Step
 from rlinf.data.weights import Weights
 from rlinf.flows.grpo import grpo
@@ -146,7 +146,7 @@ class Telling(Sleeping):
             consumer.close()
 
 
-class Training(Sleeping, JointActor):
+class Training(Sleeping, SpmdActor):
     """A trainer whose ranks work together on each micro-batch as soon as it is full."""
 
     @endpoint(device=True, joint=True)
@@ -161,7 +161,7 @@ class Training(Sleeping, JointActor):
                 feed.done()
             return learned
 
-        learned = await self.jointly(carry_out, feed.streams, feed.stop)
+        learned = await self.run_spmd(carry_out, feed.streams, feed.stop)
         if feed.error is not None:
             raise feed.error
         return {} if self.rank else {"items": float(learned)}
@@ -183,7 +183,7 @@ class Training(Sleeping, JointActor):
             # no version twice: a rollout that has it would not switch
             return None if self.rank else Weights.pack([("weight", torch.zeros(1))], time.monotonic_ns())
 
-        return await self.jointly(published)
+        return await self.run_spmd(published)
 
 
 CLASSES: Mapping[str, type[Sleeping]] = {

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlinf import ActorSystem, Stream, endpoint
-from rlinf.actors.base import JointActor
+from rlinf.actors.base import SpmdActor
 from rlinf.dashboard.lanes import device_lanes
 from rlinf.dashboard.lanes_svg import device_lanes_svg
 from rlinf.data.step import Step
@@ -45,7 +45,7 @@ def computing(seconds: float) -> None:
     """Stands for device work of so many seconds."""
 
 
-class Modelled(JointActor):
+class Modelled(SpmdActor):
     """Takes a second to move onto its devices and half of one to leave them."""
 
     async def setup(self, seconds: float) -> None:  # type: ignore[override]
@@ -107,7 +107,7 @@ class Trainer(Modelled):
                 await self.work(self._seconds)
             await self.work(1.0)
 
-        await self.jointly(learn, lambda: groups.deal(self.world_size))
+        await self.run_spmd(learn, lambda: groups.deal(self.world_size))
         return {}
 
     @endpoint(device=True, joint=True)

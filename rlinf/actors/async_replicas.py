@@ -86,7 +86,7 @@ class AsyncReplicas:
                     queue.stop()  # for the others, if this rank has failed
 
         try:
-            await trainer.jointly(body, None, None if queue is None else queue.stop)
+            await trainer.run_spmd(body, None, None if queue is None else queue.stop)
         finally:
             if gang is not None:
                 self.queues.pop(gang, None)

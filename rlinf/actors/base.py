@@ -1,29 +1,19 @@
-"""Joint work: calls whose ranks compute together, in one order, and all or none of them.
+"""Base classes of roles with a model: settings, ranks that compute together, devices, weights and checkpoints.
 
-Flows in: joint calls, which reach the ranks of a group in any order, and may be cancelled at any moment on each. Flows
-out: the same calls, one after the other, in the same order on every rank. Who wakes whom: rank 0 asks its peers whether
-they have come to a call; their answers let it give the word; the word starts them.
+`configured` lets the keys of a role's settings be given one by one. `SpmdActor` has ranks compute together: calls reach
+them in any order, and may be cancelled at any moment on each; they are carried out one after the other, in the same
+order on every rank. `ModelActor` has a model that leaves its device while other roles have it. `BaseTrainer` is both,
+and owns weights that learn: a subclass makes its module and optimizer in `setup` and hands them to `_own`; it says how
+its weights are published (`_published`), and adds to its state what else it has (`_extra`, `_state`, `_take`), and to
+checkpoints what has files of its own there (`_copies`, `_read`).
 
-Collectives hang when ranks differ in what they call, or in whether they call it at all. So rank 0 decides on the order,
-and from its word on nobody leaves: a cancelled rank first does its part to the end, which `stop` may bring nearer.
+Collectives hang when ranks differ in what they call, or in whether they call it at all. So rank 0 decides on the order:
+it asks its peers whether a call has come to them, and gives the start signal when it has come to all. From then on
+nobody leaves: a cancelled rank first does its part to the end, which `stop` may bring nearer.
 
 If a rank fails in the middle, its error is the call's at once, and ends the job unless somebody catches it. The others
 may be in a collective that it never joins: gloo offers no way to end that, so their threads stay in it until the mesh's
 deadline (300 s by default), or the end of the process, which waits for no such thread.
-
-An actor with a model on its device, which leaves the device while other roles have it.
-
-In: work that reads or writes the model. Out: what the work returns; the model's bytes, to host memory and back. The
-runtime calls `offload` and `onload` around device calls; nobody waits here.
-
-An actor whose weights learn, on one rank or on many: what trainers of language models and of policies share.
-
-In: calls on the whole group, which its ranks carry out together. Out: the weights and their version, checkpoints, and
-a device that is free between calls. Who wakes whom: see `SPMD` below.
-
-A subclass makes its module and optimizer in `setup` and hands them to `_own`; it says how its weights are published
-(`_published`), and adds to its state what else it has (`_extra`, `_state`, `_take`), and to checkpoints what has files
-of its own there (`_copies`, `_read`).
 """
 
 from __future__ import annotations
@@ -116,7 +106,7 @@ def configured(kind: type[Any]) -> Callable[[Setup], Setup]:
 
 
 Body = Callable[[Any], Coroutine[Any, Any, R]]
-"""What a rank does in its turn, given what rank 0 has for it."""
+"""A rank's part of a call, given what rank 0 has for it."""
 
 
 class GroupBroken(RuntimeFault):
@@ -126,24 +116,24 @@ class GroupBroken(RuntimeFault):
 class _Part:
     """One rank's part of a joint call."""
 
-    __slots__ = ("cancelled", "here", "over", "settled", "word")
+    __slots__ = ("cancelled", "here", "over", "settled", "start")
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.here: asyncio.Future[None] = loop.create_future()
         """Done when the call has come to this rank."""
-        self.word: asyncio.Future[tuple[bool, bool]] = loop.create_future()
+        self.start: asyncio.Future[tuple[bool, bool]] = loop.create_future()
         """Rank 0's: whether to begin, and whether it has something for this rank."""
         self.over: asyncio.Future[None] = loop.create_future()
         """Done when this rank's part has ended."""
         self.settled = False
-        """Nobody leaves any more: rank 0 gives its word, or gave it."""
+        """Nobody leaves any more: rank 0 gives the start signal, or gave it."""
         self.cancelled = False
         """The call was cancelled here, and ends when it may."""
 
 
-class JointActor(Actor):
-    """An actor whose ranks compute together over a mesh. Subclasses wrap such work in `jointly`."""
+class SpmdActor(Actor):
+    """An actor whose ranks compute together over a mesh. Subclasses wrap such work in `run_spmd`."""
 
     mesh: DeviceMesh | None = None
     """The ranks, one device each; None where one rank works alone."""
@@ -197,7 +187,7 @@ class JointActor(Actor):
                     f"give {self._role} one process of each"
                 )
         for cell in host.cells.values() if own_device().type == "cuda" else ():
-            other_group = cell.actor if cell is not self._cell and isinstance(cell.actor, JointActor) else None
+            other_group = cell.actor if cell is not self._cell and isinstance(cell.actor, SpmdActor) else None
             if other_group is not None and other_group.world_size > 1 and not (cell.leased and self._cell.leased):
                 raise UserError(
                     f"{self._role} and {other_group._role} both communicate between GPUs and do not take turns on that "
@@ -207,7 +197,7 @@ class JointActor(Actor):
 
     @property
     def machines(self) -> list[str]:
-        """Of each rank, the machine that it is on."""
+        """The machine of each rank."""
         places = self._cell.host.places
         return [places[host].machine for host in self.group.hosts]
 
@@ -227,7 +217,7 @@ class JointActor(Actor):
         mesh: DeviceMesh = await self.system.collectives.mesh(name, hosts, own_device().type, **shape)
         return mesh
 
-    async def jointly(
+    async def run_spmd(
         self, body: Body[R], given: Callable[[], Sequence[Any]] | None = None, stop: Callable[[], None] | None = None
     ) -> R:
         """Run `body` when it is this call's turn on all ranks; to be called in a joint device endpoint, on every rank.
@@ -283,10 +273,10 @@ class JointActor(Actor):
                     mine = await self._begin(part, gang, given)
                 else:
                     part.here.set_result(None)
-                    begins, has = await part.word
+                    begins, has = await part.start
                     if not begins:
                         await self._end_with_rank_0(part)
-                    await held.enter_async_context(turn)  # at once: turns are in the order of the words
+                    await held.enter_async_context(turn)  # at once: turns are in the order of the signals
                     mine = await self.group[0].joint_given(gang, self.rank) if has else None
             self._check_whole()
             result = await body(mine)
@@ -304,7 +294,7 @@ class JointActor(Actor):
         raise asyncio.CancelledError
 
     async def _begin(self, part: _Part, gang: Gang | None, given: Callable[[], Sequence[Any]] | None) -> Any:
-        """On rank 0: wait for all ranks, and give the word; returns what rank 0 itself is given."""
+        """On rank 0: wait for all ranks, and give the start signal; returns what rank 0 itself is given."""
         peers = list(self.group)[1:]
         try:
             if peers:
@@ -312,18 +302,18 @@ class JointActor(Actor):
             things = given() if given is not None else [None] * self.world_size
         except BaseException:
             for peer in peers:
-                peer.joint_word(gang, False, False)
+                peer.joint_start(gang, False, False)
             raise
         part.settled = True
         if gang is not None and given is not None:
             self._given.update({(gang, rank): thing for rank, thing in enumerate(things) if rank})
         for peer in peers:
-            peer.joint_word(gang, True, given is not None)
+            peer.joint_start(gang, True, given is not None)
         return things[0]
 
     @endpoint
     async def joint_ready(self, gang: Gang) -> None:
-        """Rank 0 asks: answered once the call has come here, which binds this rank to wait for the word."""
+        """Rank 0 asks: answered once the call has come here, which binds this rank to wait for the start signal."""
         self._check_whole()
         part = self._parts.setdefault(gang, _Part())
         try:
@@ -342,15 +332,15 @@ class JointActor(Actor):
             await asyncio.shield(part.over)
 
     @endpoint
-    async def joint_word(self, gang: Gang, begins: bool, has: bool) -> None:
-        """Rank 0's word."""
+    async def joint_start(self, gang: Gang, begins: bool, has: bool) -> None:
+        """Rank 0 gives the start signal, or calls the start off."""
         part = self._parts.get(gang)
-        if part is not None and not part.word.done():
-            part.word.set_result((begins, has))
+        if part is not None and not part.start.done():
+            part.start.set_result((begins, has))
 
     @endpoint
     async def joint_given(self, gang: Gang, rank: int) -> Any:
-        """What rank 0 has for a rank: fetched, since a stream lives as long as whoever got it as a result keeps it."""
+        """Something that rank 0 has for a rank: fetched, since a stream lives as long as its result is kept."""
         return self._given.pop((gang, rank))
 
     async def computed(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
@@ -437,17 +427,17 @@ def at_least_one(role: str, **counts: int) -> None:
         raise ValueError(f"{role}: {' and '.join(wrong)} must be at least 1")
 
 
-class BaseTrainer(ModelActor, JointActor):
+class BaseTrainer(ModelActor, SpmdActor):
     """Owns a module, its optimizer, and the version of its weights."""
 
     trained: nn.Module
-    """What checkpoints hold, under its own names; spread over the ranks, or the same on each."""
+    """The module that checkpoints hold, under its own names; spread over the ranks, or the same on each."""
     optimizer: Optimizer
-    """Of its parameters, or of some of them."""
+    """The optimizer of its parameters, or of some of them."""
     schedule: LRScheduler | None
-    """Of the optimizer's learning rate; None if that stays."""
+    """The schedule of the optimizer's learning rate; None if that stays."""
     version: int
-    """Of the weights: how often they were changed."""
+    """How often the weights were changed."""
 
     def _own(self, trained: nn.Module, optimizer: Optimizer, schedule: LRScheduler | None = None) -> None:
         """Take over what was made; the end of `setup`."""
@@ -461,13 +451,13 @@ class BaseTrainer(ModelActor, JointActor):
         """`compute` for work on weights, of all ranks together."""
         return await super().computed(self._parking.needed(fn), *args, **kwargs)
 
-    async def computed_jointly(self, fn: Callable[..., R], *args: Any) -> R:
+    async def compute_spmd(self, fn: Callable[..., R], *args: Any) -> R:
         """`computed`, when it is this call's turn on all ranks."""
 
         async def work(_: None) -> R:
             return await self.computed(fn, *args)
 
-        return await self.jointly(work)
+        return await self.run_spmd(work)
 
     # Weights -----------------------------------------------------------------------------------------------------
 
@@ -485,10 +475,10 @@ class BaseTrainer(ModelActor, JointActor):
         async def published(_: None) -> Weights | None:
             return await self._published(exact, whole)
 
-        return await self.jointly(published)
+        return await self.run_spmd(published)
 
     async def _published(self, exact: bool, whole: bool) -> Weights | None:
-        """What `weights` returns; called on all ranks in turn."""
+        """The result of `weights`; called on all ranks in turn."""
         raise NotImplementedError(f"{type(self).__name__} publishes no weights: define _published")
 
     # Checkpoints -------------------------------------------------------------------------------------------------
@@ -510,7 +500,7 @@ class BaseTrainer(ModelActor, JointActor):
             OSError: it cannot be written; the text says what is missing.
         """
         directory = Path(path)
-        copies = await self.computed_jointly(self._copies, directory)
+        copies = await self.compute_spmd(self._copies, directory)
         if (lease := lease_here()) is not None:
             lease.give()  # the writing needs no device, and other roles may be waiting for it
 
@@ -553,7 +543,7 @@ class BaseTrainer(ModelActor, JointActor):
             ValueError: it does not fit what learns here, or is damaged.
         """
         directory = Path(path).parent if Path(path).name == STATE else Path(path)
-        return (await self.computed_jointly(self._read, directory)).version
+        return (await self.compute_spmd(self._read, directory)).version
 
     def _read(self, directory: Path) -> Restored:
         """Take over a checkpoint; blocking, on all ranks together."""
@@ -564,7 +554,7 @@ class BaseTrainer(ModelActor, JointActor):
     @endpoint(device=True, joint=True)
     async def export_state(self) -> StateCopy:
         """A copy of what this rank knows, in host memory, for ranks that go on elsewhere; see `parked_state.park`."""
-        return await self.computed_jointly(self._exported)
+        return await self.compute_spmd(self._exported)
 
     @endpoint(device=True, joint=True)
     async def import_state(self, parked: ParkedState) -> int:
@@ -573,7 +563,7 @@ class BaseTrainer(ModelActor, JointActor):
         Raises:
             ValueError: it does not fit what learns here.
         """
-        return (await self.computed_jointly(self._take_parked, parked.open())).version
+        return (await self.compute_spmd(self._take_parked, parked.open())).version
 
     def _exported(self) -> StateCopy:
         """`_state`, and what checkpoints have in files of its own; blocking, on all ranks together."""
@@ -585,8 +575,8 @@ class BaseTrainer(ModelActor, JointActor):
 
     def _take(self, source: Path | Source) -> Restored:
         """Take over a state, all but the optimizer's hyperparameters; blocking, on all ranks together."""
-        found = load_state(self.trained, self.optimizer, self.schedule, source, rank=self.rank)
+        restored = load_state(self.trained, self.optimizer, self.schedule, source, rank=self.rank)
         if self.schedule is None:  # a schedule's learning rate may follow from the last one
             set_hyperparameters(self.optimizer, self._hyperparameters)
-        self.version = found.version
-        return found
+        self.version = restored.version
+        return restored

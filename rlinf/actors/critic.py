@@ -115,11 +115,11 @@ class Critic(TextTrainer):
         steps = await self._work(schedule.commands(batch), self._learner, _of_critic)
         if self.rank > 0:
             return {}
-        found = taken_steps(steps)
+        metrics = taken_steps(steps)
         return {
             **await self.compute(describe_values, schedule.groups, schedule.learned.rows),
-            **{f"critic/{name}": found[name] for name in ("loss", "grad_norm", "lr")},
-            "critic/clip_frac": found.get("value_clip_frac", 0.0),
+            **{f"critic/{name}": metrics[name] for name in ("loss", "grad_norm", "lr")},
+            "critic/clip_frac": metrics.get("value_clip_frac", 0.0),
         }
 
     def _learn(self, learner: Optimization, command: ForwardBackward, *, again: bool = False) -> None:
@@ -153,7 +153,7 @@ class Critic(TextTrainer):
         """
         await self.compute(self._fits, weights)  # a rank that finds fault never takes its turn, so no other does
 
-        await self.computed_jointly(self._back.take, dict(weights.named()))
+        await self.compute_spmd(self._back.take, dict(weights.named()))
         return weights.version
 
     def _fits(self, weights: Weights) -> None:

@@ -107,7 +107,7 @@ class _Scoring:
             await self.pool.stop()
 
     def of_group(self, group: Group) -> Arguments:
-        """What a reward function that scores groups may take; see `arguments`."""
+        """Arguments of a reward function that scores groups; see `arguments`."""
         answers = self.arguments(group)
         lists = ["truncated", *([ON_REQUEST] if ON_REQUEST in answers[0] else [])]
         together = {name: [answer[name] for answer in answers] for name in lists}
@@ -115,7 +115,7 @@ class _Scoring:
         return {**shared, **together, RESPONSES: [answer["response"] for answer in answers]}
 
     def arguments(self, group: Group) -> list[Arguments]:
-        """What the reward function may take, for each sample: only what it wants, since it may go to a child."""
+        """Arguments of the reward function, for each sample: only those that it wants, since it may go to a child."""
         prompt = group.prompt
         shared = {**prompt.row, "answer": prompt.answer, "prompt": prompt.text}
         self.reward.check((*shared, *OFFERED))
@@ -205,8 +205,8 @@ class Judge(Actor):
         """
         scoring = self._scorings[group.prompt.row.get(SCORED_BY) if len(self._scorings) > 1 else None]
         if scoring.reward.over_group:
-            (found,) = await self._judge(scoring, [scoring.of_group(group)])
-            verdicts = list(found.members) or [found] * len(group.samples)
+            (verdict_of_all,) = await self._judge(scoring, [scoring.of_group(group)])
+            verdicts = list(verdict_of_all.members) or [verdict_of_all] * len(group.samples)
         else:
             verdicts = await self._judge(scoring, scoring.arguments(group))
         judged = Group(group.prompt, tuple(_judged(*each) for each in zip(group.samples, verdicts, strict=True)))
@@ -217,9 +217,9 @@ class Judge(Actor):
 
     @endpoint
     async def scored(self) -> Scored:
-        """What became of the answers that were judged here since this was last called."""
-        found, self._scored = self._scored, Scored()
-        return found
+        """Counts of the answers that were judged here since this was last called."""
+        scored, self._scored = self._scored, Scored()
+        return scored
 
     async def _judge(self, scoring: _Scoring, batch: Sequence[Arguments]) -> list[Verdict]:
         if scoring.pool is not None:
@@ -234,7 +234,7 @@ class Judge(Actor):
 async def try_reward(
     source: RewardSource, settings: RewardConfig, prompts: Sequence[Prompt]
 ) -> list[tuple[str, Verdict]]:
-    """What a reward says of the data's own answers, before a run: each as if a model had given it.
+    """Score the data's own answers, before a run: each as if a model had given it.
 
     Args:
         source: the function, or several by name.

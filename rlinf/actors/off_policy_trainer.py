@@ -69,7 +69,7 @@ class RememberingTrainer(PolicyTrainer):
         Raises:
             ValueError: there are none, or they do not fit those before.
         """
-        return await self.computed_jointly(self._remember, list(trajectories))
+        return await self.compute_spmd(self._remember, list(trajectories))
 
     @endpoint(device=True, joint=True)
     async def learn(self) -> dict[str, float]:
@@ -81,7 +81,7 @@ class RememberingTrainer(PolicyTrainer):
         Raises:
             FloatingPointError: a loss or its gradient is not finite; that step was not taken.
         """
-        return await self.computed_jointly(self._catch_up)
+        return await self.compute_spmd(self._catch_up)
 
     def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """What `train` does: both."""
@@ -222,7 +222,7 @@ class SacTrainer(RememberingTrainer):
             ValueError: there are no demonstrations.
             FloatingPointError: a loss or its gradient is not finite; that step was not taken.
         """
-        return await self.computed_jointly(self._study)
+        return await self.compute_spmd(self._study)
 
     def _study(self) -> dict[str, float]:
         if self._demos is None:

@@ -164,7 +164,7 @@ class PolicyTrainer(BaseTrainer):
             ValueError: the trajectories do not fit together.
             FloatingPointError: a reward, the loss or its gradient is not finite; that step was not taken.
         """
-        return await self.computed_jointly(self._learn, list(trajectories))
+        return await self.compute_spmd(self._learn, list(trajectories))
 
     def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         whole = joined(trajectories)
@@ -280,7 +280,7 @@ class PolicyTrainer(BaseTrainer):
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
         shown = path if isinstance(path, Shown) else Shown.at(path)
-        return await self.computed_jointly(self._imitate, shown, steps, batch, lr, tuple(fixed))
+        return await self.compute_spmd(self._imitate, shown, steps, batch, lr, tuple(fixed))
 
     def _imitate(self, shown: Shown, steps: int, batch: int, lr: float, fixed: tuple[str, ...]) -> dict[str, float]:
         at_least_one("imitate", batch=batch)
@@ -402,7 +402,7 @@ class ImitationTrainer(PolicyTrainer):
             ValueError: the demonstrations do not fit the policy, or are broken.
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
-        return await self.computed_jointly(self._imitate_steps, first, count)
+        return await self.compute_spmd(self._imitate_steps, first, count)
 
     def _imitate_steps(self, first: int, count: int) -> dict[str, float]:
         if first == 0:
@@ -429,7 +429,7 @@ class ImitationTrainer(PolicyTrainer):
     @endpoint(device=True, joint=True)
     async def held_out(self) -> dict[str, float]:
         """The loss on what is not learned from, nats per number, and the decisions in it; {} where nothing is."""
-        return await self.computed_jointly(self._held_out)
+        return await self.compute_spmd(self._held_out)
 
     def _held_out(self) -> dict[str, float]:
         total: LossSum | None = None

@@ -1,14 +1,9 @@
-"""The reference: what a policy that does not learn says of the tokens of another's answers.
+"""The reference: log-probs of other policies' tokens under a policy that does not learn.
 
-Consumes groups, as a list or as a stream that its ranks share; produces the same groups with a log-prob per token in
-`per_token`, computed as soon as they come; unblocked by the next group. It stands for the policy that a KL penalty
-holds on to, and for the teacher of a distillation. Every rank has the whole model, whose weights change only when told:
-they are replaced (`load`), or move towards others (`follow`), on all ranks or on none.
-
-Groups as they come: those that come while others are being computed are then taken together.
-
-In: groups, as a list or as a stream that several ranks share. Out: lists of groups, each of about one micro-batch. Who
-wakes whom: `take` is unblocked by a group, or the end; the reader by `take`.
+It takes groups, as a list or as a stream that its ranks share, and gives each back with a log-prob per token in
+`per_token`, computed as soon as it comes; those that come meanwhile (`Arrivals`) are computed next, together. It stands
+for the policy that a KL penalty holds on to, and for the teacher of a distillation, or one of several (`Blend`). Every
+rank has the whole model; its weights are replaced (`load`) or moved towards others (`follow`) on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -67,11 +62,11 @@ class Arrivals:
         await self._come.wait()
         if not self._held:
             await self._reader
-        taken, self._held, self._tokens = self._held, [], 0
+        groups, self._held, self._tokens = self._held, [], 0
         self._room.set()
         if not self._reader.done():
             self._come.clear()
-        return taken
+        return groups
 
     async def close(self) -> None:
         """Read no more."""
@@ -96,14 +91,14 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """What one of several teachers adds to what all of them say together."""
+    """One of several teachers, and its part in their mixture."""
 
     name: str
-    """Of the teacher."""
+    """The teacher's."""
     names: tuple[str, ...]
-    """Of all of them."""
+    """All teachers'."""
     share: float
-    """Of the teacher in the mixture, above 0; all add up to 1."""
+    """The teacher's in the mixture, above 0; all add up to 1."""
     route: str | None = None
     """Column of a prompt's row that names its teacher, which alone is asked then; None asks all."""
     total: str = "teacher_logprobs"
@@ -111,7 +106,7 @@ class Blend:
     teachers that were asked so far."""
 
     def asks(self, prompt: Prompt) -> bool:
-        """Whether this teacher is asked about answers to a prompt.
+        """Tell whether this teacher is asked about answers to a prompt.
 
         Raises:
             ValueError: the prompt's row names no teacher.
@@ -222,12 +217,12 @@ class Reference(ModelActor, Receiver):
 
     def _told_together(self, groups: Sequence[Group]) -> Iterable[Group]:
         rows = [Row.of(sample) for group in groups for sample in group.samples]
-        found = [np.empty(0, np.float32)]
+        parts = [np.empty(0, np.float32)]
         for some in cut(rows, [row.size for row in rows], self._settings.micro_batch_tokens):
             logprobs, _ = self.policy(pack(some).to(self.device))
-            found.append(logprobs.cpu().numpy())
+            parts.append(logprobs.cpu().numpy())
         ends = np.cumsum([row.learned for row in rows], dtype=np.int64)
-        each_sample = iter(np.split(np.concatenate(found), ends[:-1]))
+        each_sample = iter(np.split(np.concatenate(parts), ends[:-1]))
         return [group.told(self._settings.column, list(islice(each_sample, len(group.samples)))) for group in groups]
 
     @endpoint

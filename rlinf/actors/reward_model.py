@@ -32,7 +32,7 @@ from rlinf.training.checkpoint import held
 
 
 class _Scoring:
-    """What both kinds of reward model do with a group before and after the model is run."""
+    """The base of both kinds of reward model: questions before the model is run, rewards after."""
 
     def prepare(self, settings: RewardModelConfig, alone: bool) -> str:
         """Take the settings over; returns the model's path.
@@ -138,14 +138,14 @@ class RewardModel(_Scoring, ModelActor):
             await arrivals.close()
 
     def _verdicts(self, groups: Sequence[Group]) -> list[dict[int, Verdict]]:
-        asked, found = map(list, zip(*(self.questions(group) for group in groups), strict=True))
+        asked, verdicts = map(list, zip(*(self.questions(group) for group in groups), strict=True))
         for numbers in [range(len(groups))] if self._together else [[number] for number in range(len(groups))]:
             places = [(number, index) for number in numbers for index in asked[number]]
             sequences = [asked[number][index] for number, index in places]
             scores = self._model.scores(sequences, self._settings.micro_batch_tokens) if sequences else []
             for (number, index), score in zip(places, scores, strict=True):
-                found[number][index] = scored(score)
-        return found
+                verdicts[number][index] = scored(score)
+        return verdicts
 
     def _held(self) -> Iterator[Tensor]:
         yield from held(self._model)
@@ -188,8 +188,8 @@ class GenerativeJudge(_Scoring, Rollout):
         async def questions() -> AsyncIterator[Prompt]:
             number = asked_before = 0
             async for group in each(groups):
-                asked, found = await self.compute(self.questions, group)
-                open_groups[number] = group, found, len(asked) + len(found)
+                asked, verdicts = await self.compute(self.questions, group)
+                open_groups[number] = group, verdicts, len(asked) + len(verdicts)
                 if not asked:
                     complete.append(self.rewarded(*open_groups.pop(number)[:2]))
                 for index, ids in asked.items():
@@ -202,9 +202,9 @@ class GenerativeJudge(_Scoring, Rollout):
         async with aclosing(generated) as replies:
             async for reply in replies:
                 number, index = of_question.pop(reply.prompt.id)
-                _, found, count = open_groups[number]
-                found[index] = read_reply(reply.samples[0].text, self._settings.pattern)
-                if len(found) == count:
+                _, verdicts, count = open_groups[number]
+                verdicts[index] = read_reply(reply.samples[0].text, self._settings.pattern)
+                if len(verdicts) == count:
                     yield self.rewarded(*open_groups.pop(number)[:2])
                 while complete:
                     yield complete.pop()

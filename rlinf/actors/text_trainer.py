@@ -1,4 +1,4 @@
-"""What trainer and critic share: a language model that learns from a stream of groups, on one rank or on many.
+"""The base of trainers and critics: a language model that learns from a stream of groups, on one rank or on many.
 
 Rank 0 makes commands of its input (`training/schedule.py`), a `CommandRunner` has every rank carry them out, and out
 come optimizer steps, scores of tokens, weights and checkpoints. The ranks answer as one. There are two runners, of
@@ -149,7 +149,7 @@ class InStep:
                 stream.error, ended = None, error or stream.error
                 raise ended  # type: ignore[misc]
 
-        await self._trainer.jointly(body, stream.streams, stream.stop)
+        await self._trainer.run_spmd(body, stream.streams, stream.stop)
 
     async def _carry_out(
         self, commands: Stream[Command], stream: CommandStream, handler: CommandHandler
@@ -346,11 +346,11 @@ class TextTrainer(BaseTrainer):
         return {} if self._in_order is None else {"prompts": self._in_order.state}
 
     def _take(self, source: Path | Source) -> Restored:
-        found = self._back.restore(self._learner, source)
-        self.version = found.version
-        if self._in_order is not None and "prompts" in found.extra:
-            self._in_order = InOrder(found.extra["prompts"])
-        return found
+        restored = self._back.restore(self._learner, source)
+        self.version = restored.version
+        if self._in_order is not None and "prompts" in restored.extra:
+            self._in_order = InOrder(restored.extra["prompts"])
+        return restored
 
     def _held(self) -> Iterator[Tensor]:
         """Gradients too: a call that waits for input has given its devices away in the middle of a batch."""
@@ -371,7 +371,7 @@ class _Handler:
         self.steps: list[StepResult] = []
         """Optimizer steps that were taken."""
         self.version = trainer.version
-        """Of the weights that the batch met."""
+        """Version of the weights that the batch met."""
         self._makes_version = False
 
     @contextmanager

@@ -89,7 +89,7 @@ class Trainer(TextTrainer):
         own = _own_columns(self._role, settings, adapters=lora is not None)
         saved = {column: source for column, source in own.items() if source != ADAPTERS_OFF}
         self._adapters = {column: column if column in saved else None for column in own}
-        """Of each column that this model computes, the adapters that it takes in place of its own."""
+        """The adapters that this model takes in place of its own, by the column that they compute."""
         spec = ModelSpec(
             model, seed=seed, lora=lora, adapters=saved, freeze=freeze, watches_routing=True, compute=settings
         )
@@ -99,7 +99,7 @@ class Trainer(TextTrainer):
         self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
 
     def _loads(self, settings: TrainerSettings) -> Callable[[Sequence[Row]], np.ndarray] | None:
-        """What counts how busy experts were, for the loss that balances them; None if there is none.
+        """A function that counts how busy experts were, for the loss that balances them; None if there is none.
 
         Raises:
             ValueError: routes are to be replayed, and nothing can.
@@ -212,7 +212,7 @@ class Trainer(TextTrainer):
             self._spec,
             version=self.version,
             compare=compare,
-            kept=command.cached_columns,
+            cached_columns=command.cached_columns,
             oldest=self._settings.staleness,
             balance=self._settings.router_aux_loss,
         )
@@ -253,9 +253,9 @@ class Trainer(TextTrainer):
     async def learned(self) -> Learned:
         """Which samples were learned from in the batches since this was last asked; a batch whose step was not taken is
         none of them."""
-        found = sum(self._learned, Learned())
+        learned = sum(self._learned, Learned())
         self._learned.clear()
-        return found
+        return learned
 
 
 def _own_columns(role: str, settings: TrainerSettings, *, adapters: bool) -> dict[str, str]:

@@ -89,7 +89,7 @@ ASIDE = frozenset(
             "work_take",
             "joint_ready",
             "joint_over",
-            "joint_word",
+            "joint_start",
             "joint_given",
         ),
     )

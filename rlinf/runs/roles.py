@@ -34,7 +34,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from rlinf.actors.base import JointActor
+from rlinf.actors.base import SpmdActor
 from rlinf.actors.rollout import PartialGroup
 from rlinf.agents.agent import Agent, LastingAgent, lasts
 from rlinf.agents.chat import ChatFormat
@@ -370,7 +370,7 @@ async def spawn_roles(
 
     # Each of these makes its model on all its ranks together, with a lock held in every process: two at once could wait
     # for each other for ever, one on each of two hosts.
-    joint = [name for name, role in roles.items() if issubclass(role.actor, JointActor)]
+    joint = [name for name, role in roles.items() if issubclass(role.actor, SpmdActor)]
     with work("starting", len(roles), "roles") as starting:
         await all_or_none([spawn(joint), *(spawn([name]) for name in roles if name not in joint)])
     return {name: found[name] for name in roles}

@@ -175,7 +175,7 @@ def _critic_settings(config: RunConfig, sharding: Sharding) -> CriticSettings:
 
 
 def scores_alone(config: RunConfig, passed: RewardSource | None) -> bool:
-    """Whether no reward function scores, only a reward model."""
+    """Tell whether no reward function scores, only a reward model."""
     return passed is None and config.reward.function is None and not config.reward.parts
 
 

@@ -31,7 +31,7 @@ from rlinf.models.language.moe import Routed
 from rlinf.training.checkpoint import HostCopy, Restored, Source, StateCopy
 
 Outputs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]
-"""Of each learned token, float32: log-prob and entropy [learned]; or, of a value model, the value before it [learned]
+"""For each learned token, float32: log-prob and entropy [learned]; or, of a value model, the value before it [learned]
 and the hidden state that it is read from [learned, width]; a reward model has scores for values. Of
 a mixture of experts with `router_replay` a third: how tokens were routed."""
 Loss = Callable[[Packed, Outputs], LossSum]
@@ -52,7 +52,7 @@ class Ranks(Protocol):
     def world_size(self) -> int: ...
     @property
     def machines(self) -> list[str]:
-        """Of each rank, the machine that it is on."""
+        """The machine of each rank."""
         ...
 
     async def mesh_of(self, ranks: Sequence[int], purpose: str, rows: int | None = None) -> DeviceMesh:
@@ -104,7 +104,7 @@ class BackEnd(Protocol):
     """A language model that can be trained, as one of its ranks sees it."""
 
     data_ranks: Sequence[int]
-    """Of each rank, which share of a round of micro-batches it computes, from 0. Ranks that are parts of one model
+    """The share of a round of micro-batches that each rank computes, from 0. Ranks that are parts of one model
     (tensor-parallel, or stages of a pipeline) have the same."""
     copies_of_ranks: Sequence[Sequence[int]]
     """The ranks of each copy of the model, as many in each. `accumulate` and `outputs` communicate within one alone,
@@ -124,7 +124,7 @@ class BackEnd(Protocol):
         ...
 
     def outputs(self, batch: Packed, *, adapter: str | None = POLICY) -> Outputs:
-        """What the model gives for a micro-batch, without gradient: as it learns, with other adapters of
+        """The model's outputs for a micro-batch, without gradient: as it learns, with other adapters of
         `ModelSpec.adapters`, or, for None, with none."""
         ...
 
@@ -142,7 +142,7 @@ class BackEnd(Protocol):
         ...
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the layers that a policy has too, by checkpoint name."""
+        """Shapes of the layers that a policy has too, by checkpoint name."""
         ...
 
     def take(self, named: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,7 @@
-"""What a batch of groups looked like, apart from learning: metrics, samples for people, the file of a bad batch.
+"""Metrics of a batch of groups, apart from learning; its samples for people, and the file of a batch that failed.
 
-A response for people, token by token or as a text: how likely it was, what is learned of it, who made it. Pure.
+Pure functions of groups: what they earned, how long they are, how far engine and trainer are apart. `show_samples` and
+`token_rows` show responses as texts and token by token: how likely each was, what is learned of it, who made it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from rlinf.training.policy import AGES, REFERENCE, RETURNS, TEACHER, VALUES
 MOST = 1024
 """Tokens of a response that are told, from its beginning: more take longer to read than a step takes."""
 DIGITS = 3
-"""Of log-probs, nats."""
+"""Digits of log-probs, nats."""
 _INCOMPLETE = "\ufffd"
-"""What a tokenizer makes of bytes that are no character yet."""
+"""Stands in a tokenizer's text for bytes that are no character yet."""
 
 
 def token_rows(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -49,15 +50,15 @@ def token_rows(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
     count = len(ids)
     mask = np.ones(count, bool) if sample.loss_mask is None else sample.loss_mask[:MOST]
     known = [bool(mask[at]) and math.isfinite(sample.logprobs[at]) for at in range(count)]
-    told: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "texts": token_texts([int(one) for one in ids], tokenizer),
         "logprobs": [round(float(sample.logprobs[at]), DIGITS) if known[at] else None for at in range(count)],
         "mask": [int(one) for one in mask],
         "versions": [int(sample.versions[at]) if mask[at] else -1 for at in range(count)],
     }
     if (cut := len(sample.response_ids) - count) > 0:
-        told["cut"] = cut
-    return told
+        metrics["cut"] = cut
+    return metrics
 
 
 def read_spans(sample: Sample, text: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -90,7 +91,7 @@ def read_spans(sample: Sample, text: str, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What each token adds to the text; joined they are the text.
+    """The text that each token adds; joined they are the whole.
 
     A token that ends in the middle of a character adds nothing, and the one that completes it the whole character.
     """
@@ -111,7 +112,7 @@ def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]
 
 
 Advantages = Sequence[float | np.ndarray]
-"""Of each scored sample, or of its learned tokens, [learned]."""
+"""One for each scored sample, or for its learned tokens, [learned]."""
 _ROUNDING = 1e-6
 """Relative to values and returns; some ten times the precision of float32, for sums over long answers."""
 _GRPO = recipes.get("grpo")
@@ -200,8 +201,8 @@ def _ages(samples: Sequence[Sample], version: int, oldest: int) -> dict[str, flo
         "staleness/max": float(ages.max(initial=0)),
     }
     if oldest:
-        told = min(oldest, AGES)
-        counts = np.bincount(ages.clip(0, told), minlength=told + 1) / max(1, len(ages))
+        limit = min(oldest, AGES)
+        counts = np.bincount(ages.clip(0, limit), minlength=limit + 1) / max(1, len(ages))
         found |= {f"staleness/share/{age}": float(share) for age, share in enumerate(counts)}
     return found
 
@@ -212,20 +213,20 @@ def rewards_by_agent(samples: Sequence[Sample]) -> dict[str, float]:
     Args:
         samples: those without a reward are left out.
     """
-    found: dict[str, list[float]] = {}
+    values_of: dict[str, list[float]] = {}
     for sample in samples:
         if sample.agent and sample.reward is not None:
-            found.setdefault(sample.agent, []).append(sample.reward)
-    return {f"agent/{name}/reward": float(np.mean(rewards)) for name, rewards in sorted(found.items())}
+            values_of.setdefault(sample.agent, []).append(sample.reward)
+    return {f"agent/{name}/reward": float(np.mean(rewards)) for name, rewards in sorted(values_of.items())}
 
 
 def _parts(samples: Sequence[Sample]) -> dict[str, float]:
     """The mean of each part of the rewards, over the samples that have it."""
-    found: dict[str, list[float]] = {}
+    values_of: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.scores.items():
-            found.setdefault(name, []).append(value)
-    return {f"reward/parts/{name}": float(np.mean(values)) for name, values in sorted(found.items())}
+            values_of.setdefault(name, []).append(value)
+    return {f"reward/parts/{name}": float(np.mean(values)) for name, values in sorted(values_of.items())}
 
 
 def describe_values(groups: Sequence[Group], rows: Sequence[Sequence[Row]]) -> dict[str, float]:
@@ -269,7 +270,7 @@ def _scores(samples: Sequence[Sample]) -> dict[str, float]:
 
 def _distances(samples: Sequence[Sample]) -> dict[str, float]:
     """How far the policy that sampled is from others that looked at its tokens, k1 of `kl.estimate`, nats per token."""
-    told = {}
+    distances = {}
     names = dict.fromkeys(name for sample in samples for name in sample.per_token if name.startswith(f"{TEACHER}/"))
     of_each = ((name.replace(TEACHER, "teacher/kl"), name) for name in sorted(names))
     for metric, column in (("kl", REFERENCE), ("teacher/kl", TEACHER), *of_each):
@@ -277,8 +278,8 @@ def _distances(samples: Sequence[Sample]) -> dict[str, float]:
         those = [sample for sample in samples if column in sample.per_token]
         if (len(those) == len(samples) or "/" in column) and any(sample.learned_tokens for sample in those):
             apart = np.concatenate([sample.column("logprobs") - sample.column(column) for sample in those])
-            told[metric] = float(apart.astype(np.float64).mean())
-    return told
+            distances[metric] = float(apart.astype(np.float64).mean())
+    return distances
 
 
 def show_samples(
@@ -376,5 +377,5 @@ def _shown(sample: Sample, advantage: float | np.ndarray | None) -> dict[str, An
 
 
 def _outcome(sample: Sample) -> str:
-    """What became of judging it; a judge that only fills in rewards leaves it to be told from the sample."""
+    """The outcome of judging it; a judge that only fills in rewards leaves it to be told from the sample."""
     return sample.outcome or ("truncated" if sample.truncated else "ok")

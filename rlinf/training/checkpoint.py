@@ -1,28 +1,19 @@
-"""A trainer's state as tensors: by name, and back, for checkpoints; and whatever there is of it on the device.
+"""A trainer's state, from which training goes on bit for bit: copied, written into files, taken over, or moved.
 
-Flows in: a model and its optimizer. Flows out: tensors by key (`model.NAME`, `optimizer.NAME.KEY`, `rng.DEVICE.RANK`)
-that share memory with the originals, and JSON values for the rest. Nobody waits here, and nothing communicates: a
-sharded tensor stays sharded.
-
-A trainer's state, from which training goes on bit for bit: copied, written into files, taken over.
-
-Flows in: a model, its optimizer and schedule. Flows out: a directory `state/`, and the same model, optimizer and
-schedule on another day; or, through memory, on other hosts. Saving has two halves: copies in host
-memory, made in the compute thread between two steps, and the writing, in a thread of its own while training goes on.
-Neither the writing nor the reading communicates, so they cannot come between collectives of the training.
+The state is tensors by key (`model.NAME`, `optimizer.NAME.KEY`, `rng.DEVICE.RANK`) and JSON values for the rest. Saving
+has two halves: copies in host memory, made in the compute thread between two steps (`copy_state`), and the writing, in
+a thread of its own while training goes on (`write_checkpoint`). `load_state` takes a state over, from a directory or
+from other hosts. Neither the writing nor the reading communicates, so they cannot come between collectives of training.
 
 `state/` is a sharded checkpoint in the safetensors layout of torch.distributed.checkpoint: each rank writes the shards
 it has, `HuggingFaceStorageReader` and DCP's planner read what the ranks of another run have, however many they are.
 Beside them `state.json` holds the rest. There is no pickle in it, and none is read: DCP's own `.metadata` is one, and a
 checkpoint is a thing that people download.
 
-A role's state in host memory, between the ranks that had it and those that go on with it on other hosts.
-
-In: a `StateCopy` of each old rank, kept on its host by a `StateKeeper`. Out: to each new rank, however many there are,
-the pieces that it needs. Who wakes whom: nobody; a new rank's compute thread waits for the pieces that it reads.
-
-Pieces go straight from an old rank's host to the new rank: by reference in one process, through shared memory on one
-machine, by process group or RPC between machines.
+`ParkedState` is a role's state in host memory, between the ranks that had it and those that go on with it on other
+hosts: a `StateKeeper` on each old rank's host keeps its `StateCopy`, and each new rank reads the pieces that it needs
+straight from there: by reference in one process, through shared memory on one machine, by process group or RPC between
+machines.
 """
 
 from __future__ import annotations
@@ -91,13 +82,13 @@ def held(module: nn.Module, *optimizers: Optimizer) -> Iterator[Tensor]:
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters (tied ones once) and the buffers that belong to a model's weights, under `model.NAME`."""
-    kept = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return {f"model.{name}": _flat(tensor) for name, tensor in {**dict(model.named_parameters()), **buffers}.items()}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """What the optimizer keeps for each parameter, under `optimizer.NAME.KEY`.
+    """State of the optimizer for each parameter, under `optimizer.NAME.KEY`.
 
     Raises:
         ValueError: a parameter that the model has not, or something kept that is no tensor.
@@ -130,12 +121,12 @@ def optimizer_groups(model: nn.Module, optimizer: Optimizer | None) -> dict[str,
         }
         for group in optimizer.param_groups
     ]
-    kept = (item for parameter in names for item in kept_by(optimizer, parameter).items())
-    return {"groups": groups, "scalars": sorted({key for key, value in kept if value.dim() == 0})}
+    items = (item for parameter in names for item in kept_by(optimizer, parameter).items())
+    return {"groups": groups, "scalars": sorted({key for key, value in items if value.dim() == 0})}
 
 
 def kept_by(optimizer: Any, parameter: nn.Parameter) -> Mapping[str, Any]:
-    """What an optimizer keeps of a parameter; one whose own form is no tensors says how it is saved."""
+    """State of an optimizer for a parameter; one whose own form is no tensors says how it is saved."""
     if hasattr(optimizer, "as_saved"):
         return optimizer.as_saved(parameter)  # type: ignore[no-any-return]
     return optimizer.state.get(parameter, {})  # type: ignore[no-any-return]
@@ -151,11 +142,11 @@ def empty_state(
         stored: what the checkpoint's files have.
         about: what `optimizer_groups` gave.
     """
-    kept: dict[str, dict[str, TensorStorageMetadata]] = {}
+    states: dict[str, dict[str, TensorStorageMetadata]] = {}
     for name, kind in stored.state_dict_metadata.items():
         owner, _, key = name.removeprefix("optimizer.").rpartition(".")
         if name.startswith("optimizer.") and isinstance(kind, TensorStorageMetadata):
-            kept.setdefault(owner, {})[key] = kind
+            states.setdefault(owner, {})[key] = kind
     state: OptimizerState = {}
     on_device = optimizer is not None and any(
         group.get("fused") or group.get("capturable") for group in optimizer.param_groups
@@ -163,7 +154,7 @@ def empty_state(
     for name, parameter in _named(model, optimizer):
         like = parameter.detach()
         tensors = {}
-        for key, kind in kept.get(name, {}).items():
+        for key, kind in states.get(name, {}).items():
             dtype = kind.properties.dtype
             if kind.size == like.shape and key not in about["scalars"]:
                 tensors[key] = torch.empty_like(like, dtype=dtype)
@@ -224,7 +215,7 @@ def set_generators(states: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def own_part(tensor: Tensor, rank: int) -> tuple[Tensor, tuple[int, ...]] | None:
-    """What a rank writes of a tensor, and where that begins in the whole; None if others write all of it.
+    """The part of a tensor that a rank writes, and where that begins in the whole; None if others write all of it.
 
     Args:
         tensor: plain ones are equal on all ranks, so rank 0 writes them; of sharded ones each writes its shard, and
@@ -268,19 +259,19 @@ STATE = "state"
 """Directory of a checkpoint to go on from."""
 ABOUT = "state.json"
 FORMAT = 1
-"""Of `state/`; a reader refuses what is newer."""
+"""Version of the format of `state/`; a reader refuses newer ones."""
 OFFSETS = "DCP_SHARDING_INFO"
 """Key in a safetensors header under which DCP looks for where in the whole tensor a shard begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a checkpoint says beside tensors."""
+    """The values of a checkpoint that are no tensors."""
 
     version: int
-    """Of the weights."""
+    """The weights' version."""
     extra: dict[str, Any]
-    """What the caller gave when it saved."""
+    """Values that the caller gave when it saved."""
 
 
 class Source(Protocol):
@@ -289,7 +280,7 @@ class Source(Protocol):
     name: str
     """For messages."""
     about: Mapping[str, Any]
-    """What is not a tensor; see `StateCopy.about`."""
+    """All that is not a tensor; see `StateCopy.about`."""
     stored: Metadata
     """Names, shapes and shards of the tensors."""
 
@@ -306,7 +297,7 @@ class HostCopy(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateCopy:
-    """What one rank holds of a trainer's state, in host memory, ready to be written."""
+    """One rank's part of a trainer's state, in host memory, ready to be written."""
 
     rank: int
     """Which rank's it is."""
@@ -414,9 +405,9 @@ def load_state(
         groups = optimizer_groups(model, optimizer)
         check_fits(state_at.name, stored, targets, groups, about)
         state = empty_state(model, optimizer, stored, about["optimizer"])
-        kept = {f"optimizer.{name}.{key}": value for name, values in state.values() for key, value in values.items()}
+        moments = {f"optimizer.{name}.{key}": value for name, values in state.values() for key, value in values.items()}
         random = {key: value for key, value in generators(rank, model).items() if key in stored.state_dict_metadata}
-        state_at.fill({**targets, **kept, **random})
+        state_at.fill({**targets, **moments, **random})
     except SafetensorError as error:
         raise ValueError(f"{source} is damaged: resume from an earlier checkpoint ({error})") from error
     take_over(optimizer, state, about["optimizer"])
@@ -425,14 +416,14 @@ def load_state(
 
 
 def restored(about: Mapping[str, Any], schedule: LRScheduler | None) -> Restored:
-    """What a state tells besides tensors, once they are in place; its schedule goes on in `schedule`."""
+    """The values of a state besides tensors, once they are in place; its schedule goes on in `schedule`."""
     if schedule is not None and about["schedule"] is not None:
         schedule.load_state_dict(about["schedule"])
     return Restored(int(about["version"]), dict(about["extra"]))
 
 
 def _read_about(directory: Path) -> dict[str, Any]:
-    """What `state.json` says, once all files are known to be there."""
+    """The content of `state.json`, once all files are known to be there."""
     path = directory / ABOUT
     if not path.is_file():
         raise FileNotFoundError(f"{directory} has no {ABOUT}: it is no state of a trainer, or was not finished")
@@ -482,7 +473,7 @@ def check_fits(
 
 
 def _has_holes(kind: Any) -> bool:
-    """Whether the shards of a tensor are not all there; what they lack would be read as whatever memory held."""
+    """Tell whether shards of a tensor are missing; what they lack would be read as whatever memory held."""
     return sum(prod(chunk.sizes) for chunk in kind.chunks) != prod(kind.size)
 
 
@@ -502,7 +493,7 @@ class StateFiles:
 
 
 def planner_of(stored: Metadata, targets: Mapping[str, Tensor]) -> DefaultLoadPlanner:
-    """What finds out which parts of which shards go where in some tensors."""
+    """A planner of which parts of which shards go where in some tensors."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), stored, is_coordinator=True)
     return planner
@@ -526,7 +517,7 @@ def told_of(
     schedule: LRScheduler | None,
     extra: Mapping[str, Any],
 ) -> str:
-    """What `state.json` says of a state; one rank writes it.
+    """The content of `state.json` for a state; one rank writes it.
 
     Args:
         version, ranks, extra: as for `copy_state`.
@@ -592,7 +583,7 @@ async def write_in_thread(write: Callable[[threading.Event], None]) -> None:
 
 
 READ_BYTES = 256 << 20
-"""What a new rank fetches at a time: beside what it already has, its host needs memory for no more than that."""
+"""Bytes that a new rank fetches at a time: beside what it already has, its host needs memory for no more than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -600,7 +591,7 @@ class Shard:
     """Where in its whole tensor a kept shard lies."""
 
     offset: tuple[int, ...]
-    """Of its first element."""
+    """The place of its first element."""
     shape: tuple[int, ...]
     """Its own."""
     dtype: torch.dtype
@@ -614,7 +605,7 @@ class Piece:
     key: str
     """Name of the tensor."""
     offset: tuple[int, ...]
-    """Of its first element in the shard."""
+    """The place of its first element in the shard."""
     shape: tuple[int, ...]
     """Its own."""
 
@@ -634,11 +625,11 @@ class StateKeeper(Actor):
     @endpoint
     async def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Parts of what is kept; nobody may write to them."""
-        found = []
+        pieces_read = []
         for piece in pieces:
             ends = (start + size for start, size in zip(piece.offset, piece.shape, strict=True))
-            found.append(self._shards[piece.key][tuple(map(slice, piece.offset, ends))])
-        return found
+            pieces_read.append(self._shards[piece.key][tuple(map(slice, piece.offset, ends))])
+        return pieces_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -650,9 +641,9 @@ class ParkedState:
     keepers: ActorGroup
     """One for each old rank, on its host."""
     about: Mapping[str, Any]
-    """What is not a tensor."""
+    """All that is not a tensor."""
     shards: tuple[Mapping[str, Shard], ...]
-    """Of each old rank, by key."""
+    """The shards of each old rank, by key."""
 
     def open(self) -> OpenState:
         """The state as a `train_state.Source`; to be called on the loop of the host that will read it."""
@@ -719,7 +710,7 @@ class OpenState:
         return {key.removeprefix(prefix): tensor for key, tensor in found.items()}
 
     def _batches(self, items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
-        """Of at most `READ_BYTES` each, unless a single one is larger."""
+        """Pieces of at most `READ_BYTES` each, unless a single one is larger."""
         batch: list[ReadItem] = []
         size = 0
         for item in items:
@@ -754,21 +745,21 @@ class OpenState:
                 for at in places
             ]
             calls.append(self._keepers[rank].read(pieces))
-        found: dict[int, Tensor] = {}
+        by_place: dict[int, Tensor] = {}
         for places, tensors in zip(wanted.values(), await asyncio.gather(*calls), strict=True):
-            found.update(zip(places, tensors, strict=True))
-        return [found[place] for place in range(len(items))]
+            by_place.update(zip(places, tensors, strict=True))
+        return [by_place[place] for place in range(len(items))]
 
 
 def _metadata(shards: Iterable[Mapping[str, Shard]]) -> Metadata:
-    """What torch's planner wants to know of kept shards."""
-    found: dict[str, TensorStorageMetadata] = {}
+    """Metadata of parked shards for torch's planner."""
+    kinds: dict[str, TensorStorageMetadata] = {}
     for key, shard in (item for each in shards for item in each.items()):
         chunk = ChunkStorageMetadata(torch.Size(shard.offset), torch.Size(shard.shape))
         end = [start + size for start, size in zip(shard.offset, shard.shape, strict=True)]
-        if (kind := found.get(key)) is None:
-            found[key] = TensorStorageMetadata(TensorProperties(shard.dtype), torch.Size(end), [chunk])
+        if (kind := kinds.get(key)) is None:
+            kinds[key] = TensorStorageMetadata(TensorProperties(shard.dtype), torch.Size(end), [chunk])
         else:
             kind.chunks.append(chunk)
             kind.size = torch.Size(map(max, kind.size, end))
-    return Metadata(dict(found))
+    return Metadata(dict(kinds))

@@ -1,13 +1,8 @@
-"""A model for the rest of the world: weights, configuration and tokenizer as `from_pretrained` wants them.
+"""A trained model for everybody else: a directory as `from_pretrained` wants it, and its adapters as peft wants them.
 
-Flows in: the trainer's model, whole or sharded, with or without adapters. Flows out: a directory with safetensors files
-under the names of the plain model. The weights are copied to host memory first, which is quick and takes every rank;
-writing them takes its time and can be done by any thread of rank 0 while the model goes on learning.
-
-Adapters by themselves, for the rest of the world: a directory as peft's `PeftModel.from_pretrained` wants it.
-
-Flows in: the trainer's model, whole or sharded. Flows out: two small files beside the merged model of a checkpoint. The
-tensors are gathered, which takes every rank; rank 0 writes them while the model goes on learning.
+The trainer's model may be whole or sharded, with or without adapters. Its tensors are copied to host memory first,
+merged and under the names of the plain model, which is quick and takes every rank; writing them takes its time, and
+rank 0 does it in a thread while the model goes on learning.
 """
 
 from __future__ import annotations
@@ -137,12 +132,12 @@ def copy_model(
 def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the buffers that belong to a model's weights."""
     yield from merged_named_parameters(model)
-    kept = model.state_dict().keys()
-    yield from ((plain_name(name), buffer) for name, buffer in model.named_buffers() if name in kept)
+    saved = model.state_dict().keys()
+    yield from ((plain_name(name), buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def skeleton_of(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The same model without tensors and adapters, of its own class, which FSDP2 had replaced by one derived of it."""
+    """The model without tensors and adapters, of its own class, which FSDP2 had replaced by one derived of it."""
     bases = (base for base in type(model).__mro__ if issubclass(base, PreTrainedModel))
     cls = next(base for base in bases if not issubclass(base, FSDPModule))
     with torch.device("meta"):
@@ -164,7 +159,7 @@ class AdapterCopy:
     """The adapters of one version in host memory, ready to be written."""
 
     config: dict[str, Any]
-    """What they are like, as JSON values."""
+    """Their settings, as JSON values."""
     tensors: dict[str, Tensor]
     """By the names of peft's files."""
 

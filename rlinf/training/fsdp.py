@@ -123,9 +123,9 @@ class Learner:
         """
         device = next(self.module.parameters()).device
         for batch in (batch.to(device) for batch in batches):
-            found = loss(batch, self.module(batch, entropy_slope=True) if entropy_slope else self.module(batch))
-            found.total.backward()  # type: ignore[no-untyped-call]
-            part = found.detach()
+            total = loss(batch, self.module(batch, entropy_slope=True) if entropy_slope else self.module(batch))
+            total.total.backward()  # type: ignore[no-untyped-call]
+            part = total.detach()
             self._sum = part if self._sum is None else self._sum + part
 
     def step(self) -> tuple[LossSum, dict[str, float]]:
@@ -221,9 +221,9 @@ class FsdpBackEnd:
         if adapter != POLICY:  # another policy, which routes by itself
             here = here.routed(None)
         with nullcontext() if adapter == POLICY else using(self.module, adapter):
-            found: Outputs = self.module(here)
+            outputs: Outputs = self.module(here)
         reshard(self.module)  # without a backward pass the whole weights would stay, and grow old
-        return found
+        return outputs
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
         return exported(self.model, dtype, self.layout.slices) if self.layout.first_copy else iter(())
@@ -273,9 +273,9 @@ class FsdpBackEnd:
 
     def restore(self, optimization: Optimization, source: Path | Source) -> Restored:
         learner = _ours(optimization)
-        found = load_state(self.model, learner.optimizer, learner.schedule, source, rank=self._rank)
+        restored = load_state(self.model, learner.optimizer, learner.schedule, source, rank=self._rank)
         learner.resumed()
-        return found
+        return restored
 
     def held(self, *optimizations: Optimization) -> Iterator[Tensor]:
         reshard(self.module)  # a forward that failed leaves whole weights behind

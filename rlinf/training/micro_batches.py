@@ -93,7 +93,7 @@ class Forward:
     rows: tuple[Row, ...]
     """The micro-batch; empty if there is no work for this rank, which takes part all the same."""
     columns: tuple[str, ...]
-    """What to compute: names in `Sample.per_token`."""
+    """Columns to compute: names in `Sample.per_token`."""
     tokens: tuple[int, ...]
     """Learned tokens of each share of this round."""
     on_scores: Callable[[Sequence[np.ndarray]], None] | None = None
@@ -235,7 +235,7 @@ class InOrder:
 
     @property
     def state(self) -> list[int | None]:
-        """What the order of later steps depends on."""
+        """All that the order of later steps depends on."""
         return [self.first, self._began]
 
     def begin(self) -> None:

@@ -1,15 +1,10 @@
 """One optimizer step on the mean of a loss over all ranks: for language models and for policies that act.
 
-In: each rank's un-normalised sums, and gradients of them. Out: changed parameters. Gradients are summed over ranks and
-divided once, by the count of all ranks, so it does not matter how a batch was cut or how many ranks share it. Blocking
-code; every rank calls the same functions in the same order, since each is a collective.
-
-The schedule of a learning rate, as a factor that follows from the steps that were taken. Pure.
-
-AdamW for trainers: torch's own, or one by bitsandbytes that keeps its running means in 8 bits.
-
-In: parameters, whole or sharded by FSDP2. Out: an optimizer as torch's are. What the 8-bit one keeps is a quarter of
-AdamW's two means in float32; in checkpoints both look the same, so that a run may go on with the other one.
+`optimizer_step` sums gradients over ranks and divides once, by the count of all ranks, so it does not matter how a
+batch was cut or how many ranks share it. It blocks; every rank calls it in the same order, since it is a collective.
+`lr_factor` is the schedule of a learning rate, which follows from the number of steps alone. `adamw` is torch's own, or
+one by bitsandbytes that keeps its running means in 8 bits, a quarter of their memory; in checkpoints both look the
+same, so that a run may go on with the other one.
 """
 
 from __future__ import annotations
@@ -32,12 +27,12 @@ from rlinf.algos.loss_sum import EffectiveSize, Explained, LossSum, Max, Mean, M
 from rlinf.models.offload import shard_of
 
 Schedule = Literal["constant", "linear", "cosine"]
-"""What becomes of the learning rate after the warm-up."""
+"""The course of the learning rate after the warm-up."""
 SCHEDULES = ("constant", "linear", "cosine")
 
 
 def lr_factor(done: int, schedule: Schedule, warmup_steps: int, total_steps: int | None, min_ratio: float) -> float:
-    """What the learning rate is multiplied with in the step after `done` steps.
+    """The factor of the learning rate in the step after `done` steps.
 
     It rises linearly to 1 in step `warmup_steps`. Then it stays there ("constant"), or falls towards `min_ratio`, in a
     straight line ("linear") or as half a cosine (SGDR, arXiv:1608.03983, eq. 5). It would be there one step behind
@@ -142,7 +137,7 @@ class AdamW8bit(Optimizer):
                 self.state[parameter] = self._theirs.state[own]
 
     def as_saved(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """What AdamW would keep of a parameter: the step, and the means in float32, sharded as the parameter is."""
+        """State of AdamW for a parameter: the step, and the means in float32, sharded as the parameter is."""
         from bitsandbytes.functional import dequantize_blockwise
 
         if not (kept := self.state.get(parameter)):
@@ -182,7 +177,7 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 _BUCKET_BYTES = 1 << 26
-"""Of gradients that are summed over ranks at once: enough for a network's full speed, little beside a model."""
+"""Bytes of gradients that are summed over ranks at once: enough for a network's full speed, little beside a model."""
 
 
 def minimize(
@@ -242,10 +237,10 @@ def _add_gradients(total: Tensor, parameters: Sequence[Tensor]) -> None:
 
 def _forget_others(parameters: Sequence[Tensor], optimizer: Optimizer) -> None:
     """Drop the gradients of an optimizer's parameters but for some."""
-    kept = {id(parameter) for parameter in parameters}
+    own = {id(parameter) for parameter in parameters}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) not in kept:
+            if id(parameter) not in own:
                 parameter.grad = None
 
 
@@ -303,7 +298,7 @@ def optimizer_step(
 
 
 def _counted_here(gradients: Sequence[Tensor], ranks: DeviceMesh | None) -> list[Tensor]:
-    """What of gradients this rank counts in their norm: its shards, and where some are sharded, those that every rank
+    """The gradients that this rank counts in their norm: its shards, and where some are sharded, those that every rank
     has whole on one of them alone."""
     shards = [shard_of(each) for each in gradients if isinstance(each, DTensor)]
     whole = [each for each in gradients if not isinstance(each, DTensor)]
@@ -314,10 +309,10 @@ def _counted_here(gradients: Sequence[Tensor], ranks: DeviceMesh | None) -> list
 def _cause_of_nan(
     named: Mapping[str, Tensor], optimizer: Optimizer, ranks: DeviceMesh | None, parts: DeviceMesh | None
 ) -> str:
-    """What to look at after a loss or gradient that is not finite; a collective, to which all ranks come together."""
+    """A hint after a loss or gradient that is not finite; a collective, to which all ranks come together."""
     steps = max((float(kept.get("step", 1)) for kept in optimizer.state.values() if kept), default=0.0)
-    found = [(~shard_of(tensor.detach()).isfinite()).sum().double() for tensor in named.values()]
-    mine = torch.stack([*found, found[0].new_tensor(steps)])
+    counts = [(~shard_of(tensor.detach()).isfinite()).sum().double() for tensor in named.values()]
+    mine = torch.stack([*counts, counts[0].new_tensor(steps)])
     wrong = sum_over_ranks(sum_over_ranks(mine, parts), ranks).tolist()
     broken = [name for name, count in zip(named, wrong, strict=False) if count]
     began = wrong[-1] == 0
@@ -436,7 +431,7 @@ def over_ranks(mine: LossSum, square: Tensor, ranks: DeviceMesh | None) -> tuple
 
 
 def _addends(metric: Metric) -> tuple[Tensor, ...]:
-    """What of a metric is added over ranks."""
+    """The part of a metric that is added over ranks."""
     if isinstance(metric, Mean):
         return metric.total, metric.weight
     if isinstance(metric, MetricGroup):

@@ -1,15 +1,10 @@
-"""Which numbers per token (columns) an algorithm needs, and who computes them: other roles, or the trainer and when.
+"""From judged groups to the loss of a policy or a critic: columns, rows with advantages, and the loss of a micro-batch.
 
-In: an `AlgorithmSpec`. Out: names of columns. Those of other roles are keys of `Sample.per_token`.
-
-From judged groups to rows to learn from: what policy and critic make of answers before any model looks at them.
-
-In: groups with rewards, and with the columns that other roles filled. Out: for each group the rows that are learned,
-with advantages, or with values and returns. Nothing here depends on tokens outside a sample's loss mask.
-
-The loss of a packed micro-batch under an algorithm: which log-probs stand for which policy.
-
-In: log-probs and entropies of the learned tokens, and their columns. Out: a `LossSum`.
+`needed_of_policy` and `own_columns` tell which numbers per token (columns) an algorithm needs, and who computes them:
+other roles, which fill `Sample.per_token`, or the trainer, and when. `advantage_rows` and `value_rows` make the rows of
+groups that are learned, with advantages, or with values and returns. `policy_loss` is the loss of a packed micro-batch
+of such rows, in which it chooses the log-probs that stand for each policy. Nothing here depends on tokens outside a
+sample's loss mask.
 """
 
 from __future__ import annotations
@@ -53,7 +48,7 @@ _SOURCES = {
     VALUES: "critic.values",
     PROXIMAL: "the trainer's own pass over the batch",
 }
-"""What fills each column."""
+"""The call that fills each column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +99,9 @@ def own_columns(spec: AlgorithmSpec, *, minibatches: int, own: Collection[str] =
 def columns_of(spec: AlgorithmSpec) -> set[str]:
     """Columns that the loss asks for. A loss that is not ours may ask for versions."""
     interpolates = isinstance(spec.loss, Decoupled) and spec.loss.proximal == "interpolate"
-    found = {VERSIONS} if interpolates or type(spec.loss) not in LOSSES.values() else set()
-    found |= {REFERENCE} if spec.kl is not None and spec.kl.place == "loss" else set()
-    return found | ({PROXIMAL} if spec.needs_recomputed_logprobs else set())
+    columns = {VERSIONS} if interpolates or type(spec.loss) not in LOSSES.values() else set()
+    columns |= {REFERENCE} if spec.kl is not None and spec.kl.place == "loss" else set()
+    return columns | ({PROXIMAL} if spec.needs_recomputed_logprobs else set())
 
 
 def asks_rewards_alone(spec: AlgorithmSpec) -> bool:
@@ -164,7 +159,7 @@ def check_told(where: str, spec: AlgorithmSpec, samples: Sequence[Sample], neede
 
 
 def _unread(sample: Sample, known: set[str]) -> str:
-    """What to say of a sample with a column that no algorithm reads."""
+    """An error about a sample with a column that no algorithm reads."""
     name = min(name for name in sample.per_token if name.partition("/")[0] not in known)
     cure = (
         "set Sample.loss_mask, a field of its own"
@@ -186,11 +181,11 @@ class LearnedRows:
     """Rows of groups; those of further groups add."""
 
     rows: list[list[Row]] = field(default_factory=list)
-    """Of each group, the samples that give a gradient."""
+    """The samples of each group that give a gradient."""
     advantages: list[float | np.ndarray] = field(default_factory=list)
-    """Of each scored sample, or of its learned tokens [learned], those that give no gradient included."""
+    """One for each scored sample, or for its learned tokens [learned], those that give no gradient included."""
     rewards: list[float] = field(default_factory=list)
-    """Of each scored sample, after shaping."""
+    """One for each scored sample, after shaping."""
 
     def __iadd__(self, other: LearnedRows) -> LearnedRows:
         self.rows += other.rows
@@ -242,14 +237,16 @@ def _policy_rows(spec: AlgorithmSpec, groups: Sequence[Group], later: frozenset[
     scored, samples = _scored(groups)
     if not samples:
         return LearnedRows(rows=[[] for _ in groups])
-    found = advantages_of(spec, _answers(scored, samples, tokens=not asks_rewards_alone(spec)))
-    gains: list[Any] = found.values.tolist() if found.values.ndim == 1 else _of_learned(found.values, samples)
+    advantages = advantages_of(spec, _answers(scored, samples, tokens=not asks_rewards_alone(spec)))
+    gains: list[Any] = (
+        advantages.values.tolist() if advantages.values.ndim == 1 else _of_learned(advantages.values, samples)
+    )
     names = columns_of(spec) - later | ({VERSIONS} if ages else set())
     rows = [
         Row.of(sample, gain, {name: sample.column(name) for name in names})
         for sample, gain in zip(samples, gains, strict=True)
     ]
-    return LearnedRows(_per_group(scored, rows, found), gains, found.rewards.tolist())
+    return LearnedRows(_per_group(scored, rows, advantages), gains, advantages.rewards.tolist())
 
 
 def value_rows(spec: AlgorithmSpec, groups: Sequence[Group]) -> LearnedRows:
@@ -266,14 +263,14 @@ def value_rows(spec: AlgorithmSpec, groups: Sequence[Group]) -> LearnedRows:
     check_told("critic.train", spec, samples, needed_of_critic(spec))
     if not samples:
         return LearnedRows(rows=[[] for _ in groups])
-    found = advantages_of(spec, _answers(scored, samples, tokens=True))
-    if found.returns is None:
+    estimates = advantages_of(spec, _answers(scored, samples, tokens=True))
+    if estimates.returns is None:
         raise ValueError(f"critic.train: algorithm {spec.name!r} has an advantage that gives a critic no returns")
     rows = [
         Row.of(sample, columns={VALUES: sample.column(VALUES), RETURNS: returns})
-        for sample, returns in zip(samples, _of_learned(found.returns, samples), strict=True)
+        for sample, returns in zip(samples, _of_learned(estimates.returns, samples), strict=True)
     ]
-    return LearnedRows(_per_group(scored, rows, found), rewards=found.rewards.tolist())
+    return LearnedRows(_per_group(scored, rows, estimates), rewards=estimates.rewards.tolist())
 
 
 def _scored(groups: Sequence[Group]) -> tuple[list[tuple[Sample, ...]], list[Sample]]:
@@ -291,14 +288,14 @@ def _scored(groups: Sequence[Group]) -> tuple[list[tuple[Sample, ...]], list[Sam
 
 def _check_finite(sample: Sample) -> None:
     """See that the reward of a sample, and what of it fell at tokens, are numbers to compute with."""
-    told: tuple[tuple[str, Any], ...] = (("reward", sample.reward),)
+    rewards: tuple[tuple[str, Any], ...] = (("reward", sample.reward),)
     if REWARDS in sample.per_token:
-        told += ((f"per_token[{REWARDS!r}]", sample.column(REWARDS)),)
-    for name, value in told:
+        rewards += ((f"per_token[{REWARDS!r}]", sample.column(REWARDS)),)
+    for name, value in rewards:
         if not np.isfinite(value).all():
-            found = value if name == "reward" else value[~np.isfinite(value)][0]
+            wrong = value if name == "reward" else value[~np.isfinite(value)][0]
             raise ValueError(
-                f"train: sample {sample.index} of prompt {sample.prompt.id} has the {name} {found}, which is no finite "
+                f"train: sample {sample.index} of prompt {sample.prompt.id} has the {name} {wrong}, which is no finite "
                 "number: mend what gave it, or let it be None with an outcome, so that the sample counts as not drawn"
             )
 
@@ -332,7 +329,7 @@ def _answers(scored: Sequence[Sequence[Sample]], samples: Sequence[Sample], *, t
         table[mask] = np.concatenate([sample.column(name) for sample in samples])
         return torch.from_numpy(table)
 
-    said = {name: padded(name) for name in ("logprobs", REFERENCE, TEACHER, VALUES)} if tokens else {}
+    columns = {name: padded(name) for name in ("logprobs", REFERENCE, TEACHER, VALUES)} if tokens else {}
     weights = [sample.weight for sample in samples]
     return Answers(
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float64),
@@ -342,7 +339,7 @@ def _answers(scored: Sequence[Sequence[Sample]], samples: Sequence[Sample], *, t
         weights=None if all(weight == 1.0 for weight in weights) else torch.tensor(weights),
         truncated=torch.tensor([sample.truncated for sample in samples]),
         **_of_too_old(samples, tokens=tokens),
-        **said,
+        **columns,
     )
 
 
@@ -356,10 +353,10 @@ def _of_too_old(samples: Sequence[Sample], *, tokens: bool) -> dict[str, Tensor]
     """
     if not any(sample.too_old for sample in samples):
         return {}
-    found = {"lengths": torch.tensor([sample.generated_tokens for sample in samples])}
+    answers = {"lengths": torch.tensor([sample.generated_tokens for sample in samples])}
     if tokens:
         # other tokens that are not learned have NaN or 0 there
-        found["spent"] = torch.tensor(
+        answers["spent"] = torch.tensor(
             [
                 float(np.nansum(sample.per_token[REWARDS][~sample.loss_mask]))
                 if REWARDS in sample.per_token and sample.loss_mask is not None
@@ -368,7 +365,7 @@ def _of_too_old(samples: Sequence[Sample], *, tokens: bool) -> dict[str, Tensor]
             ],
             dtype=torch.float64,
         )
-    return found
+    return answers
 
 
 def _token_rewards(samples: Sequence[Sample], mask: np.ndarray) -> Tensor | None:
@@ -392,7 +389,7 @@ def policy_loss(
     batch: Packed,
     logprobs: Tensor,
     entropy: Tensor,
-    kept: Mapping[str, Tensor],
+    cached_columns: Mapping[str, Tensor],
     version: int | None,
 ) -> LossSum:
     """The loss of a micro-batch, differentiable by `logprobs` (and `entropy`, if there is a bonus for it).
@@ -404,13 +401,13 @@ def policy_loss(
         spec: the algorithm.
         batch: the samples.
         logprobs, entropy: of the policy being trained, nats, [learned].
-        kept: columns beside those of `batch`, float32 [learned] each.
+        cached_columns: columns beside those of `batch`, float32 [learned] each.
         version: of the weights being trained, before the update.
 
     Raises:
         ValueError: the algorithm needs a column that is not there.
     """
-    columns = {**batch.columns, **kept}
+    columns = {**batch.columns, **cached_columns}
     if not len(batch.targets):  # a rank without work has no columns, and still takes part
         columns = dict.fromkeys((REFERENCE, PROXIMAL, VERSIONS), logprobs.detach())
     return loss_of(
@@ -438,7 +435,7 @@ def learn_policy(
     *,
     version: int | None = None,
     compare: bool = False,
-    kept: dict[str, Tensor] | None = None,
+    cached_columns: dict[str, Tensor] | None = None,
     oldest: int = 0,
     balance: float = 0.0,
 ) -> None:
@@ -450,31 +447,31 @@ def learn_policy(
         spec: the algorithm.
         version: of the weights being trained, before the update.
         compare: no step was taken on the batch yet: measure how far our log-probs are from the engine's.
-        kept: columns beside those of `batch`, float32 [learned] each; our log-probs join them if the algorithm
-            needs those before the update and nobody said them yet.
+        cached_columns: columns beside those of `batch`, float32 [learned] each; our log-probs join them if the
+            algorithm needs those before the update and they are not there yet.
         oldest: by how many versions tokens may be older than the weights; above 0, `compare` tells their ages apart.
         balance: coefficient of the auxiliary loss of a mixture of experts, for batches that have `expert_load`.
     """
-    known = {} if kept is None else kept
+    known = {} if cached_columns is None else cached_columns
 
     def loss(batch: Packed, outputs: Outputs) -> LossSum:
         logprobs, entropy = outputs[:2]
         routed = outputs[2] if len(outputs) > 2 else None
         if spec.needs_recomputed_logprobs and PROXIMAL not in batch.columns:
             known.setdefault(PROXIMAL, logprobs.detach())
-        found = policy_loss(spec, batch, logprobs, entropy, known, version)
+        total = policy_loss(spec, batch, logprobs, entropy, known, version)
         if routed is not None and routed.balance is not None and balance:
-            found = found.plus(_evenly(spec, batch, routed.balance), balance)
+            total = total.plus(_evenly(spec, batch, routed.balance), balance)
         if compare and routed is not None:
-            found = found.watching(_routing(batch, routed, version if oldest else None))
+            total = total.watching(_routing(batch, routed, version if oldest else None))
         if compare and oldest:
             assert version is not None  # of every trainer
             versions = batch.columns[VERSIONS] if len(batch.targets) else batch.targets  # a rank without work
             ages = {"current": version, "oldest": min(oldest, AGES)}
-            found = found.watching(losses.by_age(logprobs, batch.old_logprobs, versions, batch.mask, **ages))
+            total = total.watching(losses.by_age(logprobs, batch.old_logprobs, versions, batch.mask, **ages))
         elif compare:
-            found = found.watching(losses.mismatch(logprobs, batch.old_logprobs, batch.mask))
-        return found
+            total = total.watching(losses.mismatch(logprobs, batch.old_logprobs, batch.mask))
+        return total
 
     learner.accumulate([batch], loss, entropy_slope=bool(spec.entropy_bonus))
 

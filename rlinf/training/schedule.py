@@ -1,4 +1,4 @@
-"""What is computed when: the commands by which ranks learn from a batch, or compute columns of it.
+"""The order of computation: the commands by which ranks learn from a batch, or compute columns of it.
 
 `BatchSchedule` gives the commands for a batch of judged groups, from its first group to its last optimizer step. Those
 of the first epoch come while groups are still being made, unless something must be known of the whole batch first.
@@ -121,7 +121,7 @@ class LogprobPass:
 
 
 def gathered(mine: Tensor, tokens: Sequence[int], mesh: DeviceMesh | None, shares: Sequence[int]) -> list[np.ndarray]:
-    """What was computed in a round: a collective.
+    """The columns that all ranks computed in a round: a collective.
 
     Args:
         mine: of this rank, float32 [columns, learned tokens].
@@ -149,7 +149,7 @@ class BatchPlan:
     where: str
     """Endpoint that learns, for errors."""
     seed: tuple[int, ...]
-    """Of the order of groups in minibatches, with the number of the epoch appended."""
+    """Seed of the order of groups in minibatches, with the number of the epoch appended."""
     epochs: int = 1
     """Passes over the batch."""
     minibatches: int = 1

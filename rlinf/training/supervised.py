@@ -1,9 +1,7 @@
-"""What is learned from given texts: an objective says which numbers of a model it needs, and what the loss is.
+"""Learning from given texts: objectives, the metrics of their batches, and samples for people.
 
-In: groups as `data.conversations` makes them. Out: rows, and the loss of a packed micro-batch of them. Trainers take
-one as their `objective`; one of your own is a class like these.
-
-What a batch of given texts looked like, the loss of one that was only computed, and samples for people.
+A trainer takes an `Objective`: it tells which numbers of a model it needs, makes the rows of groups, and is the loss of
+a packed micro-batch of them. One of your own is a class like those here.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ from rlinf.training.batch_metrics import read_spans, token_rows
 
 
 class Objective(Protocol):
-    """What is learned."""
+    """Something to learn from given texts."""
 
     head: ClassVar[Literal["logprobs", "scores"]]
-    """What the model gives for each learned token, see `ModelSettings`."""
+    """The head of the model, see `ModelSpec`."""
     together: ClassVar[int]
     """Rows that are computed together: 2 for pairs."""
 
@@ -42,7 +40,7 @@ class Objective(Protocol):
         """A reference policy's log-probs of every learned token are part of the loss."""
 
     def rows(self, groups: Sequence[Group]) -> list[Row]:
-        """What is computed of a batch.
+        """The rows of a batch.
 
         Raises:
             ValueError: a group lacks something.
@@ -73,9 +71,9 @@ class Likelihood:
 
     def loss(self, batch: Packed, outputs: Outputs, kept: Mapping[str, Tensor]) -> LossSum:
         logprobs, entropy = outputs[:2]
-        found = losses.supervised(logprobs, batch.columns.get(WEIGHT, batch.mask))
+        total = losses.supervised(logprobs, batch.columns.get(WEIGHT, batch.mask))
         count = torch.tensor(float(len(logprobs)), dtype=torch.float64)
-        return found.watching({"entropy": Mean(entropy.detach().sum(dtype=torch.float64), count)})
+        return total.watching({"entropy": Mean(entropy.detach().sum(dtype=torch.float64), count)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +96,12 @@ class Preference:
 
     def rows(self, groups: Sequence[Group]) -> list[Row]:
         _check_pairs(groups)
-        told = all(REF in sample.per_token for group in groups for sample in group.samples)
-        return [_row(sample, {REF: sample.column(REF)} if told else {}) for group in groups for sample in group.samples]
+        has_reference = all(REF in sample.per_token for group in groups for sample in group.samples)
+        return [
+            _row(sample, {REF: sample.column(REF)} if has_reference else {})
+            for group in groups
+            for sample in group.samples
+        ]
 
     def loss(self, batch: Packed, outputs: Outputs, kept: Mapping[str, Tensor]) -> LossSum:
         logprobs = outputs[0]
@@ -214,14 +216,14 @@ def measured(objective: Objective, groups: Sequence[Group]) -> dict[str, float]:
     sums = []
     for start in range(0, len(groups), _AT_ONCE):
         part = groups[start : start + _AT_ONCE]
-        said = [sample.column(OUTPUT) for group in part for sample in group.samples]
+        outputs = [sample.column(OUTPUT) for group in part for sample in group.samples]
         rows = [
             replace(row, columns={**row.columns, OUTPUT: column})
-            for row, column in zip(objective.rows(part), said, strict=True)
+            for row, column in zip(objective.rows(part), outputs, strict=True)
         ]
         batch = pack(rows)
-        found = batch.columns[OUTPUT]
-        sums.append(objective.loss(batch, (found, torch.full_like(found, torch.nan)), {}))
+        outputs_of_rows = batch.columns[OUTPUT]
+        sums.append(objective.loss(batch, (outputs_of_rows, torch.full_like(outputs_of_rows, torch.nan)), {}))
     total = sum(sums[1:], sums[0])
     watched = {name: value for name, value in total.values().items() if not math.isnan(value)}
     return {"loss": float(total.mean()), **watched}

@@ -1,33 +1,18 @@
-"""How long the phases of publishing and loading took, and how many bytes they moved, for the trace and the metrics.
+"""Weights on their way from a trainer to everybody who computes with them.
 
-Flows in: phases, of which each may come many times. Flows out: one span per phase. Nobody waits, but for the end of
-what a GPU still does when the times are read.
+`publish` casts, gathers, merges and packs the trainer's weights, under the names of the plain model, into `Weights` on
+rank 0. Every rank takes part, since gathering a sharded tensor is a collective. Beside its shard, and on rank 0 the
+buckets that it hands out, a rank needs memory for a piece of a bucket at a time: see `publishing_bytes`. `Scattered` is
+a tensor of which each rank has some rectangles, in whatever shapes a back end splits it: the first rank gathers it
+piece by piece, so that nobody else receives anything. `Clock` times the phases, for the trace and the metrics.
 
-Tensors of which each rank has some rectangles, in whatever shapes a back end splits them: to read, and to gather.
-
-Flows in: rectangles, and where in the whole they lie. Flows out: `Part`, by which torch's checkpoints read what belongs
-to a rank; and `Scattered`, which the first rank of a mesh gathers piece by piece, each piece from the rank that has it
-to where it belongs, so that nobody else receives anything.
-
-From a trainer's model to `Weights` on its rank 0: cast, gathered, merged and packed.
-
-Flows in: a model, whole or sharded by FSDP2 over the trainer's ranks, with or without adapters. Flows out: its weights
-under the names of the plain model, on rank 0; nothing on the others. Every rank takes part, since gathering a sharded
-tensor is a collective. Beside its shard, and on rank 0 the buckets that it hands out, a rank needs memory for a piece
-of a bucket at a time: see `publishing_bytes`.
-
-Receiving weights: all ranks of a group switch to a new version, or none does.
-
-Flows in: `load(weights)` on the whole group. Flows out: the version in use, or an error that names the rank, its host
-and the phase. Who wakes whom: a `load` call that has arrived wakes rank 0's question on its rank; the answers of all
-ranks wake rank 0, whose decision wakes every rank's `load`.
-
-It is a two-phase commit, led by rank 0. First each rank verifies the checksums and checks that the weights fit, which
-changes nothing; rank 0 asks every rank whether it has (`load_ready`), and a rank that has said yes does what rank 0
-decides, whatever becomes of its own call. Then rank 0 has all of them switch (`load_decided`), or drops the round
-(`load_abandon`) because somebody refused, failed, was cancelled or did not answer in time; a round that was dropped
-cannot switch any more. Every rank switches in the order of rank 0's decisions, so ranks that get two versions at once
-end on the same.
+`Receiver` is the other end: all ranks of a group switch to a new version, or none does, and an error names the rank,
+its host and the phase. It is a two-phase commit, led by rank 0. First each rank verifies the checksums and checks that
+the weights fit, which changes nothing; rank 0 asks every rank whether it has (`load_ready`), and a rank that has said
+yes does what rank 0 decides, whatever becomes of its own call. Then rank 0 has all of them switch (`load_decided`), or
+drops the round (`load_abandon`) because somebody refused, failed, was cancelled or did not answer in time; a round that
+was dropped cannot switch any more. Every rank switches in the order of rank 0's decisions, so ranks that get two
+versions at once end on the same.
 
 Devices are needed for the switch alone, and each rank takes its own for it: `load(trainer.weights())` holds none while
 the trainer still needs them, and a rank that generates shares its lease with the switch. A rank that is parked knows
@@ -71,7 +56,7 @@ class Clock:
 
     @contextmanager
     def phase(self, what: str, on: Tensor | Sequence[Tensor] = ()) -> Iterator[None]:
-        """What is done in it is of this phase.
+        """Time a phase: all that is done in it.
 
         Args:
             what: its name, one word.
@@ -83,11 +68,11 @@ class Clock:
         self._phases.append((what, begun, _mark(like)))
 
     def seconds(self) -> dict[str, float]:
-        """Of each phase; blocking, on a GPU until the last has ended."""
-        found: dict[str, float] = {}
+        """Seconds of each phase; blocking, on a GPU until the last has ended."""
+        seconds: dict[str, float] = {}
         for what, begun, ended in self._phases:
-            found[what] = found.get(what, 0.0) + _between(begun, ended)
-        return found
+            seconds[what] = seconds.get(what, 0.0) + _between(begun, ended)
+        return seconds
 
     def tell(self, actor: Actor) -> None:
         """Have the trace of an actor's host know of the phases, one after the other up to now."""
@@ -134,7 +119,7 @@ class Part(Tensor):
 
     @staticmethod
     def of(local: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Part:
-        """What lies at `offset` in a tensor of this shape."""
+        """The rectangle at `offset` in a tensor of this shape."""
         made: Any = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             Part, tuple(shape), dtype=local.dtype, device=local.device
         )
@@ -174,9 +159,9 @@ class Scattered:
     """A tensor whose rectangles lie on the ranks of a mesh, each on one."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """The whole tensor's."""
     held: Sequence[Held]
-    """Who has which, in an order that is the same on all ranks."""
+    """The rectangles and their ranks, in an order that is the same on all ranks."""
     write: Callable[[Held, int, Tensor], None]
     """Copies rows of a rectangle that this rank has, from one of them on, into a tensor that takes so many, and casts
     them to its dtype."""
@@ -241,9 +226,9 @@ class Scattered:
     def whole(self, dtype: torch.dtype, piece_bytes: int) -> Tensor:
         """The tensor itself on the first rank; on others one of its shape without memory."""
         leads = self.mesh is None or self.mesh.get_local_rank() == 0
-        found = torch.empty(self.shape, dtype=dtype, device=self.device if leads else "meta")
-        self.gather_into(found.view(-1) if leads else None, dtype, piece_bytes, Clock())
-        return found
+        whole = torch.empty(self.shape, dtype=dtype, device=self.device if leads else "meta")
+        self.gather_into(whole.view(-1) if leads else None, dtype, piece_bytes, Clock())
+        return whole
 
 
 def _rows(held: Held, start: int, count: int) -> tuple[slice, ...]:
@@ -338,7 +323,7 @@ def pack(
     empty: Allocator | None = None,
     clock: Clock | None = None,
 ) -> Weights | None:
-    """What `publish` does, blocking: every rank calls it, and the lead gets the weights.
+    """Pack weights, blocking: every rank calls it, and the lead gets the weights.
 
     Args:
         lead: this rank gets the weights; the others only take part in gathering.
@@ -356,7 +341,7 @@ def pack(
 
 
 def has_room(device: torch.device, whole_bytes: int) -> bool:
-    """Whether a device has room for a copy of the weights now, and for as many bytes more, which a receiver on it may
+    """Tell whether a device has room for a copy of the weights now, and for as many bytes more, which a receiver may
     have parked.
 
     Args:
@@ -401,9 +386,9 @@ def exported(
     from rlinf.models.language.lora import plain_parameters  # takes seconds to import, and policies do not need it
 
     reshard(model)
-    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for name, parameter, make in plain_parameters(model):
-        casts = dtype is not None and parameter.is_floating_point() and not any(part in name for part in kept)
+        casts = dtype is not None and parameter.is_floating_point() and not any(part in name for part in in_float32)
         give: Callable[[], Any] = partial(_rectangles, make, ranks) if ranks is not None and _split(parameter) else make
         yield name, Export(tuple(parameter.shape), dtype if dtype is not None and casts else parameter.dtype, give)
 
@@ -448,12 +433,12 @@ def gather_into(
 
 
 def _gather_rows(place: Tensor | None, tensor: DTensor, dtype: torch.dtype, timed: Clock) -> None:
-    """The same for a tensor whose rows are shared out among the ranks of a mesh: what each has is one stretch of it."""
+    """`gather_into` for a tensor whose rows are shared out among the ranks of a mesh, each a stretch of it."""
     mesh = tensor.device_mesh
     ranks, mine = mesh.size(), tensor.to_local().detach().reshape(-1)
     most = -(-tensor.shape[0] // ranks) * (tensor.numel() // max(1, tensor.shape[0]))  # elements that a rank has
     step = max(1, PIECE_BYTES // (ranks * dtype.itemsize))
-    found = torch.empty((ranks, min(step, most)), dtype=dtype, device=mine.device)
+    gathered_pieces = torch.empty((ranks, min(step, most)), dtype=dtype, device=mine.device)
     for start in range(0, most, step):
         count = min(step, most - start)
         with timed.phase("cast", mine):
@@ -462,7 +447,7 @@ def _gather_rows(place: Tensor | None, tensor: DTensor, dtype: torch.dtype, time
                 part = torch.empty(count, dtype=dtype, device=mine.device)
                 part.narrow(0, 0, len(own)).copy_(own)
         with timed.phase("gather", mine):
-            flat = found.view(-1).narrow(0, 0, ranks * count)
+            flat = gathered_pieces.view(-1).narrow(0, 0, ranks * count)
             all_gather(flat, part, group=mesh.get_group())
         with timed.phase("copy", mine):
             if place is not None:
@@ -546,7 +531,7 @@ class Offer:
     weights: Weights
     """The weights."""
     phase: str = "verifying the checksums"
-    """What the rank is doing with them."""
+    """The phase that the rank is in."""
     ready: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done when they were found whole and fitting, or not."""
     outcome: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -573,7 +558,7 @@ class Receiver(Actor):
         self._switching = Lock("switching weights")
         self._numbers = itertools.count()
         self.coming: Weights | None = None
-        """What this rank will switch to as soon as it has its devices."""
+        """The version that this rank will switch to as soon as it has its devices."""
         self.early: Weights | None = None
         """Those of them that it took over when it was onloaded."""
 
@@ -797,10 +782,10 @@ class Receiver(Actor):
 
     async def _abandon(self, number: int, key: Key) -> list[str]:
         """Have every rank drop a round; how far each of them was."""
-        told = [rank.load_abandon(number, key) for rank in self.group]
-        await asyncio.wait(told, timeout=GRACE)
+        answers = [rank.load_abandon(number, key) for rank in self.group]
+        await asyncio.wait(answers, timeout=GRACE)
         phases = []
-        for answer in told:
+        for answer in answers:
             if not answer.done():
                 answer.cancel()
                 phases.append(f"does not answer within {GRACE:g} s")
@@ -811,15 +796,15 @@ class Receiver(Actor):
 
     async def _all_switch(self, number: int, offer: Offer, deadline: float) -> None:
         """Have every rank switch. The decision has been made: a cancellation waits for its end."""
-        told = [rank.load_decided(number) for rank in self.group]
-        ended = asyncio.ensure_future(asyncio.wait(told, timeout=deadline))
+        answers = [rank.load_decided(number) for rank in self.group]
+        ended = asyncio.ensure_future(asyncio.wait(answers, timeout=deadline))
         cancelled = False
         while not ended.done():
             try:
                 await asyncio.shield(ended)
             except asyncio.CancelledError:
                 cancelled = True
-        states = [_ended(answer, offer.weights.version, deadline) for answer in told]
+        states = [_ended(answer, offer.weights.version, deadline) for answer in answers]
         if any(states):
             each = "; ".join(f"{self._name(rank)} {state or 'has them'}" for rank, state in enumerate(states))
             torn = (

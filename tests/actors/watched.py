@@ -87,7 +87,7 @@ class Watched(TextTrainer):
         async def look(_: None) -> dict[str, Any]:
             return await self.compute(self._inspect)
 
-        return await self.jointly(look)
+        return await self.run_spmd(look)
 
     def _inspect(self) -> dict[str, Any]:
         named = {name: whole(tensor) for name, tensor in merged_named_parameters(self.model)}

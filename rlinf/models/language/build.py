@@ -206,12 +206,12 @@ def new_config(source: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) ->
     settings["text_config"] = {"vocab_size": len(tokenizer), **special, **settings.get("text_config", {})}
     ids = picture_tokens(settings["model_type"], tokenizer)
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
-    found = {} if ids is None else dict(zip(names, ids, strict=True))
-    return AutoConfig.for_model(**{**found, **special, **settings})
+    tokens = {} if ids is None else dict(zip(names, ids, strict=True))
+    return AutoConfig.for_model(**{**tokens, **special, **settings})
 
 
 def pictures_of(source: ModelSource | None, tokenizer: PreTrainedTokenizerBase) -> Pictures | None:
-    """What reads pictures for a model; None if it reads text alone, or pictures in a way that we do not know.
+    """The reader of pictures for a model; None if it reads text alone, or pictures in a way that we do not know.
 
     Raises:
         ValueError: the tokenizer lacks the tokens of pictures.
@@ -237,8 +237,8 @@ def own_dtype(source: ModelSource) -> torch.dtype:
     if not isinstance(source, str):
         return torch.float32
     config = pretrained(AutoConfig, source)
-    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
-    return found if isinstance(found, torch.dtype) else getattr(torch, str(found).removeprefix("torch."))
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."))
 
 
 _BEHIND_PADDING = frozenset(
@@ -289,7 +289,7 @@ class Limits:
 
 
 def limits(source: ModelSource) -> Limits:
-    """What a model says about where its texts end.
+    """Where the texts of a model end.
 
     A model that cannot be read says nothing: loading it tells why.
 
@@ -316,8 +316,8 @@ def limits(source: ModelSource) -> Limits:
 
 
 def _ids(settings: Mapping[str, Any]) -> frozenset[int]:
-    found = settings.get("eos_token_id")
-    return frozenset() if found is None else frozenset(found if isinstance(found, (list, tuple)) else [found])
+    ids = settings.get("eos_token_id")
+    return frozenset() if ids is None else frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,9 +327,9 @@ class ModelSpec:
     source: ModelSource
     """A Hugging Face directory (or hub name), or the configuration of a new model."""
     head: Literal["logprobs", "values", "scores"] = "logprobs"
-    """What it gives for each response token, see `rlinf.training.backend.Outputs`."""
+    """Its outputs for each response token, see `rlinf.training.backend.Outputs`."""
     seed: int = 0
-    """Of a new model's weights, and of adapters."""
+    """Seed of a new model's weights, and of adapters."""
     lora: Mapping[str, Any] | None = None
     """See `add_adapters`; None trains all weights."""
     adapters: Mapping[str, str] = field(default_factory=dict)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from rlinf import ActorSystem
-from rlinf.actors.base import JointActor
+from rlinf.actors.base import SpmdActor
 from rlinf.runtime.base.errors import UserError
 from tests.cards import pretend
 
 
-class Trainer(JointActor):
+class Trainer(SpmdActor):
     """Opens its mesh, which is one in name only."""
 
     async def setup(self):

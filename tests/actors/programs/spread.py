@@ -60,7 +60,7 @@ class Sliced(PolicyTrainer):
             self.policy.zero_grad()
             return found.detach()
 
-        return await self.computed_jointly(evaluate)
+        return await self.compute_spmd(evaluate)
 
 
 class Deciding(PolicyActor):

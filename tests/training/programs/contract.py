@@ -15,7 +15,7 @@ import torch
 
 import rlinf
 from rlinf import endpoint
-from rlinf.actors.base import JointActor
+from rlinf.actors.base import SpmdActor
 from rlinf.algos.losses import supervised
 from rlinf.config.learning import LearningSettings, ParallelConfig
 from rlinf.data.packing import Packed, Row, pack
@@ -78,7 +78,7 @@ def rows(seed: int = 0) -> list[Row]:
     ]
 
 
-class Examined(JointActor):
+class Examined(SpmdActor):
     """Asks a back end."""
 
     @property

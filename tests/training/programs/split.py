@@ -17,7 +17,7 @@ import torch
 
 import rlinf
 from rlinf import endpoint
-from rlinf.actors.base import JointActor
+from rlinf.actors.base import SpmdActor
 from rlinf.algos.loss_sum import LossSum
 from rlinf.algos.losses import supervised
 from rlinf.config.learning import LearningSettings, ParallelConfig
@@ -77,7 +77,7 @@ def loss(batch: Packed, outputs: Any) -> LossSum:
     return LossSum(found.total + more, found.weight, found.metrics)
 
 
-class Split(JointActor):
+class Split(SpmdActor):
     """Asks a split model, and a whole one."""
 
     async def setup(self) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import rlinf
 from rlinf import endpoint
-from rlinf.actors.base import JointActor
+from rlinf.actors.base import SpmdActor
 from rlinf.config.learning import LearningSettings, ParallelConfig
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
@@ -91,7 +91,7 @@ def micro_batches(share: int, shares: int) -> list[Packed]:
     return [pack(mine[:5]), pack(mine[5:])]
 
 
-class Split(JointActor):
+class Split(SpmdActor):
     """Asks a back end whose models are split."""
 
     @property

@@ -103,17 +103,17 @@ def test_samples_that_tell_nothing_cannot_be_balanced(learned):
 def test_drift_counts_tokens_of_these_weights_alone():
     apart = torch.tensor([[True, False, True, True], [False, False, True, True]])
     (found,) = drift(apart, torch.tensor([True, True, True, False])).values()
-    assert found.told(found.sums) == {"moe/route_drift": pytest.approx(0.5)}
+    assert found.metrics(found.sums) == {"moe/route_drift": pytest.approx(0.5)}
     (none,) = drift(apart, torch.zeros(4, dtype=torch.bool)).values()
-    assert none.told(none.sums) == {}
-    assert (none + found).told((none + found).sums) == {"moe/route_drift": pytest.approx(0.5)}
+    assert none.metrics(none.sums) == {}
+    assert (none + found).metrics((none + found).sums) == {"moe/route_drift": pytest.approx(0.5)}
 
 
 def test_tokens_that_all_go_to_the_same_experts_are_as_uneven_as_can_be():
     counts = torch.tensor([[6.0, 6.0, 0.0, 0.0], [3.0, 3.0, 3.0, 3.0]])
     chances = torch.tensor([[3.0, 3.0, 0.0, 0.0], [1.5, 1.5, 1.5, 1.5]])
     (found,) = load(counts, chances).values()
-    told = found.told(found.sums)
-    assert told == {"moe/load_max": 2.0, "moe/dead_experts": 2.0, "moe/aux_loss": pytest.approx(1.5)}
+    metrics = found.metrics(found.sums)
+    assert metrics == {"moe/load_max": 2.0, "moe/dead_experts": 2.0, "moe/aux_loss": pytest.approx(1.5)}
     with pytest.raises(ValueError, match="shape"):
         load(counts, chances[:1])

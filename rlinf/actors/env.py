@@ -7,10 +7,12 @@ only where they share a worker, so while one is simulated the policy can decide 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from rlinf.actors.base import configured
 from rlinf.data.rng import mix, mixed
 from rlinf.envs.base import Observation
 from rlinf.envs.environment import Rules
@@ -23,73 +25,68 @@ from rlinf.runtime.base.errors import RuntimeFault
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class EnvSettings(Rules):
+    """How an actor simulates; `system.spawn(EnvActor, simulator=..., num_envs=8)` is short for settings that say so."""
+
+    num_envs: int = 1
+    """Environments on this rank."""
+    workers: int = 1
+    """Child processes that they are divided over; 0 simulates in a thread of this process."""
+    slices: int = 1
+    """Parts that are acted on independently."""
+    step_timeout: float = 60.0
+    """Seconds that a worker has for one chunk, see `EnvironmentPool`."""
+    start_timeout: float = 300.0
+    """Seconds from the start of a worker until its simulators are made."""
+
+    def rules(self, seed: int) -> Rules:
+        """How episodes begin and end, with another seed of their starts."""
+        return Rules(**{field.name: getattr(self, field.name) for field in fields(Rules)} | {"seed": seed})
+
+
 class EnvActor(Actor):
     """Environments of one simulator on each rank."""
 
-    async def setup(  # type: ignore[override]
+    @configured(EnvSettings)
+    async def setup(
         self,
         *,
         simulator: str,
+        settings: EnvSettings,
         options: Mapping[str, Any] | None = None,
-        num_envs: int = 1,
-        workers: int = 1,
-        slices: int = 1,
-        seed: int = 0,
-        group_size: int = 1,
-        auto_reset: bool = True,
-        chunks: int | None = None,
-        ignore_terminations: bool = False,
-        max_steps: int | None = None,
-        frame_stack: int = 1,
-        held_out: bool = False,
         recording: Recording | None = None,
-        step_timeout: float = 60.0,
-        start_timeout: float = 300.0,
     ) -> None:
         """Start the workers; returns when their simulators are made.
 
         Args:
             simulator: dotted path of the adapter's class.
-            options: its keyword arguments.
-            num_envs: environments on this rank.
-            workers: child processes that they are divided over; 0 simulates in a thread of this process.
-            slices: parts that are acted on independently.
-            seed: of the episodes' starts and of what policies draw; each rank draws others.
-            group_size, auto_reset, chunks, ignore_terminations, max_steps, frame_stack, held_out: see `Rules`.
+            settings: how it simulates; or any of its keys, such as num_envs=8. Each rank draws by another seed.
+            options: keyword arguments of the simulator.
             recording: which episodes become videos; None for none.
-            step_timeout, start_timeout: seconds, see `EnvironmentPool`.
 
         Raises:
+            ValueError: a setting that there is not, or cannot be.
             UserError: the environments cannot be divided evenly.
-            ChildDied: a worker cannot be started; the text has what it said last.
+            ChildDied: a worker cannot be started; with its last output.
         """
-        self._seed = mix(seed, self.rank)
-        rules = Rules(
-            seed=self._seed >> 33,
-            group_size=group_size,
-            auto_reset=auto_reset,
-            chunks=chunks,
-            ignore_terminations=ignore_terminations,
-            max_steps=max_steps,
-            frame_stack=frame_stack,
-            held_out=held_out,
-        )
+        self._seed = mix(settings.seed, self.rank)
         self._pool = EnvironmentPool(
             simulator,
             options,
-            num_envs=num_envs,
-            workers=workers,
-            slices=slices,
-            rules=rules,
+            num_envs=settings.num_envs,
+            workers=settings.workers,
+            slices=settings.slices,
+            rules=settings.rules(self._seed >> 33),
             recording=recording,
             name=f"{self.group.names[self.rank]} simulator",
-            step_timeout=step_timeout,
-            start_timeout=start_timeout,
+            step_timeout=settings.step_timeout,
+            start_timeout=settings.start_timeout,
         )
         await self._pool.start()
-        self._epochs = [0] * slices
-        self._times = [0] * slices
-        self._now: list[tuple[Observation, tuple[str, ...] | None] | None] = [None] * slices
+        self._epochs = [0] * settings.slices
+        self._times = [0] * settings.slices
+        self._now: list[tuple[Observation, tuple[str, ...] | None] | None] = [None] * settings.slices
 
     async def close(self) -> None:
         """End the workers."""

@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlinf.cli.keys import as_text
 from rlinf.config.embodied import EmbodiedConfig
@@ -50,15 +50,13 @@ from rlinf.config.text import RunConfig
 from rlinf.metrics.progress import shown
 from rlinf.placement.plan import GB
 from rlinf.placement.seats import CONTROL, TEXT, Placed
-from rlinf.runs.dry_run.data import look_at_data
-from rlinf.runs.dry_run.embodied import expected_horizon_warning, held_by, seconds_of, without_path
-from rlinf.runs.dry_run.estimate import modelled, plans
-from rlinf.runs.dry_run.transformer import device_kind, elsewhere
-from rlinf.runs.prepare import RunPlan, prepare, refuse_idle
 from rlinf.runs.rules import is_embodied, load_any
 from rlinf.runs.start import check_output, leaving_gpus, train
 from rlinf.runs.starting import Starting
 from rlinf.runtime.base.errors import HostLost
+
+if TYPE_CHECKING:
+    from rlinf.runs.prepare import RunPlan
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
@@ -144,6 +142,11 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int, *, whole: bool = Fa
     Raises:
         ConfigError: it could not run; the text says what does not fit, and what would.
     """
+    from rlinf.runs.dry_run.data import look_at_data  # torch comes with these, which takes seconds
+    from rlinf.runs.dry_run.embodied import held_by
+    from rlinf.runs.dry_run.transformer import device_kind, elsewhere
+    from rlinf.runs.prepare import prepare, refuse_idle
+
     if not (isinstance(config, RunConfig) and elsewhere(config.placement)):
         check_output(config)
     prepared = prepare(config, hosts)
@@ -167,6 +170,8 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int, *, whole: bool = Fa
 
 def _to_be_named(config: RunConfig | EmbodiedConfig) -> Iterator[str]:
     """What a run needs that could be checked without."""
+    from rlinf.runs.dry_run.embodied import expected_horizon_warning, without_path
+
     if isinstance(config, EmbodiedConfig) and (missing := without_path(config)) is not None:
         yield f"Warning: a run is refused as it is: {missing.key}: {missing.advice}"
     if isinstance(config, EmbodiedConfig) and (cut := expected_horizon_warning(config)) is not None:
@@ -204,6 +209,9 @@ def _memory(placed: Placed, held: Mapping[str, tuple[int, int]], *, cuda: bool) 
 
 
 def _prediction(prepared: RunPlan, config: RunConfig | EmbodiedConfig) -> Iterator[str]:
+    from rlinf.runs.dry_run.embodied import seconds_of
+    from rlinf.runs.dry_run.estimate import modelled, plans
+
     chosen, placed = prepared.chosen, prepared.placed
     if chosen is None and isinstance(config, RunConfig) and prepared.algorithm is not None and placed.fleet.hardware:
         again, roles = prepared.algorithm.needs_recomputed_logprobs, prepared.roles

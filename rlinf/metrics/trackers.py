@@ -70,13 +70,13 @@ class _Kind:
     extra: str
     """The extra of ours that installs it."""
     opener: str
-    """Dotted path of the function that opens it: `open_sink(tracked, project) -> Sink`."""
+    """Dotted path of its class, which is made with what is tracked and the project."""
 
 
 KINDS = {
-    "tensorboard": _Kind("tensorboard", "tracking", "rlinf.metrics.sinks.tensorboard.open_sink"),
-    "wandb": _Kind("wandb", "tracking", "rlinf.metrics.sinks.wandb.open_sink"),
-    "swanlab": _Kind("swanlab", "swanlab", "rlinf.metrics.sinks.swanlab.open_sink"),
+    "tensorboard": _Kind("tensorboard", "tracking", "rlinf.metrics.sinks.TensorBoardSink"),
+    "wandb": _Kind("wandb", "tracking", "rlinf.metrics.sinks.WandbSink"),
+    "swanlab": _Kind("swanlab", "swanlab", "rlinf.metrics.sinks.SwanLabSink"),
 }
 """The trackers there are, by the key that switches them on: `metrics.<name>`."""
 

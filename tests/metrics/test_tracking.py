@@ -207,7 +207,7 @@ def test_wandb_without_a_key_is_refused_and_asks_nothing(about, monkeypatch):
     import wandb
     from wandb.errors import term
 
-    from rlinf.metrics.sinks.wandb import open_sink
+    from rlinf.metrics.sinks import WandbSink
 
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "HOME"):
         monkeypatch.setenv(name, str(about.directory))
@@ -218,7 +218,7 @@ def test_wandb_without_a_key_is_refused_and_asks_nothing(about, monkeypatch):
     monkeypatch.setattr(term, "terminput", lambda *_, **__: pytest.fail("a question in the middle of a run"))
     wandb.teardown()
     with pytest.raises(PermissionError, match="WANDB_API_KEY"):
-        open_sink(about, "project")
+        WandbSink(about, "project")
     wandb.teardown()
 
 
@@ -226,12 +226,12 @@ def test_wandb_without_a_key_is_refused_and_asks_nothing(about, monkeypatch):
 def test_samples_in_wandb_are_one_table_that_grows(about, monkeypatch):
     import wandb
 
-    from rlinf.metrics.sinks.wandb import open_sink
+    from rlinf.metrics.sinks import WandbSink
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(about.directory))
-    sink = open_sink(about, "project")
+    sink = WandbSink(about, "project")
     for step, reward in ((1, 0.5), (2, None)):
         sink.samples(step, [{"prompt": "3142>", "reward": reward, "scores": {"right": 1.0, "short": 0.25}}])
         sink.samples(step, [{"prompt": "1>", "kind": "held-out", "reward": 1.0}])

@@ -48,12 +48,12 @@ from concurrent.futures import Executor, Future
 from functools import wraps
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rlinf.runtime.base.errors import ActorDied
-from rlinf.runtime.base.tensors import device_of_threads, work_on
+
+if TYPE_CHECKING:
+    import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,6 +77,8 @@ _codes: list[int | None] = []
 
 def start_thread(target: Callable[[], None], name: str | None = None) -> threading.Thread:
     """Start a daemon thread on this process's GPU, if it has one: torch would have it begin on device 0."""
+    from rlinf.runtime.base.tensors import device_of_threads, work_on  # torch comes with it, which takes seconds
+
     device = device_of_threads()
 
     def run() -> None:
@@ -363,6 +365,8 @@ class InThreads:
         self._turn = asyncio.Lock()
 
     async def __call__(self, fn: Callable[..., T], *args: Any) -> T:
+        from rlinf.runtime.base.tensors import device_of_threads  # torch comes with it, which takes seconds
+
         async with self._turn:
             work = asyncio.ensure_future(asyncio.to_thread(_on, device_of_threads(), fn, *args))
             try:
@@ -374,6 +378,8 @@ class InThreads:
 
 
 def _on(device: torch.device | None, fn: Callable[..., T], *args: Any) -> T:
+    from rlinf.runtime.base.tensors import work_on
+
     work_on(device)
     return fn(*args)
 

@@ -108,6 +108,24 @@ class Running:
     """Where agents in other frameworks find the model."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Playing:
+    """Settings of the episodes of one call."""
+
+    n: int
+    """Episodes per task."""
+    kind: int = TASKS
+    """Drawn from seeds of their own."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """For every answer in them."""
+    timeout: float | None = None
+    """Seconds of one; None: the run's."""
+    at_once: int | None = None
+    """So many are played at the same time; None: the run's."""
+    tallies: Sequence[Tally] = ()
+    """Count what becomes of them."""
+
+
 class RunSession:
     """Conversations, episodes and training on roles that run.
 
@@ -376,7 +394,8 @@ class RunSession:
         tally: Tally,
     ) -> Stream[Group]:
         count = self._episodes_per_task("gather", n)
-        played = self._played("gather", tasks, episode, count, TASKS, {}, timeout, at_once, (tally,))
+        how = _Playing(n=count, timeout=timeout, at_once=at_once, tallies=(tally,))
+        played = self._played("gather", tasks, episode, how)
         return Stream.of(played.groups(tasks), name="episodes")
 
     def _episodes_per_task(self, call: str, n: int | None) -> int:
@@ -416,7 +435,8 @@ class RunSession:
         """
         with plainly():
             count = self._episodes_per_task("gather_tasks", n)
-            played = self._played("gather_tasks", tasks, episode, count, TASKS, {}, timeout, at_once, ())
+            how = _Playing(n=count, timeout=timeout, at_once=at_once)
+            played = self._played("gather_tasks", tasks, episode, how)
         return Stream.of(self._made(played, tasks, give_up), name="episodes")
 
     async def _made(self, played: Episodes, tasks: Any, give_up: int | None) -> AsyncIterator[Made]:
@@ -489,18 +509,8 @@ class RunSession:
 
         return Awaited(collected(), "session.gather_groups(…)")
 
-    def _played(
-        self,
-        call: str,
-        tasks: Any,
-        episode: Play | Agent | None,
-        n: int,
-        kind: int,
-        sampling: Mapping[str, Any],
-        timeout: float | None,
-        at_once: int | None,
-        tallies: Sequence[Tally],
-    ) -> Episodes:
+    def _played(self, call: str, tasks: Any, episode: Play | Agent | None, how: _Playing) -> Episodes:
+        """Episodes of a call of that name, once its arguments are checked."""
         running = self._open(call)
         play = running.agent if episode is None else episode
         if play is None:
@@ -510,32 +520,37 @@ class RunSession:
             raise WrongType(f"session.{call}: {shown(tasks)} is one task or none; give a list of them")
         if isinstance(tasks, (list, tuple)) and not tasks:
             raise WrongValue(f"session.{call}: the list of tasks is empty; give at least one")
-        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-            raise WrongValue(f"session.{call}: timeout={timeout!r} must be seconds, more than 0")
+        if how.timeout is not None and not (isinstance(how.timeout, (int, float)) and how.timeout > 0):
+            raise WrongValue(f"session.{call}: timeout={how.timeout!r} must be seconds, more than 0")
         places = itertools.count()
 
         def begin(task: Any, index: int) -> Episode:
             place = next(places)
             if isinstance(task, Prompt):
                 number = task.id
-            elif kind == TASKS:
+            elif how.kind == TASKS:
                 number = self._counted("tasks")
             else:
                 number = place
             prompt = task if isinstance(task, Prompt) else None
-            return Episode(number, index, (running.seed, kind, number), prompt, sampling)
+            return Episode(number, index, (running.seed, how.kind, number), prompt, how.sampling)
 
         async def judge(group: Group) -> Group:
             ranks = running.roles()["judge"]
             judged: Group = await ranks[group.prompt.id % len(ranks)].score(group)
             return judged
 
+        at_once = running.at_once if how.at_once is None else how.at_once
         return Episodes(
-            self._by_agent(play) if is_agent(play) else play, n, begin, tallies,
-            timeout=running.timeout if timeout is None else timeout,
-            at_once=at_least_one(running.at_once if at_once is None else at_once, "at_once", f"session.{call}"),
-            judge=judge if running.judges and running.reward_chosen else None, watch=self._watch,
-        )  # fmt: skip
+            self._by_agent(play) if is_agent(play) else play,
+            how.n,
+            begin,
+            how.tallies,
+            timeout=running.timeout if how.timeout is None else how.timeout,
+            at_once=at_least_one(at_once, "at_once", f"session.{call}"),
+            judge=judge if running.judges and running.reward_chosen else None,
+            watch=self._watch,
+        )
 
     def _by_agent(self, agent: Agent) -> Play:
         """An episode in which an agent works on the task."""
@@ -679,7 +694,7 @@ class RunSession:
                     return await evaluate(Stream.of(made), roles["rollout"], roles["judge"], n=count, **told)
 
             return Awaited(answered(), "session.evaluate(…)")
-        trials = self._played("evaluate", tasks, episode, count, TRIALS, chosen, None, None, ())
+        trials = self._played("evaluate", tasks, episode, _Playing(n=count, kind=TRIALS, sampling=chosen))
         groups = Stream.of(trials.groups(tasks), name="episodes")
 
         async def played() -> Evaluation:

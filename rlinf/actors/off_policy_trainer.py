@@ -1,17 +1,10 @@
-"""A trainer that remembers: a replay buffer beside the weights, in checkpoints and wherever the trainer moves.
+"""The trainers of off-policy learning, with a replay buffer beside the weights and in checkpoints.
 
-Consumes trajectories, keeps rows of them, and learns from rows drawn; what rows are is said by the trainers that derive
-from it (`SacTrainer`, `DaggerTrainer`). Every rank has all rows.
+`SacTrainer` learns by soft actor-critic, REDQ, RLPD, CrossQ or IQL. DAgger (arXiv:1011.0686): the policy acts
+(`DaggerPolicy`), an expert labels what it observed, and `DaggerTrainer` takes supervised steps on all labels so far.
 
-The trainer of off-policy learning, from a replay buffer: soft actor-critic, REDQ, RLPD, CrossQ, IQL.
-
-Consumes trajectories as they come, produces metrics, versioned weights and checkpoints; unblocked by the flow's calls.
-Every rank has all transitions, draws the same batches and computes on its share of each, so all take the same steps.
-
-DAgger (arXiv:1011.0686): the policy acts, an expert says what it would have done, and the policy learns that.
-
-Consumes what slices of environments show; trajectories carry the expert's answers beside the policy's actions. The
-trainer keeps all answers so far and takes supervised steps on them. Unblocked by the compute threads.
+Consume trajectories as they come, produce metrics, versioned weights and checkpoints; unblocked by the flow's calls.
+Every rank has all rows, samples the same batches and computes on its share of each, so all take the same steps.
 """
 
 from __future__ import annotations
@@ -108,9 +101,9 @@ class RememberingTrainer(PolicyTrainer):
         return {"updates": self._updates}
 
     def _read(self, directory: Path) -> Restored:
-        found = super()._read(directory)
+        restored = super()._read(directory)
         self._replay.read(directory / REPLAY)
-        return found
+        return restored
 
     def _exported(self) -> StateCopy:
         state = super()._exported()
@@ -122,14 +115,14 @@ class RememberingTrainer(PolicyTrainer):
         return dataclasses.replace(state, shards={**state.shards, **replay}, offsets={**state.offsets, **offsets})
 
     def _take_parked(self, source: OpenState) -> Restored:
-        found = super()._take_parked(source)
+        restored = super()._take_parked(source)
         self._replay.take(source.whole(f"{REPLAY}."))
-        return found
+        return restored
 
     def _take(self, source: Path | Source) -> Restored:
-        found = super()._take(source)
-        self._updates = int(found.extra["updates"])
-        return found
+        restored = super()._take(source)
+        self._updates = int(restored.extra["updates"])
+        return restored
 
 
 LEARNERS: Mapping[str, Any] = {"sac": SacLearner, "crossq": CrossQLearner, "iql": IqlLearner}
@@ -281,9 +274,9 @@ class SacTrainer(RememberingTrainer):
         return {**super()._extra(), "studied": self._studied}
 
     def _take(self, source: Path | Source) -> Restored:
-        found = super()._take(source)
-        self._studied = int(found.extra.get("studied", 0))  # checkpoints of earlier versions have none
-        return found
+        restored = super()._take(source)
+        self._studied = int(restored.extra.get("studied", 0))  # checkpoints of earlier versions have none
+        return restored
 
 
 Expert = Callable[[Mapping[str, Tensor], Sequence[str] | None], Tensor]
@@ -437,9 +430,9 @@ class DaggerTrainer(RememberingTrainer):
         found = self._learned(parts)
         return {**found, **({"dagger/loss": float(sum(parts[1:], parts[0]).mean())} if parts else {})}
 
-    def _imitated(self, drawn: Rows, seed: int) -> LossSum:
-        share, counts = share_of(torch.arange(len(drawn["valid"])), self.mesh)
-        stored = {name: rows[share].to(self.device) for name, rows in drawn.items()}
+    def _imitated(self, batch: Rows, seed: int) -> LossSum:
+        share, counts = share_of(torch.arange(len(batch["valid"])), self.mesh)
+        stored = {name: rows[share].to(self.device) for name, rows in batch.items()}
         seeds = torch.tensor([mix(seed, row) for row in share.tolist()], device=self.device)
         loss = self.policy.imitate(stored, stored.pop("valid") & counts, seeds)
         return minimize(loss, self._learning, self._optimizer, mesh=self.mesh, grad_clip=self._clip)[0]

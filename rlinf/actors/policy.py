@@ -2,11 +2,8 @@
 
 Consumes what a slice of environments shows, produces its next actions; unblocked by the compute thread, which small
 policies do without. Everything that happens to a slice passes here, so its trajectory is put together here, and
-observations need not travel twice. New weights arrive through `load`.
-
-Something that acts without weights: a function of what is seen, in the place of a policy.
-
-Consumes what environments show, produces actions; unblocked by the function alone.
+observations need not travel twice. New weights arrive through `load`. `Scripted` acts without weights: by a function of
+what is observed, in the place of a policy.
 """
 
 from __future__ import annotations
@@ -58,15 +55,15 @@ class Scripted(Actor):
             ValueError: what the function gave are no actions of so many environments.
         """
         count = len(next(iter(output.observation.values())))
-        found = await self.compute(self._function, output.observation, output.instructions)
-        if isinstance(found, np.ndarray):
-            found = torch.from_numpy(found)
-        if not isinstance(found, Tensor) or found.ndim not in (2, 3) or len(found) != count:
-            told = f"{list(found.shape)}" if isinstance(found, Tensor) else f"{found!r:.60}"
+        actions = await self.compute(self._function, output.observation, output.instructions)
+        if isinstance(actions, np.ndarray):
+            actions = torch.from_numpy(actions)
+        if not isinstance(actions, Tensor) or actions.ndim not in (2, 3) or len(actions) != count:
+            shown = f"{list(actions.shape)}" if isinstance(actions, Tensor) else f"{actions!r:.60}"
             raise ValueError(
-                f"{self._name} gave {told}: actions of {count} environments are a tensor or an array [{count}, C, A]"
+                f"{self._name} gave {shown}: actions of {count} environments are a tensor or an array [{count}, C, A]"
             )
-        return (found if found.ndim == 3 else found[:, None]).float()
+        return (actions if actions.ndim == 3 else actions[:, None]).float()
 
 
 Key = tuple[int, int]
@@ -108,8 +105,8 @@ class PolicyActor(ModelActor, Receiver):
             ValueError: no such policy or key.
             FileNotFoundError: the directory holds no policy.
         """
-        kept = Preparation(dtype=dtype).computes_in
-        self._policy: Policy = await self.compute(make_policy, policy, path, self.device, kept)
+        param_dtype = Preparation(dtype=dtype).computes_in
+        self._policy: Policy = await self.compute(make_policy, policy, path, self.device, param_dtype)
         if adapters is not None:
             from rlinf.models.language.lora import fold_saved  # imports transformers
 

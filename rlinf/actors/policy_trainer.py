@@ -1,13 +1,8 @@
-"""The trainer of policies that act: turns trajectories, or demonstrations, into a better policy, on one rank or many.
+"""The trainers of policies that act: from trajectories, or from demonstrations alone, on one rank or many.
 
-Consumes the trajectories of a step, produces metrics, versioned weights and checkpoints; unblocked by the last
-trajectory. Every rank has the whole policy and all trajectories, and computes on its share of each minibatch; all of
-them take the same optimizer steps (`training/embodied/ppo.py`).
-
-The trainer of runs that learn from demonstrations alone.
-
-Consumes batches of decisions that follow from their step's number, produces metrics, versioned weights and checkpoints;
-unblocked by the disk alone. Every rank reads the same batches and computes on its share of each, in micro-batches.
+Consume the trajectories of a step, or batches of decisions that follow from its number; produce metrics, versioned
+weights and checkpoints; unblocked by the last trajectory, or by the disk. Every rank has the whole policy and all rows,
+and computes on its share of each minibatch; all take the same optimizer steps (`training/embodied/ppo.py`).
 """
 
 from __future__ import annotations
@@ -181,9 +176,9 @@ class PolicyTrainer(BaseTrainer):
             self.policy.adapt_values(batch.returns[batch.value_mask].to(self.device))
         gathered, steps, stopped = self._update(batch)
         length = self.policy.sequence
-        seen = {name: rows if length == 1 else rows.flatten(0, 1) for name, rows in batch.stored.items()}
+        observed = {name: rows if length == 1 else rows.flatten(0, 1) for name, rows in batch.stored.items()}
         counted = batch.mask.reshape(len(batch) * length, -1).any(1)
-        self.policy.adapt({name: rows.to(self.device) for name, rows in seen.items()}, counted)
+        self.policy.adapt({name: rows.to(self.device) for name, rows in observed.items()}, counted)
         self.version += 1
         self._batches += 1
         return {
@@ -288,22 +283,22 @@ class PolicyTrainer(BaseTrainer):
         chunk = self.policy.config.chunk
         stream = DecisionStream(learned, chunk, batch=batch, seed=self._seed, memory=shown.memory)
         how: dict[str, Any] = {"mesh": self.mesh, "micro_batch": self._micro_batch}
-        found = imitate(self.policy, stream, self.device, steps=steps, lr=lr, fixed=fixed, **how)
+        losses = imitate(self.policy, stream, self.device, steps=steps, lr=lr, fixed=fixed, **how)
         self.version += 1
-        return found
+        return losses
 
     def _extra(self) -> Mapping[str, Any]:
         scale = {} if self._scale is None else {"reward_scale": self._scale.state()}
         return {"batches": self._batches, **scale}
 
     def _take(self, source: Path | Source) -> Restored:
-        found = super()._take(source)
+        restored = super()._take(source)
         # a policy that was made by the same settings need not have what a checkpoint has
         self._told, self._origin = False, f"{self._origin}, restored {uuid4().hex}"
-        self._batches = int(found.extra.get("batches", found.version))
-        if self._scale is not None and "reward_scale" in found.extra:
-            self._scale.restore(found.extra["reward_scale"])
-        return found
+        self._batches = int(restored.extra.get("batches", restored.version))
+        if self._scale is not None and "reward_scale" in restored.extra:
+            self._scale.restore(restored.extra["reward_scale"])
+        return restored
 
     def _held(self) -> Iterable[Tensor]:
         reshard(self.policy)  # a forward that failed leaves whole weights behind

@@ -115,7 +115,9 @@ class Split(SpmdActor):
             ),
         )
         back = await back_end_of("tests.actors.watched.Precise").make(self, model, self._tokenizer)
-        optimization = back.optimization(LearningSettings(lr=0.01, weight_decay=0.1, grad_clip=0.05))
+        optimization = back.optimization(
+            LearningSettings(lr=0.01, betas=(0.9, 0.999), weight_decay=0.1, grad_clip=0.05)
+        )
         optimization.begin()
         return back, optimization
 

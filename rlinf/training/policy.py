@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,9 +26,10 @@ from rlinf.config.importing import resolve
 from rlinf.data.in_flight.admission import shaped_rewards, teaches
 from rlinf.data.packing import Packed, Row
 from rlinf.data.sample import REWARDS, Group, Sample
-from rlinf.models.language import moe
-from rlinf.models.language.moe import Routed
-from rlinf.training.backend import Optimization, Outputs
+
+if TYPE_CHECKING:  # they import transformers, which trainers of policies that act do without
+    from rlinf.models.language.moe import Routed
+    from rlinf.training.backend import Optimization, Outputs
 
 Algorithm = str | Mapping[str, Any] | AlgorithmSpec
 """A recipe's name; `{"name": "dapo", "overrides": {"loss.clip_high": 0.3}}`; or a spec."""
@@ -484,6 +485,8 @@ def _evenly(spec: AlgorithmSpec, batch: Packed, balance: Tensor) -> LossSum:
 
 def _routing(batch: Packed, routed: Routed, version: int | None) -> dict[str, Metric]:
     """Metrics of experts; drift is of tokens that the weights of `version` made, None: of all."""
+    from rlinf.models.language import moe
+
     fresh = routed.known
     if version is not None and VERSIONS in batch.columns:  # which a rank without work lacks
         fresh = fresh & (batch.columns[VERSIONS] == version)

@@ -49,7 +49,7 @@ def as_text(schema: type, width: int = 100) -> str:
         lines += ["", f"{section}: {about}" if section else "Top level:"]
         for leaf in keys:
             lines.append(f"  {leaf.key}: {type_name(leaf.type)} = {_default(leaf)}")
-            doc = leaf.doc + (f" ({limits})" if (limits := _limits(leaf)) else "")
+            doc = leaf.doc + (f" ({limits})" if (limits := ", ".join(leaf.limits)) else "")
             lines += textwrap.wrap(doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines[1:])
 
@@ -61,7 +61,7 @@ def as_markdown(schema: type) -> str:
         lines += [f"## `{section}`" if section else "## Top level", "", about, ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for leaf in keys:
-            kind = type_name(leaf.type) + (f", {limits}" if (limits := _limits(leaf)) else "")
+            kind = type_name(leaf.type) + (f", {limits}" if (limits := ", ".join(leaf.limits)) else "")
             cells = [f"`{leaf.key}`", kind, f"`{_default(leaf)}`", leaf.doc]
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         lines.append("")
@@ -78,10 +78,6 @@ def _grouped(schema: type) -> Iterator[tuple[str, str, list[Leaf]]]:
         owned[leaf.key.rpartition(".")[0]].append(leaf)
     for section, keys in owned.items():
         yield section, " ".join(about[section].split()), keys
-
-
-def _limits(leaf: Leaf) -> str:
-    return ", ".join(leaf.limits_in_words)
 
 
 def _default(leaf: Leaf) -> str:

@@ -7,38 +7,46 @@ One process of `torchrun` is one device: a GPU, or on a CPU the share of the cor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import attrgetter
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic.dataclasses import dataclass
 
 from rlinf.config.importing import mistake_in
-from rlinf.config.schema import leaves, number
+from rlinf.config.schema import CLOSED, leaves
+
+Place = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A file or directory, or something on a hub: `~` at its beginning becomes the home directory when the configuration is
+read, so that whatever opens it need not know of it."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class CheckpointConfig:
     """When a checkpoint is written: the model for `from_pretrained`, and all that is needed to go on."""
 
-    every: int = number(0, low=0)
+    every: int = Field(default=0, ge=0)
     """Write one after every this many steps; 0 leaves it to `minutes`, and writes the last one."""
-    minutes: float = number(30.0, low=0)
+    minutes: float = Field(default=30.0, ge=0)
     """Write one, too, at the end of a step when so many minutes have gone since the last one, or since the first step
     began: what a crash can cost then. 0 goes by steps alone."""
-    keep: int = number(3, low=0)
+    keep: int = Field(default=3, ge=0)
     """How many stay; older ones are removed. 0 keeps all."""
     best: str | None = None
     """Metric of evaluations, such as evaluation/accuracy, by which the best checkpoint is kept besides: one is written
     after every evaluation that is the best so far, and `checkpoints/best` leads to it. null keeps the newest alone."""
     best_mode: Literal["max", "min"] = "max"
     """Whether the largest value of that metric is the best, or the smallest."""
-    grace: float = number(30.0, low=0)
+    grace: float = Field(default=30.0, ge=0)
     """Seconds in which a run that gets SIGTERM, SIGUSR1 or SIGHUP writes a checkpoint and ends with exit code 75, to go
     on by `--resume auto`: as of the end of the step under way if that comes in time, else of its beginning. 0 ends it
     at once."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class TrackingConfig:
     """Where a run's numbers go, besides metrics.jsonl."""
 
@@ -55,21 +63,21 @@ class TrackingConfig:
     the same from outside of the run, at any time. See docs/watch.md."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class SystemConfig:
     """Processes that die, fall silent or wait for each other."""
 
-    host_timeout: float | None = number(60.0, above=0)
+    host_timeout: float | None = Field(default=60.0, gt=0)
     """Seconds of silence after which a process counts as lost, which ends the job: its machine has lost power, the
     network is cut, or it was stopped. One that computes is not silent, however long it does. A network's failure that
     lasts half as long is survived. null waits for ever."""
-    stall_after: float | None = number(1800.0, above=0)
+    stall_after: float | None = Field(default=1800.0, gt=0)
     """Seconds after which a job ends, with a report of who waits on whom, if nothing that the flow waits for has moved
     meanwhile: no call began or ended, no item came or went, no computing thread used the processor. So a single
     computation may last longer; waiting for something outside, such as a server, may not. null waits for ever."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class CommonConfig:
     """One run of any kind."""
 
@@ -77,14 +85,14 @@ class CommonConfig:
     """Names the run directory, `<output_dir>/<name>`."""
     output_dir: str = "outputs"
     """Where run directories are made."""
-    keep_previous: int = number(10, low=0)
+    keep_previous: int = Field(default=10, ge=0)
     """How many earlier runs of this name stay, as `<name>.previous-<n>`; the oldest are removed, and so is one that
     failed before its first step was over. 0 keeps all."""
-    seed: int = number(0, low=0)
+    seed: int = Field(default=0, ge=0)
     """Seed of new weights, of what is drawn to learn from, and of the sampling."""
-    steps: int = number(100, low=0)
+    steps: int = Field(default=100, ge=0)
     """Steps of the flow; 0 only does what comes before and after them."""
-    log_every: int = number(10, low=1)
+    log_every: int = Field(default=10, ge=1)
     """A progress line is printed every this many steps; metrics.jsonl has every step."""
     trace: bool = True
     """Write trace.json: what every role did when, for ui.perfetto.dev and the lanes in report.html."""
@@ -148,7 +156,7 @@ def best_mistakes(checkpoint: CheckpointConfig, patience: int, every: int, secti
         yield f"{section}.patience", advice
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class Placing:
     """What the placement of every kind of run has."""
 
@@ -169,12 +177,12 @@ class Placing:
     """Let the planner use numbers of devices and items that were not profiled: a guess. `auto` always does."""
     idle_processes: bool = False
     """Processes that were started may have no role, and idle; otherwise they are refused."""
-    profile_steps: int = number(3, low=1)
+    profile_steps: int = Field(default=3, ge=1)
     """auto: measure so many steps of each placement before planning; the first is left out as warm-up if there are
     several."""
-    replan_above: float = number(0.15, above=0)
+    replan_above: float = Field(default=0.15, gt=0)
     """auto: plan anew once the last few steps took longer or shorter than predicted by more than this share."""
-    device_memory_gb: float | None = number(None, above=0)
+    device_memory_gb: float | None = Field(default=None, gt=0)
     """Memory of each device in GB (10^9 bytes); null takes a GPU's own, and no limit on a CPU. What cannot fit is
     refused before anything starts; roles that do not fit side by side are parked while they are not at work."""
     node_groups: dict[str, Any] = field(default_factory=dict)
@@ -186,7 +194,7 @@ class Placing:
     h100, a100 and l40s are known by their names: {gpu: h100}, where `gpu` is the kind of nodes that no group names."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class PlacementConfig(Placing):
     """Which devices each role runs on. A placement is `0`, `0-3`, `all`, `0-3:0-7` (eight processes on four devices),
     or `{node_group: NAME, placement: 0-3}`; several roles may be given together, as in `"rollout,judge": 0-3`. In one
@@ -212,7 +220,7 @@ class PlacementConfig(Placing):
     """Devices of the teacher, each with a whole copy."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class EmbodiedPlacementConfig(Placing):
     """Which devices each role runs on. A placement is `0`, `0-3`, `all`, `0-3:0-7` (eight processes on four devices),
     or `{node_group: NAME, placement: 0-3}`; several roles may be given together, as in `"env,policy": 0-3`. In one

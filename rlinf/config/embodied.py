@@ -6,11 +6,15 @@ A file with a section `env` is one of these; every other one is for text (`text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
 from rlinf.config.common import CheckpointConfig, CommonConfig, EmbodiedPlacementConfig, TrackingConfig
-from rlinf.config.schema import number
+from rlinf.config.learning import Decay
+from rlinf.config.schema import CLOSED
 from rlinf.config.text import LoraConfig
 
 OFF_POLICY = ("sac", "crossq", "iql")
@@ -21,21 +25,21 @@ DAGGER = "dagger"
 """The algorithm that learns from what an expert would do."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class CurriculumConfig:
     """Which of `env.tasks` are played how often, by how often they are solved."""
 
-    floor: float = number(1.0, above=0, high=1)
+    floor: float = Field(default=1.0, gt=0, le=1)
     """Share of its weight that a task keeps while its success rate lies outside of low and high; 1 lets weights be."""
-    low: float = number(0.1, low=0, high=1)
+    low: float = Field(default=0.1, ge=0, le=1)
     """Success rate below which a task is too hard as yet."""
-    high: float = number(0.9, low=0, high=1)
+    high: float = Field(default=0.9, ge=0, le=1)
     """Success rate above which it is learned."""
-    memory: float = number(0.8, low=0, below=1)
+    memory: float = Field(default=0.8, ge=0, lt=1)
     """Share of a task's earlier rate in each step that finishes episodes of it."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class EnvConfig:
     """Environments to act in."""
 
@@ -58,33 +62,33 @@ class EnvConfig:
     """Rewards are multiplied by it."""
     success: str | None = None
     """The same of a function that says which environments have solved their task."""
-    num_envs: int = number(16, low=1)
+    num_envs: int = Field(default=16, ge=1)
     """Environments on each host of placement.env."""
-    workers: int = number(2, low=0)
+    workers: int = Field(default=2, ge=0)
     """Child processes that they are divided over, on each host; 0 simulates in a thread of the host's own process."""
-    slices: int = number(1, low=1)
+    slices: int = Field(default=1, ge=1)
     """Parts that are acted on by turns: with 2, one is simulated while actions for the other are decided."""
-    group_size: int = number(1, low=1)
+    group_size: int = Field(default=1, ge=1)
     """So many neighbouring environments begin their episodes alike, to be compared with each other (GRPO)."""
-    expected_steps_per_second: float | None = number(None, above=0)
+    expected_steps_per_second: float | None = Field(default=None, gt=0)
     """Simulated steps a second of all environments of a host together, by which `--dry-run` models the seconds of a
     step; nothing else depends on it, and null leaves simulating out."""
-    max_steps: int | None = number(None, low=1)
+    max_steps: int | None = Field(default=None, ge=1)
     """Steps after which an episode is cut off; null takes the simulator's own limit."""
     ignore_terminations: bool = False
     """Episodes go on when their task ends, so that all last until their limit."""
-    frame_stack: int = number(1, low=1, high=1024)
+    frame_stack: int = Field(default=1, ge=1, le=1024)
     """So many last observations are seen at once, the oldest first; the first one of an episode stands in for those
     before it."""
     fresh: bool = True
     """Every step of the flow begins new episodes; false goes on with those that are under way."""
-    step_timeout: float = number(60.0, above=0)
+    step_timeout: float = Field(default=60.0, gt=0)
     """Seconds that a worker has for one chunk; it is replaced after that, and its episodes are drawn anew."""
-    start_timeout: float = number(300.0, above=0)
+    start_timeout: float = Field(default=300.0, gt=0)
     """Seconds until a worker has made its simulators."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class PolicyLoraConfig(LoraConfig):
     """Low-rank adapters (arXiv:2106.09685): they learn, and what is the policy's own, such as its critic; they are
     merged when weights are published. `r: 0` and no `path`: none."""
@@ -94,7 +98,7 @@ class PolicyLoraConfig(LoraConfig):
     `all-linear`, names such as q_proj or the ends of dotted names, or regular expressions of whole ones."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class PolicyConfig:
     """The policy that acts and learns."""
 
@@ -120,11 +124,11 @@ class PolicyConfig:
     sharding: Literal["auto", "shard", "replicate"] = "auto"
     """How a policy lies on the processes of the trainer: `shard` spreads it and its optimizer over all of them (FSDP),
     `replicate` gives each a copy. `auto` spreads one that is made of blocks, as large ones are."""
-    horizon: int = number(50, low=1)
+    horizon: int = Field(default=50, ge=1)
     """Decisions of each environment per step of the flow; each decides a whole chunk of actions."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class ControlAlgorithmConfig:
     """How trajectories become a gradient: a recipe by its name (ppo with a critic, grpo and its like without), any part
     of which can be changed; sac, crossq or iql, whose settings are in `off_policy`; dagger, with `dagger`; or
@@ -134,24 +138,24 @@ class ControlAlgorithmConfig:
 
     name: str = "ppo"
     """The recipe."""
-    epochs: int = number(8, low=1)
+    epochs: int = Field(default=8, ge=1)
     """How often the decisions of each step are learned from."""
-    minibatch: int = number(100, low=1)
+    minibatch: int = Field(default=100, ge=1)
     """Decisions per optimizer step, over all ranks of the trainer."""
-    micro_batch: int | None = number(None, low=1)
+    micro_batch: int | None = Field(default=None, ge=1)
     """Decisions that each rank of the trainer computes at once: fewer need less memory and change nothing else. null
     takes all that a rank has of a minibatch."""
-    critic_warmup: int = number(0, low=0)
+    critic_warmup: int = Field(default=0, ge=0)
     """Steps of the flow that teach the critic alone, before the policy learns too: for a policy that has learned
     elsewhere and a critic that has not."""
-    staleness: int = number(1, low=0)
+    staleness: int = Field(default=1, ge=0)
     """Where the flow is rlinf.flows.embodied_async, by how many versions the weights that act may be behind those that
     learn from it; with 0 it is rlinf.flows.embodied, which never is behind. More than 1 helps where steps take
     unequally long, and no longer repeats bit for bit."""
-    kl_stop: float | None = number(None, above=0)
+    kl_stop: float | None = Field(default=None, gt=0)
     """No more optimizer steps on a batch once the policy has moved so far from the one that acted, nats; null never
     stops."""
-    value_coef: float = number(0.5, low=0)
+    value_coef: float = Field(default=0.5, ge=0)
     """Weight of the critic's loss beside the policy's."""
     advantage: Any = field(default_factory=dict)
     """Changes what actions are compared with: {gamma: 0.8, lam: 0.9} for ppo."""
@@ -159,7 +163,7 @@ class ControlAlgorithmConfig:
     """Changes the loss: {clip_low: 0.2, clip_high: 0.2}, or another one by name."""
     aggregation: dict[str, Any] = field(default_factory=dict)
     """Changes how losses of actions become one: {how: seq-mean-token-mean} averages over episodes."""
-    entropy_bonus: float | None = number(None, low=0)
+    entropy_bonus: float | None = Field(default=None, ge=0)
     """Weight of the reward for staying undecided; null as in the recipe."""
     critic: Any = field(default_factory=dict)
     """Changes the critic's loss: {clip: 0.2, error: huber}."""
@@ -176,79 +180,79 @@ class ControlAlgorithmConfig:
     large or small."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class ControlOptimizerConfig:
     """AdamW."""
 
-    lr: float = number(3e-4, above=0)
+    lr: float = Field(default=3e-4, gt=0)
     """Learning rate."""
-    critic_lr: float | None = number(None, above=0)
+    critic_lr: float | None = Field(default=None, gt=0)
     """Of the part that only values need; null takes lr."""
-    betas: tuple[float, float] = number((0.9, 0.999), low=0, below=1)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay of the running means of the gradient and of its square."""
-    weight_decay: float = number(0.0, low=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
-    grad_clip: float | None = number(None, above=0)
+    grad_clip: float | None = Field(default=None, gt=0)
     """Gradients with a larger global norm are scaled down to it; null takes 0.5, and no bound for sac."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How learning rates fall after warm-up, until the last step; sac and its like, and dagger, keep them."""
-    warmup_steps: int = number(0, low=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Steps of the flow over which learning rates rise linearly from 0."""
-    min_lr_ratio: float = number(0.0, low=0, high=1)
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of the learning rates that a linear or cosine schedule comes down to; the last step is a little above."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class OffPolicyConfig:
     """Learning from what is remembered, where the algorithm is sac (arXiv:1812.05905), with the choices of REDQ and
     RLPD (arXiv:2302.02948), crossq (arXiv:1902.05605) or iql (arXiv:2110.06169)."""
 
-    batch: int = number(256, low=1)
+    batch: int = Field(default=256, ge=1)
     """Transitions per optimizer step, over all ranks."""
-    capacity: int = number(1_000_000, low=1)
+    capacity: int = Field(default=1_000_000, ge=1)
     """Transitions that are remembered; a picture is kept once."""
-    warmup: int = number(1_000, low=0)
+    warmup: int = Field(default=1_000, ge=0)
     """Transitions collected before the first optimizer step."""
-    utd: float = number(1.0, above=0)
+    utd: float = Field(default=1.0, gt=0)
     """Optimizer steps of the critics per transition that came after the warm-up."""
-    actor_every: int = number(1, low=1)
+    actor_every: int = Field(default=1, ge=1)
     """Steps of the critics for each of the actor."""
-    gamma: float = number(0.99, low=0, high=1)
+    gamma: float = Field(default=0.99, ge=0, le=1)
     """Discount per action."""
-    n_step: int = number(1, low=1)
+    n_step: int = Field(default=1, ge=1)
     """Decisions that a transition spans; fewer at the end of an episode or of a step of the flow."""
-    tau: float = number(0.005, above=0, high=1)
+    tau: float = Field(default=0.005, gt=0, le=1)
     """Share of the way that target critics go with each step; crossq has none."""
-    alpha: float = number(1.0, above=0)
+    alpha: float = Field(default=1.0, gt=0)
     """First temperature, reward per nat (sac, crossq)."""
-    alpha_lr: float | None = number(None, low=0)
+    alpha_lr: float | None = Field(default=None, ge=0)
     """Learning rate of the temperature; null takes optimizer.lr, 0 keeps it."""
     target_entropy: float | None = None
     """Nats that the temperature aims at; null: minus the numbers in a chunk."""
-    subset: int | None = number(None, low=1)
+    subset: int | None = Field(default=None, ge=1)
     """Target critics drawn in each step (REDQ); null takes all."""
-    shift: int = number(0, low=0)
+    shift: int = Field(default=0, ge=0)
     """Pictures are moved at random by so many pixels at most when they are learned from (DrQ, arXiv:2004.13649)."""
-    expectile: float = number(0.7, above=0, below=1)
+    expectile: float = Field(default=0.7, gt=0, lt=1)
     """Which expectile of the remembered actions a state is worth (iql): higher is more optimistic."""
-    beta: float = number(3.0, low=0)
+    beta: float = Field(default=3.0, ge=0)
     """Inverse temperature of the weights of remembered actions (iql); 0 is behaviour cloning."""
     solved_only: bool = False
     """Remember only episodes that were solved, and that end in the step in which they began."""
     demonstrations: str | None = None
     """Directory of demonstrations that a part of each batch is drawn from (RLPD); null for none. dagger begins with
     them."""
-    demo_share: float = number(0.5, low=0, high=1)
+    demo_share: float = Field(default=0.5, ge=0, le=1)
     """That part."""
     failed_demonstrations: bool = False
     """Learn from recorded episodes that did not solve their task, too, as iql can."""
-    offline_steps: int = number(0, low=0)
+    offline_steps: int = Field(default=0, ge=0)
     """The first so many steps learn from demonstrations alone, and nobody acts in them."""
-    offline_updates: int = number(1_000, low=1)
+    offline_updates: int = Field(default=1_000, ge=1)
     """Optimizer steps in each of those."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class DaggerConfig:
     """Learning from what an expert would do in the states that the policy gets into (arXiv:1011.0686), where the
     algorithm is dagger; off_policy.batch, capacity and demonstrations hold for it, too."""
@@ -256,15 +260,15 @@ class DaggerConfig:
     expert: str | None = None
     """Who answers: the dotted path of a function that takes observations and instructions and gives actions in
     [-1, 1], float32 [N, C, A]; or the directory of a saved policy."""
-    beta: float = number(0.0, low=0, high=1)
+    beta: float = Field(default=0.0, ge=0, le=1)
     """First share of decisions in which the expert's action is done instead of the policy's."""
-    decay: float = number(0.5, low=0, high=1)
+    decay: float = Field(default=0.5, ge=0, le=1)
     """The share falls to this much of itself with each step."""
-    updates: int = number(200, low=1)
+    updates: int = Field(default=200, ge=1)
     """Optimizer steps per step of the flow, on all that was labelled so far."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class ImitationConfig:
     """Supervised learning from demonstrations: a warm-up before learning by acting, or, where the algorithm is
     imitation, all that the run does (with the optimizer of `optimizer`)."""
@@ -291,37 +295,37 @@ class ImitationConfig:
     broken: Literal["refuse", "drop"] = "refuse"
     """Episodes that cannot be read or have numbers that are not finite: end the run with their name, or leave them out
     with a line (pictures are not looked at before)."""
-    held_out: float = number(0.0, low=0, below=1)
+    held_out: float = Field(default=0.0, ge=0, lt=1)
     """Share of the episodes of each data set that is not learned from; evaluations of a run of imitation tell the loss
     on it, a warm-up only leaves it out."""
-    memory_gb: float = number(4.0, above=0)
+    memory_gb: float = Field(default=4.0, gt=0)
     """Episodes that each process of the trainer holds at a time, GB; of larger data sets windows of this size are read
     one after the other."""
-    steps: int = number(300, low=1)
+    steps: int = Field(default=300, ge=1)
     """Optimizer steps of the warm-up; of a run of imitation, in each of its `steps`."""
-    batch: int = number(64, low=1)
+    batch: int = Field(default=64, ge=1)
     """Decisions in each, over all ranks."""
-    lr: float = number(1e-3, above=0)
+    lr: float = Field(default=1e-3, gt=0)
     """Learning rate of the warm-up (AdamW); a run of imitation has optimizer.lr."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class TrialsConfig:
     """Evaluation: whole episodes in environments of their own, the same starts each time."""
 
-    episodes: int = number(64, low=0)
+    episodes: int = Field(default=64, ge=0)
     """How many, before the first step and after the last; 0 evaluates nothing."""
     greedy: bool = True
     """By the likeliest actions; false draws them as in training, the same draws each time."""
-    every: int = number(0, low=0)
+    every: int = Field(default=0, ge=0)
     """Evaluate after every this many steps too; 0 does not."""
-    patience: int = number(0, low=0)
+    patience: int = Field(default=0, ge=0)
     """End the run after so many evaluations in a row that are no better than the best one before them, by
     checkpoint.best or else by evaluation/success_once; 0 takes all steps."""
-    videos: int = number(0, low=0)
+    videos: int = Field(default=0, ge=0)
     """Of how many of them a video is kept in the run directory, failures first: they are played again for it. The
     simulator must be able to render."""
-    seed: int | None = number(None, low=0)
+    seed: int | None = Field(default=None, ge=0)
     """Of their starts, which are kept for trials: no episode of training begins by one of their seeds. null takes the
     run's seed; a number gives runs of several seeds the same trials."""
     suites: dict[str, Any] = field(default_factory=dict)
@@ -346,7 +350,7 @@ def task_names(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class EmbodiedConfig(CommonConfig):
     """One training run of a policy that acts."""
 

@@ -9,10 +9,18 @@ The text under a field is what `--help` and docs/config.md print. A key stands h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, TypeVar
+from dataclasses import field, fields
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from rlinf.config.schema import number, place
+from annotated_types import Ge, Lt
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from rlinf.config.common import Place
+from rlinf.config.schema import CLOSED
+
+Decay = Annotated[float, Ge(0), Lt(1)]
+"""Of a running mean."""
 
 RECIPES = (
     *("grpo", "deepseek_grpo", "dr_grpo", "dapo", "grpo_clip_higher", "gspo", "cispo", "sapo", "rloo", "reinforce_pp"),
@@ -28,7 +36,7 @@ BACK_ENDS = {
 """What the short names of `trainer.backend` mean."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class AlgorithmConfig:
     """How samples become a gradient: a recipe by its name, any part of which can be changed. `algorithm: dapo` is short
     for its name alone; docs/algorithms.md has the recipes and what each part takes."""
@@ -38,13 +46,13 @@ class AlgorithmConfig:
     name: str = "grpo"
     """The recipe: grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo, reinforce_pp, ppo, opd and others; or sft, dpo,
     reward_model, which learn from given texts and take their keys from `supervised`."""
-    prompts_per_step: int = number(64, low=1)
+    prompts_per_step: int = Field(default=64, ge=1)
     """Prompts drawn for each step."""
-    group_size: int = number(8, low=1)
+    group_size: int = Field(default=8, ge=1)
     """Answers sampled for each prompt; where a recipe compares them with each other, at least 2."""
-    epochs: int = number(1, low=1)
+    epochs: int = Field(default=1, ge=1)
     """How often each batch of samples is learned from."""
-    minibatches: int = number(1, low=1)
+    minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per epoch, each on its share of the batch's groups."""
     advantage: Any = field(default_factory=dict)
     """Changes what an answer is compared with: {scale: none}, another one by name, such as leave_one_out, or your own
@@ -57,7 +65,7 @@ class AlgorithmConfig:
     kl: Any = field(default_factory=dict)
     """Penalty for leaving the reference policy: {place: loss, kind: k3, beta: 0.001, cut: 10}; null for none. k3 is cut
     at so many nats, beyond which a token is not pulled back (`kl/cut`); cut: null as published."""
-    entropy_bonus: float | None = number(None, low=0)
+    entropy_bonus: float | None = Field(default=None, ge=0)
     """Weight of the reward for staying undecided; null as in the recipe."""
     correction: Any = field(default_factory=dict)
     """Importance sampling between engine and trainer: {cap: 2.0, level: token, outside: truncate}; null for none.
@@ -66,7 +74,7 @@ class AlgorithmConfig:
     rejection: Any = field(default_factory=dict)
     """Leave out whole answers by the geometric mean of their tokens' ratios, trainer over engine: {floor: 0.5, cap:
     2.0}, or by one token's, {least: 0.0001}; null for none."""
-    max_drift: float | None = number(None, above=0)
+    max_drift: float | None = Field(default=None, gt=0)
     """Bad answers that the policy has left further behind, nats per token, are left out; null for no bound."""
     shaping: Any = field(default_factory=dict)
     """Penalty near the length limit: {cache: 4096, penalty: 0.5}; longest is rollout.max_new_tokens unless set, and
@@ -75,32 +83,32 @@ class AlgorithmConfig:
     """Answers that the length limit cut are learned from, or give no gradient; null as in the recipe."""
     sampling: Any = field(default_factory=dict)
     """Draw more prompts in place of those whose groups give no gradient: {max_rounds: 10}; null for none."""
-    router_aux_loss: float = number(0.0, low=0)
+    router_aux_loss: float = Field(default=0.0, ge=0)
     """Weight of the auxiliary loss that spreads tokens evenly over the experts of a mixture: docs/models.md. 0: none,
     as is usual in reinforcement learning."""
     critic: Any = field(default_factory=dict)
     """Changes the critic's loss where there is one: {clip: 0.2, error: huber}."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class CriticConfig:
     """The critic, where the algorithm trains one (ppo): it predicts the reward to come before each token."""
 
-    model: str | None = place(None)
+    model: Place | None = None
     """Hugging Face directory (or hub name) of its model; null starts from the policy's own weights."""
-    lr: float = number(1e-5, above=0)
+    lr: float = Field(default=1e-5, gt=0)
     """Learning rate after warm-up."""
-    warmup_steps: int = number(0, low=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which its learning rate rises linearly from 0."""
-    head_start: int = number(0, low=0)
+    head_start: int = Field(default=0, ge=0)
     """Steps of the flow at the beginning in which the critic learns alone."""
-    grad_clip: float = number(1.0, above=0)
+    grad_clip: float = Field(default=1.0, gt=0)
     """Gradients with a larger global norm are scaled down to it."""
-    weight_decay: float = number(0.0, low=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class ReferenceConfig:
     """The policy that a KL penalty holds on to, where the algorithm has one."""
 
@@ -108,12 +116,12 @@ class ReferenceConfig:
     """`frozen`: the policy as it was before learning. `ema`: a running mean of it. `adapters_off`: the model under its
     own LoRA adapters, which needs no second copy in memory. `precomputed`: for dpo, the data's columns
     ref_chosen_logps and ref_rejected_logps."""
-    model: str | None = place(None)
+    model: Place | None = None
     """Hugging Face directory (or hub name) of another policy to hold on to; null takes the policy itself."""
-    adapter: str | None = place(None)
+    adapter: Place | None = None
     """Directory of saved adapters of the policy's own base model to hold on to: the trainer computes with them in place
     of its own, so that they need no second model in memory."""
-    decay: float = number(0.99, above=0, below=1)
+    decay: float = Field(default=0.99, gt=0, lt=1)
     """How much of an `ema` reference stays as it is in each step."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which it computes; `auto` is bfloat16 on GPUs and float32 on CPUs."""
@@ -124,13 +132,13 @@ class ReferenceConfig:
         return self.adapter or ("adapters_off" if self.kind == "adapters_off" else None)
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class TeacherConfig:
     """The model whose judgement of every token is learned from, where the algorithm distils (opd)."""
 
-    model: str | None = place(None)
+    model: Place | None = None
     """Hugging Face directory (or hub name); its tokens must be those of the policy."""
-    adapter: str | None = place(None)
+    adapter: Place | None = None
     """Instead: directory of saved adapters of the policy's own base model, with which the trainer computes, too."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which it computes; `auto` is bfloat16 on GPUs and float32 on CPUs."""
@@ -139,7 +147,7 @@ class TeacherConfig:
     weight."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(config=CLOSED, frozen=True, slots=True)
 class NamedTeacher:
     """One of several teachers: an entry of `teachers`."""
 
@@ -153,16 +161,16 @@ class NamedTeacher:
     """Where it is, written like the keys of `placement`; None for the teacher's place there."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class RewardModelConfig:
     """A model that scores answers, instead of the reward function or beside it: docs/roles.md."""
 
-    path: str | None = place(None)
+    path: Place | None = None
     """Hugging Face directory (or hub name) of a model that scores answers; null: none does."""
     kind: Literal["classifier", "generative"] = "classifier"
     """`classifier`: a sequence-classification model. `generative`: a language model that is asked by `template`, and
     replies with one of `choices` or a text that has a number."""
-    tokenizer: str | None = place(None)
+    tokenizer: Place | None = None
     """Hugging Face directory (or hub name) of its tokenizer; null takes the one in `path`."""
     template: str | None = None
     """What it reads, such as "Question: {prompt}\\nAnswer: {response}\\nRight: {answer}\\nGrade:", with columns of
@@ -170,7 +178,7 @@ class RewardModelConfig:
     chat: bool | None = None
     """Put that text into its tokenizer's chat template; null does where it has one, for a generative judge and for
     prompts that are chats."""
-    label: int | None = number(None, low=0)
+    label: int | None = Field(default=None, ge=0)
     """Of a classifier with several labels, the one whose log-probability is the score; null needs a single label."""
     choices: dict[str, Any] = field(default_factory=dict)
     """Replies that a generative judge chooses from, and what each is worth, {" yes": 1, " no": 0}: the score is the
@@ -178,52 +186,52 @@ class RewardModelConfig:
     pattern: str = r"(-?\d+(?:\.\d+)?)"
     """Where the score stands in a reply that is generated: a regular expression whose first group is the number. The
     last match counts; a reply without one leaves the answer without a reward."""
-    max_new_tokens: int = number(256, low=1)
+    max_new_tokens: int = Field(default=256, ge=1)
     """Longest reply that is generated, always by the likeliest token."""
-    weight: float = number(1.0)
+    weight: float = 1.0
     """Share of its score in the reward."""
     normalize: Literal["none", "sigmoid", "group"] = "none"
     """What becomes of a score before it is weighted: nothing, 1 / (1 + exp(-score)), or its distance from the mean of
     its group in standard deviations."""
-    max_tokens: int | None = number(None, low=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     """Longest text that it reads, in its tokens; a longer one leaves the answer without a reward. null takes what
     the model has positions for, less what a generative judge needs for its reply; it is never more than that."""
-    micro_batch_tokens: int = number(8192, low=1)
+    micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens (padding included) that each process computes at once; a longer text stands alone."""
-    max_rows: int = number(64, low=1)
+    max_rows: int = Field(default=64, ge=1)
     """Replies that are generated together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which it computes."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class OptimizerConfig:
     """AdamW for reinforcement learning."""
 
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit` keeps the running means in 8 bits, by bitsandbytes: a quarter of their memory. Checkpoints have them
     in float32; going on from one rounds them anew."""
-    lr: float = number(1e-6, above=0)
+    lr: float = Field(default=1e-6, gt=0)
     """Learning rate after warm-up."""
-    warmup_steps: int = number(0, low=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
-    betas: tuple[float, float] = number((0.9, 0.99), low=0, below=1)
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
     """Decay of the running means of the gradient and of its square."""
-    weight_decay: float = number(0.0, low=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
-    grad_clip: float = number(1.0, above=0)
+    grad_clip: float = Field(default=1.0, gt=0)
     """Gradients with a larger global norm are scaled down to it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after warm-up, until the last step."""
-    min_lr_ratio: float = number(0.0, low=0, high=1)
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of the learning rate that a linear or cosine schedule comes down to; the last step is a little above."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class ForwardConfig:
     """How a model is run over answers; nothing here changes what comes of it, up to rounding."""
 
-    micro_batch_tokens: int = number(2048, low=1)
+    micro_batch_tokens: int = Field(default=2048, ge=1)
     """Tokens (prompts included) that each rank computes at once; a longer sample stands alone."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation; weights, gradients and the optimizer stay in float32."""
@@ -232,7 +240,7 @@ class ForwardConfig:
     groups as they finish, which is faster where a few answers are much longer than the others. `free` does too, and
     with `sharding` replicate or hybrid each copy of the model learns on its own as its devices become free, so that
     those whose answers are done train while others still generate; docs/training.md."""
-    logprob_chunk: int = number(1024, low=1)
+    logprob_chunk: int = Field(default=1024, ge=1)
     """Tokens whose logits over the vocabulary are in memory at once."""
     attention: Literal["auto", "packed", "padded", "flash"] = "auto"
     """How sequences of a micro-batch lie: `packed` one behind another, without padding; `padded` to one length, with
@@ -245,21 +253,21 @@ class ForwardConfig:
     cannot."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class ParallelConfig:
     """How one copy of a model is split over processes: `tensor` x `pipeline` x `context` of them have one copy, and
     what remains of the trainer's processes computes on further shares of the data. docs/training.md has how `fsdp`
     splits, without stages, and how `megatron` does."""
 
-    tensor: int = number(1, low=1)
+    tensor: int = Field(default=1, ge=1)
     """Processes over which every layer's matrices are split, and between them the tokens."""
-    pipeline: int = number(1, low=1)
+    pipeline: int = Field(default=1, ge=1)
     """Stages, each of which has some of the layers; micro-batches flow through them."""
-    interleave: int = number(1, low=1)
+    interleave: int = Field(default=1, ge=1)
     """Parts of the layers that each stage has, one behind another in turn: a shorter bubble for more messages."""
-    context: int = number(1, low=1)
+    context: int = Field(default=1, ge=1)
     """Processes over which the tokens of each sequence are split, for long answers."""
-    expert: int = number(1, low=1)
+    expert: int = Field(default=1, ge=1)
     """Processes over which a mixture's experts are spread; they are among those of the copies, not further ones."""
 
     @property
@@ -268,7 +276,7 @@ class ParallelConfig:
         return self.tensor * self.pipeline * self.context
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class TrainerConfig(ForwardConfig):
     """How gradients are computed; nothing here but `router_replay` changes what is learned."""
 
@@ -284,7 +292,7 @@ class TrainerConfig(ForwardConfig):
     gradient_checkpointing: Literal["auto", True, False] = "auto"
     """Compute activations again on the way back: less memory, about a third more time. `auto` does on GPUs whose memory
     would not do without by the estimate of `--dry-run`, and never on CPUs."""
-    micro_batch_tokens: int | None = number(None, low=1)  # type: ignore[assignment]  # a run gives roles its value
+    micro_batch_tokens: int | None = Field(default=None, ge=1)  # type: ignore[assignment]  # a run gives roles its value
     """Tokens (prompts included) that each rank, or the ranks that `parallel` has compute together, computes at once; a
     longer sample stands alone. null takes 2,048 on CPUs and 16,384 on GPUs."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # type: ignore[assignment]  # the same
@@ -295,81 +303,81 @@ class TrainerConfig(ForwardConfig):
     now: docs/models.md. `auto` does where the engine tells them; true is an error where it does not."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class LearningSettings(OptimizerConfig, TrainerConfig):
     """How a role computes a model and its optimizer steps: sections of a configuration, with nothing left to choose."""
 
-    lr: float = number(OptimizerConfig.lr, low=0)
+    lr: float = Field(default=OptimizerConfig.lr, ge=0)
     """Learning rate after warm-up; 0 keeps all weights as they are."""
     sharding: Literal["shard", "replicate", "hybrid"] = "shard"
     """How model and optimizer lie on the ranks; see `TrainerConfig`, whose `auto` a run replaces by what it chose, as
     it does in the next three."""
     gradient_checkpointing: bool = False
     """Compute activations again on the way back."""
-    micro_batch_tokens: int = number(ForwardConfig.micro_batch_tokens, low=1)
+    micro_batch_tokens: int = Field(default=ForwardConfig.micro_batch_tokens, ge=1)
     """Tokens that each rank computes at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation."""
     saved_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights in a checkpoint's hf/; auto: that in which the model was saved."""
-    total_steps: int | None = number(None, low=1)
+    total_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps of the whole run, at the end of which a linear or cosine schedule has come down."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class BatchSettings(LearningSettings):
     """How a role learns from batches of judged groups."""
 
-    epochs: int = number(AlgorithmConfig.epochs, low=1)
+    epochs: int = Field(default=AlgorithmConfig.epochs, ge=1)
     """Passes over each batch of groups."""
-    minibatches: int = number(AlgorithmConfig.minibatches, low=1)
+    minibatches: int = Field(default=AlgorithmConfig.minibatches, ge=1)
     """Optimizer steps in each pass, each on a part of the groups; with more than one, training begins when the whole
     batch has come."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class TrainerSettings(BatchSettings):
     """How the trainer learns; `system.spawn(Trainer, lr=1e-4)` is short for `settings=TrainerSettings(lr=1e-4)`."""
 
-    router_aux_loss: float = number(AlgorithmConfig.router_aux_loss, low=0)
+    router_aux_loss: float = Field(default=AlgorithmConfig.router_aux_loss, ge=0)
     """Weight of the auxiliary loss of a mixture of experts."""
-    reference: str | None = place(None)
+    reference: Place | None = None
     """Where the trainer computes the reference's log-probs itself: adapters_off, by its model without adapters, or the
     directory of saved adapters of its base model; None: samples bring them."""
-    teacher: str | None = place(None)
+    teacher: Place | None = None
     """Directory of a teacher's saved adapters for the trainer's base model; None: samples bring its log-probs."""
-    rescue_dir: str | None = place(None)
+    rescue_dir: Place | None = None
     """Directory where a batch is written whose loss or gradient is not finite; None writes none."""
-    staleness: int = number(0, low=0)
+    staleness: int = Field(default=0, ge=0)
     """Versions by which tokens may be older than the weights that learn from them; above 0, metrics tell their ages
     apart."""
     publishes: Literal["float32", "bfloat16"] = "float32"
     """Precision in which weights leave the trainer: the widest of those who take them over."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class CriticSettings(BatchSettings):
     """How the critic learns."""
 
-    lr: float = number(CriticConfig.lr, low=0)
+    lr: float = Field(default=CriticConfig.lr, ge=0)
     """Learning rate after warm-up; 0 keeps all weights as they are."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class SupervisedSettings(LearningSettings):
     """How a model learns from given texts, each batch of which is one optimizer step."""
 
-    reference: str | None = place(None)
+    reference: Place | None = None
     """As the trainer's."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class ReferenceSettings(ForwardConfig):
     """How a model that does not learn computes log-probs."""
 
-    micro_batch_tokens: int = number(8192, low=1)
+    micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens (prompts included) computed at once, and read ahead; a longer sample stands alone."""
-    decay: float | None = number(None, above=0, below=1)
+    decay: float | None = Field(default=None, gt=0, lt=1)
     """How much of the weights stays as it is when they `follow` others; None: they follow none."""
     column: str = "ref_logprobs"
     """Key of `Sample.per_token` that is filled: `teacher_logprobs` for a teacher."""
@@ -393,39 +401,39 @@ SUPERVISED = (SFT, DPO, REWARD_MODEL)
 """Algorithms that learn from given texts: nothing is generated, and there is no reward."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class DpoConfig:
     """The loss of `algorithm: dpo`; what it holds on to is `reference`."""
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """`sigmoid`: DPO (arXiv:2305.18290). `ipo` (arXiv:2310.12036), by log-probs per token. `hinge`: as in SLiC
     (arXiv:2305.10425)."""
-    beta: float = number(0.1, above=0)
+    beta: float = Field(default=0.1, gt=0)
     """How dear it is to leave the reference; of ipo, its tau."""
-    label_smoothing: float = number(0.0, low=0, high=0.5)
+    label_smoothing: float = Field(default=0.0, ge=0, le=0.5)
     """Share of pairs that are taken to be labelled the wrong way round; of sigmoid alone."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class RewardLossConfig:
     """The loss of `algorithm: reward_model`."""
 
-    center: float = number(0.0, low=0)
+    center: float = Field(default=0.0, ge=0)
     """Weight of the square of the sum of a pair's scores, which keeps scores around 0 (arXiv:2312.09244)."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class SupervisedConfig:
     """Learning from given texts, with `algorithm: sft`, `dpo` or `reward_model`: each step is one optimizer step."""
 
-    batch_size: int = number(32, low=1)
+    batch_size: int = Field(default=32, ge=1)
     """Conversations, or pairs, per step."""
-    epochs: float | None = number(None, above=0)
+    epochs: float | None = Field(default=None, gt=0)
     """Passes over the data, which then set the number of `steps`; null leaves it to that key."""
     learn: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens of conversations are learned: the assistant's turns, its last turn, or everything, prompts
     included."""
-    max_tokens: int | None = number(None, low=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     """Longest conversation, prompt included; null for as many as the model has positions for. What becomes of longer
     ones is `data.overlong`, which cuts them at their end."""
     dpo: DpoConfig = field(default_factory=DpoConfig)

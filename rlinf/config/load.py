@@ -1,31 +1,31 @@
 """YAML and `key=value` in; a checked dataclass, or every mistake at once, out.
 
-The file and the overrides are walked key by key against the schema. OmegaConf holds the values: it converts and
-type-checks each single one and resolves `${key}`. It stops at its first error, so the walk goes on by itself and
-gathers a `Problem` per mistake, with the line of the file that made it.
+The file and the overrides are walked key by key against the schema, which finds the keys that there are not, and the
+line of each. OmegaConf reads YAML and resolves `${key}`; pydantic checks the values, all at once. Every mistake becomes
+a `Problem` with the place in the file that made it.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 
 from rlinf.config.aliases import GONE, OF_TORCHRUN, ours
 from rlinf.config.importing import near_shipped
 from rlinf.config.reading import measure, read_bytes
-from rlinf.config.schema import Leaf, leaves, nearest, sections
+from rlinf.config.schema import Leaf, advice, leaf_at, leaves, nearest, sections
 
 T = TypeVar("T")
 
@@ -33,10 +33,6 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 _REFERENCE = re.compile(r"(\\*)\$\{([\w.]+\})?")
 """`${`, the backslashes before it (an odd number makes it plain text), and `key}` if that is what follows."""
-_MISSING = "???"
-"""By which OmegaConf says that there is no value yet."""
-_CONVERTED: Any = object()
-"""In place of what stands in YAML, where nobody knows that: a value of Python."""
 _UNREADABLE = (
     yaml.YAMLError, OmegaConfBaseException, ValueError, OverflowError, RecursionError, TypeError, KeyError,
     AssertionError,
@@ -124,12 +120,11 @@ class _Loader:
 
     def __init__(self, schema: type) -> None:
         self.schema = schema
-        self.values: DictConfig = copy.deepcopy(_structured(schema))
         self.leaves = {leaf.key: leaf for leaf in leaves(schema)}
         self.sections = dict(sections(schema))
+        self.values: dict[str, Any] = {}
+        """By key of a leaf, with `${key}` as it was written."""
         self.places: dict[str, str] = {}
-        self.verbatim: dict[str, str] = {}
-        """Texts that OmegaConf would take for something else."""
         self.problems: list[Problem] = []
 
     def read_file(self, path: Path) -> None:
@@ -154,133 +149,145 @@ class _Loader:
             raise InputError(f"{path}: the config file must consist of `key: value` lines")
         lines, written = {key: f"{path}:{line}" for key, line in _lines(tree)}, _written(tree)
         for key, value in content.items():
-            self._take(str(key), value, lambda key: lines.get(key, str(path)), written.get(str(key), _CONVERTED))
+            self._take(str(key), value, lambda key: lines.get(key, str(path)), written.get(str(key), value))
 
     def read_override(self, text: str) -> None:
         """Take one `a.b=value` of the command line, or note what is wrong with it."""
         key, equals, given = text.partition("=")
-        if not equals or not key.strip():
+        key = key.strip()
+        if not equals or not key:
             self._note(COMMAND_LINE, text, MISSING, "write overrides as key=value, such as steps=10")
             return
-        key = key.strip()
+        is_text = key in self.leaves and self.leaves[key].is_text
         try:
             tree, content = _parsed(f"value: {given}")
         except _UNREADABLE as error:
-            if self._is_text(key):  # a text may look like anything: `data.template=Question: {question}`
-                self._take(key, given, lambda key: COMMAND_LINE)
-                return
-            self._note(COMMAND_LINE, key, given, f"the value is not valid YAML: {_one_line(error)}")
+            if is_text:  # a text may look like anything: `data.template=Question: {question}`
+                self._take(key, given, lambda key: COMMAND_LINE, given)
+            else:
+                self._note(COMMAND_LINE, key, given, f"the value is not valid YAML: {_one_line(error)}")
             return
         assert isinstance(tree, yaml.MappingNode)  # of the one key that was just written
         ((_, node),) = tree.value
         plain = not isinstance(node, yaml.ScalarNode) or node.style is None
-        written = given if plain and self._is_text(key) and _written(node) is not None else _written(node)
+        written = given if plain and is_text and _written(node) is not None else _written(node)
         self._take(key, content["value"], lambda key: COMMAND_LINE, written)
 
-    def _is_text(self, key: str) -> bool:
-        leaf = self.leaves.get(key)
-        return leaf is not None and leaf.is_text
-
     def take(self, key: str, value: Any, place: str) -> None:
-        """Take one value by its dotted key, or note what is wrong with it."""
-        self._take(key, value, lambda _: place)
+        """Take one value of Python by its dotted key, or note what is wrong with it."""
+        try:
+            plain: Any = OmegaConf.to_container(OmegaConf.create({"value": value}), resolve=False)
+        except _UNREADABLE as error:
+            self._note(place, key, value, f"this is no value of YAML: {_one_line(error)}")
+        else:
+            self._take(key, plain["value"], lambda _: place, plain["value"])
 
     def finish(self, check: Callable[[Any], Iterator[tuple[str, str]]]) -> Any:
-        """Resolve `${key}`, apply limits and `check`, and return the dataclass; raise if anything was wrong."""
-        values = {leaf.key: self._resolve(leaf) for leaf in self.leaves.values()}
-        config: Any = _build(self.schema, values)  # a wrong value has left its default here, so that `check` can go on
+        """Resolve `${key}`, apply types, limits and `check`, and return the section; raise if anything was wrong."""
+        self._resolve()
+        config = self._checked()
         wrong = {problem.key for problem in self.problems}
-        for key, advice in check(config):
+        for key, said in check(config):
             if key not in wrong:
                 leaf = self._leaf_of(key)  # which a key below a mapping is not itself
                 place = self.places.get(key if leaf is None else leaf.key, DEFAULT)
-                self._note(place, key, values.get(key, MISSING), advice)
+                self._note(place, key, attrgetter(key)(config) if key in self.leaves else MISSING, said)
         if self.problems:
             raise ConfigError(self.problems)
         return config
 
-    def _take(self, key: str, value: Any, place_of: Callable[[str], str], written: Any = _CONVERTED) -> None:
+    def _take(self, key: str, value: Any, place_of: Callable[[str], str], written: Any) -> None:
         """Take a value, which stands in YAML as `written` says, with every scalar as the text that it is there."""
+        section, _, names = key.rpartition(".")
         if key in self.sections:
             shorthand = getattr(self.sections[key], "__shorthand__", None)
             if isinstance(value, dict):
                 texts = written if isinstance(written, dict) else {}
                 for name, inner in value.items():
-                    self._take(f"{key}.{name}", inner, place_of, texts.get(str(name), _CONVERTED))
+                    self._take(f"{key}.{name}", inner, place_of, texts.get(str(name), inner))
             elif isinstance(value, str) and shorthand:
                 self._take(f"{key}.{shorthand}", value, lambda _: place_of(key), written)
             elif value is not None:  # None: a section whose lines are all commented out
                 names = ", ".join(field.name for field in dataclasses.fields(self.sections[key]))
                 self._note(place_of(key), key, value, f"this is a section; its keys are {names}")
-            return
-        section, _, names = key.rpartition(".")
-        if "," in names and getattr(self.sections.get(section), "__together__", False):
+        elif "," in names and getattr(self.sections.get(section), "__together__", False):
             for name in names.split(","):
                 self._take(f"{section}.{name.strip()}", value, lambda _: place_of(key), written)
-            return
-        leaf = self._leaf_of(key)
-        if leaf is not None:
-            value = value if written is _CONVERTED or key != leaf.key else leaf.chosen(value, written)
-            self._set(leaf, key, value, place_of(key))
-        elif isinstance(value, dict):
-            near = nearest(key, self.sections)
-            advice = f"did you mean {near}?" if near else f"the sections are {', '.join(self.sections)}"
-            self._note(place_of(key), key, MISSING, f"unknown section; {advice}")
+        elif (leaf := self._leaf_of(key)) is not None:
+            self._set(leaf, key, leaf.chosen(value, written) if key == leaf.key else value, place_of(key))
         else:
-            elsewhere = OF_TORCHRUN.get(key.rpartition(".")[2])
-            near = None if elsewhere else ours(key, self.leaves) or nearest(key, self.leaves)
-            advice = f"did you mean {near}?" if near else "--help lists every key"
-            if elsewhere:
-                advice = f"torchrun {elsewhere} starts as many processes"
-            self._note(place_of(key), key, MISSING, f"unknown key; {GONE.get(key, advice)}")
+            self._note(place_of(key), key, MISSING, self._instead(key, isinstance(value, dict)))
+
+    def _instead(self, key: str, is_section: bool) -> str:
+        """Advice on a key that there is not."""
+        if is_section:
+            near = nearest(key, self.sections)
+            return "unknown section; " + (f"did you mean {near}?" if near else f"there are {', '.join(self.sections)}")
+        if key in GONE:
+            return f"unknown key; {GONE[key]}"
+        if elsewhere := OF_TORCHRUN.get(key.rpartition(".")[2]):
+            return f"unknown key; torchrun {elsewhere} starts as many processes"
+        near = ours(key, self.leaves) or nearest(key, self.leaves)
+        return "unknown key; " + (f"did you mean {near}?" if near else "--help lists every key")
 
     def _set(self, leaf: Leaf, key: str, value: Any, place: str) -> None:
+        """Give a leaf its value, or a key within its mapping one."""
         self.places[leaf.key] = place
-        value = leaf.read(value)
-        self.verbatim.pop(leaf.key, None)
-        if value == _MISSING and leaf.is_text:
-            self.verbatim[leaf.key] = value
-            return
         references = (match for text in _texts(value) for match in _REFERENCE.finditer(text))
         if any(match[2] is None and len(match[1]) % 2 == 0 for match in references):
-            advice = "only ${key} is followed: the file alone says what runs; write the value (\\${ is plain text)"
-            self._note(place, key, value, advice)
+            told = "only ${key} is followed: the file alone says what runs; write the value (\\${ is plain text)"
+            self._note(place, key, value, told)
             return
-        above = key.rpartition(".")[0]
-        if len(above) > len(leaf.key) and isinstance(OmegaConf.select(self.values, above), str):
-            self._note(place, key, value, f"{above} is a text, which has no keys: write a mapping with this in it")
+        *above, name = key.removeprefix(leaf.key).split(".")
+        if not above:
+            self.values[key] = value
             return
-        try:
-            if key != leaf.key and isinstance(name := OmegaConf.select(self.values, leaf.key), str):
-                OmegaConf.update(self.values, leaf.key, {"name": name}, merge=False)  # what text is short for
-            OmegaConf.update(self.values, key, value, merge=False, force_add=key != leaf.key)
-        except (OmegaConfBaseException, OverflowError, ValueError, RecursionError):  # the latter of huge numbers, nests
-            self._note(place, key, value, f"expected {leaf.expectation}")
+        whole = inside = copy.deepcopy(self.values.get(leaf.key, leaf.default))
+        if isinstance(whole, str) and leaf.type is Any:
+            whole = inside = {"name": whole}  # what the text is short for
+        for outer in above[1:]:
+            inside = inside.setdefault(outer, {}) if isinstance(inside, dict) else None
+        if not isinstance(inside, dict):
+            self._note(place, key, value, f"{key.rpartition('.')[0]} is no mapping, which has no keys: make it one")
+            return
+        inside[name] = value
+        self.values[leaf.key] = whole
 
-    def _resolve(self, leaf: Leaf) -> Any:
-        """The value with `${key}` replaced; notes a reference to nothing, a wrong type, a broken limit."""
-        place = self.places.get(leaf.key, DEFAULT)
-        if leaf.key in self.verbatim:
-            return self.verbatim[leaf.key]
+    def _resolve(self) -> None:
+        """Replace `${key}` by that key's value; note a reference to nothing."""
+        referring = [key for key, value in self.values.items() if any("${" in text for text in _texts(value))]
+        usual = {key: _writable(leaf.default) for key, leaf in self.leaves.items()} if referring else {}
+        whole = OmegaConf.create(_nested(usual | self.values) if referring else {})
+        for key in referring:
+            try:
+                value = OmegaConf.select(whole, key)
+                self.values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            except (OmegaConfBaseException, RecursionError) as error:  # the latter of keys that refer to each other
+                told = f"{_one_line(error)}; expected {self.leaves[key].expectation}"
+                self._note(self.places[key], key, self.values.pop(key), told)
+
+    def _checked(self) -> Any:
+        """The section with these values; a wrong one is noted and has its default, so that rules are asked, too."""
+        values = {key: self.leaves[key].read(value) for key, value in self.values.items()}
+        for key, value in [*values.items()]:
+            numbers = value if isinstance(value, list) else [value]
+            if not all(math.isfinite(each) for each in numbers if isinstance(each, float)):
+                told = f"this is not a finite number; expected {self.leaves[key].expectation}"
+                self._note(self.places[key], key, values.pop(key), told)
         try:
-            value = OmegaConf.select(self.values, leaf.key)
-            if OmegaConf.is_config(value):
-                value = OmegaConf.to_container(value, resolve=True)
-        except (OmegaConfBaseException, RecursionError) as error:  # the latter of keys that refer to each other
-            written: Any = OmegaConf.to_container(self.values, resolve=False)
-            for name in leaf.key.split("."):
-                written = written[name]
-            self._note(place, leaf.key, written, f"{_one_line(error)}; expected {leaf.expectation}")
-            return leaf.default
-        if not _finite(value):
-            self._note(place, leaf.key, value, f"this is not a finite number; expected {leaf.expectation}")
-            return leaf.default
-        if leaf.is_place and isinstance(value, str):
-            value = os.path.expanduser(value)
-        if leaf.allows(value):
-            return value
-        self._note(place, leaf.key, value, f"expected {leaf.expectation}")
-        return leaf.default
+            return self.schema(**_nested(values))
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+        for each in found:
+            leaf = leaf_at(each, self.leaves)
+            inner = [
+                str(part) for part in each["loc"][leaf.key.count(".") + 1 :] if leaf.is_mapping and part != "[key]"
+            ]
+            key, value = ".".join([leaf.key, *inner]), each["input"] if inner else self.values[leaf.key]
+            if all(problem.key != key for problem in self.problems):
+                self._note(self.places[leaf.key], key, value, advice(each, leaf))
+            values.pop(leaf.key, None)
+        return self.schema(**_nested(values))
 
     def _leaf_of(self, key: str) -> Leaf | None:
         """The leaf with this key, or the free mapping that it reaches into."""
@@ -295,22 +302,16 @@ class _Loader:
         self.problems.append(Problem(place, key, value, advice))
 
 
-@functools.cache
-def _structured(schema: type) -> DictConfig:
-    """A schema with its defaults, to be copied: that is five times as quick as reading the schema again."""
-    made: DictConfig = OmegaConf.structured(schema)
-    return made
-
-
-def _build(schema: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
-    """An instance of a schema from its leaves' values by dotted key."""
-    annotations = get_type_hints(schema)
-    fields = {}
-    for field in dataclasses.fields(schema):  # type: ignore[arg-type]
-        key, annotation = f"{prefix}{field.name}", annotations[field.name]
-        is_section = dataclasses.is_dataclass(annotation)
-        fields[field.name] = _build(annotation, values, f"{key}.") if is_section else values[key]  # type: ignore[arg-type]
-    return schema(**fields)
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key as mappings within mappings."""
+    whole: dict[str, Any] = {}
+    for key, value in values.items():
+        *above, name = key.split(".")
+        inside = whole
+        for outer in above:
+            inside = inside.setdefault(outer, {})
+        inside[name] = value
+    return whole
 
 
 def _parsed(text: str) -> tuple[yaml.Node | None, Any]:
@@ -323,11 +324,6 @@ def _parsed(text: str) -> tuple[yaml.Node | None, Any]:
     if tree is not None:
         measure(tree)
     return tree, OmegaConf.to_container(OmegaConf.create(text or "{}"), resolve=False)
-
-
-def _finite(value: Any) -> bool:
-    numbers = value if isinstance(value, list | tuple) else [value]
-    return all(math.isfinite(each) for each in numbers if isinstance(each, float))
 
 
 def _lines(node: yaml.Node, prefix: str = "") -> Iterator[tuple[str, int]]:

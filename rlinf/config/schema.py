@@ -1,41 +1,36 @@
-"""What a configuration may hold, read off dataclasses: keys, types, defaults, limits and docs.
+"""Sections of a configuration as their readers see them: keys, types, defaults, limits and docs.
 
-A schema is a dataclass whose fields are values or further dataclasses ("sections"). The string literal under a field
-is its documentation: `--help` and docs/config.md print it. A section with `__shorthand__ = "key"` may be given as a
-single text, which is that key's; one with `__together__` takes several keys with commas between; a field of type Any
-takes a mapping, null, or a text that is short for {name: text}. Knows no key of ours (those are in `text.py`)
-and imports nothing heavy.
+A section is a dataclass of pydantic, which checks its values, and `CLOSED`: it has no other keys. The text under a
+field is its documentation: `--help` and docs/config.md print it. A section with `__shorthand__ = "key"` may be given as
+a single text, which is that key's; one with `__together__` takes several keys with commas between; a field of type Any
+takes a mapping, null, or a text that is short for {name: text}. Knows no key of ours, and imports nothing heavy.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
-import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+    from pydantic_core import ErrorDetails
 
 T = TypeVar("T")
+CLOSED: ConfigDict = {"extra": "forbid", "use_attribute_docstrings": True}
 _CLOSE_ENOUGH = 0.6  # difflib's own cutoff: below it a suggestion is more often wrong than right
-_LIMITS = {
-    "low": (lambda value, limit: value >= limit, "at least"),
-    "above": (lambda value, limit: value > limit, "more than"),
-    "high": (lambda value, limit: value <= limit, "at most"),
-    "below": (lambda value, limit: value < limit, "less than"),
-}
-_WORDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-    "dict[str, Any]": "a mapping",
-    "Any": "a mapping, a name or null",
-    "list[int]": "a list of whole numbers, such as [0, 1]",
+_LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_WORDS: dict[Any, str] = {
+    int: "a whole number (int)",
+    float: "a number (float)",
+    str: "text (str)",
+    bool: "true or false (bool)",
+    dict[str, Any]: "a mapping (dict[str, Any])",
+    list[int]: "a list of whole numbers, such as [0, 1]",
 }
 
 
@@ -51,23 +46,10 @@ class Leaf:
     """The value that holds when nobody sets it."""
     doc: str
     """The text under the field."""
-    limits: Mapping[str, float]
-    """What `number(...)` was given: any of `low`, `above`, `high`, `below`."""
-    is_place: bool = False
-    """It names a file or directory, where `~` is the user's own."""
-    example: str = ""
-    """A value that one would not guess, for errors."""
-
-    def read(self, value: Any) -> Any:
-        """A value as this key takes it: `1e3`, a float to YAML, is a whole number where one is asked for, and one text
-        a list where texts are."""
-        if self.type == list[str]:
-            return [value] if isinstance(value, str) else value
-        if isinstance(value, list | tuple):
-            return [self.read(each) for each in value]
-        takes = {self.type, *get_args(self.type)}
-        whole = isinstance(value, float) and value.is_integer() and int in takes and float not in takes
-        return int(value) if whole else value
+    limits: tuple[str, ...]
+    """Of a number, or of those in a list: `("at least 1",)`."""
+    examples: tuple[str, ...] = ()
+    """Values that one would not guess, for errors."""
 
     def chosen(self, value: Any, written: Any) -> Any:
         """What a key takes of a value of YAML: a text is the characters that stand there, whatever YAML makes of such
@@ -83,6 +65,18 @@ class Leaf:
         choices = get_args(self.type) if get_origin(self.type) is Literal else ()
         return written if value not in choices and isinstance(written, str) and written in choices else value
 
+    def read(self, value: Any) -> Any:
+        """A value as pydantic is to see it: one text is a list where texts are asked for, another key's number is a
+        text, and true is no number."""
+        takes = {self.type, *get_args(self.type)}
+        values = value if isinstance(value, list) else [value]
+        if str in takes:
+            values = [str(each) if isinstance(each, int | float) else each for each in values]
+        elif not takes & {bool, True, Any}:
+            values = [str(each).lower() if isinstance(each, bool) else each for each in values]
+        several = isinstance(value, list) or (self.type == list[str] and isinstance(value, str))
+        return values if several else values[0]
+
     @property
     def is_text(self) -> bool:
         """It takes a text, or null at most."""
@@ -91,58 +85,62 @@ class Leaf:
     @property
     def expectation(self) -> str:
         """What a value must be, in words: `a whole number (int), at least 1`."""
-        example = [f"such as {self.example}"] if self.example else []
-        return ", ".join([_in_words(self.type), *self.limits_in_words, *example])
-
-    @property
-    def limits_in_words(self) -> list[str]:
-        """The limits of the value: `["at least 1"]`."""
-        return [f"{_LIMITS[name][1]} {limit:g}" for name, limit in self.limits.items()]
+        if get_origin(self.type) is Literal:
+            words = f"one of {', '.join(map(_choice, get_args(self.type)))}"
+        elif get_origin(self.type) is tuple:
+            words = f"a list of {len(get_args(self.type))} numbers"
+        else:
+            each = get_args(self.type) if get_origin(self.type) in (Union, types.UnionType) else (self.type,)
+            words = " or ".join(_WORDS.get(one, type_name(one)) for one in each)
+        return ", ".join([words, *self.limits, *(f"such as {each}" for each in self.examples)])
 
     @property
     def is_mapping(self) -> bool:
         """Whether the key holds a free mapping, or may hold one, into which dotted keys may reach."""
         return get_origin(self.type) is dict or self.type is Any
 
-    def allows(self, value: Any) -> bool:
-        """Whether a value of the right type is within the limits, as each element of a list must be, or a choice."""
-        if value is None:
-            return True
-        if get_origin(self.type) is Literal:
-            return value in get_args(self.type)
-        if get_origin(self.type) is dict and not isinstance(value, Mapping):  # a text that was to be followed
-            return False
-        if get_origin(self.type) in (list, tuple) and not isinstance(value, list | tuple):
-            return False
-        values = value if isinstance(value, list | tuple) else [value]
-        return all(_LIMITS[name][0](each, limit) for each in values for name, limit in self.limits.items())
+
+def leaves(schema: type, prefix: str = "") -> tuple[Leaf, ...]:
+    """Every key of a schema, sections flattened, in the order in which they are written."""
+    return _keys(schema, prefix)[0]
 
 
-def number(default: Any, **limits: float) -> Any:
-    """A field of numbers with limits: `low` and `high` are allowed themselves, `above` and `below` are not.
-
-    Args:
-        default: value when nobody sets the key; a list or tuple has every element limited.
-        **limits: any of `low`, `above`, `high`, `below`.
-    """
-    unknown = sorted(set(limits) - set(_LIMITS))
-    if unknown:
-        raise TypeError(f"number() knows the limits {', '.join(_LIMITS)}; not {', '.join(unknown)}")
-    metadata = {"limits": limits}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+def sections(schema: type, prefix: str = "") -> tuple[tuple[str, type], ...]:
+    """Every section of a schema as (dotted key, dataclass), outer ones first."""
+    return _keys(schema, prefix)[1]
 
 
-def place(default: Any, example: str = "") -> Any:
-    """A field that names a file or directory, or something on a hub: `~` at its beginning becomes the home directory
-    when the configuration is read, so that whatever opens it need not know of it.
+@cache
+def _keys(schema: Any, prefix: str) -> tuple[tuple[Leaf, ...], tuple[tuple[str, type], ...]]:
+    plain: dict[str, Any] = get_type_hints(schema)
+    keys, inner = list[Leaf](), list[tuple[str, type]]()
+    for name, field in schema.__pydantic_fields__.items():
+        key, annotation = f"{prefix}{name}", plain[name]
+        if hasattr(annotation, "__pydantic_fields__"):
+            below, further = _keys(annotation, f"{key}.")
+            keys += below
+            inner += [(key, annotation), *further]
+            continue
+        limits = dict.fromkeys(_limits(field.annotation, field.metadata))
+        doc, default = _documentation(schema, name), field.get_default(call_default_factory=True)
+        keys.append(Leaf(key, annotation, default, " ".join(doc.split()), tuple(limits), tuple(field.examples or ())))
+    return tuple(keys), tuple(inner)
 
-    Args:
-        default: value when nobody sets the key.
-        example: a value that one would not guess, for errors.
-    """
-    return dataclasses.field(default=default, metadata={"place": True, "example": example})
+
+def _documentation(schema: type, name: str) -> str:
+    """The text under a field, in the class that wrote it."""
+    fields = (vars(base).get("__pydantic_fields__", {}).get(name) for base in schema.__mro__)
+    return next((field.description for field in fields if field is not None and field.description), "")
+
+
+def _limits(annotation: Any, metadata: Iterable[Any]) -> Iterator[str]:
+    """Limits of a number in words, those of elements included."""
+    for each in metadata:
+        for name, words in _LIMITS.items():
+            if (limit := getattr(each, name, None)) is not None:
+                yield f"{words} {limit:g}"
+    for inner in get_args(annotation):
+        yield from _limits(inner, getattr(inner, "__metadata__", ()))
 
 
 def settings(schema: type[T], given: Mapping[str, Any], who: str) -> T:
@@ -161,80 +159,36 @@ def settings(schema: type[T], given: Mapping[str, Any], who: str) -> T:
     Raises:
         ValueError: with every name that there is not, and every value that cannot be.
     """
-    known = {leaf.key: leaf for leaf in leaves(schema)}
-    flat, problems = _flat(schema, given), []
-    for key, value in flat.items():
-        if key not in known:
-            near = nearest(key, known)
-            problems.append(f"{key}: unknown setting; " + (f"did you mean {near}?" if near else f"take {[*known]}"))
-        elif not known[key].allows(value):
-            problems.append(f"{key}={value!r}: expected {known[key].expectation}")
-    if problems:
-        raise ValueError(f"{who}: {'; '.join(problems)}")
-    return _nested(schema, flat)
+    from pydantic import ValidationError
+
+    try:
+        return schema(**given)
+    except ValidationError as error:
+        known = {leaf.key: leaf for leaf in leaves(schema)}
+        problems = [_problem(each, known) for each in error.errors(include_url=False)]
+    raise ValueError(f"{who}: {'; '.join(problems)}")
 
 
-def _flat(schema: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key, sections within `schema` taken apart."""
-    inner = {name for name, _ in sections(schema)}
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        if name not in inner:
-            found[name] = value
-            continue
-        known = value if isinstance(value, Mapping) else dataclasses.asdict(value)
-        found |= {f"{name}.{key}": each for key, each in known.items()}
-    return found
+def _problem(error: ErrorDetails, known: Mapping[str, Leaf]) -> str:
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] != "unexpected_keyword_argument":
+        return f"{key}={error['input']!r}: {advice(error, leaf_at(error, known))}"
+    near = nearest(key, known)
+    return f"{key}: unknown setting; " + (f"did you mean {near}?" if near else f"take {', '.join(known)}")
 
 
-def _nested(schema: type[T], flat: Mapping[str, Any]) -> T:
-    """The section that has these values, by dotted key."""
-    inner = {name: kind for name, kind in sections(schema) if "." not in name}
-    made: dict[str, Any] = {key: value for key, value in flat.items() if "." not in key}
-    for name, kind in inner.items():
-        below = {key.removeprefix(f"{name}."): value for key, value in flat.items() if key.startswith(f"{name}.")}
-        made[name] = _nested(kind, below)
-    return schema(**made)
+def leaf_at(error: ErrorDetails, known: Mapping[str, Leaf]) -> Leaf:
+    """The key whose value, or something in it, an error of pydantic is about."""
+    return next(known[key] for key in accumulate(map(str, error["loc"]), "{}.{}".format) if key in known)
 
 
-def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:
-    """Every key of a schema, sections flattened, in the order in which they are written."""
-    docs, annotations = field_docs(schema), get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        key, annotation = f"{prefix}{field.name}", annotations[field.name]
-        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-            yield from leaves(annotation, f"{key}.")
-        else:
-            given = field.metadata
-            limits, is_place, example = given.get("limits", {}), given.get("place", False), given.get("example", "")
-            yield Leaf(key, annotation, _default(field), docs.get(field.name, ""), limits, is_place, example)
-
-
-def sections(schema: type, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """Every section of a schema as (dotted key, dataclass), outer ones first."""
-    annotations = get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        if dataclasses.is_dataclass(annotations[field.name]):
-            yield f"{prefix}{field.name}", annotations[field.name]
-            yield from sections(annotations[field.name], f"{prefix}{field.name}.")
-
-
-@cache
-def field_docs(schema: type) -> Mapping[str, str]:
-    """The string literal under each field of a dataclass, those it inherited included, as one line each."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    bases = [base for base in schema.__bases__ if dataclasses.is_dataclass(base)]
-    docs = {name: doc for base in bases for name, doc in field_docs(base).items()}
-    for field, below in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-        ):
-            docs[field.target.id] = " ".join(str(below.value.value).split())
-    return docs
+def advice(error: ErrorDetails, leaf: Leaf) -> str:
+    """What was expected where pydantic found an error; of what lies within a mapping it says that itself."""
+    if leaf.is_mapping and len(error["loc"]) > leaf.key.count(".") + 1:
+        unknown = error["type"] in ("extra_forbidden", "unexpected_keyword_argument")
+        return "there is no such key" if unknown else error["msg"].replace("Input should be", "expected")
+    too_large = "this is too large a number; " if error["type"] == "int_parsing_size" else ""
+    return f"{too_large}expected {leaf.expectation}"
 
 
 def type_name(annotation: Any) -> str:
@@ -244,15 +198,15 @@ def type_name(annotation: Any) -> str:
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(type_name(each) for each in get_args(annotation))
     if get_origin(annotation) is Literal:
-        return " or ".join(map(_choice, get_args(annotation)))
+        return " or ".join(f'"{each}"' if isinstance(each, str) else _choice(each) for each in get_args(annotation))
     if get_origin(annotation) is not None:
-        return str(annotation).replace("typing.", "")
+        return f"{annotation.__origin__.__name__}[{', '.join(map(type_name, get_args(annotation)))}]"
     return str(annotation.__name__)
 
 
 def _choice(value: Any) -> str:
-    """As YAML has it."""
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"'
+    """A choice as YAML has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
@@ -267,22 +221,3 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
 
     best = max(known, key=closeness, default=None)
     return best if best is not None and closeness(best) >= _CLOSE_ENOUGH else None
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    raise TypeError(f"the config field {field.name} has no default; every field needs one")
-
-
-def _in_words(annotation: Any) -> str:
-    name = type_name(annotation)
-    if get_origin(annotation) is Literal:
-        return f"one of {', '.join(_choice(each).strip(chr(34)) for each in get_args(annotation))}"
-    if get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join(_WORDS.get(type_name(each), type_name(each)) for each in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        return f"a list of {len(get_args(annotation))} numbers"
-    return f"{_WORDS[name]} ({name})" if name in _WORDS else name

@@ -6,10 +6,14 @@ The text under a field is what `--help` and docs/config.md print. A key stands h
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
-from rlinf.config.common import CheckpointConfig, CommonConfig, PlacementConfig, TrackingConfig
+from annotated_types import Ge
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from rlinf.config.common import CheckpointConfig, CommonConfig, Place, PlacementConfig, TrackingConfig
 from rlinf.config.learning import (
     AlgorithmConfig,
     CriticConfig,
@@ -21,22 +25,22 @@ from rlinf.config.learning import (
     TeacherConfig,
     TrainerConfig,
 )
-from rlinf.config.schema import number, place
+from rlinf.config.schema import CLOSED
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class LoraConfig:
     """Low-rank adapters (arXiv:2106.09685): only they are trained; they are merged when weights are published."""
 
-    r: int = number(0, low=0)
+    r: int = Field(default=0, ge=0)
     """Rank; 0 trains all weights, unless `path` names adapters."""
-    alpha: float = number(16.0, above=0)
+    alpha: float = Field(default=16.0, gt=0)
     """The adapters' output is scaled by alpha / r."""
     target_modules: list[str] = field(default_factory=lambda: ["auto"])
     """Linear layers that get one: `auto` (those of attention, whatever the architecture calls them), `all-linear` (all
     but the output embedding and the routers of experts), names such as q_proj or the ends of dotted names, or regular
     expressions of whole ones."""
-    path: str | None = place(None)
+    path: Place | None = None
     """Directory of saved adapters, in peft's format, to start from; they say their rank and layers themselves."""
 
     @property
@@ -50,16 +54,16 @@ class LoraConfig:
         return vars(self).copy() if self.on else None
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class ModelConfig:
     """The policy: a saved Hugging Face model, or a small one made from nothing."""
 
-    path: str | None = place(None)
+    path: Place | None = None
     """Hugging Face directory (or hub name) to start from; null makes a new model from `model.config`."""
     config: dict[str, Any] = field(default_factory=lambda: {"model_type": "qwen2"})
     """Hugging Face configuration of a new model: `model_type` and that type's own keys. The vocabulary comes from the
     tokenizer."""
-    tokenizer: str | None = place(None, example="characters:0123456789>")
+    tokenizer: Place | None = Field(default=None, examples=["characters:0123456789>"])
     """Hugging Face directory (or hub name) of the tokenizer, or `characters:` and an alphabet: a token for each
     (`characters+pictures:` for a new model that reads pictures); null takes the one in `model.path`, or a token per
     character of a generated task."""
@@ -69,7 +73,7 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=lambda: LoraConfig())
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class DataConfig:
     """Problems of your own to learn from; without them, the generated ones of `task`."""
 
@@ -93,7 +97,7 @@ class DataConfig:
     """Jinja text, or a file with it, saved with the model; null takes the tokenizer's."""
     chat_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template, such as {enable_thinking: false}."""
-    max_prompt_tokens: int | None = number(None, low=1)
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longest prompt; null for as long as the model, its engine and an answer behind it leave room for."""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """What becomes of longer ones: left out and counted, cut at their beginning, or refused."""
@@ -105,17 +109,17 @@ class DataConfig:
     """Draw the problems in an order made from (seed, pass); false keeps theirs."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class TaskConfig:
     """Generated problems with known answers, for trying things out."""
 
     name: Literal["sort", "copy"] = "sort"
     """Kind of problem: `sort` (3142 -> 1234) or `copy` (3142 -> 3142)."""
-    digits: int = number(4, low=1, high=9)
+    digits: int = Field(default=4, ge=1, le=9)
     """Digits per problem."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class RewardConfig:
     """What scores an answer."""
 
@@ -128,9 +132,9 @@ class RewardConfig:
     parts: dict[str, Any] = field(default_factory=dict)
     """Several functions by name, whose values are summed, instead of `function`: each a dotted path, or a mapping with
     `function`, `weight` and `args`."""
-    timeout: float = number(10.0, above=0)
+    timeout: float = Field(default=10.0, gt=0)
     """Seconds for one answer; one that takes longer counts as not drawn, never as wrong."""
-    workers: int | None = number(None, low=1)
+    workers: int | None = Field(default=None, ge=1)
     """Child processes per judge that run the function; null takes half of its machine's cores, from 2 to 8."""
     isolate: Literal["auto", "always", "never"] = "auto"
     """Run the function in child processes that can be killed. `auto` leaves out those of ours that cannot hang."""
@@ -141,19 +145,19 @@ class RewardConfig:
         return self.parts or self.function or "rlinf.rewards.base.nothing"
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class SftConfig:
     """Supervised warm-up on worked problems, before reinforcement learning."""
 
-    steps: int = number(0, low=0)
+    steps: int = Field(default=0, ge=0)
     """Optimizer steps; 0 skips the warm-up."""
-    batch_size: int = number(128, low=1)
+    batch_size: int = Field(default=128, ge=1)
     """Worked problems per step."""
-    lr: float = number(2e-3, above=0)
+    lr: float = Field(default=2e-3, gt=0)
     """Learning rate (AdamW, constant)."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class RolloutConfig:
     """How answers are sampled while training."""
 
@@ -162,37 +166,37 @@ class RolloutConfig:
     (`make sglang` or `make vllm` first); or the dotted path of an engine of your own; see docs/engines.md."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments for the engine, by name."""
-    temperature: float = number(1.0, above=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Logits are divided by it; 1 samples from the model itself."""
-    top_p: float = number(1.0, above=0, high=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Draw only from the likeliest tokens that together have this probability; 1 draws from all."""
-    top_k: int = number(0, low=0)
+    top_k: int = Field(default=0, ge=0)
     """Draw only from so many of the likeliest tokens; 0 draws from all."""
-    min_p: float = number(0.0, low=0, below=1)
+    min_p: float = Field(default=0.0, ge=0, lt=1)
     """Draw only from tokens at least so likely, relative to the likeliest; 0 draws from all."""
-    max_new_tokens: int = number(16, low=1)
+    max_new_tokens: int = Field(default=16, ge=1)
     """An answer without an end token is cut after this many tokens."""
-    expected_new_tokens: int | None = number(None, low=1)
+    expected_new_tokens: int | None = Field(default=None, ge=1)
     """Tokens of an answer on average, by which `--dry-run` models the seconds of a step; nothing else depends on it,
     and more than max_new_tokens counts as that many. null takes 0.53 of max_new_tokens, which is known of one published
     run."""
     stop: list[str] = field(default_factory=list)
     """Texts that end an answer, besides the end token. A special token counts with its whole text, such as
     <|im_end|>, and never with a part of it."""
-    stop_token_ids: list[int] = number([], low=0)
+    stop_token_ids: list[Annotated[int, Ge(0)]] = field(default_factory=list)
     """Tokens that end an answer, besides those of the tokenizer and of the model's config.json and
     generation_config.json."""
-    max_rows: int = number(128, low=1)
+    max_rows: int = Field(default=128, ge=1)
     """Answers decoded together; fewer finish sooner, so that scoring and training start sooner."""
-    max_tokens: int | None = number(None, low=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     """Tokens for which the key-value cache has room, prompts and answers together; null makes room for max_rows."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which answers are generated; `auto` is bfloat16 on GPUs and float32 on CPUs."""
-    carry: int | None = number(None, low=0)
+    carry: int | None = Field(default=None, ge=0)
     """Where the flow works ahead: by how many versions an unfinished answer may be carried over before a step waits for
     it. null is staleness.max: nothing is ever too old. With more, no answer holds a step up for longer than that, and
     staleness.mode says what becomes of tokens that are too old then."""
-    extra: int | None = number(None, low=0)
+    extra: int | None = Field(default=None, ge=0)
     """Where the flow works ahead: prompts under way beside those of the step in hand; the surplus is there for the next
     step. null is staleness.max batches, and more than that never helps."""
     groups: Literal["whole", "partial"] = "whole"
@@ -201,12 +205,12 @@ class RolloutConfig:
     baseline of its own, over fewer rewards."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class RolloutSettings(RolloutConfig):
     """How a rollout samples answers, with nothing left to choose; `system.spawn(Rollout, temperature=0.7)` is short for
     `settings=RolloutSettings(temperature=0.7)`."""
 
-    temperature: float = number(1.0, low=0)
+    temperature: float = Field(default=1.0, ge=0)
     """Of answers that are asked for without one: logits are divided by it; 0 takes the likeliest token."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which answers are generated; weights of another are cast."""
@@ -218,32 +222,32 @@ class RolloutSettings(RolloutConfig):
     can."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class EndpointConfig:
     """Where programs that speak OpenAI's or Anthropic's protocol find the model: `llm.base_url`, `session.serve()`. It
     listens from the first time that one of them is asked for."""
 
     host: str = "127.0.0.1"
     """Address that it listens on; others than this machine's own reach it by 0.0.0.0 alone."""
-    port: int = number(0, low=0, high=65535)
+    port: int = Field(default=0, ge=0, le=65535)
     """0 takes any free one."""
     token: str | None = None
     """What clients of `session.serve()` have to show as `Authorization: Bearer …`; null asks for nothing. Agents have
     keys of their own."""
     models: list[str] = field(default_factory=list)
     """Names that it answers to besides `policy`; `*` is any."""
-    max_body_mb: float = number(32.0, above=0)
+    max_body_mb: float = Field(default=32.0, gt=0)
     """Longest request."""
-    max_concurrent: int = number(4096, low=1)
+    max_concurrent: int = Field(default=4096, ge=1)
     """Requests that are answered at the same time; more are told to come again."""
-    requests_per_minute: int = number(0, low=0)
+    requests_per_minute: int = Field(default=0, ge=0)
     """Of one key; 0 for no limit."""
     reasoning: Literal["auto", "think", "none"] = "auto"
     """How the model writes what it thinks: `think` is `<think>…</think>` before the answer, which clients are given
     apart, as their protocol has it; `none` leaves it in the text. `auto`: `think` where the chat template knows it."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class AgentConfig:
     """A program that works on each task, calling the model as often as it likes; docs/agents.md."""
 
@@ -253,9 +257,9 @@ class AgentConfig:
     answers each prompt once."""
     args: dict[str, Any] = field(default_factory=dict)
     """Its further keyword arguments."""
-    timeout: float = number(600.0, above=0)
+    timeout: float = Field(default=600.0, gt=0)
     """Seconds after which an attempt at a task is given up, and counts as not drawn."""
-    at_once: int | None = number(None, low=1)
+    at_once: int | None = Field(default=None, ge=1)
     """Attempts that are under way at the same time; null takes as many as answers are decoded together."""
     call_format: str | None = None
     """How the model writes calls of tools: hermes, qwen3_coder, llama3_json, pythonic, deepseek_v3, mistral, or the
@@ -264,11 +268,11 @@ class AgentConfig:
     """For agents in frameworks that want a server."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class StalenessConfig:
     """How old the weights may be that made what is learned from, in flows that begin steps early."""
 
-    max: int = number(1, low=0)
+    max: int = Field(default=1, ge=0)
     """In published versions: no token is learned that is older; 0 begins nothing early. Read by flows that work ahead:
     rlinf.flows.grpo_async, ppo_async, agentic.agentic_async, and your own where `rlinf.data.step.ahead` marks it."""
     mode: Literal["mask", "drop", "resample"] = "mask"
@@ -280,7 +284,7 @@ class StalenessConfig:
     keep where the engine can (transformers), otherwise reread (sglang, vllm); see docs/engines.md."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class EvaluationConfig:
     """Answers to problems that are never trained on."""
 
@@ -291,22 +295,22 @@ class EvaluationConfig:
     """Which split of a data set that has several."""
     columns: dict[str, Any] = field(default_factory=dict)
     """Like data.columns, for this data set; what is not named here is as there."""
-    problems: int = number(500, low=0)
+    problems: int = Field(default=500, ge=0)
     """How many of them at most; the same ones every time. 0 evaluates nothing, as trials.episodes=0 does."""
-    every: int = number(0, low=0)
+    every: int = Field(default=0, ge=0)
     """Evaluate after every this many steps; 0 evaluates only before and after."""
-    patience: int = number(0, low=0)
+    patience: int = Field(default=0, ge=0)
     """End the run after so many evaluations in a row that are no better than the best one before them, by
     checkpoint.best or else by evaluation/accuracy; 0 takes all steps."""
-    samples: int = number(1, low=1)
+    samples: int = Field(default=1, ge=1)
     """Answers per problem."""
-    temperature: float = number(0.0, low=0)
+    temperature: float = Field(default=0.0, ge=0)
     """0 takes the likeliest token; several samples per problem need more."""
-    top_p: float = number(1.0, above=0, high=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """As in rollout."""
-    max_new_tokens: int | None = number(None, low=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest answer; null takes rollout.max_new_tokens."""
-    k: list[int] = number([], low=1)
+    k: list[Annotated[int, Ge(1)]] = field(default_factory=list)
     """For which k to tell pass@k (one of k answers is right) and maj@k (the most frequent of k is), up to samples."""
     named: dict[str, Any] = field(default_factory=dict)
     """Benchmarks to evaluate on beside, {aime24: {}, aime25: {}, gpqa-diamond: {}}, each with its own prompts, sampling
@@ -314,7 +318,7 @@ class EvaluationConfig:
     docs/evaluation.md."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class ModelCheckpointConfig(CheckpointConfig):
     """When a checkpoint is written: the model for `from_pretrained`, and all that is needed to go on."""
 
@@ -323,25 +327,25 @@ class ModelCheckpointConfig(CheckpointConfig):
     on from is in float32 in any case."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class MetricsConfig(TrackingConfig):
     """Where a run's numbers go, besides metrics.jsonl, and when to warn about them."""
 
-    samples: int = number(8, low=0)
+    samples: int = Field(default=8, ge=0)
     """Answers of each step that are written to samples.jsonl."""
-    token_rows: int = number(2, low=0)
+    token_rows: int = Field(default=2, ge=0)
     """The first so many of these are written token by token, too: text, log-prob, whether it is learned, version of the
     weights; at most 1,024 tokens of each, which take some 30 kB."""
-    mismatch_mean: float | None = number(0.05, above=0)
+    mismatch_mean: float | None = Field(default=0.05, gt=0)
     """Warn when log-probs of engine and trainer differ by more than this on average, nats; null never warns."""
-    mismatch_max: float | None = number(5.0, above=0)
+    mismatch_max: float | None = Field(default=5.0, gt=0)
     """Warn when those of any one token differ by more than this, nats; null never warns."""
-    route_drift: float | None = number(0.25, above=0, high=1)
+    route_drift: float | None = Field(default=0.25, gt=0, le=1)
     """Warn when the trainer's gates would choose other experts than the engine did for a larger share of tokens and
     layers than this; null never warns."""
 
 
-@dataclass
+@dataclass(config=CLOSED)
 class RunConfig(CommonConfig):
     """One training run."""
 

@@ -242,8 +242,8 @@ def test_steps_that_are_passed_over_move_the_schedule_on_but_no_warm_up():
 def test_schedules_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="needs total_steps"):
         Learner(PolicyModel(model()), LearningSettings(lr=0.1, schedule="linear"))
-    with pytest.raises(ValueError, match="none of"):
-        Learner(PolicyModel(model()), LearningSettings(lr=0.1, schedule="steps"))
+    with pytest.raises(ValueError, match="schedule"):
+        LearningSettings(lr=0.1, schedule="steps")
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])

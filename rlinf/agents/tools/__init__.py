@@ -25,7 +25,7 @@ __all__ = ["CallFormat", "Parsed", "Tool", "ToolCall", "ToolFailed", "Tools", "c
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names at first use: tools need pydantic, which only the extra `agents` installs."""
+    """Import public names at first use: tools need what only the extra `agents` installs."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

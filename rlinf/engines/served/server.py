@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import pydantic
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlinf.config.schema import number
+from rlinf.config.schema import CLOSED
 from rlinf.data.images import FAMILIES, auto_class
 from rlinf.data.routes import experts_of
 from rlinf.data.sample import ImageRef
@@ -347,14 +348,14 @@ class Server(Protocol):
         """Let go of what it holds on this side, such as shared memory. The process has ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@pydantic.dataclasses.dataclass(config=CLOSED, frozen=True, slots=True)
 class ServerSettings:
     """Keys of `rollout.engine_args` that every kind of server has."""
 
     python: str | None = None
     """Interpreter of an environment with the server. null: $RLINF_SGLANG_PYTHON or .venv-sglang, which `make sglang`
     creates; of vLLM, $RLINF_VLLM_PYTHON or .venv-vllm."""
-    tensor_parallel: int = number(1, low=1)
+    tensor_parallel: int = pydantic.Field(default=1, ge=1)
     """GPUs, from this rank's on, over which the model is split."""
     memory_share: float | None = None
     """Share of a GPU's memory for weights and KV cache; null: the server's own choice."""

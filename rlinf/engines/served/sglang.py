@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pydantic
 import torch
 from torch import Tensor
 
-from rlinf.config.schema import number
+from rlinf.config.schema import CLOSED
 from rlinf.config.schema import settings as settings_of
 from rlinf.data.images import content_of
 from rlinf.data.routes import compact_type
@@ -272,14 +273,14 @@ _IDLE = 1.0
 """Seconds for which the server itself waits until it is idle, before it says that it is not."""
 
 
-@dataclass(frozen=True, slots=True)
+@pydantic.dataclasses.dataclass(config=CLOSED, frozen=True, slots=True)
 class SGLangSettings(ServerSettings):
     """Keys of `rollout.engine_args`."""
 
     seeded: bool = True
     """Seeds count, so that samples can be repeated and continued; on GPUs this costs speed, and only some attention
     back ends can."""
-    stream_interval: int = number(8, low=1)
+    stream_interval: int = pydantic.Field(default=8, ge=1)
     """Tokens that come in one piece: fewer are kept sooner, more are cheaper."""
     route: str | None = None
     """How weights get in: cuda_ipc, shared_memory, http or disk; null: the fastest that works."""

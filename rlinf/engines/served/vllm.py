@@ -12,13 +12,15 @@ import mmap
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import torch
 from torch import Tensor
 
+from rlinf.config.schema import CLOSED
 from rlinf.config.schema import settings as settings_of
 from rlinf.data.weights import Weights
 from rlinf.engines.base import EngineSetup
@@ -178,7 +180,7 @@ def lacking(args: Mapping[str, Any]) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@pydantic.dataclasses.dataclass(config=CLOSED, frozen=True, slots=True)
 class VllmSettings(ServerSettings):
     """Keys of `rollout.engine_args`."""
 

@@ -1,9 +1,9 @@
 """Settings of roles: given whole or by their keys, and read where they are used."""
 
 import sys
-from dataclasses import dataclass
 
 import pytest
+from pydantic.dataclasses import dataclass
 
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.actors.base import configured

@@ -20,222 +20,110 @@ from typing import Any
 from rlinf.config.schema import nearest
 
 _MOVED = {
-    "rlinf.actors.async_replicas": ("actors.base.own_pace",),
-    "rlinf.actors.base": (
-        "actors.base.base_trainer",
-        "actors.base.model_actor",
-        "actors.base.spmd",
-    ),
-    "rlinf.actors.env": ("actors.embodied.env",),
+    "rlinf.actors.async_replicas": "actors.base.own_pace",
+    "rlinf.actors.base": "actors.base.base_trainer actors.base.model_actor actors.base.spmd",
+    "rlinf.actors.env": "actors.embodied.env",
     "rlinf.actors.off_policy_trainer": (
-        "actors.embodied.dagger",
-        "actors.embodied.remembering_trainer",
-        "actors.embodied.sac_trainer",
+        "actors.embodied.dagger actors.embodied.remembering_trainer actors.embodied.sac_trainer"
     ),
-    "rlinf.actors.policy": (
-        "actors.embodied.policy",
-        "actors.embodied.scripted",
-    ),
-    "rlinf.actors.policy_trainer": (
-        "actors.embodied.imitation_trainer",
-        "actors.embodied.policy_trainer",
-    ),
-    "rlinf.actors.reference": ("actors.base.arrivals",),
-    "rlinf.actors.rollout": (
-        "actors.base.in_flight",
-        "actors.base.single_answers",
-        "actors.in_flight",
-    ),
-    "rlinf.actors.text_trainer": ("actors.base.text_trainer",),
+    "rlinf.actors.policy": "actors.embodied.policy actors.embodied.scripted",
+    "rlinf.actors.policy_trainer": "actors.embodied.imitation_trainer actors.embodied.policy_trainer",
+    "rlinf.actors.reference": "actors.base.arrivals",
+    "rlinf.actors.rollout": "actors.base.in_flight actors.base.single_answers actors.in_flight",
+    "rlinf.actors.text_trainer": "actors.base.text_trainer",
     "rlinf.agents.search": (
-        "agents.search.by_tool",
-        "agents.search.exact_match",
-        "agents.search.retrievers",
-        "agents.search.search_r1",
+        "agents.search.by_tool agents.search.exact_match agents.search.retrievers agents.search.search_r1"
     ),
-    "rlinf.agents.tools.formats": (
-        "agents.tools.calls",
-        "agents.tools.llama",
-    ),
-    "rlinf.agents.tools.tool": (
-        "agents.tools.signature",
-        "agents.tools.using",
-    ),
-    "rlinf.algos.advantages": (
-        "algos.filters",
-        "algos.shaping",
-    ),
-    "rlinf.algos.algorithms": (
-        "algos.apply",
-        "algos.parts",
-        "algos.spec",
-    ),
-    "rlinf.algos.critic_losses": ("algos.losses.sac",),
+    "rlinf.agents.tools.formats": "agents.tools.calls agents.tools.llama",
+    "rlinf.agents.tools.tool": "agents.tools.signature agents.tools.using",
+    "rlinf.algos.advantages": "algos.filters algos.shaping",
+    "rlinf.algos.algorithms": "algos.apply algos.parts algos.spec",
+    "rlinf.algos.critic_losses": "algos.losses.sac",
     "rlinf.algos.loss_sum": (
-        "algos.tensor.batches",
-        "algos.tensor.loss_sum",
-        "algos.tensor.masks",
-        "algos.tensor.sequences",
-        "algos.validation",
+        "algos.tensor.batches algos.tensor.loss_sum algos.tensor.masks algos.tensor.sequences algos.validation"
     ),
     "rlinf.algos.losses": (
-        "algos.losses.aggregate",
-        "algos.losses.base",
-        "algos.losses.clipped",
-        "algos.losses.diagnostics",
-        "algos.losses.divergence",
-        "algos.losses.importance",
-        "algos.losses.likelihood",
-        "algos.losses.soft_clipped",
-        "algos.losses.value",
+        "algos.losses.aggregate algos.losses.base algos.losses.clipped algos.losses.diagnostics "
+        "algos.losses.divergence algos.losses.importance algos.losses.likelihood algos.losses.soft_clipped "
+        "algos.losses.value"
     ),
-    "rlinf.algos.preference": ("algos.preference.pairs",),
-    "rlinf.data.datasets.toy_tasks": (
-        "data.toy_tasks",
-        "data.pictures.shapes",
-    ),
-    "rlinf.engines.served.sglang": ("engines.sglang.engine",),
-    "rlinf.engines.served.vllm": ("engines.vllm.engine",),
-    "rlinf.envs.adapters.calvin": ("envs.benchmarks.calvin",),
-    "rlinf.envs.adapters.genesis": ("envs.benchmarks.genesis",),
-    "rlinf.envs.adapters.isaaclab": ("envs.benchmarks.isaaclab",),
-    "rlinf.envs.adapters.libero": ("envs.libero",),
-    "rlinf.envs.adapters.robocasa": ("envs.benchmarks.robocasa",),
-    "rlinf.envs.adapters.robotwin": ("envs.benchmarks.robotwin",),
-    "rlinf.envs.adapters.serial": ("envs.benchmarks.serial",),
-    "rlinf.envs.adapters.simpler": ("envs.benchmarks.simpler",),
-    "rlinf.envs.base": ("envs.trees",),
-    "rlinf.envs.environment": (
-        "envs.around.frame_stack",
-        "envs.around.rules",
-        "envs.around.spoiled",
-    ),
-    "rlinf.envs.experts": (
-        "envs.gymnasium.experts",
-        "envs.maniskill.experts",
-        "envs.metaworld.experts",
-    ),
+    "rlinf.algos.preference": "algos.preference.pairs",
+    "rlinf.data.datasets.toy_tasks": "data.toy_tasks data.pictures.shapes",
+    "rlinf.engines.served.sglang": "engines.sglang.engine",
+    "rlinf.engines.served.vllm": "engines.vllm.engine",
+    "rlinf.envs.adapters.calvin": "envs.benchmarks.calvin",
+    "rlinf.envs.adapters.genesis": "envs.benchmarks.genesis",
+    "rlinf.envs.adapters.isaaclab": "envs.benchmarks.isaaclab",
+    "rlinf.envs.adapters.libero": "envs.libero",
+    "rlinf.envs.adapters.robocasa": "envs.benchmarks.robocasa",
+    "rlinf.envs.adapters.robotwin": "envs.benchmarks.robotwin",
+    "rlinf.envs.adapters.serial": "envs.benchmarks.serial",
+    "rlinf.envs.adapters.simpler": "envs.benchmarks.simpler",
+    "rlinf.envs.base": "envs.trees",
+    "rlinf.envs.environment": "envs.around.frame_stack envs.around.rules envs.around.spoiled",
+    "rlinf.envs.experts": "envs.gymnasium.experts envs.maniskill.experts envs.metaworld.experts",
     "rlinf.envs.gymnasium": (
-        "envs.gymnasium.single",
-        "envs.gymnasium.spaces",
-        "envs.gymnasium.success",
-        "envs.gymnasium.vector",
-        "envs.gymnasium_vector",
+        "envs.gymnasium.single envs.gymnasium.spaces envs.gymnasium.success envs.gymnasium.vector envs.gymnasium_vector"
     ),
     "rlinf.envs.maniskill": (
-        "envs.maniskill.cpu",
-        "envs.maniskill.fast_poses",
-        "envs.maniskill.gpu",
-        "envs.maniskill.headless",
-        "envs.maniskill.tasks",
-        "envs.maniskill_batched",
+        "envs.maniskill.cpu envs.maniskill.fast_poses envs.maniskill.gpu envs.maniskill.headless "
+        "envs.maniskill.tasks envs.maniskill_batched"
     ),
     "rlinf.envs.metaworld": (
-        "envs.metaworld.pictures",
-        "envs.metaworld.simulation",
-        "envs.metaworld.simulator",
-        "envs.metaworld.tasks",
+        "envs.metaworld.pictures envs.metaworld.simulation envs.metaworld.simulator envs.metaworld.tasks"
     ),
-    "rlinf.envs.remote.client": (
-        "envs.remote.of_rlinf",
-        "envs.remote.simulator",
-    ),
-    "rlinf.envs.workers": (
-        "envs.pool",
-        "envs.worker_slice",
-    ),
-    "rlinf.envs.wrappers": (
-        "envs.around.mixture",
-        "envs.around.scored",
-        "envs.around.wrapper",
-    ),
-    "rlinf.flows.agentic": (
-        "flows.agentic.ahead",
-        "flows.agentic.step",
-    ),
-    "rlinf.flows.annotate": ("flows.supervised.told",),
-    "rlinf.flows.dpo": ("flows.supervised.dpo",),
-    "rlinf.flows.dynamic_sampling": ("flows.parts.dynamic_sampling",),
-    "rlinf.flows.evaluate": (
-        "flows.evaluation.answers",
-        "flows.evaluation.trials",
-    ),
-    "rlinf.flows.interact": ("flows.parts.interact",),
-    "rlinf.flows.offline": ("flows.off_policy.offline",),
-    "rlinf.flows.reward_model": ("flows.supervised.reward_model",),
-    "rlinf.flows.session": (
-        "flows.parts.answering",
-        "flows.parts.gathering",
-        "flows.parts.running_session",
-    ),
-    "rlinf.flows.sft": ("flows.supervised.sft",),
-    "rlinf.models.language.moe": ("algos.tensor.experts",),
+    "rlinf.envs.remote.client": "envs.remote.of_rlinf envs.remote.simulator",
+    "rlinf.envs.workers": "envs.pool envs.worker_slice",
+    "rlinf.envs.wrappers": "envs.around.mixture envs.around.scored envs.around.wrapper",
+    "rlinf.flows.agentic": "flows.agentic.ahead flows.agentic.step",
+    "rlinf.flows.annotate": "flows.supervised.told",
+    "rlinf.flows.dpo": "flows.supervised.dpo",
+    "rlinf.flows.dynamic_sampling": "flows.parts.dynamic_sampling",
+    "rlinf.flows.evaluate": "flows.evaluation.answers flows.evaluation.trials",
+    "rlinf.flows.interact": "flows.parts.interact",
+    "rlinf.flows.offline": "flows.off_policy.offline",
+    "rlinf.flows.reward_model": "flows.supervised.reward_model",
+    "rlinf.flows.session": "flows.parts.answering flows.parts.gathering flows.parts.running_session",
+    "rlinf.flows.sft": "flows.supervised.sft",
+    "rlinf.models.language.moe": "algos.tensor.experts",
     "rlinf.models.policy.actor_critic": (
-        "models.cnn",
-        "models.mlp",
-        "models.policy.cnn",
-        "models.policy.layers",
-        "models.policy.mlp",
-        "models.policy.parts.distributions",
-        "models.policy.parts.memory",
+        "models.cnn models.mlp models.policy.cnn models.policy.layers models.policy.mlp "
+        "models.policy.parts.distributions models.policy.parts.memory"
     ),
-    "rlinf.models.policy.base": ("models.policy.noise",),
+    "rlinf.models.policy.base": "models.policy.noise",
     "rlinf.models.policy.sac": (
-        "models.policy.off_policy.critics",
-        "models.policy.off_policy.pixels",
-        "models.policy.off_policy.soft",
-        "models.policy.off_policy.steered",
-        "models.soft",
+        "models.policy.off_policy.critics models.policy.off_policy.pixels models.policy.off_policy.soft "
+        "models.policy.off_policy.steered models.soft"
     ),
     "rlinf.models.policy.vla.flow": (
-        "models.policy.vla.flow.matching",
-        "models.policy.vla.flow.mlp_flow",
-        "models.policy.vla.flow.policy",
+        "models.policy.vla.flow.matching models.policy.vla.flow.mlp_flow models.policy.vla.flow.policy"
     ),
-    "rlinf.models.policy.vla.gemma": (
-        "models.policy.vla.flow.gemma",
-        "models.policy.vla.flow.paligemma",
-    ),
+    "rlinf.models.policy.vla.gemma": "models.policy.vla.flow.gemma models.policy.vla.flow.paligemma",
     "rlinf.models.policy.vla.gr00t": (
-        "models.policy.vla.gr00t.config",
-        "models.policy.vla.gr00t.policy",
-        "models.policy.vla.gr00t.prompts",
+        "models.policy.vla.gr00t.config models.policy.vla.gr00t.policy models.policy.vla.gr00t.prompts"
     ),
     "rlinf.models.policy.vla.gr00t_transformer": (
-        "models.policy.vla.gr00t.action_head",
-        "models.policy.vla.gr00t.backbone",
-        "models.policy.vla.gr00t.transformer",
+        "models.policy.vla.gr00t.action_head models.policy.vla.gr00t.backbone models.policy.vla.gr00t.transformer"
     ),
     "rlinf.models.policy.vla.openvla": (
-        "models.policy.vla.openvla.config",
-        "models.policy.vla.openvla.network",
-        "models.policy.vla.openvla.oft",
-        "models.policy.vla.openvla.policy",
-        "models.policy.vla.openvla.prompts",
+        "models.policy.vla.openvla.config models.policy.vla.openvla.network models.policy.vla.openvla.oft "
+        "models.policy.vla.openvla.policy models.policy.vla.openvla.prompts"
     ),
-    "rlinf.models.policy.vla.openvla_vision": ("models.policy.vla.openvla.vision",),
+    "rlinf.models.policy.vla.openvla_vision": "models.policy.vla.openvla.vision",
     "rlinf.models.policy.vla.pi0": (
-        "models.policy.vla.flow.checkpoint",
-        "models.policy.vla.flow.pi0",
-        "models.policy.vla.flow.pi05",
-        "models.policy.vla.flow.prompts",
+        "models.policy.vla.flow.checkpoint models.policy.vla.flow.pi0 models.policy.vla.flow.pi05 "
+        "models.policy.vla.flow.prompts"
     ),
     "rlinf.models.policy.robots": (
-        "models.policy.vla.robots",
-        "models.policy.vla.embodiment.actions",
-        "models.policy.vla.embodiment.grippers",
-        "models.policy.vla.embodiment.images",
-        "models.policy.vla.embodiment.statistics",
-        "models.policy.vla.embodiment.table",
+        "models.policy.vla.robots models.policy.vla.embodiment.actions models.policy.vla.embodiment.grippers "
+        "models.policy.vla.embodiment.images models.policy.vla.embodiment.statistics "
+        "models.policy.vla.embodiment.table"
     ),
     "rlinf.models.policy.vla.tokens": (
-        "models.policy.vla.action_tokens",
-        "models.policy.vla.byte_tokenizer",
-        "models.policy.vla.model",
-        "models.vla",
+        "models.policy.vla.action_tokens models.policy.vla.byte_tokenizer models.policy.vla.model models.vla"
     ),
-    "rlinf.runs.loop": ("flows.parts.returned",),
-    "rlinf.training.fsdp": ("training.fsdp_backend",),
+    "rlinf.runs.loop": "flows.parts.returned",
+    "rlinf.training.fsdp": "training.fsdp_backend",
 }
 """Modules, and the older names below `rlinf` of what is in them now: they stand in configurations and checkpoints."""
 
@@ -327,7 +215,7 @@ def mistake_in(path: str, *, must_be_async: bool = False) -> str | None:
 def _current(path: str) -> str:
     """A dotted path as it is written today."""
     for new, names in _MOVED.items():
-        for name in names:
+        for name in names.split():
             old = f"rlinf.{name}"
             if path == old or path.startswith(old + "."):
                 stem = old.rpartition(".")[2]  # a path that ends at a module means the thing in it of that name

@@ -13,7 +13,7 @@ from tests.docs.snippets import PAGES, ROOT, without_blocks
 KEYS = frozenset(leaf.key for schema in (RunConfig, EmbodiedConfig) for leaf in leaves(schema))
 SECTIONS = frozenset(key.partition(".")[0] for key in KEYS if "." in key)
 NAMED = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:[=:][^`]*)?`")
-FILE = re.compile(r"\.(json|jsonl|yaml|safetensors)$")
+FILE = re.compile(r"\.(json|jsonl|py|yaml|safetensors)$")
 OTHERS = {"model.generate", "policy.decoder", "reward_model.ground_truth", "system.preemption.asked", "trainer.save"}
 OTHERS |= {"task.answer", "task.id", "task.row", "task.text"}
 """What looks like a key, and is a method, an attribute or a column."""

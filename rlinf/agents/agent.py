@@ -1,4 +1,4 @@
-"""What an agent is given: `llm`, a language model whose every call is recorded; and what becomes of what it returns.
+"""Agents: programs `async def agent(task, llm)`, their `llm` with its record, and the samples made of what they return.
 
 In: a function `async def agent(task, llm)`, which calls the model as often as it likes, and returns a reward. Out:
 samples of everything that the model said. Who wakes whom: the model's answers wake the agent.
@@ -48,13 +48,13 @@ class Answer(Reply):
     """An answer in a chat: text, and calls of tools."""
 
     content: str = ""
-    """What it says beside its calls."""
+    """Text beside its calls."""
     calls: tuple[ToolCall, ...] = ()
     """The tools that it calls, in order."""
     broken: tuple[str, ...] = ()
     """For each call that cannot be read, why: a sentence that the model can be told."""
     message: Message = field(default_factory=dict)
-    """What to put behind the messages that it answers."""
+    """Message to put behind those that it answers."""
     turn: Turn | None = None
     """Its place in the record."""
     tools: Tools | None = None
@@ -84,7 +84,7 @@ class Answer(Reply):
 
 @dataclass(slots=True)
 class _Record:
-    """What the agents of one episode have in common."""
+    """State that all agents of one episode share."""
 
     setting: Setting
     calls: CallFormat
@@ -114,9 +114,9 @@ class AgentLLM:
         self._lines: set[int] = set()  # conversations that the engine may know of
         self._address: tuple[str, str] | None = None
         self.name = name
-        """Of the agent; "" for the only one."""
+        """Name of the agent; "" for the only one."""
         self.weight = 1.0
-        """What its trajectories count for in the batch."""
+        """Weight of its trajectories in the batch."""
         self.trajectories = Trajectories(chat)
         """The record."""
         record.agents[name] = self
@@ -305,7 +305,7 @@ class AgentLLM:
         return self._address
 
     def _at_home(self, call: Callable[[], Any]) -> Any:
-        """What a function returns on the run's event loop, from whatever thread."""
+        """Call a function on the run's event loop, from whatever thread, and return its result."""
         home = self._record.home
         if home is None or running_loop() is home:
             return call()
@@ -328,7 +328,7 @@ class AgentLLM:
         return self._record.index
 
     def samples(self, reward: Any = None) -> list[Sample]:
-        """What was said so far, as samples; see `Trajectories.samples`.
+        """Return everything said so far as samples; see `Trajectories.samples`.
 
         Args:
             reward: a number or a `Score`; None takes the rewards of the answers, or leaves the samples to a judge.
@@ -345,7 +345,7 @@ class AgentLLM:
         return self.trajectories.samples(self._record.task, self._record.index, value, **more)
 
     def counts(self) -> Counts:
-        """What was recorded of all agents of the task."""
+        """Sum the counts of all agents of the task."""
         all_of_them = [agent.trajectories.counts for agent in self._record.agents.values()]
         return Counts(*(sum(getattr(each, name) for each in all_of_them) for name in Counts.__dataclass_fields__))
 
@@ -383,7 +383,7 @@ def _offered(tools: Any) -> tuple[list[Any], Tools | None]:
 
 
 def is_agent(function: Any) -> bool:
-    """Whether a function takes a task and a model, rather than a task alone."""
+    """True if a function takes a task and a model, rather than a task alone."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -394,7 +394,8 @@ def is_agent(function: Any) -> bool:
 
 
 async def worked_on(agent: Agent, task: Any, llm: AgentLLM) -> Any:
-    """What an agent returns for a task. A plain function works in a thread of its own, so that it may block."""
+    """Run an agent on a task and return its result. A plain function works in a thread of its own, so that it may
+    block."""
     call = functools.partial(agent, task, llm)
     if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
         return await call()
@@ -457,7 +458,7 @@ def opened(agent: Agent | None) -> AbstractAsyncContextManager[Any]:
 
 
 def samples_of(returned: Any, llm: AgentLLM) -> list[Sample]:
-    """What an agent returned, as samples.
+    """Convert an agent's return value to samples.
 
     Args:
         returned: a number or `Score` for all that was said; `{agent's name: number or Score}`; samples; or None, if

@@ -1,9 +1,7 @@
-"""Calls that have to be awaited, and say so when they are not.
+"""Coroutines that say so when they are not awaited, and checks of arguments to conversations and sessions.
 
-In: a coroutine. Out: what it comes to, for whoever awaits it: on the event loop that it belongs to, on that of another
-thread, or in a thread without one, by `.result()`. Who wakes whom: the coroutine's end, on its own loop.
-
-What a program passes to conversations and sessions, checked: the error names the call.
+A call can be awaited on the event loop that it belongs to or on that of another thread, or waited for with `.result()`
+in a thread without one; the coroutine's end wakes the caller, on its own loop. Errors of arguments name the call.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ T = TypeVar("T")
 
 
 class NotAwaited(UserError, AttributeError):
-    """What an answer has was asked for before it was awaited."""
+    """Raised when an attribute of an answer is read before the answer was awaited."""
 
 
 class plainly:
@@ -123,7 +121,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 async def _elsewhere(coroutine: Coroutine[Any, Any, T], home: asyncio.AbstractEventLoop) -> T:
-    """What a coroutine comes to on another thread's event loop."""
+    """Await a coroutine that runs on another thread's event loop."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, home))
 
 

@@ -1,4 +1,4 @@
-"""Messages as token ids, piece by piece: what a chat template puts around the next messages, never what it has read.
+"""Chat templates applied turn by turn: encodes only the messages that are new, never what the model has read.
 
 In: messages of a conversation, some of which are tokens already. Out: the tokens that follow those. With a chat
 template the new tokens are what its rendering of the whole conversation puts behind the content of the last message
@@ -6,7 +6,7 @@ that is tokens already; so templates that trim, close turns or add generation pr
 generated is never encoded again. Tools are described where the template does it. Without a template texts stand one
 behind the other, and tools are described nowhere unless a message does: a person is told so, once.
 
-What a program passes as prompts, as `Prompt`s: texts, messages, token ids, rows with a prompt and an answer.
+The prompts that a program passes become `Prompt`s: texts, messages, token ids, rows with a prompt and an answer.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ChatFormat:
         self._kept: dict[bytes, np.ndarray] = {}
 
     def with_arguments(self, **more: Any) -> ChatFormat:
-        """The same with further arguments of the chat template."""
+        """Return a format of the same tokenizer with further arguments of the chat template."""
         if not more:
             return self
         made = ChatFormat(self.tokenizer, {**self._arguments, **more}, self._say)
@@ -232,7 +232,7 @@ class ChatFormat:
         answer: bool,
         encode: Callable[[Sequence[Message], bool], np.ndarray],
     ) -> np.ndarray:
-        """What `encode` makes of the messages, or made of the same ones a short while ago."""
+        """Encode messages with `encode`, or return the tokens cached for equal ones a short while ago."""
         try:
             plain = [dict(message) for message in messages]
             said = json.dumps([what, answer, self.tokenizer.chat_template, self._arguments, plain])
@@ -331,7 +331,7 @@ def handed_out(task: Any) -> Any:
 
 
 def are_messages(given: Any, call: str) -> bool:
-    """Whether it is a list of messages.
+    """True if the value is a list of messages.
 
     Raises:
         TypeError: of messages that have no role.

@@ -1,4 +1,4 @@
-"""A conversation with a language model as exact tokens: what it read, what it generated, and with which log-probs.
+"""A conversation with a language model as exact tokens: those read, those generated, and their log-probs.
 
 In: messages, and answers of a model (`LLM`). Out: `Reply`s, and at the end a `Sample` whose `loss_mask` tells the
 generated tokens from those that were only read. What was generated is never encoded again. Who wakes whom: the model's
@@ -40,7 +40,7 @@ class _Turn:
     finish: Finish
     """Why it ended."""
     reward: float | None = None
-    """What was given for it."""
+    """Reward of this turn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +61,9 @@ class Conversation:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """For `generate` where it does not say otherwise."""
     prompt: Prompt | None = None
-    """What its trajectory answers: id, text, right answer and columns; None for a conversation without a task."""
+    """Task that its trajectory answers: id, text, right answer and columns; None for a conversation without a task."""
     index: int = 0
-    """Of its trajectory in the group."""
+    """Index of its trajectory in the group."""
     fresh: Callable[[], int] | None = None
     """Gives numbers to forks."""
     messages: list[Message] = field(default_factory=list)

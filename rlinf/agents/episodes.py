@@ -1,12 +1,11 @@
-"""A task whose episodes are not all over: what a checkpoint keeps of it, and what goes on from there.
-
-Episodes: a program of the user's plays one task several times; what comes of it is groups of samples.
+"""Plays episodes of the user's program, several per task, and gathers them into groups of samples.
 
 In: tasks, and an `async def episode(task)` that returns a sample, a number or samples; tasks that an earlier process
-has begun. Out: what became of each task, as soon as its last episode is over: a group, or where several agents work on
-it one for each, or none where every episode failed; and at any moment the tasks that are open. Episodes that raise,
-take too long or return something else count as not drawn, and are told. Who wakes whom: the end of an episode starts
-the next one, in the order of tasks; the end of a task's last one wakes whoever waits for tasks.
+has begun. Out: the outcome of each task, as soon as its last episode is over: a group, or where several agents work on
+it one for each, or none where every episode failed; and at any moment the open tasks, which a checkpoint keeps and from
+which a later process goes on. Episodes that raise, take too long or return something else count as not drawn, and are
+reported. Who wakes whom: the end of an episode starts the next one, in the order of tasks; the end of a task's last one
+wakes whoever waits for tasks.
 """
 
 from __future__ import annotations
@@ -71,11 +70,11 @@ class OpenTask:
     prompt: Prompt
     """The task."""
     done: Mapping[int, Sequence[Sample]] = field(default_factory=dict)
-    """What came of the episodes that are over, by index, without rewards of a judge."""
+    """Samples of the episodes that are over, by index, without rewards of a judge."""
     failed: Mapping[int, str] = field(default_factory=dict)
     """Why the others that are over count as not drawn, by index."""
     left: Mapping[int, Sequence[Call]] = field(default_factory=dict)
-    """Of those that are not over, what they have asked of the model; nothing where they had not begun."""
+    """Calls to the model of the episodes that are not over, by index; none where an episode had not begun."""
 
     @property
     def tokens(self) -> int:
@@ -111,7 +110,7 @@ Play = Callable[[Any], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a task."""
+    """Result of a task whose episodes are all over: its groups and its failures."""
 
     task: int
     """Its number: the prompt's id, if it is a prompt."""
@@ -120,9 +119,9 @@ class Outcome:
     failed: Mapping[int, str]
     """Why episodes count as not drawn, by index."""
     tally: Tally
-    """The same in numbers."""
+    """Counts of the task's episodes, such as how many failed."""
     number: int = 0
-    """Of the task among those that were played, in order."""
+    """Position of the task among those that were played."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,22 +131,22 @@ class _Played:
     given: Any
     """To the program."""
     first: Episode
-    """Of which the others are siblings."""
+    """The task's first episode, whose siblings the others are."""
     number: int
     """Among the tasks that are played, in order."""
     waiting: dict[int, Sequence[Call]]
     """Episodes that have not begun, by index, with what an earlier process has recorded of them."""
     done: dict[int, Sequence[Sample]] = field(default_factory=dict)
-    """What came of those that went well, by index."""
+    """Samples of the episodes that went well, by index."""
     failed: dict[int, str] = field(default_factory=dict)
     """Why others count as not drawn."""
     playing: dict[Episode, asyncio.Task[None]] = field(default_factory=dict)
     """Those that are under way."""
     tally: Tally = field(default_factory=Tally)
-    """What became of its episodes."""
+    """Counts of its episodes, such as how many failed."""
 
     def open(self, partial: Mapping[str, PartialAnswer]) -> OpenTask:
-        """What a checkpoint keeps of it."""
+        """Return the part of the task that a checkpoint keeps."""
         left = {episode.index: episode.record.state(partial) for episode in self.playing} | self.waiting
         assert self.first.prompt is not None
         return OpenTask(self.first.prompt, dict(self.done), dict(self.failed), dict(sorted(left.items())))
@@ -314,7 +313,7 @@ class Episodes:
             raise self._own.nothing_to_learn()
 
     async def outcomes(self, tasks: Any) -> AsyncGenerator[Outcome]:
-        """What became of each task, in order of completion. It counts as open until it is settled.
+        """Play tasks and yield the outcome of each, in order of completion. It counts as open until it is settled.
 
         Args:
             tasks: a list or a stream of them; an `OpenTask` among them goes on.
@@ -446,8 +445,8 @@ class Episodes:
             self._news.put_nowait(Outcome(task.first.task, tuple(groups), failed, task.tally, task.number))
 
     async def _within(self, played: _Played, episode: Episode) -> Any:
-        """What an episode returns, within its time. One that does not end when it is cancelled is left behind: it is
-        cancelled once more with everything else."""
+        """Run an episode within its time limit and return its result. One that does not end when it is cancelled is
+        left behind: it is cancelled once more with everything else."""
 
         def blocked(seconds: float) -> None:
             for tally in (played.tally, *self._tallies):
@@ -480,7 +479,7 @@ def _left(task: _Played) -> bool:
 
 
 async def _awaited(playing: Awaitable[Any], blocked: Callable[[float], None]) -> Any:
-    """What an episode returns; `blocked` is told of long times between its awaits."""
+    """Await an episode's result; `blocked` is called with long times between its awaits."""
     return await _timed(playing, blocked)
 
 
@@ -550,7 +549,7 @@ class _Tasks:
 
 
 def _ended_by(error: SystemExit | GeneratorExit | Stopped) -> Exception:
-    """What an episode fails with that raised what ends programs, event loops and generators."""
+    """Return the error of an episode that raised an exception meant to end programs, event loops or generators."""
     if isinstance(error, Stopped):
         return error.why
     return UserError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)

@@ -1,4 +1,4 @@
-"""Feedback that comes late: answers wait for their rewards, and rewarded ones for the batch that learns from them.
+"""Online feedback: answers wait for their rewards, and rewarded ones for the batch that learns from them.
 
 In: answers as they are served, then rewards by the answers' ids. Out: batches of groups. Who wakes whom: the reward
 that completes a batch wakes whoever waits for one.
@@ -34,7 +34,7 @@ _ARRAYS = {"response_ids": np.int64, "logprobs": np.float32, "versions": np.int3
 
 @dataclass(slots=True)
 class Counts:
-    """What became of answers and of feedback."""
+    """Counts of answers and of feedback, by what became of them."""
 
     served: int = 0
     """Answers."""
@@ -50,7 +50,7 @@ class Counts:
     """Answers that were learned from."""
 
     def metrics(self) -> dict[str, float]:
-        """As a run's metrics."""
+        """Return the counts as a run's metrics."""
         return {f"online/{name}": float(getattr(self, name)) for name in Counts.__dataclass_fields__}
 
 
@@ -59,11 +59,11 @@ class _Served:
     """An answer that was not learned from yet."""
 
     samples: Sequence[Sample]
-    """What the model said."""
+    """Samples of the answer, for the trainer."""
     step: int
     """After how many steps the model said it."""
     reward: float | None = None
-    """What people said of it; None: nothing yet."""
+    """Reward by people; None: none yet."""
 
 
 class Feedback:
@@ -90,7 +90,7 @@ class Feedback:
             raise WrongValue(f"online: max_age={shown(max_age)} must be a whole number of steps, 0 or more")
         self.max_age = max_age
         self.counts = Counts()
-        """What became of answers and feedback, of earlier processes too."""
+        """Counts of answers and feedback, including those of earlier processes."""
         self._waiting: dict[str, _Served] = {}  # for a reward, oldest first
         self._ready: dict[str, _Served] = {}  # for a batch, in the order of their rewards
         self._enough = asyncio.Event()
@@ -125,7 +125,7 @@ class Feedback:
         return name
 
     def told(self, id: str, reward: float) -> bool:
-        """What somebody says of an answer; the first word counts.
+        """Record the reward of an answer; the first one counts.
 
         Args:
             id: of the answer.

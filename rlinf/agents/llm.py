@@ -1,11 +1,8 @@
-"""What answers a conversation, and what it answers.
+"""The `LLM` protocol, which answers token ids with a `Reply`, and its implementation over a rollout role.
 
-In: token ids. Out: a `Reply`. A model behind an actor, a server or a script in a test is an `LLM` alike.
-
-A rollout role as the model of conversations: single answers, each conversation on one rank.
-
-In: token ids of conversations. Out: their answers. A conversation stays on the rank that answered its first turn, the
-one with the fewest conversations then. Who wakes whom: the rollout's reply wakes the conversation.
+A model behind an actor, a server or a script in a test is an `LLM` alike. The one over a rollout role asks for single
+answers: each conversation stays on the rank that answered its first turn, the one with the fewest conversations then.
+Who wakes whom: the rollout's reply wakes the conversation.
 """
 
 from __future__ import annotations
@@ -24,10 +21,10 @@ from rlinf.engines.base import Completion, Finish, PartialAnswer, Sampling
 from rlinf.runtime.base.errors import UserError
 
 SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "min_new_tokens", "stop")
-"""What an answer may be asked for with."""
+"""Names of the sampling settings that an answer may be asked for with."""
 
 _ELSEWHERE = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_new_tokens")
-"""What OpenAI's and Anthropic's protocols call them."""
+"""Names that OpenAI's and Anthropic's protocols have for our settings."""
 
 
 class ContextFull(UserError):
@@ -35,7 +32,7 @@ class ContextFull(UserError):
 
 
 class LLM(Protocol):
-    """What answers."""
+    """A model that answers token ids; an actor, a server or a script in a test."""
 
     def answer(self, ids: np.ndarray, *, seed: int, conversation: int | None, **sampling: Any) -> Any:
         """Answer once; awaited, a `Completion`.
@@ -71,7 +68,7 @@ class Reply:
 
     @staticmethod
     def of(answer: Completion, decode: Callable[..., Any]) -> Reply:
-        """What a program is given of an answer: copies, so that nothing it does to them reaches the record.
+        """Make the reply that a program receives: copies, so that nothing it does to them reaches the record.
 
         Args:
             answer: the engine's.
@@ -88,14 +85,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the conversations of a session have in common."""
+    """Settings that all conversations of a session share: the model, and the defaults and limits of its answers."""
 
     llm: LLM
     """Answers."""
     temperature: float
-    """Of answers, where a conversation does not say."""
+    """Sampling temperature of answers, where a conversation does not say."""
     max_new_tokens: int
-    """The same."""
+    """Longest answer in tokens, where a conversation does not say."""
     longest: int | None = None
     """Tokens of a whole conversation that the model has positions and memory for; None: nobody knows."""
     vocabulary: int | None = None

@@ -1,12 +1,8 @@
-"""What an episode returned, as samples, and those of a task as groups; why an episode failed.
+"""Results of episodes: conversion to samples and groups, reasons of failures, and counts of both.
 
-In: what the user's program returned or raised. Out: samples, groups, remarks. Nobody waits here.
-
-One play of a task while it goes on, and which one the running code plays.
-
-What became of episodes, counted and told.
-
-In: every episode's end. Out: metrics of a step, warnings and notes for people.
+In: what the user's program returned or raised. Out: samples, and groups of those of a task; metrics of a step, warnings
+and notes for people. `Episode` is one play of a task while it goes on, and the running code can be asked which one it
+plays. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ class Episode:
     index: int
     """Which of its episodes."""
     seed: tuple[int, ...]
-    """What its randomness depends on, besides its index."""
+    """Seed that its randomness depends on, besides its index."""
     prompt: Prompt | None
     """The task itself, if it is a prompt."""
     sampling: Mapping[str, Any]
@@ -47,7 +43,7 @@ class Episode:
     llm: AgentLLM | None = None
     """The model as its agents call it, if it is played by agents."""
     record: Record = field(default_factory=Record)
-    """What it asked of the model."""
+    """Calls to the model, and their answers."""
 
     def sibling(self, index: int, record: Record) -> Episode:
         """Another episode of the same task.
@@ -86,7 +82,7 @@ def unjudged(sample: Sample) -> bool:
 
 
 def samples_of(returned: Any, episode: Episode, judged: bool) -> list[Sample]:
-    """What an episode returned, as samples that share its weight.
+    """Convert an episode's return value to samples that share its weight.
 
     Args:
         returned: by the user's program.
@@ -116,7 +112,7 @@ def samples_of(returned: Any, episode: Episode, judged: bool) -> list[Sample]:
 
 
 def _no_reward(samples: Sequence[Sample], *, by_agent: bool) -> str:
-    """What is said where nobody says how good an episode was."""
+    """Return the message for an episode without a reward."""
     if not by_agent:
         return (
             "episode: its trajectory has no reward; give one by c.trajectory(reward=…) or c.reward(…), or give the "
@@ -235,20 +231,20 @@ def _leaf(error: BaseException) -> tuple[BaseException, int]:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of episodes."""
+    """Counts of episodes and of their calls to the model."""
 
     played: int = 0
     """How many ended."""
     failures: int = 0
-    """Of those, how many raised, took too long or returned no sample."""
+    """Number that raised, took too long or returned no sample."""
     failed: list[tuple[int, int]] = field(default_factory=list)
     """Which, unless somebody else tells of them: number of the task, and which attempt at it."""
     timeouts: int = 0
-    """Of those, how many took too long."""
+    """Number that took too long."""
     remark: str = ""
     """Why the first of them failed."""
     cause: BaseException | None = None
-    """The same as an exception."""
+    """Exception of the first that failed."""
     calls: int = 0
     """Answers of the model to agents."""
     branches: int = 0
@@ -331,7 +327,7 @@ class Tally:
         return told | {f"agent/{name}/calls": count / self.played for name, count in sorted(self.by_agent.items())}
 
     def warnings(self) -> Iterator[str]:
-        """What a person should know."""
+        """Yield sentences about failed and blocking episodes, which a person should know."""
         if self.failures:
             failed = f"{self.failures} of {self.played} episodes failed"
             yield f"{failed} and count as not drawn; the first: {self.remark}"
@@ -342,7 +338,7 @@ class Tally:
             )
 
     def notes(self) -> Iterator[str]:
-        """What is good to know."""
+        """Yield sentences about open episodes of a checkpoint that went on."""
         anew = +self.anew
         if self.went_on or anew:
             why = "".join(f", {count} began anew ({reason})" for reason, count in sorted(anew.items()))

@@ -1,13 +1,9 @@
-"""What one episode asked of the model and was answered, and how an episode that is run again is answered from that.
+"""Record of an episode's calls to the model, from which an interrupted episode is replayed.
 
 In: every call of the model, before and after its answer; the calls of an earlier process, of which the last may be half
 answered. Out: the answer of that process, as long as the episode asks exactly what it asked then; what a checkpoint
-keeps. Pure logic: nobody waits here.
-
-A model whose every call is recorded, and answered from the record of an earlier process where that has the answer.
-
-In: calls of an episode's agents and conversations. Out: answers of the model, or of the record. Who wakes whom: the
-model's answer wakes the episode.
+keeps. The record is pure logic and waits for nothing. The model that is wrapped with it answers from the record where
+that has the answer; otherwise the model's answer wakes the episode.
 """
 
 from __future__ import annotations
@@ -28,20 +24,20 @@ from rlinf.engines.base import Completion, PartialAnswer
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a call asked for; equal ones may be given the same answer."""
+    """Identity of a call: prompt, seed and sampling. Equal ones may be given the same answer."""
 
     prompt: str
     """Digest of the token ids that the model reads."""
     length: int
     """How many they are."""
     seed: int
-    """Of the random choices; a function of (run's seed, task, episode, agent, what is read, how often)."""
+    """Seed of the random choices; a function of (run's seed, task, episode, agent, what is read, how often)."""
     sampling: str
     """The settings, as JSON with sorted keys."""
 
     @staticmethod
     def of(ids: np.ndarray, seed: int, sampling: Mapping[str, Any]) -> Asked:
-        """What a call asks for.
+        """Make the identity of a call.
 
         Args:
             ids: all that the model reads, int64 [tokens].
@@ -53,7 +49,7 @@ class Asked:
         return Asked(digest, len(ids), seed, settings)
 
     def differs_from(self, other: Asked) -> str:
-        """What is not the same, in a word or two; "" if all is."""
+        """Return the difference from another call in a word or two; "" if there is none."""
         if (self.prompt, self.length) != (other.prompt, other.length):
             return "another prompt"
         if self.sampling != other.sampling:
@@ -66,13 +62,13 @@ class Call:
     """One call of the model."""
 
     asked: Asked
-    """What for."""
+    """Identity of the call: prompt, seed and sampling."""
     after: int
     """How many answers the episode had got when it asked: of one that asks one thing at a time, the call's number."""
     answer: Completion | None = None
-    """What the model said; None: it has not ended yet."""
+    """Answer of the model; None: it has not ended yet."""
     begun: PartialAnswer | None = None
-    """What it had said when the checkpoint was written; None: nothing, or all."""
+    """Part of the answer that there was when the checkpoint was written; None: nothing, or all."""
     name: str = field(default_factory=lambda: secrets.token_hex(8))
     """By which the rollout tells how far the answer is."""
 
@@ -97,7 +93,7 @@ class Record:
 
     def __init__(self, earlier: Iterable[Call] = ()) -> None:
         self.calls: list[Call] = []
-        """What this process has asked for, in this order; those that were cancelled are left out."""
+        """Calls of this process, in the order in which they were made; those that were cancelled are left out."""
         self._earlier = [replace(call, name=secrets.token_hex(8)) for call in earlier]
         self._one_by_one = all(call.after == number for number, call in enumerate(self._earlier))
         self._answers = 0
@@ -153,7 +149,8 @@ class Record:
             self.anew = ""  # what was new ground came before other agents had caught up
 
     def state(self, partial: Mapping[str, PartialAnswer]) -> tuple[Call, ...]:
-        """What a checkpoint keeps: the calls so far, and those of an earlier process that may be asked for yet.
+        """Return the calls that a checkpoint keeps: those so far, and those of an earlier process that may be asked for
+        yet.
 
         Args:
             partial: how far the answers under way are, by the names of their calls.

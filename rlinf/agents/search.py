@@ -1,19 +1,12 @@
-"""Exact match of answers to questions, as SQuAD and Search-R1 compute it.
+"""Question answering with search: exact match as in SQuAD and Search-R1, retrievers, and two agents that search.
 
-Retrievers: what documents there are for a query.
+Retrievers return the best documents for a query, the best one first: `Bm25` searches a small corpus in this process,
+`HttpRetriever` asks a server, whose answer or the deadline wakes the caller.
 
-In: a query. Out: the best documents, the best one first. `Bm25` searches a small corpus in this process;
-`HttpRetriever` asks a server, and who awaits it is woken by its answer or by the deadline.
-
-Search-R1 (arXiv:2503.09516): a model that reasons, searches between its thoughts, and answers.
-
-In: a question, and a retriever. Out: 1.0 for an exact match. The model writes `<search>query</search>`, reads
-`<information>…</information>`, which is not learned from, and goes on; `<answer>…</answer>` ends it. Who wakes whom:
-the retriever's documents wake the agent.
-
-Search by calls of a tool, for models that were trained on tools.
-
-In: a question, and a retriever. Out: 1.0 for an exact match. Who wakes whom: the retriever's documents wake the agent.
+The agent of Search-R1 (arXiv:2503.09516) reasons, searches between its thoughts, and answers. The model writes
+`<search>query</search>`, reads `<information>…</information>`, which is not learned from, and goes on;
+`<answer>…</answer>` ends it. The other agent searches by calls of a tool, for models that were trained on tools. Both
+get a question and a retriever, and return 1.0 for an exact match.
 """
 
 from __future__ import annotations
@@ -75,9 +68,9 @@ class Document:
     """A passage of the corpus."""
 
     title: str
-    """Of what it is from; "" for none."""
+    """Title of the page or article that the passage is from; "" for none."""
     text: str
-    """What it says."""
+    """Words of the passage."""
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> Document:
@@ -253,7 +246,7 @@ INVALID = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I "
     "want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
 )
-"""What the model reads behind an answer in which it neither searched nor answered, as in the paper's code."""
+"""Text that the model reads behind an answer in which it neither searched nor answered, as in the paper's code."""
 
 
 async def search_r1(

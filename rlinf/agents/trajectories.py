@@ -1,8 +1,7 @@
-"""What an agent's calls to the model were, as a tree of turns, and the samples that come of it.
+"""Tree of an agent's calls to the model, and the samples that it yields: every generated token is learned exactly once.
 
 In: of each call all that the model is to read: messages as a harness sends them, again and again, or token ids. Out:
-turns, of which each reads only what is new behind an earlier one; at the end, samples in which every generated token is
-learned exactly once. Nobody waits here.
+turns, of which each reads only what is new behind an earlier one; at the end, samples. Nothing here waits.
 
 A call goes on from the longest recorded history that it begins with, compared message by message: those tokens are
 taken as they were generated, never encoded again. Where a harness rewrote what was said (cut, summarised, edited), no
@@ -39,7 +38,7 @@ class Turn:
     parent: Turn | None
     """None: nothing was said by the model before."""
     key: Key
-    """Of the history up to the answer's end; `_NOTHING` for calls by token ids."""
+    """Key of the history up to the answer's end; `_NOTHING` for calls by token ids."""
     before: hashlib.blake2b | None
     """Digests the messages that were answered; None for calls by token ids."""
     words: bytes
@@ -57,7 +56,7 @@ class Turn:
     length: int
     """Tokens up to the answer's end."""
     reward: float | None = None
-    """What was given for it."""
+    """Reward of this answer."""
     goes_on: bool = False
     """Another turn follows on it."""
     claimed: bool = False
@@ -84,12 +83,12 @@ class Turn:
 
 @dataclass(slots=True)
 class Counts:
-    """What was recorded."""
+    """Counts of the recorded answers and of the branches that they began."""
 
     calls: int = 0
     """Answers of the model."""
     joined: int = 0
-    """Of those, how many went on from an earlier turn's tokens."""
+    """Number of answers that went on from an earlier turn's tokens."""
     branches: int = 0
     """How many began a branch although the model had said something before: the history was rewritten, or forked."""
 
@@ -101,7 +100,7 @@ class Trajectories:
     chat: ChatFormat
     """How messages become tokens."""
     counts: Counts = field(default_factory=Counts)
-    """What was recorded."""
+    """Counts of its answers and branches."""
     ignored: list[str] = field(default_factory=list)
     """Fields of a foreign client's requests that were not honoured; see docs/agents.md."""
     _turns: list[Turn] = field(default_factory=list)
@@ -118,7 +117,7 @@ class Trajectories:
     def of_messages(
         self, messages: Sequence[Message], chat: ChatFormat | None = None, *, answer: bool = True
     ) -> tuple[Turn | None, np.ndarray]:
-        """What a call by messages goes on from, and the tokens that it adds to it.
+        """Find the turn that a call by messages goes on from, and encode the tokens that it adds.
 
         Args:
             messages: all that was said, at least one.
@@ -168,7 +167,7 @@ class Trajectories:
         return np.concatenate(parts or [np.empty(0, np.int64)])
 
     def of_ids(self, ids: np.ndarray) -> tuple[Turn | None, np.ndarray]:
-        """What a call by token ids goes on from, and the tokens that it adds to it; see `of_messages`."""
+        """Find the turn that a call by token ids goes on from, and the tokens that it adds to it; see `of_messages`."""
         found = None
         for turn in self._turns:
             if turn.length <= len(ids) and (found is None or turn.length > found.length):
@@ -343,13 +342,13 @@ def _ended(state: hashlib.blake2b, words: bytes) -> Key:
 
 
 _COMPARED = frozenset({"role", "content", "tool_calls"})
-"""What answers are compared by: libraries add others to it, and white space around its words and ids of its calls are
-not the model's."""
+"""Fields by which answers are compared: libraries add others, and white space around words and ids of calls are not the
+model's."""
 
 
 def _canonical(message: Message) -> bytes:
-    """What two messages must share to be the same. Answers share words and calls, in whatever clothes a library sends
-    them back; all other messages share every field that says something."""
+    """Encode what two messages must share to count as equal. Answers share words and calls, in whatever clothes a
+    library sends them back; all other messages share every field that says something."""
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
         content = "".join(str(part["text"]) for part in content)

@@ -1,4 +1,4 @@
-"""Routes of an endpoint, and the way of a request: whose it is, its limits, its body, and what becomes of it.
+"""HTTP routes of an endpoint, and the way of a request through key, limits and body to its handler.
 
 In: HTTP requests. Out: responses, errors in the API's own form.
 """

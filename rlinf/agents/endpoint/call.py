@@ -48,12 +48,12 @@ class Call:
     body: Fields
     anthropic: bool
     id: str = field(default_factory=lambda: secrets.token_hex(12))
-    """Of the response, without its prefix."""
+    """Id of the response, without its prefix."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
 
     async def answers(self, asked: Asked, response: str, *, keep: list[dict[str, Any]] | None = None) -> list[Said]:
-        """What the model says.
+        """Ask the model and return its answers.
 
         Args:
             asked: to what.
@@ -137,7 +137,7 @@ class Call:
 
 
 def _each(asked: Asked) -> list[Asked]:
-    """The same question as often as it shall be answered; with a seed, each answer has one of its own."""
+    """Repeat a request as often as it shall be answered; with a seed, each answer has one of its own."""
     seed = asked.sampling.get("seed")
     if asked.count == 1 or seed is None:
         return [asked] * asked.count
@@ -145,7 +145,7 @@ def _each(asked: Asked) -> list[Asked]:
 
 
 def told(error: Exception, path: str) -> ApiError:
-    """What a client is told of an exception."""
+    """Translate any exception to an error for the client."""
     if (known := refused(error)) is not None:
         return known
     logger.error("%s: the model failed", path, exc_info=error)

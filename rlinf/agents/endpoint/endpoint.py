@@ -1,17 +1,12 @@
-"""The endpoint itself: it listens, gives keys to agents, and knows whose key a request shows.
+"""The endpoint's server: it listens, issues keys to agents, and maps the key of a request to its session.
 
 In: agents (`AgentLLM`). Out: a URL and a key for each; what is asked there is recorded as the agent's own calls. The
 socket is bound when the first key is asked for; the server runs until `close`, which its owner awaits: the run, the
-session, or `session.serve`. Who wakes whom: the end of an episode ends what is still asked with its key.
+session, or `session.serve`. It counts requests for `/metrics`, in Prometheus' text form. Who wakes whom: the end of an
+episode ends what is still asked with its key.
 
-What an endpoint counts, in Prometheus' text form.
-
-In: requests as they end. Out: `/metrics`. Nobody waits here.
-
-The model for clients outside of episodes: every conversation is a session, and feedback makes it one to learn from.
-
-In: requests of clients, later what people say of the answers, by the program or as `POST /v1/feedback`. Out: groups, as
-sessions are judged. Who wakes whom: the feedback that ends a session wakes whoever takes groups.
+Clients outside of episodes have sessions, one for every conversation, and feedback, by the program or as
+`POST /v1/feedback`, makes them groups to learn from; the feedback that ends a session wakes whoever takes groups.
 
     async with session.serve(port=8000, token="…") as served:
         async for group in served:          # {"response": "chatcmpl-…", "reward": 1.0} was posted
@@ -64,7 +59,7 @@ class Metrics:
     read: int = 0
     """Tokens that the model had before its answers."""
     cached: int = 0
-    """Of those, how many earlier answers of the same conversation had."""
+    """Number of the tokens read that earlier answers of the same conversation had, too."""
     generated: int = 0
     """Tokens of answers."""
     malformed: int = 0
@@ -234,7 +229,7 @@ class Endpoint:
     ) -> None:
         self.config = EndpointConfig() if config is None else config
         self.metrics = Metrics()
-        """What it counts."""
+        """Counts for `/metrics`."""
         self.sessions: dict[str, EndpointSession] = {}
         """Those that are open, by name; those of clients in the order in which they were last asked."""
         self.applying = Applying()
@@ -666,7 +661,7 @@ class Served:
 
 
 def serving_config(config: EndpointConfig, given: Mapping[str, Any]) -> EndpointConfig:
-    """What `session.serve` was given, over what the run says.
+    """Override the run's endpoint settings with the arguments of `session.serve`.
 
     Raises:
         UserError: there is no such setting, or anybody could use it from elsewhere.

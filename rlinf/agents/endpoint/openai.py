@@ -1,16 +1,10 @@
-"""OpenAI's `/v1/chat/completions`, whole or as a stream.
+"""OpenAI's protocols: `/v1/chat/completions`, `/v1/completions` and `/v1/responses`.
 
-In: a request's fields. Out: what the official clients read. A stream begins when the answer is complete: the engine
-gives whole answers, with the tokens and log-probs that are learned from.
-
-OpenAI's `/v1/completions`: texts and token ids that the model goes on from, as they stand.
-
-In: a request's fields. Out: what the official clients read.
-
-OpenAI's `/v1/responses`, whole or as a stream of events.
-
-In: a request's fields; with `previous_response_id` also what was said up to that response. Out: what the official
-clients read. Responses are kept as long as their session, unless `store` is false.
+In: a request's fields. Out: what the official clients read, whole or as a stream. A
+stream begins when the answer is complete: the engine gives whole answers, with the tokens and log-probs that are
+learned from. `/v1/completions` takes texts and token ids that the model goes on from, as they stand. `/v1/responses`
+takes with `previous_response_id` also what was said up to that response; responses are kept as long as their session,
+unless `store` is false.
 """
 
 from __future__ import annotations
@@ -183,7 +177,7 @@ def _form(given: Fields | None) -> JsonForm | None:
 
 
 def _logprobs(body: Fields) -> bool:
-    """Whether log-probs are wanted; at most that of the token itself can be told."""
+    """True if log-probs are wanted; at most that of the token itself can be told."""
     wanted = body.flag("logprobs")
     if (body.whole("top_logprobs", 0, 20) or 0) > 1:
         raise unsupported("top_logprobs", "the record has the log-prob of the token that was drawn alone; take 1")

@@ -1,17 +1,12 @@
-"""What a request is answered with when it cannot be served, in the form of the API that it speaks.
+"""Requests to an endpoint, whatever protocol they came by: their fields, the model's answer, and errors.
 
-In: exceptions. Out: a status and a body. What is wrong inside the run is never told to a client, only that it failed.
+In: the bytes of a body, read field by field. Out: values of the right types, or an `ApiError` that names the field and
+is answered in the form of the API that the client speaks; names of fields that are not honoured go to the record of who
+asks. What is wrong inside the run is never told to a client, only that it failed.
 
-The JSON body of a request, read field by field.
-
-In: bytes. Out: values of the right types, or an `ApiError` that names the field; and the names of fields that are not
-honoured, for the record of who asks.
-
-One request to the model, whatever protocol it came by, and what the model says to it.
-
-In: messages or token ids with settings. Out: `Said`, as a client may read it: without the text that stopped the answer,
-reasoning and calls of tools apart, checked against the JSON that was asked for. What a client reads is told to the
-record, so that it is known when it comes back. Who wakes whom: the model's answer.
+A request that is right is put to the model, and `Said` is its answer as a client may read it: without the text that
+stopped the answer, reasoning and calls of tools apart, checked against the JSON that was asked for. What a client reads
+is told to the record, so that it is known when it comes back. Who wakes whom: the model's answer.
 
 Nothing constrains the tokens of an answer. Which tools it calls is therefore a wish of the client's: where it is not
 met, the model is told so, as the user, and asked once more. All of that is one line of the record, with every token
@@ -82,7 +77,7 @@ class ApiError(Exception):
         return {} if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after + 0.5)))}
 
     def body(self, *, anthropic: bool) -> dict[str, Any]:
-        """What clients of the API read."""
+        """Return the JSON body of the error, as clients of the API read it."""
         if anthropic:
             kind = _ANTHROPIC.get(self.status, "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
@@ -93,7 +88,7 @@ class ApiError(Exception):
 
 
 def refused(error: Exception) -> ApiError | None:
-    """What a client is told of an exception of the model's; None: it is no mistake of the client's."""
+    """Translate an exception of the model to a client's error; None: it is no mistake of the client's."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextFull):
@@ -291,7 +286,7 @@ def fields_of(items: list[Any], path: str, unheeded: dict[str, None] | None = No
 
 
 def words(content: Any, path: str, kinds: Collection[str] = ("text",)) -> str:
-    """What a message says: a text, or a list of parts that are texts.
+    """Return the text of a message's content: a string, or a list of parts that are texts.
 
     Raises:
         ApiError: a part is something else, such as a picture.
@@ -328,7 +323,7 @@ class JsonForm:
 
     @property
     def instruction(self) -> str:
-        """What the model is told."""
+        """Return the instruction to the model to answer in this form."""
         if self.schema is None:
             return "Answer with one JSON object and nothing else."
         return f"Answer with JSON of this schema and nothing else: {json.dumps(self.schema, ensure_ascii=False)}"
@@ -417,10 +412,10 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a client asks for."""
+    """A client's request, read from the body: messages or token ids, tools and settings."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """As the chat template takes them; empty where `ids` go on."""
+    """Messages as the chat template takes them; empty where `ids` go on."""
     ids: np.ndarray | None = None
     """Token ids that the model goes on from, int64 [tokens]."""
     tools: list[Schema] | None = None
@@ -454,7 +449,7 @@ class Said:
     """One answer, as a client reads it."""
 
     reply: Reply
-    """What the model generated."""
+    """Reply as the model generated it."""
     text: str
     """Its words, without its reasoning, its calls and the text that stopped it."""
     reasoning: str | None
@@ -468,11 +463,11 @@ class Said:
     read: int
     """Tokens that the model had before it."""
     cached: int
-    """Of those, how many an earlier answer had."""
+    """Number of those tokens that belong to the earlier turn that it goes on from."""
     turn: Turn
     """Its place in the record."""
     key: Key
-    """Of the history that ends with it as the client knows it; empty for answers to token ids."""
+    """Key of the history that ends with it as the client knows it; empty for answers to token ids."""
     again: bool = False
     """It is the second answer: the first was not what the client wished for."""
 

@@ -1,4 +1,4 @@
-"""A calculator: arithmetic of a model, worked out exactly where that is possible, without `eval`.
+"""A calculator tool: arithmetic of a model, worked out exactly where that is possible, without `eval`.
 
 In: an expression as a text. Out: its value as a text. An expression is parsed as Python and only numbers, the signs of
 arithmetic and a few functions of `math` are computed; sizes are bounded, so that it ends in milliseconds.

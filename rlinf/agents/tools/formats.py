@@ -1,20 +1,16 @@
-"""Formats of tool calls that are marked: Hermes and Qwen, Qwen3-Coder, DeepSeek, Mistral.
-
-In: an answer, and where in it a call begins. Out: `Read`. `calls.CallFormat` does the rest.
-
-Tool calls in what a model wrote, and which format a model writes them in.
+"""Parsers of tool calls in a model's answer, and the choice of the format that a model writes them in.
 
 In: the text of an answer. Out: `Parsed`: the calls, the text around them, and what was wrong with calls that cannot be
-read. Nothing here raises because of what a model wrote. The formats themselves are below;
-`call_format` chooses one by its name or by the markers in a tokenizer's chat template.
+read. Nothing here raises because of what a model wrote. `call_format` chooses a format by its name or by the markers in
+a tokenizer's chat template.
 
     parsed = call_format(None, tokenizer).parse(reply.text)
     for call in parsed.calls:
         print(call.name, call.arguments)
 
-Formats of tool calls of the Llamas, which need no mark: the answer is the call, as JSON or as Python.
-
-In: an answer, and where in it a call begins. Out: `Read`. `calls.CallFormat` does the rest.
+Formats with marked calls are Hermes and Qwen, Qwen3-Coder, DeepSeek, Mistral; those of the Llamas need no mark: the
+answer is the call, as JSON or as Python. Each reads from where a call begins and returns a `Read`; `CallFormat` does
+the rest.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ class ToolCall:
     """Names the call in the tool's answer: nine letters and digits, which Mistral's templates ask for. It is made of
     the call itself, its place, and the answer that it stands in: the same in every repetition of a run."""
     name: str
-    """Of the tool; there need not be one of this name."""
+    """Name of the tool; there need not be one of this name."""
     arguments: dict[str, Any]
     """By name, as JSON has them; not checked against the tool."""
 
@@ -71,7 +67,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What an answer says, and which tools it asks for."""
+    """An answer split into its text and its tool calls."""
 
     content: str
     """The text without the calls, thinking included, no white space at its ends."""
@@ -83,14 +79,14 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a format found where a call begins."""
+    """Result of a format's parser at the place where a call begins."""
 
     end: int
     """The first character behind it."""
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
     """Names and arguments."""
     broken: tuple[str, ...] = ()
-    """What is wrong with the others."""
+    """For each call that cannot be read, why."""
 
 
 class Malformed(ValueError):
@@ -114,7 +110,7 @@ class CallFormat:
     """
 
     name: ClassVar[str] = ""
-    """What `call_format` knows it by."""
+    """Name by which `call_format` chooses it."""
     opens: ClassVar[re.Pattern[str]]
     """Matches, never empty, where calls begin."""
     stop: ClassVar[tuple[str, ...]] = ()
@@ -230,7 +226,7 @@ def _behind_thought(text: str, begun: re.Match[str]) -> int:
 
 
 def _spans(read: Read | None, thought: re.Match[str]) -> bool:
-    """Whether `</think>` stands inside a good call, as part of an argument."""
+    """True if `</think>` stands inside a good call, as part of an argument."""
     return read is not None and not read.broken and read.end >= thought.end()
 
 
@@ -295,7 +291,7 @@ _MARKERS = (
     ("<|python_tag|>", "llama3_json"),
     ("<|start_header_id|>", "llama3_json"),
 )
-"""What in a chat template tells the format, most telling first."""
+"""Markers in a chat template that tell the format, most telling first."""
 
 
 def call_format(name: str | CallFormat | type[CallFormat] | None, tokenizer: PreTrainedTokenizerBase) -> CallFormat:

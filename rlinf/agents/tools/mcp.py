@@ -1,11 +1,11 @@
-"""Tools of MCP servers: programs that are started, or addresses that are called, by the Model Context Protocol.
+"""Tools of MCP servers (Model Context Protocol): programs that are started, or addresses that are called.
 
 In: a command line or a URL. Out: `Tools`, one for each that the server lists. A server that dies, is late or answers
 nonsense becomes a text for the model, as with every tool; one that died is started again for the next call, and the log
-says so. Who wakes whom: a task of its own holds the connection, so
-that its end cancels nobody; an answer of the server wakes the call that waits for it, and the end of the `async with`
-wakes that task, which ends the server. A server that was started lives in the hands of a keeper
-(`runtime/processes/keeper.py`), which ends it and all that it started when this process is gone, however it ended.
+says so. Who wakes whom: a task of its own holds the connection, so that its end cancels nobody; an answer of the server
+wakes the call that waits for it, and the end of the `async with` wakes that task, which ends the server. A server that
+was started belongs to a keeper (`runtime/processes/keeper.py`), which ends it and all that it started when this process
+is gone, however it ended.
 
     async with mcp_tools(command=["uvx", "mcp-server-time"]) as tools:
         messages = await tools.run(parsed.calls)
@@ -144,7 +144,7 @@ class _Server:
         await finish(holding)  # what it raised, calls have told the model
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
-        """What a tool returns.
+        """Call a tool of the server and return its result.
 
         Raises:
             Exception: the server is gone, or answers nonsense; it is there again for the next call, if it can be.
@@ -251,7 +251,7 @@ def _part(content: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says; of a group, what its first does."""
+    """Return an error's type and message on one line; of an exception group, those of its first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     said = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Tools that run Python code of a model in the sandbox: each call by itself, or in an interpreter that remembers.
+"""Tools that run a model's Python code in the sandbox: each call by itself, or in an interpreter that keeps its state.
 
 In: code. Out: a text for the model: what was printed, and how it ended where that was not well. Who wakes whom: the
 sandbox's answer, which comes by the deadline of its limits.
@@ -58,7 +58,7 @@ def python_in(place: Sandbox | PythonSession) -> Callable[[str], Awaitable[str]]
 
 
 def told(result: Result, more: str = "") -> str:
-    """What a model is told of a program's end.
+    """Describe a program's output and end, as a text for the model.
 
     Args:
         result: of the program.

@@ -1,4 +1,4 @@
-"""Tools: functions that a model may call, and what comes back to it.
+"""Tools: functions that a model may call, their JSON schemas, and an agent that lets the model call them.
 
 In: calls of a model, with whatever arguments it wrote. Out: texts for it. A wrong argument, an exception, a deadline
 that passes and an output that is too long are texts too, counted, never exceptions of the episode. Who wakes whom: the
@@ -16,16 +16,12 @@ end of a function, or its deadline, wakes the `call`; the last of several calls 
     tools = Tools([weather])
     messages = await tools.run(parsed.calls)
 
-A function's signature as what a model must know of it: a JSON schema of its arguments, and a check of given ones.
+A `Signature` has the JSON schema of a function's arguments and a check of given ones. Types are pydantic's: numbers,
+texts, `Literal`, `Optional`, lists, dicts, enums, dataclasses, `TypedDict`s, models, `Annotated` with constraints.
+Descriptions are read from the docstring, whichever of the Google, numpy and reST styles it has.
 
-In: a function with type hints and a docstring. Out: a `Signature`. Types are pydantic's: numbers, texts, `Literal`,
-`Optional`, lists, dicts, enums, dataclasses, `TypedDict`s, models, `Annotated` with constraints. Descriptions are read
-from the docstring, whichever of the Google, numpy and reST styles it has.
-
-An agent for tasks that tools help with: it lets the model call them until it answers without.
-
-In: a task, and tools by their dotted paths. Out: no reward; the run's reward function judges what was said. Who wakes
-whom: tools wake the agent.
+The agent takes a task, and tools by their dotted paths; it lets the model call them until it answers without, and
+returns no reward: the run's reward function judges what was said.
 """
 
 from __future__ import annotations
@@ -59,7 +55,7 @@ class WrongArguments(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a model must know to call a function."""
+    """Name, description and JSON schema of a function, as a model reads them, and a check of arguments."""
 
     name: str
     """The function's."""
@@ -144,7 +140,7 @@ def _annotated(hint: Any) -> str | None:
 
 
 def _called(function: Any) -> Any:
-    """What has the type hints of an object that can be called: of `functools.partial`, or with `__call__`."""
+    """Return the function whose type hints apply to a callable object: of `functools.partial`, or with `__call__`."""
     return getattr(function, "func", None) or type(function).__call__
 
 
@@ -169,7 +165,7 @@ def _checked(model: Any, given: dict[str, Any]) -> Any:
 
 
 def _problems(model: Any, error: Any) -> str:
-    """What is wrong, for the model."""
+    """Describe pydantic's validation errors, for the model."""
     told = []
     for problem in error.errors(include_url=False)[:_PROBLEMS]:
         where = ".".join(str(part) for part in problem["loc"])
@@ -222,7 +218,7 @@ def _inlined(node: Any, definitions: Mapping[str, Any], within: tuple[str, ...],
 
 
 Outcome = Literal["ok", "wrong_arguments", "error", "timeout", "too_long", "unknown", "broken"]
-"""What became of a call; `too_long` was answered with a part, `unknown` named no tool, `broken` could not be read."""
+"""Outcomes of a call; `too_long` was answered with a part, `unknown` named no tool, `broken` could not be read."""
 
 _TIMEOUT = 30.0
 """Seconds of a call: an episode has minutes."""
@@ -250,9 +246,9 @@ class Tool:
     """A function that a model may call. `tool` makes one of a function; called itself, it is that function."""
 
     name: str
-    """What the model calls it."""
+    """Name that the model calls it by."""
     description: str
-    """What it does, for the model."""
+    """Description of its purpose, for the model."""
     parameters: Mapping[str, Any]
     """JSON schema of its arguments, an object."""
     function: Callable[..., Any]
@@ -264,7 +260,7 @@ class Tool:
     longest: int = _LONGEST
     """Characters of an output that the model is given."""
     counts: Counter[Outcome] = field(default_factory=Counter)
-    """What became of the calls so far."""
+    """Counts of the calls so far, by outcome."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -400,7 +396,7 @@ class HasCalls(Protocol):
 
     @property
     def broken(self) -> Sequence[str]:
-        """What is wrong with the others."""
+        """For each call that cannot be read, a sentence that the model can be told."""
 
 
 class Tools:
@@ -438,7 +434,7 @@ class Tools:
 
     @property
     def counts(self) -> Counter[Outcome]:
-        """What became of the calls so far, those that named no tool included."""
+        """Counts of the calls so far, by outcome, including those that named no tool."""
         return sum((each.counts for each in self), Counter(self._others))
 
     async def run(

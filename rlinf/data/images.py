@@ -50,9 +50,9 @@ _AS_PNG = ("1", "L", "P", "RGB", "RGBA")
 _SIXTEEN_BITS = 65_535.0
 """White, in grey of 16 bits."""
 _UNDECODABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
-"""What PIL's readers raise of files that are damaged."""
+"""Exceptions that PIL's readers raise of files that are damaged."""
 _URL = "data:"
-"""What an image within a text begins with: `data:image/png;base64,…` (RFC 2397)."""
+"""Beginning of an image within a text: `data:image/png;base64,…` (RFC 2397)."""
 
 
 def image_refs(cell: Any, where: str) -> tuple[ImageRef, ...]:
@@ -188,7 +188,7 @@ def _name(image: ImageRef) -> str:
 
 
 PIXELS = "pixel_values"
-"""What models call the pixels; what else there is about pictures lies beside it."""
+"""Name that models have for the pixels; what else there is about pictures lies beside it."""
 GRID = "image_grid_thw"
 """Patches of each picture, [pictures, 3]: frames, rows, columns."""
 
@@ -262,7 +262,7 @@ class Pictures:
         return self._tokens_of(patches)
 
     def inputs(self, images: Sequence[ImageRef]) -> dict[str, Tensor]:
-        """What the model takes besides token ids, of pictures one behind the other, on the host.
+        """Tensors that the model takes besides token ids, of pictures one behind the other, on the host.
 
         Raises:
             DataError: a picture cannot be read.
@@ -358,12 +358,12 @@ class Pictures:
 
 
 MARK = "<image>"
-"""What stands for a picture in the texts of data sets (verl's and EasyR1's among them), of whatever model."""
+"""Mark of a picture in the texts of data sets (verl's and EasyR1's among them), of whatever model."""
 
 
 def auto_class(config: PretrainedConfig, kind: type[Any] = AutoModelForCausalLM) -> type[Any]:
-    """What makes a model of this configuration: where a language model is wanted, one that reads pictures besides, if
-    that is what it describes."""
+    """The class of transformers that makes a model of this configuration: where a language model is wanted, one that
+    reads pictures besides, if that is what it describes."""
     pictured = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if kind is AutoModelForCausalLM and pictured else kind
 

@@ -46,15 +46,15 @@ class Entry:
     id: int
     """The prompt's, or the step's."""
     item: Any
-    """What was drawn."""
+    """The prompt, task or step that was drawn."""
     size: int
     """Answers that it has, or will have."""
     version: int
     """The oldest weights that may have made a token of it."""
     result: Any = None
-    """What there is to learn from; None as long as it is not complete."""
+    """Results to learn from; None as long as it is not complete."""
     partial: tuple[Any, ...] = ()
-    """What is made in its place, where it was begun before a restart."""
+    """Partial answers that are made in its place, where it was begun before a restart."""
     tokens: int = 0
     """Learned tokens of the result."""
     deadline: int = 0
@@ -67,7 +67,7 @@ def sample_number(sample: Sample) -> int:
 
 
 def sample_numbers(results: Iterable[Any]) -> set[int]:
-    """Of all samples of groups."""
+    """Numbers of all samples of groups."""
     return {sample_number(one) for group in results if isinstance(group, Group) for one in group.samples}
 
 
@@ -101,7 +101,7 @@ def held_in(path: Path) -> Counted:
 
 
 def _numbers(result: Any, objects: list[Any]) -> list[int] | None:
-    """Of the samples of a result, None if there is none yet."""
+    """Numbers of the samples of a result in the file of a checkpoint; None if there is no result yet."""
     if result is None:
         return None
     found = []
@@ -140,7 +140,7 @@ given; an agent's attempt raised or took too long; only the critic learned from 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a trainer says of the batches that it was given; those of several batches add."""
+    """A trainer's report on the batches that it was given; those of several batches add."""
 
     trained: dict[int, list[int]] = field(default_factory=dict)
     """Samples that it learned from, those included whose tokens were all masked; one that it learned from in several
@@ -154,7 +154,7 @@ class Learned:
 
     @staticmethod
     def of(groups: Iterable[Group], silent: Iterable[Group] = ()) -> Learned:
-        """What a trainer made of the judged groups of one batch.
+        """Make the report on the judged groups of one batch.
 
         Args:
             groups: that it learned from.
@@ -203,9 +203,9 @@ class Ledger:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave when a checkpoint was written; {} begins anew."""
         self._before: Mapping[str, str] = state.get("before", {})
-        """What was open after the last line, packed."""
+        """Samples that were open after the last line, packed."""
         self._carried = self._before
-        """The same of the run that is gone on with, until the next line has told it."""
+        """Samples that were open in the run that is gone on with, packed, until the next line has told it."""
         self._open = {number: set(indices) for number, indices in unpacked(state.get("open", {}))}
         """The samples that are neither trained nor dropped."""
         events = state.get("since", {})
@@ -254,7 +254,7 @@ class Ledger:
         self._count("trained", tokens)
 
     def learned(self, found: Learned) -> None:
-        """The same in a trainer's own words."""
+        """Enter a trainer's report."""
         self.trained(found.trained, found.tokens)
         for reason, samples in ((UNSCORED, found.unscored), (EQUAL_REWARDS, found.even)):
             for number, indices in samples.items():
@@ -299,13 +299,13 @@ class Ledger:
         return line
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: what is open, and what has happened since the last line; as JSON.
+        """Return the state for a checkpoint: what is open, and what has happened since the last line; as JSON.
 
         To be called at the same moment at which the samples in flight are listed for the checkpoint."""
         return {"open": packed(self.open), "before": self._before, "since": self._since()}
 
     def _since(self) -> dict[str, Any]:
-        """What has happened since the last line."""
+        """Samples and tokens counted since the last line, packed; empty counts are left out."""
         found = {
             "drawn": packed(self._drawn),
             "trained": packed(self._trained),
@@ -340,7 +340,7 @@ def packed(samples: Samples) -> dict[str, str]:
 
 
 def unpacked(found: Mapping[str, str]) -> Iterator[tuple[int, Sequence[int]]]:
-    """What `packed` made: each prompt's id with the indices of its samples.
+    """Read what `packed` made: each prompt's id with the indices of its samples.
 
     Raises:
         ValueError: it is something else.
@@ -384,7 +384,7 @@ _SHOWN = 5
 
 @dataclass(slots=True)
 class Balance:
-    """What became of everything that a run has drawn."""
+    """The account of everything that a run has drawn."""
 
     steps: int = 0
     """The last step that has a line."""

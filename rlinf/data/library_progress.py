@@ -40,7 +40,7 @@ def fold_datasets() -> None:
 
 
 class Bar:
-    """What a library takes for a bar of tqdm.
+    """Stand-in for tqdm's bar in other libraries.
 
     Args:
         items: gone through by iterating over it; None: `update` is called instead.

@@ -26,17 +26,17 @@ class Row:
     """One sequence to learn from: a sample with its advantage, or a worked example."""
 
     prompt_ids: np.ndarray
-    """What came before the response, int64 [prompt], at least one."""
+    """Ids before the response, int64 [prompt], at least one."""
     response_ids: np.ndarray
-    """What follows it, int64 [response]; the learned tokens are those of `loss_mask`."""
+    """Ids that follow the prompt, int64 [response]; the learned tokens are those of `loss_mask`."""
     old_logprobs: np.ndarray | None = None
-    """Of the policy that sampled, nats, float32 [learned]; None for an example."""
+    """Log-probs of the policy that sampled, nats, float32 [learned]; None for an example."""
     advantage: float | np.ndarray = 0.0
-    """Of the whole sequence, or of each learned token, float32 [learned]."""
+    """Advantage of the whole sequence, or of each learned token, float32 [learned]."""
     temperature: float = 1.0
     """At which its log-probs are meant."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """What else is known of each learned token, by name, [learned] each; rows of a micro-batch have the same names."""
+    """Further values of each learned token, by name, [learned] each; rows of a micro-batch have the same names."""
     images: tuple[ImageRef, ...] = ()
     """Pictures of the prompt, in the order of their placeholders in `prompt_ids`."""
     loss_mask: np.ndarray | None = None
@@ -104,7 +104,7 @@ class Packed:
     ids: Tensor
     """Tokens to be read, int64 [tokens]."""
     positions: Tensor
-    """Of each token in its own sequence, from 0, int64 [tokens]."""
+    """Position of each token in its own sequence, from 0, int64 [tokens]."""
     lengths: tuple[int, ...]
     """Tokens of each sequence, those that it shares included."""
     places: Tensor | None
@@ -116,7 +116,7 @@ class Packed:
     targets: Tensor
     """The learned tokens, int64 [learned]."""
     old_logprobs: Tensor
-    """Of the policy that sampled, nats, float32 [learned]; 0 where there are none."""
+    """Log-probs of the policy that sampled, nats, float32 [learned]; 0 where there are none."""
     advantages: Tensor
     """float32 [learned]"""
     temperature: Tensor | None
@@ -124,7 +124,7 @@ class Packed:
     sequences: Tensor
     """Which sequence each learned token belongs to, from 0, int64 [learned]."""
     columns: Mapping[str, Tensor]
-    """What else is known of the learned tokens, by name, [learned] each."""
+    """Further values of the learned tokens, by name, [learned] each."""
     weights: Tensor | None = None
     """How many tokens each learned token counts as, float32 [learned]; None if all count as one."""
     images: tuple[ImageRef, ...] = ()
@@ -147,11 +147,11 @@ class Packed:
         return self.kept if self.places is None else self.places.index_select(0, self.kept)
 
     def routed(self, routes: Tensor | None) -> Packed:
-        """The same with other routes."""
+        """Copy with other routes."""
         return replace(self, routes=routes)
 
     def to(self, device: torch.device) -> Packed:
-        """The same on a device."""
+        """Copy on a device; itself if it is there."""
         if self.ids.device == device:
             return self
         named = {name: value for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}

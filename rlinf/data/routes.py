@@ -40,7 +40,7 @@ def fitted(routes: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def joined(tokens: int, parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """What several answers in one text tell of its tokens together.
+    """Merge the routes that several answers in one text tell of its tokens.
 
     Args:
         tokens: that are read of the text.

@@ -15,9 +15,9 @@ import numpy as np
 from rlinf.data import routes as routing
 
 Outcome = Literal["ok", "truncated", "timeout", "error"]
-"""What became of judging a sample: it was scored; scored although the length limit cut it; the reward took too long; it
-raised, crashed or returned no number. The last two leave the sample without a reward: it counts as not drawn, never
-as 0."""
+"""Outcome of judging a sample: it was scored; scored although the length limit cut it; the reward took too long; it
+raised, crashed or returned no number. The last two leave the sample without a reward: it counts as not drawn, never as
+0."""
 
 REWARDS = "rewards"
 """Key of `Sample.per_token`: the part of the sample's reward that fell at each token, 0 where none did. An advantage
@@ -76,11 +76,11 @@ class Prompt:
     id: int
     """Position in the stream it was drawn from: unique in it, also when a problem comes round again."""
     token_ids: np.ndarray
-    """What the model reads, int64 [prompt]."""
+    """Token ids that the model reads, int64 [prompt]."""
     text: str = ""
-    """The same for people and reward functions."""
+    """The prompt's text, for people and reward functions."""
     answer: str = ""
-    """What a reward function compares with."""
+    """Right answer, which a reward function compares with."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the data set; reward functions get them by name."""
     images: tuple[ImageRef, ...] = ()
@@ -88,7 +88,7 @@ class Prompt:
 
     @property
     def prefix_key(self) -> PrefixKey:
-        """What must be equal for two prompts to be read once, see `prefix_key`."""
+        """Key that is equal for two prompts that may be read once for both, see the function `prefix_key`."""
         return prefix_key(self.token_ids, self.images)
 
 
@@ -122,7 +122,7 @@ class Segment:
     versions: np.ndarray | None = None
     """Version of the weights that generated each token, int32 [segment]; None where `logprobs` is None."""
     routes: np.ndarray | None = None
-    """Of all that was read for it, from the beginning of the conversation; see `Sample.routes`."""
+    """Routes of all that was read for it, from the beginning of the conversation; see `Sample.routes`."""
 
     def __post_init__(self) -> None:
         for name in ("token_ids", "logprobs", "versions"):
@@ -136,7 +136,7 @@ class Sample:
     generated from what it only read."""
 
     prompt: Prompt
-    """What was asked; shared by the group."""
+    """The prompt; shared by the group."""
     index: int
     """Which of the group's samples it is, from 0."""
     response_ids: np.ndarray
@@ -156,17 +156,18 @@ class Sample:
     reward: float | None = None
     """The judge's verdict; None until judged, and after a timeout or an error."""
     outcome: Outcome | None = None
-    """What became of judging it; None until judged."""
+    """Outcome of judging it; None until judged."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """Parts of the reward by name, where the reward function tells them."""
     extracted: str | None = None
-    """What the reward function took as the answer itself, where it tells: equal ones vote together in maj@k."""
+    """Part of the response that the reward function took as the answer itself, where it tells: equal ones vote together
+    in maj@k."""
     remark: str = ""
     """Why judging failed, for people."""
     per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """What other roles have said of each token, by name, float32 [response] each: `ref_logprobs`, `teacher_logprobs`
-    (nats) and `values` are what our algorithms read, and any other key is an error when it comes to be learned from.
-    Ignored outside `loss_mask`."""
+    """Values that other roles have given each token, by name, float32 [response] each: `ref_logprobs`,
+    `teacher_logprobs` (nats) and `values` are what our algorithms read, and any other key is an error when it comes to
+    be learned from. Ignored outside `loss_mask`."""
     loss_mask: np.ndarray | None = None
     """Which tokens are learned, bool [response]: false for tool output, user turns and templates; None for all."""
     weight: float = 1.0
@@ -179,8 +180,8 @@ class Sample:
     too_old: int = 0
     """How many generated tokens `loss_mask` hides because they are older than the bound: read, and not learned."""
     routes: np.ndarray | None = None
-    """Of a mixture of experts, to which of them each token went that was read, the prompt's too, uint8 or int16
-    [prompt + response - 1, layers, experts per token], see `data.routes`; None: nobody told."""
+    """Experts of a mixture to which each token went that was read, the prompt's too, uint8 or int16 [prompt + response
+    - 1, layers, experts per token], see `data.routes`; None: nobody told."""
 
     def __post_init__(self) -> None:
         if self.loss_mask is None and self.weight == 1.0:
@@ -267,7 +268,7 @@ class Sample:
         return whole
 
     def column(self, name: str) -> np.ndarray:
-        """What is known of each learned token under that name (a field or a key of `per_token`), [learned].
+        """Values of each learned token under that name (a field or a key of `per_token`), [learned].
 
         Raises:
             KeyError: nothing is.
@@ -283,7 +284,7 @@ class Sample:
         extracted: str | None = None,
         remark: str = "",
     ) -> Sample:
-        """The same with a verdict; `dataclasses.replace` would take four times as long, and every sample comes here."""
+        """Copy with a verdict; `dataclasses.replace` would take four times as long, and every sample comes here."""
         return Sample(
             self.prompt, self.index, self.response_ids, self.logprobs, self.versions, self.text, self.truncated,
             self.temperature, reward, outcome, scores, extracted, remark, self.per_token, self.loss_mask, self.weight,
@@ -306,7 +307,7 @@ class Group:
     __plain__: ClassVar[bool] = True  # holds no promise: the runtime need not look for one in its hundreds of parts
 
     prompt: Prompt
-    """What was asked."""
+    """The prompt of all samples."""
     samples: tuple[Sample, ...]
     """The answers, in order of their index."""
 

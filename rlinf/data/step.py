@@ -25,7 +25,7 @@ def ahead(flow: F) -> F:
 
 
 def works_ahead(flow: Any) -> bool:
-    """Whether a flow is marked by `ahead`."""
+    """True if a flow is marked by `ahead`."""
     return bool(getattr(flow, "ahead", False))
 
 
@@ -40,7 +40,7 @@ class Step:
     index: int
     """Which, from 0."""
     prompts: Iterable[Prompt] | AsyncIterable[Prompt]
-    """What to answer: a list, or a stream that several rollouts share."""
+    """Prompts to answer: a list, or a stream that several rollouts share."""
     group_size: int
     """Samples per prompt."""
     prompts_per_step: int = 0
@@ -54,7 +54,7 @@ class Step:
     moving_reference: bool = False
     """The reference policy follows the one that learns."""
     in_flight: InFlight = field(default_factory=InFlight)
-    """What was begun early; the run's."""
+    """The run's work in flight."""
     ledger: Ledger = field(default_factory=Ledger)
     """The run's account of samples, told of those that are dropped."""
     teaches: Teaches = unequal
@@ -81,7 +81,7 @@ class EmbodiedStep:
     """Acting may begin early for steps before this one; None: for no limit. Nothing may be in flight when the policy is
     evaluated or saved."""
     in_flight: InFlight = field(default_factory=InFlight)
-    """What was begun early; the run's."""
+    """The run's work in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class SupervisedStep:
     index: int
     """Which, from 0."""
     batch: Sequence[Group]
-    """What is learned in it: conversations of one sample each, or pairs of the chosen and the rejected one."""
+    """Groups that are learned in it: conversations of one sample each, or pairs of the chosen and the rejected one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,4 +107,4 @@ class ImitationStep:
 
 
 AnyStep = ImitationStep | Step | EmbodiedStep | SupervisedStep
-"""What a flow is given, by the kind of its run."""
+"""The argument of a flow, by the kind of its run."""

@@ -19,9 +19,9 @@ TokenizerSource = str | Mapping[str, Any]
 """A Hugging Face directory (or hub name), or `{"characters": "0123456789>"}`; as text, `characters:0123456789>`, or
 `characters+pictures:0123456789>` for a model that reads pictures."""
 CHARACTERS = "characters:"
-"""What the source of a tokenizer of single characters begins with, as text."""
+"""Beginning of the source of a tokenizer of single characters, as text."""
 PICTURED = "characters+pictures:"
-"""The same for one that has `IMAGE_TOKENS` besides."""
+"""Beginning of the source of one that has `IMAGE_TOKENS` besides."""
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 """Tokens before, in place of and behind a picture, as in Qwen's models."""
 

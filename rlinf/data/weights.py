@@ -41,7 +41,7 @@ part in what the ranks must do together."""
 
 
 class WeightsDamaged(ValueError):
-    """What arrived is not what was packed."""
+    """Raised where the weights that arrived are not those that were packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Slot:
     """Where one named tensor lies. Its dtype is its bucket's."""
 
     name: str
-    """As in `named_parameters()`."""
+    """Name as in `named_parameters()`."""
     shape: tuple[int, ...]
     """Its shape."""
     bucket: int
@@ -69,7 +69,7 @@ class Weights:
     buckets: tuple[Tensor, ...]
     """Flat tensors, each [elements] of one dtype."""
     checksums: tuple[int, ...]
-    """Of each bucket; see `checksum`."""
+    """Checksum of each bucket; see `checksum`."""
     left_out: tuple[str, ...] = ()
     """Names of the tensors that nothing changes and that are not here, for a receiver that has them already."""
     origin: str = ""
@@ -122,11 +122,11 @@ class Weights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each tensor by name."""
+        """Shape of each tensor, by name."""
         return {slot.name: slot.shape for slot in self.layout}
 
     def in_host_memory(self) -> Weights:
-        """The same with all buckets in host memory; these themselves where they are. Blocking."""
+        """Copy with all buckets in host memory; itself if they are there. Blocking."""
         if all(bucket.device.type == "cpu" for bucket in self.buckets):
             return self
         return replace(self, buckets=tuple(bucket.cpu() for bucket in self.buckets))
@@ -222,8 +222,8 @@ def _hashed(data: Tensor) -> Tensor:
 
 
 def _hashed_here(data: Tensor) -> int:
-    """The same for bytes in host memory: hashed piece by piece in a processor's cache, by calls that cost little each,
-    since simulated policies publish some kilobytes many times a second."""
+    """The checksum of bytes in host memory: hashed piece by piece in a processor's cache, by calls that cost little
+    each, since simulated policies publish some kilobytes many times a second."""
     size, octets = 8 * BLOCK, data.numpy()
     blocks, rest = divmod(len(octets), size)
     sums = np.zeros(blocks + 1, dtype=np.uint64)
@@ -256,7 +256,7 @@ class Export:
     """A tensor that is made when its bucket is filled, and let go after that."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     """In which it is published."""
     make: Callable[[], Tensor]
@@ -330,7 +330,7 @@ class Packer:
         bucket.elements += tensor.numel()
 
     def done(self, version: int) -> Weights:
-        """What was packed; without buckets on a rank that does not keep them.
+        """Return the packed weights; without buckets on a rank that does not keep them.
 
         Raises:
             Exception: what the allocator raised.

@@ -45,7 +45,7 @@ class Benchmark:
     samples: int = 32
     """Answers to each problem, over which pass@1 is averaged."""
     temperature: float = 0.6
-    """Of sampling; 0.6 and top_p 0.95 are what the authors of DeepSeek-R1's distilled models evaluate with."""
+    """Sampling temperature; 0.6 and top_p 0.95 are what the authors of DeepSeek-R1's distilled models evaluate with."""
     top_p: float = 0.95
     """The likeliest tokens that come to so much are drawn from."""
     max_new_tokens: int = 32768
@@ -138,7 +138,7 @@ def _wrong(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wanted(name: str, value: Any) -> str | None:
-    """What a field takes, if a value is something else."""
+    """Describe the values that a field takes, if this one is something else; None if it fits."""
     if name == "k":
         return None if isinstance(value, list | tuple) and all(map(_count, value)) else "a list of whole numbers"
     number = isinstance(value, int | float) and not isinstance(value, bool)

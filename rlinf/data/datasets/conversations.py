@@ -14,7 +14,7 @@ from rlinf.config.reading import parse_json
 from rlinf.data.datasets.source import DataError, Row, as_text, lookup, missing, unwritable
 
 Kind = Literal["sft", "pairs"]
-"""What is made of a row: one conversation, or a chosen and a rejected one."""
+"""The result of a row: one conversation, or a chosen and a rejected one."""
 Message = dict[str, Any]
 """`role`, `content` and whatever else a chat template reads."""
 
@@ -22,7 +22,7 @@ OURS = (
     "messages", "prompt", "completion", "text", "instruction", "input", "output", "chosen", "rejected", "tools",
     "margin", "ref_chosen_logps", "ref_rejected_logps", "images",
 )  # fmt: skip
-"""What a mapping of columns may name; None of one says that there is none, whatever a data set has."""
+"""Names of ours that a mapping of columns may have; None of one says that there is none, whatever a data set has."""
 _GUESSES: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
     "prompt": ("prompt", "question", "problem"),
@@ -32,14 +32,14 @@ _GUESSES: dict[str, tuple[str, ...]] = {
 """Columns that mean ours in public data sets, the likeliest first; others are called as ours are."""
 _EXPECTED = {"messages": "not a list of messages", **dict.fromkeys(("text", "instruction", "output"), "not text")}
 _EITHER = "neither text nor a list of messages"
-"""What a value is that none of our columns takes, in words."""
+"""Description of a value that none of our columns takes."""
 _ANSWERS = frozenset({"completion", "output", "chosen", "rejected"})
-"""What may be a number, written as text."""
+"""Columns that may be a number, written as text."""
 _FORMATS: dict[Kind, tuple[tuple[str, ...], ...]] = {
     "sft": (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",)),
     "pairs": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
 }
-"""What a row must have, by format; the first that fits is taken."""
+"""Columns that a row must have, by format; the first that fits is taken."""
 _SHAREGPT = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "observation": "tool",
     "function_response": "tool", "function_call": "assistant",
@@ -49,17 +49,17 @@ _ALPACA = (
     "Below is an instruction that describes a task{also}. Write a response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}\n\n{context}### Response:\n"
 )
-"""Of Stanford Alpaca, for tokenizers without a chat template."""
+"""The template of Stanford Alpaca, for tokenizers without a chat template."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """What somebody said, and what is to be learned of it: chat messages, or plain text."""
+    """A conversation and the part of it that is learned: chat messages, or plain text."""
 
     prompt: list[Message] | str
-    """What comes first and is only read, unless everything is learned; may be empty."""
+    """The part that comes first and is only read, unless everything is learned; may be empty."""
     completion: list[Message] | str
-    """What follows: of chats, the assistant's turns in it are learned. Of the same type as the prompt."""
+    """The part that follows: of chats, the assistant's turns in it are learned. Has the type of the prompt."""
     tools: list[Any] | None = None
     """Descriptions of tools, for the chat template."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Format:
     """The layout of one data set."""
 
     kind: Kind
-    """What is made of its rows."""
+    """The result of each of its rows."""
     columns: Mapping[str, str]
     """Ours to theirs."""
     chat: bool = False
@@ -132,7 +132,7 @@ class Format:
 
     @property
     def named(self) -> list[tuple[str, str]]:
-        """What was found, for people: ours and theirs."""
+        """Pairs of a column's name here and its name in the data set, for messages."""
         return list(self.columns.items())
 
     @property
@@ -141,7 +141,7 @@ class Format:
         return [part for name in self.columns.values() for part in {name, name.partition(".")[0]}]
 
     def problem_in(self, row: Row) -> str | None:
-        """What is wrong with a row, in words; None if nothing is."""
+        """Describe in words why a row cannot be used; None if it can."""
         try:
             dialogues = self.pair(row) if self.kind == "pairs" else (self.dialogue(row),)
         except DataError as error:
@@ -150,7 +150,7 @@ class Format:
         return next((wrong for text in texts if (wrong := unwritable(text)) is not None), None)
 
     def value(self, row: Row, ours: str) -> Any:
-        """Of one of our columns; None if there is none."""
+        """The value of one of our columns in a row; None if there is none."""
         return lookup(row, self.columns[ours]) if ours in self.columns else None
 
     def dialogue(self, row: Row) -> Dialogue:
@@ -323,7 +323,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _common(one: Any, other: Any) -> tuple[Any, Any, Any]:
-    """What two conversations begin with, and what follows in each, as TRL's `extract_prompt` tells them apart."""
+    """Split two conversations into their common beginning and what follows in each, as TRL's `extract_prompt` does."""
     shared = 0
     for ours, theirs in zip(one, other, strict=False):
         if ours != theirs:

@@ -56,14 +56,14 @@ class PromptOptions:
     max_prompt_tokens: int | None = None
     """Longest prompt; None for as long as there is room for."""
     overlong: Overlong = "drop"
-    """What becomes of longer ones."""
+    """Treatment of longer ones."""
     unusable: Unusable = "drop"
-    """What becomes of rows of which no prompt can be made."""
+    """Treatment of rows of which no prompt can be made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rooms:
-    """What a model and its engine take of a prompt, as answers of several lengths leave it."""
+    """Limits that a model and its engine put on prompts, as answers of several lengths leave them."""
 
     train: Room = Room()
     """Behind a prompt that is learned from."""
@@ -79,7 +79,7 @@ class Layout(Protocol):
         """Columns whose values are looked at in each row."""
 
     def problem_in(self, row: Row) -> str | None:
-        """What is wrong with a row, in words; None if nothing is."""
+        """Describe in words why a row cannot be used; None if it can."""
 
 
 @dataclass(slots=True)
@@ -93,13 +93,14 @@ class Data:
     train: PromptStream | IteratedStream
     """Problems to try."""
     warm_up: PromptStream | IteratedStream
-    """The same in another order, to be shown with their answers."""
+    """The problems of `train` in another order, to be shown with their answers."""
     held_out: list[Prompt]
     """Problems to evaluate on."""
     columns: tuple[str, ...]
-    """What reward functions can take besides the response: for `Judge`'s `columns`. Empty if it is not known yet."""
+    """Columns that reward functions can take besides the response: for `Judge`'s `columns`. Empty if they are not known
+    yet."""
     notes: tuple[str, ...]
-    """What was found, in lines for a log."""
+    """Remarks on the data sets, in lines for a log."""
     learn_prompt: bool
     """Worked examples teach the question too."""
     named: Mapping[str, list[Prompt]] = field(default_factory=dict)
@@ -209,12 +210,12 @@ def load_data(
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What of the model matters to its prompts."""
+    """Properties of the model that matter to its prompts."""
 
     pictures: Pictures | None
     """Reads pictures for it; None if it reads text alone."""
     room: Room = Room()
-    """What it and its engine take of a prompt."""
+    """Limits that it and its engine put on a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ class _Opened:
     columns: tuple[str, ...]
     """Names of their columns, as far as they are known."""
     notes: tuple[str, ...]
-    """What was found, in lines."""
+    """Remarks on the data set, in lines."""
 
     def streams(self, seed: int, shuffle: bool) -> tuple[PromptStream | IteratedStream, PromptStream | IteratedStream]:
         """Two supplies in orders of their own: worked problems, and problems to try."""
@@ -456,18 +457,18 @@ class ConversationOptions:
     max_tokens: int | None = None
     """Longest conversation; None for as long as there is room for."""
     overlong: Overlong = "drop"
-    """What becomes of longer ones."""
+    """Treatment of longer ones."""
     unusable: Unusable = "drop"
-    """What becomes of rows of which nothing can be made."""
+    """Treatment of rows of which nothing can be made."""
     room: Room = Room()
-    """What the model takes of a conversation."""
+    """Limits that the model puts on a conversation."""
     pictures: Pictures | None = None
     """Reads pictures for the model; None if it reads text alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """What is learned from, ready to be drawn."""
+    """The data of a run without generation: groups to learn from, ready to be drawn, and groups that are held out."""
 
     tokenizer: PreTrainedTokenizerBase
     """The model's."""
@@ -480,7 +481,7 @@ class Conversations:
     held_out: list[Group]
     """Never learned from."""
     notes: tuple[str, ...]
-    """What was found, in lines for a log."""
+    """Remarks on the data sets, in lines for a log."""
 
 
 def load_conversations(
@@ -564,7 +565,7 @@ def _stream(
 def _checked(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, how: ConversationOptions, columns: Mapping[str, Any]
 ) -> tuple[GroupMaker, str]:
-    """What makes groups of rows that are there, each of which was looked at; and a line on them."""
+    """Make the maker of groups for rows that can be read in any order, after looking at each; and a line on them."""
     if not len(rows):
         raise DataError(f"{rows.name} has no rows")
     maker = _conversation_maker(list(readable(rows)) or [rows[0]], rows.name, tokenizer, how, columns)

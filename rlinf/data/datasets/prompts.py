@@ -23,15 +23,15 @@ _ALIEN = 8
 _BEGINNING = 200
 """Characters of an answer by which it is judged: right answers may be long, such as a program's tests."""
 Overlong = Literal["drop", "truncate", "error"]
-"""What becomes of a prompt that is too long: left out and counted; cut at its beginning and counted; refused."""
+"""Treatment of a prompt that is too long: left out and counted; cut at its beginning and counted; refused."""
 
 Unusable = Literal["drop", "error"]
-"""What becomes of a row that turns out not to fit when its prompt is made: left out and counted; refused."""
+"""Treatment of a row that turns out not to fit when its prompt is made: left out and counted; refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a model and its engine take of a text."""
+    """Limits that a model and its engine put on a text: its length, and its token ids."""
 
     tokens: int | None = None
     """The most; None for no limit."""
@@ -62,14 +62,14 @@ class Room:
 
 
 class Numbered(Protocol):
-    """What has a position in a stream."""
+    """Anything that has a position in a stream."""
 
     @property
     def id(self) -> int: ...
 
 
 Item = TypeVar("Item", bound=Numbered, default=Prompt)
-"""What is made of a row: a prompt, or a group to learn from as it is."""
+"""The result of a row: a prompt, or a group to learn from as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Maker(Protocol[Item]):
         """The longest that is made, as a person knows it: `data.max_prompt_tokens=512`."""
 
     unit: ClassVar[str]
-    """What is made, for errors."""
+    """Name of the things that are made, for errors."""
     units: ClassVar[str]
     """Those that are left out as too long, up to the word before the limit."""
     cut_at: ClassVar[str]
@@ -150,13 +150,13 @@ class PromptMaker:
     max_tokens: int | None = None
     """Longest prompt; None for as long as there is room for."""
     overlong: Overlong = "drop"
-    """What becomes of longer ones; those with pictures are left out rather than cut."""
+    """Treatment of longer ones; those with pictures are left out rather than cut."""
     unusable: Unusable = "error"
-    """What becomes of rows of which no prompt can be made."""
+    """Treatment of rows of which no prompt can be made."""
     pictures: Pictures | None = None
     """Reads pictures for the model; None if it reads text alone."""
     room: Room = Room()
-    """What the model and its engine take of a prompt."""
+    """Limits that the model and its engine put on a prompt."""
     unit: ClassVar[str] = "prompt"
     units: ClassVar[str] = "prompts longer than"
     cut_at: ClassVar[str] = "beginning"
@@ -167,7 +167,7 @@ class PromptMaker:
         return self.room.limit(self.max_tokens, "data.max_prompt_tokens")[1]
 
     def numbered(self, prompt: Prompt, number: int) -> Prompt:
-        """The same prompt at another position of its stream."""
+        """Copy of a prompt at another position of its stream."""
         return replace(prompt, id=number)
 
     def make(self, rows: Sequence[Drawn]) -> Batch:
@@ -265,7 +265,7 @@ class PromptMaker:
         return images
 
     def _text(self, drawn: Drawn) -> _Text:
-        """What the model reads of a row."""
+        """Make the text that the model reads of a row."""
         if drawn.problem:
             raise DataError(drawn.problem)
         images = self._images(drawn)
@@ -385,10 +385,10 @@ class PromptMaker:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """What the model reads of a row."""
+    """The text that the model reads of a row, with its answer and pictures."""
 
     text: str
-    """As it is encoded."""
+    """The text as it is encoded."""
     messages: list[Any] | None
     """The chat it was made from, if it was."""
     answer: str

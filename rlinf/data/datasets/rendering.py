@@ -209,16 +209,16 @@ class GroupMaker:
     max_tokens: int | None = None
     """Longest conversation; None for as long as there is room for."""
     overlong: Overlong = "drop"
-    """What becomes of longer ones: left out and counted; cut at their end and counted; refused."""
+    """Treatment of longer ones: left out and counted; cut at their end and counted; refused."""
     unusable: Unusable = "error"
-    """What becomes of rows of which no group can be made."""
+    """Treatment of rows of which no group can be made."""
     scored: bool = False
     """Each conversation is scored as a whole: one token is added to it, and only that is learned, since a score is read
     from where it would be predicted."""
     pictures: Pictures | None = None
     """Reads pictures for the model; None if it reads text alone."""
     room: Room = Room()
-    """What the model takes of a conversation."""
+    """Limits that the model puts on a conversation."""
     unit: ClassVar[str] = "row has nothing to learn, or"
     units: ClassVar[str] = "rows with nothing to learn, or longer than"
     cut_at: ClassVar[str] = "end"
@@ -284,7 +284,7 @@ class GroupMaker:
         return images, rendered
 
     def numbered(self, group: Group, number: int) -> Group:
-        """The same group at another position of its stream."""
+        """Copy of a group at another position of its stream."""
         prompt = replace(group.prompt, id=number)
         return Group(prompt, tuple(replace(sample, prompt=prompt) for sample in group.samples))
 
@@ -309,7 +309,7 @@ class GroupMaker:
         return [self.renderer.render(self._shown(dialogue, len(images))) for dialogue in dialogues]
 
     def _shown(self, dialogue: Dialogue, images: int) -> Dialogue:
-        """The same with the model's tokens where pictures stand."""
+        """Copy of a dialogue with the model's tokens where pictures stand."""
         if not images:
             return dialogue
         if self.pictures is None:
@@ -325,7 +325,7 @@ class GroupMaker:
         return replace(dialogue, prompt=said[: len(dialogue.prompt)], completion=said[len(dialogue.prompt) :])
 
     def _expanded(self, rendered: Rendered, images: Sequence[ImageRef]) -> Rendered:
-        """The same with as many placeholders as pictures need, none of which is learned."""
+        """Copy of a rendering with as many placeholders as pictures need, none of which is learned."""
         if self.pictures is None:
             return rendered
         repeats, begun = self.pictures.repeats(rendered.ids, images), rendered.prompt

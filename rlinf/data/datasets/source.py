@@ -49,7 +49,7 @@ that was shuffled, filtered, extended or replaced with near certainty, in millis
 _BATCH = 4096
 """Rows that are turned into Python objects at once while a table is checked."""
 _ADDRESS = re.compile(r" ?<[^<>]* at 0x[0-9a-f]+>")
-"""What Python prints of an object without a text of its own; nobody can read it."""
+"""Text that Python prints for an object without a text of its own; nobody can read it."""
 _LONGEST_FIELD = 2**31 - 1
 """Most characters in one field of a csv file; Python's own limit, 131,072, is less than many a document."""
 
@@ -355,8 +355,8 @@ def canonical(row: Row) -> bytes:
 
 
 def _as_text(value: Any) -> str:
-    """What JSON does not know, as text that is the same whenever the value is; of pictures, whose `repr` is where they
-    lie in memory, their pixels."""
+    """Text for a value that JSON does not know, equal whenever the value is; for pictures, whose `repr` is where they
+    lie in memory, it is made of their pixels."""
     if hasattr(value, "tobytes") and hasattr(value, "mode"):
         return f"{value.mode} {value.size} {hashlib.sha256(value.tobytes()).hexdigest()}"
     return str(value)
@@ -415,8 +415,8 @@ def _position(answer: Any, labels: list[str], texts: list[str]) -> int | None:
 
 
 OURS = ("prompt", "answer", "response", "choices", "images")
-"""What a mapping of columns may name. `choices` is a column of options, or the columns with one each, the right one
-first. None of a column says that there is none, whatever a data set has."""
+"""Names of ours that a mapping of columns may have. `choices` is a column of options, or the columns with one each, the
+right one first. None of a column says that there is none, whatever a data set has."""
 _GUESSES = {
     "prompt": ("prompt", "question", "problem"),
     "answer": (
@@ -438,7 +438,7 @@ _EXACT = 2.0**53
 _FIELD = re.compile(r"\{\{\{(?P<within>[^{}\n]+)\}\}\}|\{\{(?P<plain>[^{}]*)\}\}|\{(?P<name>[^{}\n]+)\}")
 """In a template: braces that are meant as such, or those around a name."""
 _NAME = re.compile(r"[^\W\d][\w .-]*")
-"""What can only be meant as a column's name: `{the txt}` is a mistake, `\\frac{1}{2}` is not."""
+"""Pattern of text that can only be meant as a column's name: `{the txt}` is a mistake, `\\frac{1}{2}` is not."""
 
 
 def lookup(row: Row, path: str) -> Any:
@@ -460,7 +460,7 @@ class Columns:
     prompt: str | None
     """Text or chat messages; None if a template makes the prompt."""
     answer: str | None
-    """What the reward compares with; None if there is nothing to compare with."""
+    """Column that the reward compares with; None if there is nothing to compare with."""
     response: str | None
     """A worked response, for supervised training; None takes the answer."""
     choices: str | tuple[str, ...] | None
@@ -521,13 +521,13 @@ class Columns:
 
     @property
     def named(self) -> list[tuple[str, str]]:
-        """What was found, for people: ours and theirs."""
+        """Pairs of a column's name here and its name in the data set, for messages."""
         pairs = [(ours, getattr(self, ours)) for ours in ("prompt", "answer", "response", "images")]
         found = [(ours, theirs) for ours, theirs in pairs if theirs is not None]
         return [*found, *([("choices", ", ".join(_each(self.choices)))] if self.choices else [])]
 
     def problem_in(self, row: Row) -> str | None:
-        """What is wrong with a row, in words; None if nothing is."""
+        """Describe in words why a row cannot be used; None if it can."""
         wanted = [("prompt", self.prompt), ("answer", self.answer), *(("value", name) for name in self.others)]
         for ours, name in wanted:
             if name is None:
@@ -677,7 +677,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".csv": read_csv,
     ".parquet": read_parquet,
 }
-"""What reads a file, by its suffix."""
+"""Functions that read a file, by its suffix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -806,7 +806,8 @@ class _RememberedAsync:
 
 
 def _made(name: str, make: Callable[[], Any]) -> Rows | Iterated:
-    """What a function returns: a list is as good as any; of an iterator, the function makes another for each pass."""
+    """Open what a function returns: a list is as good as any; of an iterator, the function makes another for each
+    pass."""
     first = make()
     if hasattr(first, "__next__") or hasattr(first, "__anext__"):
         waiting = [first]

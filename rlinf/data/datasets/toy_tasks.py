@@ -36,9 +36,9 @@ class Problem:
     """A question and its one right answer."""
 
     text: str
-    """What the model reads, such as "3142>"."""
+    """Text that the model reads, such as "3142>"."""
     answer: str
-    """What it should write, such as "1234"."""
+    """Text that it should write, such as "1234"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def rows_of(task: Task) -> ListRows:
 
 
 def task_maker(tokenizer: PreTrainedTokenizerBase) -> PromptMaker:
-    """What makes prompts of such rows."""
+    """Make the `PromptMaker` for rows of a generated task."""
     return PromptMaker(tokenizer, Columns("prompt", "answer", None, None))
 
 

@@ -40,7 +40,7 @@ class Demonstration:
     actions: Tensor
     """Float32 [T, C, A]: in [-1, 1] where a policy did them, otherwise as the data set has them."""
     rewards: Tensor
-    """Of each action, float32 [T, C]."""
+    """Reward of each action, float32 [T, C]."""
     valid: Tensor
     """Which actions were done, bool [T, C]; at least one in each chunk."""
     terminated: bool
@@ -48,7 +48,7 @@ class Demonstration:
     success: bool | None
     """The task was solved at some time; None if nobody says."""
     instruction: str | tuple[str, ...] | None
-    """What was to be done, in words; of each chunk where that changes within the episode, T texts."""
+    """The task, in words; one text for each chunk where that changes within the episode, T texts."""
 
     def __post_init__(self) -> None:
         count = len(self.actions)
@@ -65,7 +65,7 @@ class Demonstration:
 
     @property
     def instructions(self) -> tuple[str, ...] | None:
-        """What was to be done, in each chunk, T texts; None if nobody says."""
+        """The task of each chunk in words, T texts; None if nobody says."""
         one = self.instruction
         return (one,) * len(self.actions) if isinstance(one, str) else one
 
@@ -101,13 +101,13 @@ class Decisions:
     actions: Tensor
     """In [-1, 1], float32 [D, C, A]; 0 where not valid."""
     rewards: Tensor
-    """Of each action, float32 [D, C]; 0 where not valid."""
+    """Reward of each action, float32 [D, C]; 0 where not valid."""
     valid: Tensor
     """Which actions were done, bool [D, C]: the first ones of each chunk."""
     terminated: Tensor
     """The task ended in it, bool [D]."""
     instructions: tuple[str, ...] | None
-    """What was to be done, D texts."""
+    """The task of each decision in words, D texts."""
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -252,14 +252,14 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What is known of an episode before it is read."""
+    """Facts about an episode that are known before it is read."""
 
     rows: int
     """Recorded rows, T: actions, or chunks of actions."""
     success: bool | None
     """The task was solved at some time; None if nobody says."""
     instruction: str | tuple[str, ...] | None
-    """What was to be done, in words."""
+    """The task, in words."""
 
 
 class Episodes(ABC):
@@ -275,7 +275,7 @@ class Episodes(ABC):
     format: ClassVar[str]
     """Name of the format, as `--format` takes it."""
     abouts: Sequence[About]
-    """Of every episode, in the order of the data set."""
+    """Facts about every episode, in the order of the data set."""
 
     def __init__(self, path: Path, names: Mapping[str, str] | None = None):
         self.path, self.names = path, names

@@ -53,7 +53,7 @@ from rlinf.data.demonstrations.statistics import Accumulator
 
 INFO = "meta/info.json"
 _HOLE = re.compile(r"\{(\w+)(?::0?\d{1,2}d)?\}")
-"""What a path's template may leave open: a name, and how many digits its number has."""
+"""Gaps that a path's template may have: a name, and how many digits its number has."""
 _REST = re.compile(r"[{}]")
 
 
@@ -64,7 +64,7 @@ class Feature:
     dtype: str
     """`video`, `image`, or a type of numbers such as `float32`."""
     shape: tuple[int, ...]
-    """Of one row; pictures are height, width, channels."""
+    """Shape of one row; pictures are height, width, channels."""
 
     @property
     def picture(self) -> bool:
@@ -99,19 +99,19 @@ class Place:
     length: int
     """Rows, T."""
     tasks: tuple[str, ...]
-    """What was to be done, in words; several where that changes within the episode, none if only its rows say."""
+    """The task, in words; several where that changes within the episode, none if only its rows say."""
     file: Path
     """That has its rows."""
     videos: Mapping[str, tuple[Path, float]]
     """By camera: the video, and the second in it at which the episode begins."""
     success: bool | None
-    """As our own writer notes it; None in data sets of others."""
+    """True if the task was solved, as our own writer notes it; None in data sets of others."""
     terminated: bool | None
-    """The same of whether the task ended with it."""
+    """True if the task ended with the episode, as our own writer notes it; None in data sets of others."""
 
 
 def read_info(directory: Path) -> Info:
-    """What the data set says of itself.
+    """Read the description that the data set has of itself.
 
     Raises:
         ValueError: a field is missing or of another kind, or it is of a version that is not known.
@@ -397,7 +397,7 @@ def _own_names(features: Mapping[str, Feature]) -> dict[str, str]:
 CAMERAS = ("main", "wrist")
 """Names of the first two cameras of `rgb`; others are numbered."""
 _FILE_BYTES = 100 << 20
-"""Of rows in a file of version 3, before compression, as LeRobot has it by default."""
+"""Bytes of rows in a file of version 3, before compression, as LeRobot has it by default."""
 _FILE_FRAMES = 20_000
 """Frames in a video of version 3: a few hundred MB at the usual sizes."""
 _CHUNK = 1000
@@ -448,7 +448,7 @@ def write_lerobot(
 
 
 class _Writer:
-    """What both versions have in common."""
+    """Base of the writers of both versions."""
 
     version = ""
 
@@ -499,7 +499,7 @@ class _Writer:
         raise NotImplementedError
 
     def _statistics(self, numbers: Mapping[str, Tensor], pictures: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Of an episode, and added to those of all; pictures from 0 to 1 by channel, thinned out."""
+        """Statistics of an episode, which are added to those of all; pictures from 0 to 1 by channel, thinned out."""
         found = {}
         for name, rows in numbers.items():
             found[name] = self._added(name, rows.flatten(1), ())

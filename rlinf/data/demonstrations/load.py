@@ -100,7 +100,7 @@ FORMATS = {
     "maniskill": "rlinf.data.demonstrations.maniskill_h5.ManiSkillH5",
     "rlds": "rlinf.data.demonstrations.rlds_npz.RldsNpz",
 }
-"""What reads each format; imported when asked for, since their packages are large."""
+"""The class that reads each format; imported when asked for, since their packages are large."""
 
 
 def format_of(path: Path) -> str:
@@ -169,12 +169,12 @@ def first_demonstration(directory: Path, *, solved: bool = True) -> Demonstratio
 
 
 SET_KEYS = ("path", "weight", "format", "names", "bounds")
-"""What may be said of each of several data sets."""
+"""Keys that each of several data sets may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What a policy is to learn from."""
+    """The demonstrations that a policy is to learn from: data sets, which of their episodes, and memory for them."""
 
     sets: Mapping[str, Mapping[str, Any]]
     """By name: `path`, and `weight`, `format`, `names`, `bounds` where they differ from the defaults."""

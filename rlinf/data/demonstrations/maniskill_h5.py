@@ -205,7 +205,7 @@ def _refuse_robomimic(file: Path) -> None:
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:
-    """Of every episode what the JSON file says, checked."""
+    """Read the JSON file's entry of every episode, checked."""
     with broken(file, "the text"):
         raw = parse_json(file.read_text(encoding="utf-8"))
     with broken(file, "episodes"):

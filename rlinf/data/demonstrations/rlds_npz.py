@@ -51,7 +51,7 @@ class _Place:
     file: Path
     """Its archive."""
     first: int
-    """Of its steps in there."""
+    """Number of its first step in there."""
     steps: int
     """How many, the one that only shows included."""
     terminal: bool

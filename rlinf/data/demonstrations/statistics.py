@@ -42,7 +42,7 @@ sqrt(q (1 - q) / KEEP) (one standard deviation): 0.0001 for q01 and q99."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureStatistics:
-    """Of a feature of D numbers."""
+    """Statistics of a feature of D numbers."""
 
     mean: Tensor
     """Float64 [D]."""
@@ -65,7 +65,7 @@ class FeatureStatistics:
     """Rows."""
 
     def masked(self, left: Sequence[int]) -> FeatureStatistics:
-        """The same with numbers that are not to be normalised.
+        """Copy in which some numbers are not to be normalised.
 
         Args:
             left: their places; negative ones count from the end.
@@ -207,7 +207,7 @@ Part = tuple[int, int]
 
 
 def as_openvla(found: Mapping[str, FeatureStatistics], name: str, episodes: int) -> dict[str, Any]:
-    """As OpenVLA's checkpoints have them.
+    """Lay statistics out as OpenVLA's checkpoints have them.
 
     Args:
         found: with actions, and the state if there is one.
@@ -221,7 +221,7 @@ def as_openvla(found: Mapping[str, FeatureStatistics], name: str, episodes: int)
 
 
 def as_openpi(found: Mapping[str, FeatureStatistics]) -> dict[str, Any]:
-    """As openpi's checkpoints have them; `found` has actions, and the state if there is one."""
+    """Lay statistics out as openpi's checkpoints have them; `found` has actions, and the state if there is one."""
     wanted = {name: found[name] for name in (STATE, ACTIONS) if name in found}
     return {"norm_stats": {name: _numbers(each, "mean", "std", "q01", "q99") for name, each in wanted.items()}}
 
@@ -233,7 +233,7 @@ def as_groot(
     cameras: Mapping[str, Sequence[int]] | None = None,
     fps: float = 10.0,
 ) -> dict[str, Any]:
-    """As GR00T's checkpoints have them, below `experiment_cfg`.
+    """Lay statistics out as GR00T's checkpoints have them, below `experiment_cfg`.
 
     Args:
         found: with actions, and the state if there is one.

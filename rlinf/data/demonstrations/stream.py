@@ -34,13 +34,13 @@ class Part:
     episodes: Episodes
     """To read."""
     places: tuple[int, ...]
-    """Of the episodes that are learned from."""
+    """Places of the episodes that are learned from."""
     weight: float = 1.0
     """Its share, before all are divided by their sum."""
     low: Tensor | None = None
-    """What becomes -1 of each number of an action, float32 [A]; None takes actions as they are."""
+    """Values that become -1 of each number of an action, float32 [A]; None takes actions as they are."""
     high: Tensor | None = None
-    """What becomes 1, float32 [A]."""
+    """Values that become 1, float32 [A]."""
 
     def read(self, place: int, *, pictures: bool = True) -> Demonstration:
         """An episode, its actions scaled; without pictures, only what is cheap to read is shown.
@@ -114,7 +114,7 @@ class DecisionStream:
 
     @property
     def decisions(self) -> int:
-        """Of all data sets."""
+        """Number of decisions in all data sets."""
         return sum(each.count for each in self._sets)
 
     def draw(self, step: int) -> Decisions:
@@ -140,7 +140,8 @@ class DecisionStream:
             raise ValueError(f"the data sets do not show the same: {_named(error)}") from error
 
     def beginning(self, most: int) -> Iterator[Decisions]:
-        """What is in memory first, `most` decisions at a time: of data sets that fit into it, everything."""
+        """Yield the decisions of each data set's first window, `most` at a time: of data sets that fit into memory,
+        all."""
         for each in self._sets:
             yield from each.beginning(most)
 
@@ -149,7 +150,7 @@ class DecisionStream:
         return torch.tensor([mix(self._seed, step, row) for row in range(self.batch)], dtype=torch.int64)
 
     def _drawn(self, step: int) -> list[int]:
-        """Of each data set, how many decisions the steps before this one took."""
+        """How many decisions of each data set the steps before this one took."""
         found = [int(step * self.batch * weight) for weight in self._weights]
         found[self._rest] = step * self.batch - sum(found) + found[self._rest]
         return found

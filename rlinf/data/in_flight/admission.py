@@ -45,7 +45,8 @@ from rlinf.runtime.streams.stream import Stream
 WATCHED = 4
 """Steps in a row that have answers to spare before fewer are begun early: a single one may have had short answers."""
 MOST_WATCHED = 64
-"""The same after several steps had to wait all the same: a long tail that comes now and then must be given its time."""
+"""The most that number becomes: it doubles whenever a step had to wait all the same, since a long tail that comes now
+and then must be given its time."""
 
 
 class Lookahead:
@@ -114,7 +115,7 @@ class Admission:
         self.left = batch
         """Answers that the present step still takes."""
         self.entries: dict[tuple[int, int], Entry] = {}
-        """What is in flight, by id and part."""
+        """Entries in flight, by id and part."""
         self._due: Counter[int] = Counter()  # answers by deadline
         self._ready: list[tuple[int, int, int]] = []  # complete ones: version, id, part
         self._answers = 0
@@ -162,7 +163,7 @@ class Admission:
             heapq.heappush(self._ready, (entry.version, *key))
 
     def complete(self, id: int, result: Any, *, version: int | None, size: int | None = None, tokens: int = 0) -> bool:
-        """What came of one.
+        """Enter the result of something that was drawn.
 
         Args:
             id: of it.
@@ -231,7 +232,7 @@ class Admission:
 
     @property
     def waits_for(self) -> str:
-        """What the present step waits for, in words."""
+        """Describe in words what the present step waits for."""
         unfinished = [entry for entry in self.entries.values() if entry.result is None]
         if not unfinished:
             return "prompts to be drawn"
@@ -241,7 +242,7 @@ class Admission:
     # Counting ----------------------------------------------------------------------------------------------------
 
     def _may_overtake(self, entry: Entry) -> bool:
-        """Whether those that are due before this one can still be learned in time when the step takes this one.
+        """True if those that are due before this one can still be learned in time when the step takes this one.
 
         Where they could not anyway, as after a restart under a smaller bound, the oldest go first.
         """
@@ -304,7 +305,7 @@ def shaped_rewards(spec: AlgorithmSpec, group: Group) -> list[float]:
 
 @dataclass(slots=True, eq=False)
 class Choosing:
-    """What one step has looked at."""
+    """The choice of groups for one step, and counts of those that it has looked at."""
 
     sampling: DynamicSampling | None
     """None takes everything."""
@@ -317,7 +318,7 @@ class Choosing:
     kept: int = 0
     """Groups taken."""
     rewards: list[float] = field(default_factory=list)
-    """Of all that were seen."""
+    """Rewards of all groups that were seen."""
     even: list[tuple[Entry, Sequence[Any]]] = field(default_factory=list)
     """Those that give no gradient."""
 
@@ -327,7 +328,7 @@ class Choosing:
         return self.sampling is not None and self.offered >= self.sampling.max_rounds * self.wanted
 
     def keep(self, entry: Entry, results: Sequence[Any]) -> bool:
-        """Whether the step learns from this."""
+        """Count an entry as seen, and return True if the step learns from it."""
         self.offered += 1
         if self.sampling is None:
             self.kept += 1
@@ -341,14 +342,14 @@ class Choosing:
         return True
 
     def instead(self) -> list[tuple[Entry, Sequence[Any]]]:
-        """What goes to the trainer where not one group gives a gradient: it learns nothing, but tells of them."""
+        """Results for the trainer where not one group gives a gradient: it learns nothing, but tells of them."""
         if self.kept:
             return []
         chosen, self.even = self.even[: self.wanted], self.even[self.wanted :]
         return chosen
 
     def metrics(self) -> dict[str, float]:
-        """As those of `flows.dynamic_sampling`; nothing without it."""
+        """Metrics of dynamic sampling, as those of `flows.dynamic_sampling`; empty without it."""
         if self.sampling is None:
             return {}
         told = {
@@ -361,13 +362,13 @@ class Choosing:
 
 
 Mode = Literal["drop", "mask", "resample"]
-"""What becomes of an answer with tokens that are too old: it is not learned from; those tokens are read and not
-learned; or its prompt is answered again."""
+"""Treatment of an answer with tokens that are too old: it is not learned from; those tokens are read and not learned;
+or its prompt is answered again."""
 
 
 @dataclass(slots=True)
 class Fresh:
-    """What became of the tokens of a batch that were too old."""
+    """Counts of tokens of a batch that were too old, by what became of them."""
 
     masked: int = 0
     """Tokens that are read, and not learned."""
@@ -436,14 +437,14 @@ Draw = Callable[[int], Awaitable[Sequence[Any]]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rules:
-    """What may be in flight, and what becomes of what is too old."""
+    """Bounds on what may be in flight, and the treatment of what is too old."""
 
     staleness: int = 0
     """By how many versions tokens may be older than the weights that learn from them. 0: nothing begins early."""
     batch: int = 0
     """Prompts of a step; 0: as many as the step brings."""
     mode: Mode = "mask"
-    """What becomes of answers with tokens that are too old all the same."""
+    """Treatment of answers with tokens that are too old all the same."""
     carry: int | None = None
     """By how many versions an answer may be carried over before a step waits for it; None: `staleness`."""
     extra: int | None = None
@@ -460,10 +461,10 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Made:
-    """What came of one thing that was drawn, where that is no single group."""
+    """The results of one thing that was drawn, where they are no single group."""
 
     id: int
-    """Of what was drawn."""
+    """Id of what was drawn."""
     results: tuple[Any, ...]
     """To learn from; none, where nothing came of it."""
     dropped: str = ""
@@ -472,10 +473,10 @@ class Made:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What a step learns from."""
+    """The groups that a step learns from, with metrics."""
 
     groups: Stream[Any]
-    """As they are chosen, the oldest first."""
+    """The groups as they are chosen, the oldest first."""
     metrics: dict[str, float] = field(default_factory=dict)
     """How they were found, complete once `groups` has ended: `in_flight/prompts` that are under way for later steps,
     and `in_flight/ready` of those, which are complete; `staleness/dropped` and `staleness/masked`, tokens that were too
@@ -483,7 +484,7 @@ class Batch:
 
 
 class Books(Protocol):
-    """What is told of everything that is drawn and not learned from."""
+    """A ledger for everything that is drawn and not learned from."""
 
     def drawn(self, ids: Iterable[int], answers: int) -> None:
         """Prompts were drawn, for so many answers each."""
@@ -496,14 +497,14 @@ class Books(Protocol):
 
 
 class Keeper(Protocol):
-    """What makes the answers, as far as it knows what it has begun."""
+    """The maker of answers, as far as it keeps those that it has begun."""
 
     async def version(self) -> int:
-        """Of the weights in use."""
+        """Return the version of the weights in use."""
 
     async def partials(self) -> Mapping[int, tuple[Any, ...]]:
-        """What was begun and is not settled, by id: given in place of what was drawn, one after the other, it goes on
-        from there."""
+        """Return what was begun and is not settled, by id: given in place of what was drawn, one after the other, it
+        goes on from there."""
 
     async def settled(self, ids: Sequence[int]) -> None:
         """These have been received, and need not be kept."""
@@ -515,7 +516,8 @@ class Keeper(Protocol):
         """Let the complete answers of groups under way come by themselves."""
 
     def rest(self, partial: tuple[Any, ...], samples: Collection[int]) -> tuple[Any, ...]:
-        """What was begun of one thing, without these of its samples, which have been received as a part of it."""
+        """Return what was begun of one thing, without these of its samples, which have been received as a part of
+        it."""
 
     async def pause(self) -> None:
         """Make nothing more, and keep what there is."""
@@ -526,9 +528,9 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """What a checkpoint keeps."""
+    """The work in flight that a checkpoint keeps."""
 
     version: int
     """How many times weights had been published."""
     entries: tuple[Entry, ...] = ()
-    """What was in flight, in the order in which it was drawn."""
+    """Entries in flight, in the order in which they were drawn."""

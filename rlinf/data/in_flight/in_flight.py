@@ -56,7 +56,7 @@ from rlinf.runtime.streams.stream import Stream, each
 
 
 class Drawing:
-    """What is drawn, with its ids.
+    """The source of prompts, or of whatever else is drawn, with their ids.
 
     Args:
         draw: draws prompts. None: a step brings its own; what has no prompts is drawn by counting steps on.
@@ -155,7 +155,7 @@ class Making:
         self._stir()
 
     async def _feed(self, actor: Any) -> AsyncIterator[Any]:
-        """What is to be made, as soon as it may be begun."""
+        """Yield what is to be made, as soon as it may be begun."""
         while True:
             if (entry := await self._next(actor)) is not None:
                 for one in entry.partial or (entry.item,):
@@ -166,8 +166,8 @@ class Making:
             await self._change()
 
     async def _next(self, actor: Any) -> Entry | None:
-        """What is handed on now, if anything may be begun. Between two things, no weights are published from when the
-        newest are loaded until this one is under way: it would be made by some of each."""
+        """Take the entry that is handed on now, if anything may be begun. Between two things, no weights are published
+        from when the newest are loaded until this one is under way: it would be made by some of each."""
         async with self._loading if self.rules.between else nullcontext():
             if self.rules.between and self._making:
                 return None
@@ -275,7 +275,7 @@ class Making:
 
     @property
     def entries(self) -> list[Entry]:
-        """What is in flight: what the step under way has taken, too."""
+        """All entries in flight, those included that the step under way has taken."""
         kept = self._kept.entries if self._kept is not None else ()
         return [*kept, *(() if self._book is None else self._book.entries.values()), *self._taken, *self._aside]
 
@@ -290,7 +290,7 @@ class Making:
 
 
 class InFlight(Making):
-    """What was begun for the steps to come.
+    """The work in flight of a run: answers that are begun for the steps to come.
 
     Args:
         rules: what may be in flight; a number is its `staleness`.
@@ -324,7 +324,7 @@ class InFlight(Making):
     # Steps -------------------------------------------------------------------------------------------------------
 
     def next_batch(self, step: Any, answers: Answers, actor: Any) -> Batch:
-        """What a step learns from; answers for later steps go on being made.
+        """Return the batch that a step learns from; answers for later steps go on being made.
 
         Args:
             step: the one that begins; all before it were learned from.
@@ -353,7 +353,7 @@ class InFlight(Making):
         self._stir()
 
     def learned(self) -> None:
-        """What the step has taken was learned from, and is not in flight any more."""
+        """Settle what the step has taken: it was learned from, and is not in flight any more."""
         for tell in self._told:
             tell()
         for done in (self._taken, self._aside, self._told):
@@ -369,7 +369,7 @@ class InFlight(Making):
             self._book.next_step()
 
     async def state(self) -> Kept:
-        """What a checkpoint keeps: everything drawn and not learned from or dropped, with its answers so far.
+        """Return the state for a checkpoint: everything drawn and not learned from or dropped, with its answers so far.
 
         Given back by `resume`, nothing of it is lost or made twice. It holds of the moment at which this returns.
         """
@@ -384,7 +384,7 @@ class InFlight(Making):
             return Kept(self.version, tuple(sorted(kept, key=lambda one: one.id)))
 
     def _rest(self, number: int, begun: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What was begun of one thing, without the parts that have been received."""
+        """The part of what was begun of one thing that has not been received yet."""
         if self._keeper is None or not self.rules.partial:
             return begun
         return self._keeper.rest(begun, {*range(self._size)} - self._unfinished(number))
@@ -516,7 +516,7 @@ class InFlight(Making):
         return entry
 
     def _usable(self, entry: Entry, found: Fresh) -> Sequence[Any] | None:
-        """What may be learned of an entry; None for nothing."""
+        """The results of an entry that may be learned from; None if there are none."""
         version, mode = self._base + self.version - self.rules.staleness, self.rules.mode
         results: Sequence[Any] = entry.result
         if entry.version >= version:

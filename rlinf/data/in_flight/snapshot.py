@@ -50,7 +50,7 @@ def write_kept(directory: Path, kept: Kept, kinds: Sequence[type[Any]] = ()) -> 
 
 
 def read_kept(directory: Path, kinds: Sequence[type[Any]] = ()) -> Kept | None:
-    """What `write_kept` wrote; None if nothing was in flight.
+    """Read what `write_kept` wrote; None if nothing was in flight.
 
     Raises:
         ValueError: the files are damaged.

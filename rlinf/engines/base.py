@@ -48,8 +48,8 @@ Finish = Literal["stop", "text", "length", "abort"]
 
 
 Kv = Literal["keep", "reread"]
-"""What becomes of the keys and values of answers in flight when weights change: those of the old weights stay, or all
-is read again by the new ones before the next token."""
+"""Treatment of the keys and values of answers in flight when weights change: those of the old weights stay, or all is
+read again by the new ones before the next token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class StopTexts:
         return StopTexts(tokenizer.decode, {id: str(tokenizer.convert_ids_to_tokens(id)) for id in ids})
 
     def complete(self, tokens: list[int], stops: Iterable[str]) -> bool:
-        """Whether the newest token completed a stop text.
+        """True if the newest token completed a stop text.
 
         Args:
             tokens: of the answer, or as many of its last ones as a stop text may have.
@@ -154,10 +154,10 @@ class Request:
     sampling: Sampling
     """How to answer."""
     seed: int = 0
-    """Of the random choices: the same seed gives the same answer, whatever shares the batch, up to rounding. Token k is
-    drawn with random number k of the seed, so another engine continues an answer as this one would have."""
+    """Seed of the random choices: the same seed gives the same answer, whatever shares the batch, up to rounding. Token
+    k is drawn with random number k of the seed, so another engine continues an answer as this one would have."""
     partial: PartialAnswer | None = None
-    """What another engine has answered so far; it is read, not made again, and is part of the completion."""
+    """Answer so far of another engine; it is read, not made again, and is part of the completion."""
     images: tuple[ImageRef, ...] = ()
     """Pictures of the prompt, in the order of their placeholders in `prompt_ids`."""
     conversation: int | None = None
@@ -196,13 +196,14 @@ class Completion:
     response_ids: np.ndarray
     """int64 [response], the end token included if one was reached."""
     logprobs: np.ndarray
-    """Of each token, nats, float32 [response]: under softmax(logits / temperature), or softmax(logits) if that is 0.
+    """Log-prob of each token, nats, float32 [response]: under softmax(logits / temperature), or softmax(logits) if that
+    is 0.
 
     Under the whole softmax, also where top_k, top_p or min_p left tokens out: it is what a trainer computes again, and
     it stays finite for every token when the two differ a little. With those limits a token was drawn with a higher
     probability than this says, so importance ratios are off by the left-out mass: train with plain temperature."""
     versions: np.ndarray
-    """Of the weights that made each token, int32 [response]."""
+    """Version of the weights that made each token, int32 [response]."""
     finish: Finish
     """Why it ended."""
     routes: np.ndarray | None = None
@@ -222,7 +223,7 @@ class StepStats(NamedTuple):
     rows: float = 0.0
     """Rows of all steps."""
     seconds: float = 0.0
-    """Of all steps."""
+    """Seconds of all steps."""
     read_tokens: float = 0.0
     """Tokens read, padding included."""
     read_seconds: float = 0.0
@@ -257,7 +258,7 @@ class Engine(ABC):
     vocabulary: int | None = None
     """The model has token ids below it; a request with others is refused. None: not known."""
     kv: tuple[Kv, ...] = ("reread",)
-    """What it can do with keys and values when `load` brings weights in the middle of answers; its own choice first."""
+    """Ways to treat keys and values when `load` brings weights in the middle of answers; its own choice first."""
     hands_over: bool = False
     """It has `take_out`, and continues a `Request.partial`."""
     seeded: bool = True
@@ -280,7 +281,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """Of the weights in use."""
+        """Version of the weights in use."""
 
     @abstractmethod
     def batches(self, requests: Iterable[Request] | AsyncIterable[Request]) -> AsyncGenerator[list[Completion], None]:
@@ -296,7 +297,7 @@ class Engine(ABC):
         """
 
     async def generate(self, requests: Iterable[Request] | AsyncIterable[Request]) -> AsyncGenerator[Completion, None]:
-        """As `batches`, one answer at a time."""
+        """Answer requests as `batches` does, one completion at a time."""
         async with aclosing(self.batches(requests)) as batches:
             async for completions in batches:
                 for completion in completions:
@@ -551,7 +552,7 @@ class Callers(Call):
 
     @property
     def ids(self) -> set[int]:
-        """Of the requests whose callers wait."""
+        """Ids of the requests whose callers wait."""
         return {request.id for request in self._callers}
 
     def enter(self, request: Request, steps: float) -> Caller:
@@ -877,7 +878,7 @@ while `fn` runs, it ends when `fn` has."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineSetup:
-    """What an engine is made from."""
+    """Everything that an engine is made from: the model, its tokenizer, limits and the run's directory."""
 
     name: str
     """Whose engine it is, for messages and the names of processes, such as `rollout[0]`."""
@@ -891,7 +892,7 @@ class EngineSetup:
     pictures: Pictures | None = None
     """Reads those of prompts; None if the model reads text alone."""
     seed: int = 0
-    """Of a new model's weights."""
+    """Seed of a new model's weights."""
     dtype: torch.dtype = torch.float32
     """In which answers are computed; weights of another type are cast."""
     max_rows: int = 128
@@ -904,11 +905,11 @@ class EngineSetup:
     """Ids of the model's head that its tokenizer has not, as vocabularies are padded to round numbers; no answer has
     them."""
     kv: Kv | None = None
-    """What becomes of keys and values when weights change in the middle of answers; None: the engine's own choice."""
+    """Treatment of keys and values when weights change in the middle of answers; None: the engine's own choice."""
     routes: bool = False
     """Tell to which experts of a mixture tokens go, where the engine can."""
     directory: str | None = None
-    """Of the run, where an engine may keep the output of its server; None keeps it in memory."""
+    """Directory of the run, where an engine may keep the output of its server; None keeps it in memory."""
     compute: Compute = field(default_factory=InThreads)
     """Runs blocking work; an actor's own `compute` holds its devices meanwhile, and wakes an engine that sleeps."""
     on_device: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext
@@ -917,7 +918,8 @@ class EngineSetup:
 
 
 def lacking(engine: str, args: Mapping[str, Any] | None = None) -> str | None:
-    """What an engine of `ENGINES` with these arguments would lack on this machine, and how to get it; None: nothing.
+    """Describe what an engine of `ENGINES` with these arguments would lack on this machine, and how to get it; None:
+    nothing.
 
     Engines say so by a function `lacking(args)` beside their `build`; who has none lacks nothing.
     """

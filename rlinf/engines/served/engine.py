@@ -113,7 +113,8 @@ class Row:
             self.scope.reschedule(asyncio.get_running_loop().time())
 
     def ask(self, id: str) -> Ask:
-        """What is asked for next: the rest, or, before stop tokens and texts count, the tokens up to there."""
+        """The next request to the server: for the rest, or, before stop tokens and texts count, for the tokens up to
+        there."""
         sampling, answered = self.request.sampling, len(self.tokens)
         free = sampling.min_new_tokens - 1 - answered  # tokens that may be anything
         if free > 0:

@@ -50,7 +50,7 @@ class Experts:
     """The experts of a mixture, as its configuration counts them."""
 
     layers: int
-    """Of the model, those without experts among them."""
+    """Layers of the model, those without experts among them."""
     top_k: int
     """Experts that each token goes to."""
     count: int
@@ -59,20 +59,20 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a server starts from."""
+    """The files of the model that a server starts from, with its shapes and names."""
 
     directory: Path
     """With config.json and safetensors."""
     own: OwnDirectory | None
-    """The same where it was made for this server; `remove` deletes it."""
+    """The directory where it was made for this server; `remove` deletes it."""
     shapes: dict[str, tuple[int, ...]]
-    """Of each tensor of the model, by the name that trainers publish it under."""
+    """Shape of each tensor of the model, by the name that trainers publish it under."""
     vocabulary: int
     """Tokens from 0 that it can read."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Of tensors that have another name in files than in memory, by the latter: servers know those of files."""
+    """Names in files of tensors that have another one in memory, by the latter: servers know those of files."""
     experts: Experts | None = None
-    """Of a mixture."""
+    """Experts of a mixture; None of other models."""
 
     def as_saved(self, weights: Weights) -> Weights:
         """Weights by the names that their tensors have in files."""
@@ -247,7 +247,7 @@ class Http:
 
 
 def _message(text: str) -> str:
-    """What an error body says, without its wrapping."""
+    """The message in an error body, without its wrapping."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         body = json.loads(text)
         body = body.get("error", body)
@@ -265,9 +265,11 @@ class Chunk:
     tokens: Sequence[int]
     """Those that have come since the last chunk."""
     logprobs: Sequence[float]
-    """Of each, nats, under log-softmax(logits / temperature), or log-softmax(logits) where the temperature is 0."""
+    """Log-prob of each token, nats, under log-softmax(logits / temperature), or log-softmax(logits) where the
+    temperature is 0."""
     routes: np.ndarray | None = None
-    """Of the text from its beginning, with the last piece, where the server tells of experts; see `Sample.routes`."""
+    """Routes of the text from its beginning, with the last piece, where the server tells of experts; see
+    `Sample.routes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +281,10 @@ class Ask:
     ids: Sequence[int]
     """Prompt and tokens so far."""
     sampling: Sampling
-    """As the answer wants it, but for its lengths: those count from here, and there are no stop texts."""
+    """Rules of the answer, but for its lengths: those count from here, and there are no stop texts."""
     seed: int
-    """Of the random choices, from 0 to 2^31 - 1: the same for all asks of one answer. A server whose random numbers are
-    counted by position then continues an answer as it would have gone on."""
+    """Seed of the random choices, from 0 to 2^31 - 1: the same for all asks of one answer. A server whose random
+    numbers are counted by position then continues an answer as it would have gone on."""
     whole_seed: int
     """The request's own seed, for a server that takes all of its 63 bits."""
     answered: int
@@ -300,7 +302,7 @@ class Server(Protocol):
     """
 
     kind: str
-    """What messages call it, such as `SGLang`."""
+    """Name of it in messages, such as `SGLang`."""
     seeded: bool
     """A seed decides an answer, whatever shares the batch and wherever it was interrupted, up to rounding."""
     reads_images: bool

@@ -56,7 +56,7 @@ from rlinf.runtime.base.tensors import own_device
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What one version wants, and those after it up to the next row of the table."""
+    """The requirements of one version of SGLang, and of those after it up to the next row of the table."""
 
     since: tuple[int, ...]
     """The first version of which this is true."""

@@ -54,7 +54,7 @@ class SharedMemory:
         return json.dumps(manifest)
 
     def word(self, number: int) -> str:
-        """What the far side has left about bucket `number`: "ok", what went wrong, or nothing."""
+        """The far side's word about bucket `number`: "ok", an error in words, or nothing yet."""
         return bytes(self._segments[number % 2].memory[:STATUS]).rstrip(b"\0").decode(errors="replace")
 
     def close(self) -> None:

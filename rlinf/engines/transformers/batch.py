@@ -34,7 +34,7 @@ from rlinf.engines.transformers.sampling import Rules, Sampled, Slots, choose, t
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedText:
-    """What was read of one conversation."""
+    """The tokens of one conversation that have been read, with their keys and values."""
 
     ids: np.ndarray
     """The tokens, int64 [tokens]."""
@@ -88,16 +88,16 @@ class PrefillJob(NamedTuple):
     """A text to be read, once for all answers that begin with it."""
 
     unread: np.ndarray
-    """What of it has to be read, int64 [unread]."""
+    """Tokens of it that have to be read, int64 [unread]."""
     text: np.ndarray
     """All of it, int64 [tokens]."""
     slots: list[int]
-    """Of the answers."""
+    """Slots of the answers."""
     cached: CachedText | None
-    """What was read of its beginning."""
+    """Tokens of its beginning that have been read already."""
 
     def continuing(self, cached: CachedText | None) -> PrefillJob:
-        """The same, reading on from what was kept if that has more of it."""
+        """Copy that reads on from a cached text; itself if that has no more of it than was read."""
         shared = 0 if cached is None else cached.shared(self.text)
         more = shared > len(self.text) - len(self.unread)
         return self._replace(unread=self.text[shared:], cached=cached) if more else self
@@ -165,7 +165,7 @@ class _View:
     ids: Tensor
     """The token that each reads next, int64 [rows]."""
     positions: Tensor
-    """Of that token in its text, int64 [rows]."""
+    """Position of that token in its text, int64 [rows]."""
     answered: Tensor
     """Which token of its answer the row draws next, int64 [rows]."""
     rules: Rules
@@ -354,7 +354,7 @@ class DecodeState(Protocol):
         ...
 
     def park(self) -> None:
-        """The same, and all memory is given back."""
+        """Forget all rows, and give all memory back."""
         ...
 
 

@@ -25,7 +25,7 @@ Place = tuple[int, str, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layers:
-    """What a model remembers of texts that it has read."""
+    """The memory that a model has of texts that it has read."""
 
     pairs: Sequence[tuple[Tensor, Tensor]]
     """Keys and values per layer, each [rows, key-value heads, columns, head size]; of a layer without attention they
@@ -181,7 +181,7 @@ class Band:
         return own_keys[:rows, :, window], own_values[:rows, :, window]
 
     def mask(self, last: int | None = None) -> Tensor | None:
-        """What is added to the scores of the window with the column about to be written, [rows, 1, 1, window].
+        """Additive mask for the scores of the window with the column about to be written, [rows, 1, 1, window].
 
         None if every row sees all of it. `last` is that of `write`. It lies as attention wants it; see `_ALIGNED`.
         """

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def lacking(args: Mapping[str, Any]) -> str | None:
-    """What these arguments ask for that there is not; see `rlinf.engines.base.lacking`."""
+    """Describe what these arguments ask for that there is not; see `rlinf.engines.base.lacking`."""
     return unknown(args.get("graphs", "auto"))
 
 

@@ -128,7 +128,8 @@ class Recording(Protocol):
 
     @property
     def output(self) -> Tensor:
-        """What the work returned; it holds what the newest replay computed until anything else is replayed."""
+        """The tensor that the work returned; it holds what the newest replay computed until anything else is
+        replayed."""
         ...
 
     def replay(self) -> None:
@@ -375,11 +376,11 @@ class _UnderWay:
     """A step that was started and not told."""
 
     slots: np.ndarray
-    """Of its rows, -1 for those that have ended since, int64 [rows]."""
+    """Slots of its rows, -1 for those that have ended since, int64 [rows]."""
     sampled_tokens: ReadBack
-    """What it drew."""
+    """Tokens that it drew."""
     version: int
-    """Of the weights that it reads."""
+    """Version of the weights that it reads."""
 
 
 class GraphedRows:
@@ -483,7 +484,7 @@ class GraphedRows:
         self._forget_recordings()
 
     def _changes(self) -> bool:
-        """Whether rows have to be laid out anew before the next step: they have come or moved, or fewer rows do."""
+        """True if rows have to be laid out anew before the next step: they have come or moved, or fewer rows do."""
         if self._stale or self._size() < len(self._rows):
             return True
         slots = self._rows[self._rows >= 0]
@@ -557,8 +558,8 @@ def row_sizes(max_rows: int) -> list[int]:
 
 
 Graphs = str | Literal[False]
-"""Whether steps are recorded as CUDA graphs: `auto`, where that is possible; `off`, never, which YAML reads as False;
-or the dotted path of a `Recorder` that stands in for them on a CPU."""
+"""Recording of steps as CUDA graphs: `auto`, where that is possible; `off`, never, which YAML reads as False; or the
+dotted path of a `Recorder` that stands in for them on a CPU."""
 _REHEARSED_PAGE = 16
 """Tokens of a page where a recorder of one's own records: a few rows then have several."""
 

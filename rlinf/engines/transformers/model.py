@@ -45,7 +45,7 @@ _PADDING = 256
 """Padded tokens that cost less than reading some texts apart from the others."""
 
 _REFUSALS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What a model may raise that cannot be read token by token."""
+"""Exceptions that a model may raise that cannot be read token by token."""
 
 Job = TypeVar("Job", bound=Sequence[Any])
 
@@ -212,7 +212,8 @@ class ModelForward:
         return logits[0, -steps - 1 :].float()
 
     def _stepped(self, texts: Sequence[np.ndarray], steps: int) -> Tensor:
-        """The same for texts, longest first, that are read but for their last tokens and then stepped together."""
+        """The logits that `_whole` gives, for texts, longest first, that are read but for their last tokens and then
+        stepped together, float32 [texts, steps + 1, vocabulary]."""
         every, lengths = np.arange(len(texts)), np.array([len(text) - steps for text in texts])
         band, first = None, []
         for run in [every] if self.pads else np.split(every, len(every)):
@@ -294,7 +295,7 @@ class ModelForward:
 
 @torch.inference_mode()
 def continues(forward: ModelForward) -> bool:
-    """Whether made-up texts give the same logits when their beginnings are read first and the rest later."""
+    """True if made-up texts give the same logits when their beginnings are read first and the rest later."""
     if not forward.pads:  # a state of fixed size is that of the whole text, and cannot be cut
         return False
     ids = (torch.arange(12, device=forward.device).view(2, 6) * 7919) % forward.vocabulary
@@ -389,7 +390,7 @@ def pad_left(texts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor,
 
 
 class LeanForward(ModelForward):
-    """The same answers as `ModelForward`, faster, for models for which `fits` is true.
+    """A faster `ModelForward` with the same answers, for models for which `fits` is true.
 
     Args:
         model: in place on its device, in evaluation mode; only `park` may take it from there: moving the module would
@@ -441,7 +442,7 @@ class LeanForward(ModelForward):
         self._cos = self._sin = self.embedding.new_empty(0, 0)
 
     def _biases(self, ids: Tensor, real: Tensor | None) -> dict[int | None, Tensor | None]:
-        """What is added to the scores of texts, by the layer's window; None where all that came before is seen."""
+        """Additive masks for the scores of texts, by the layer's window; None where all that came before is seen."""
         columns = ids.shape[1] if real is None else real.shape[1]
         found: dict[int | None, Tensor | None] = {}
         for window in self.windows:
@@ -553,14 +554,14 @@ class Block:
         return turning, values
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention."""
+        """Compute the rest of the block after attention: its output projection and the feed-forward layer."""
         hidden = hidden + F.linear(attended, self.output.weight, self.output.bias)
         gate, up = F.linear(_rms_norm(hidden, self.norms[1]), *self.gate_up).chunk(2, dim=-1)
         return hidden + F.linear(F.silu(gate) * up, self.down.weight, self.down.bias)
 
 
 def causal_bias(real: Tensor, dtype: torch.dtype, tokens: int, window: int | None = None) -> Tensor:
-    """What is added to the scores of the last tokens of texts aligned at their ends, [rows, 1, tokens, columns].
+    """Additive mask for the scores of the last tokens of texts aligned at their ends, [rows, 1, tokens, columns].
 
     Args:
         real: which tokens are no padding, bool [rows, columns].
@@ -637,7 +638,7 @@ def windows_of(model: PreTrainedModel) -> list[int | None]:
 
 
 def fits(model: PreTrainedModel) -> bool:
-    """Whether the model has the parts of a Llama and no others."""
+    """True if the model has the parts of a Llama and no others."""
     trunk, head = getattr(model, "model", None), getattr(model, "lm_head", None)
     if type(head) is not nn.Linear or {name for name, _ in getattr(trunk, "named_children", list)()} != {
         "embed_tokens",
@@ -675,7 +676,7 @@ def _layer_fits(layer: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _agree(own: ModelForward, lean: LeanForward) -> bool:
-    """Whether both give the same logits for made-up texts, reading and then stepping, with padding and without."""
+    """True if both give the same logits for made-up texts, reading and then stepping, with padding and without."""
     device = own.device
     vocabulary = lean.vocabulary
     ids = (torch.arange(14, device=device).view(2, 7) * 7919) % vocabulary

@@ -74,7 +74,7 @@ class PagedCache:
         return int(self.table.shape[1])
 
     def fits(self, tokens: np.ndarray, slots: np.ndarray) -> bool:
-        """Whether these answers can have room for so many tokens each without moving anything, int64 [some] each."""
+        """True if these answers can have room for so many tokens each without moving anything, int64 [some] each."""
         needed = self._needed(tokens)
         return int(needed.max(initial=0)) <= self.width and self._missing(needed, slots) <= len(self._free)
 
@@ -107,7 +107,7 @@ class PagedCache:
         self.release(np.flatnonzero(self.owned))
 
     def drop(self) -> None:
-        """The same, and the pool's memory is given back."""
+        """Take all pages from the answers, and give the pool's memory back."""
         self.clear()
         self.keys, self.values, self._pages, self._free = [], [], 0, []
 

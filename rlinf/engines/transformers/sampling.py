@@ -33,7 +33,7 @@ class Rules:
     seeds: Tensor
     """int64 [rows]"""
     temperatures: Tensor | None
-    """What logits are divided by, float32 [rows, 1]; None if 1 throughout."""
+    """Divisors of the logits, float32 [rows, 1]; None if 1 throughout."""
     greedy: Tensor | None
     """Takes the likeliest token, bool [rows]; None if nobody does."""
     top_k: Tensor | None
@@ -128,7 +128,7 @@ class _Running:
 
 
 class _Blocks:
-    """The same by the running sum of blocks, and that within one of them."""
+    """Draws by the running sum of blocks of the vocabulary, and that within one of them."""
 
     def __init__(self, weights: Tensor):
         self._last = weights.shape[-1] - 1
@@ -181,13 +181,13 @@ class Sampled(NamedTuple):
     """One token more of some answers, on the host."""
 
     slots: np.ndarray
-    """Of each row, -1 for rows that have ended, int64 [rows]."""
+    """Slot of each row, -1 for rows that have ended, int64 [rows]."""
     tokens: np.ndarray
     """int64 [rows]"""
     logprobs: np.ndarray
     """float32 [rows]"""
     version: int
-    """Of the weights that made them."""
+    """Version of the weights that made them."""
 
 
 class Slots:
@@ -287,7 +287,7 @@ class Slots:
                 self._routes[slot].append(routes[row : row + 1])
 
     def _routes_of(self, slot: int, answered: int) -> np.ndarray | None:
-        """Of all that was read for so many tokens, [prompt + answered - 1, layers, experts per token]."""
+        """Routes of all that was read for so many tokens, [prompt + answered - 1, layers, experts per token]."""
         pieces = self._routes.get(slot)
         if not pieces:
             return None
@@ -346,7 +346,7 @@ class Slots:
         return prompt if answered < 1 else np.concatenate([prompt, self._tokens[slot, :answered]])
 
     def _text_ends(self, slot: int) -> bool:
-        """Whether the newest token completed a stop text of this answer."""
+        """True if the newest token completed a stop text of this answer."""
         length = int(self.lengths[slot])
         if slot not in self._texts or length < self._least[slot]:
             return False

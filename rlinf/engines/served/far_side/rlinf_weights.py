@@ -21,7 +21,7 @@ from torch import Tensor
 STATUS = 4096
 """Bytes before the bucket, where the far side leaves its word: b"ok", or what went wrong."""
 BLOCK, STEP, ODD = 128, -0x61C8864680B583EB, -0x40A7B892E31B1A47
-"""As in `rlinf.data.weights`."""
+"""Constants of the checksum, as in `rlinf.data.weights`."""
 
 
 def load(model: Any, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -65,7 +65,7 @@ def tensors(memory: mmap.mmap, manifest: dict[str, Any]) -> list[tuple[str, Tens
 
 
 def checksum(bucket: Tensor) -> int:
-    """As `rlinf.data.weights.checksum`."""
+    """Checksum of a bucket, equal to that of `rlinf.data.weights.checksum`."""
     data = bucket.reshape(-1).view(torch.uint8)
     size = 8 * BLOCK
     blocks = data.numel() // size

@@ -50,7 +50,7 @@ CPU = {
 }
 """Arguments of vLLM on a CPU, where it was not told otherwise."""
 HOW = ("seed", "answered", "temperature", "top_k", "top_p", "min_p")
-"""What `rlinf_draw` needs of a request."""
+"""Fields of a request that `rlinf_draw` needs."""
 
 
 class Server:
@@ -75,7 +75,8 @@ class Server:
         return app
 
     async def health(self, request: web.Request) -> web.Response:
-        """What serves here; the engine core is asked, too, so that one that hangs is found."""
+        """Answer with the version of vLLM and its device; the engine core is asked, too, so that one that hangs is
+        noticed."""
         try:
             await self._engine.get_weight_version()
         except EngineDeadError as error:

@@ -51,7 +51,7 @@ class Score:
     scores: Mapping[str, float] = field(default_factory=dict)
     """Parts by name, for metrics."""
     extracted: str | None = None
-    """What was taken as the answer itself: equal ones vote together in maj@k."""
+    """Text that was taken as the answer itself: equal ones vote together in maj@k."""
 
 
 class _NotApplicable:
@@ -306,7 +306,7 @@ RewardSource = RewardFunction | str | ByValue | Mapping[str, Any]
 perhaps `weight` and `args`."""
 
 OFFERED = ("response", "answer", "prompt", "truncated")
-"""What every sample has. Besides: `messages` for chat prompts, and the columns of the data set."""
+"""Arguments that every sample has. Besides: `messages` for chat prompts, and the columns of the data set."""
 RESPONSES = "responses"
 """The answers to a prompt, a list of texts, in place of `response`: who names it scores whole groups."""
 ON_REQUEST = "response_ids"
@@ -364,13 +364,13 @@ class Part:
     name: str
     """Under which its value is reported when there are several."""
     function: RewardFunction
-    """What to call."""
+    """The function to call."""
     weight: float
     """Its share in the sum."""
     given: frozenset[str]
     """Arguments that it has already, the same for every sample; they win over columns of that name."""
     names: frozenset[str]
-    """What it takes from a sample."""
+    """Arguments that it takes from a sample."""
     needed: frozenset[str]
     """Those of `names` that have no default."""
     takes_all: bool
@@ -454,13 +454,13 @@ class Reward:
     """
 
     parts: tuple[Part, ...]
-    """What is summed."""
+    """The parts that are summed."""
     several: bool
     """It is a sum, so that the parts are reported by name."""
     needed: frozenset[str] = field(init=False)
-    """What a sample must have."""
+    """Arguments that a sample must have."""
     wanted: frozenset[str] | None = field(init=False)
-    """What is to be offered; None for all there is."""
+    """Arguments that are to be offered; None for all there are."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "needed", frozenset[str]().union(*(part.needed for part in self.parts)))
@@ -574,7 +574,7 @@ class Reward:
 
 
 def checked(name: str, value: Any) -> Score:
-    """What a reward function returned, as a `Score` of finite numbers.
+    """Turn what a reward function returned into a `Score` of finite numbers.
 
     Raises:
         BadReward: it is no finite number.
@@ -638,7 +638,7 @@ def _check_args(name: str, args: Mapping[str, Any], signature: inspect.Signature
 
 
 def _is_async(function: Any) -> bool:
-    """Whether a function, an object with an async `__call__`, or what an adapter wraps is async."""
+    """True if a function, an object with an async `__call__`, or the function that an adapter wraps is async."""
     wrapped = getattr(function, "function", None)
     return (
         inspect.iscoroutinefunction(function)
@@ -648,12 +648,12 @@ def _is_async(function: Any) -> bool:
 
 
 Arguments = Mapping[str, Any]
-"""What is offered to the reward function for one sample."""
+"""Arguments that are offered to the reward function for one sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of judging one sample."""
+    """The outcome of judging one sample."""
 
     outcome: Literal["ok", "timeout", "error"]
     """It was scored; it took too long; it raised, crashed, or returned no number."""
@@ -662,7 +662,7 @@ class Verdict:
     scores: Mapping[str, float] = field(default_factory=dict)
     """Its parts by name."""
     extracted: str | None = None
-    """What was taken as the answer itself."""
+    """Text that was taken as the answer itself."""
     remark: str = ""
     """Why it was not scored, in a line."""
     trace: str = ""
@@ -670,7 +670,7 @@ class Verdict:
     hopeless: bool = False
     """No other sample would fare better: a module that the function needs is not installed."""
     members: Sequence[Verdict] = ()
-    """Of a group that was scored as one: what became of each of its answers."""
+    """Verdicts on each answer of a group that was scored as one."""
 
     @staticmethod
     def read(given: Any) -> Verdict:
@@ -698,7 +698,7 @@ class Verdict:
 
 
 _deadline: contextvars.ContextVar[asyncio.Timeout | None] = contextvars.ContextVar("deadline", default=None)
-"""Of the sample that an async function judges."""
+"""Deadline of the sample that an async function judges."""
 
 
 @contextlib.contextmanager
@@ -805,7 +805,7 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
-    """What a part raised instead of returning a value."""
+    """An exception that a part raised instead of returning a value."""
 
     error: BaseException
 
@@ -863,7 +863,7 @@ def _member(reward: Reward, values: Sequence[Any]) -> Verdict:
 
 
 def _of_answer(offered: Arguments, index: int) -> dict[str, Any]:
-    """What a part that scores single answers is offered for one of the group."""
+    """The arguments of a part that scores single answers, for one of the group."""
     one = {name: value for name, value in offered.items() if name != RESPONSES}
     one["response"] = offered[RESPONSES][index]
     for name in ("truncated", ON_REQUEST):

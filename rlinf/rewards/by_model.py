@@ -20,10 +20,10 @@ from rlinf.data.sample import Group, Outcome, Sample
 from rlinf.rewards.base import Verdict
 
 NAME = "reward_model"
-"""Of its score among the parts of a reward."""
+"""Name of its score among the parts of a reward."""
 Normalize = Literal["none", "sigmoid", "group"]
-"""What becomes of a score before it is weighted: nothing, 1 / (1 + exp(-score)), or its distance from the mean of its
-group in standard deviations."""
+"""Treatment of a score before it is weighted: none, 1 / (1 + exp(-score)), or its distance from the mean of its group
+in standard deviations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Question:
         return found
 
     def _text(self, sample: Sample) -> tuple[str, bool]:
-        """What is read, and whether it went through the chat template."""
+        """The text that the model reads, and True if it went through the chat template."""
         prompt = sample.prompt
         said = prompt.row.get("messages")
         if self.template is not None:

@@ -44,7 +44,7 @@ class _Job:
     """One sample in the queue."""
 
     offered: Arguments
-    """What the function may take."""
+    """Arguments that the function may take."""
     verdict: asyncio.Future[Verdict]
     """Settled by a runner; cancelled if nobody waits any more."""
     alone: bool = False

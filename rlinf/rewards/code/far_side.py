@@ -40,7 +40,7 @@ from itertools import *
 from math import ceil, comb, factorial, floor, gcd, inf, log, log2, sqrt
 from typing import *
 """
-"""What published harnesses import before an answer's code, since prompts with signatures leave it out."""
+"""Imports that published harnesses make before an answer's code, since prompts with signatures leave them out."""
 _RECURSION = 50_000
 """Depth of recursion that an answer may use, as in LiveCodeBench's harness."""
 _PRINTED = 1 << 18
@@ -94,7 +94,7 @@ class Answer(Peer):
         return self._scope[name]
 
     def printed(self) -> str:
-        """What the answer's code printed."""
+        """The text that the answer's code printed since the last call."""
         text, sys.stdout = sys.stdout.getvalue() if isinstance(sys.stdout, _Print) else "", _Print()
         return text
 
@@ -126,7 +126,7 @@ class Answer(Peer):
         return facts
 
     def standing(self, number: int, facts: dict[str, Any]) -> Any:
-        """What stands for something that the tests handed over."""
+        """Make the stand-in for something that the tests handed over."""
         if "function" not in facts:
             return _Handed(self, number)
 
@@ -218,7 +218,7 @@ class Remote:
         return here["_peer"].ask("do", here["_number"], deed if here["_number"] else here["_name"], args)
 
     def _bare(self) -> Any:
-        """What it is without its class, or itself."""
+        """The value underneath, of one of Python's types; itself if its class has none."""
         return self._do("plain") if self._facts.get("base") else self
 
     def _binary(self, deed: str, other: Any, swapped: bool = False) -> Any:
@@ -360,11 +360,11 @@ class Asserted(Peer):
         self._classes: set[int] = set()
 
     def names(self, kind: int | None) -> bool:
-        """Whether the tests name a class of the answer, as a class."""
+        """True if the tests name a class of the answer, as a class."""
         return kind in self._classes
 
     def look_up(self, name: str) -> Any:
-        """What the answer has by a name."""
+        """Ask the answer for the thing that it has by a name."""
         found = self.ask("name", 0, name)
         if type(found) is Remote:
             found.__dict__["_name"] = ""
@@ -420,7 +420,7 @@ class Asserted(Peer):
         return {"function": texts[0], "doc": texts[1], "async": inspect.iscoroutinefunction(value)}
 
     def standing(self, number: int, facts: dict[str, Any]) -> Any:
-        """What stands for something of the answer."""
+        """Make the stand-in for something of the answer."""
         remote = Remote(self, number, "", facts)
         return _coroutine(remote) if facts.get("awaited") else remote
 
@@ -457,7 +457,7 @@ class _Solution(types.ModuleType):
 
 
 def _of_answer(peer: Asserted, name: str) -> Any:
-    """What the answer has by a name; for one that it has not, what fails when it is used."""
+    """The thing that the answer has by a name; if it has none, a stand-in that fails when it is used."""
     try:
         return peer.look_up(name)
     except NameError:

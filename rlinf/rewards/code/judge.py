@@ -57,9 +57,9 @@ class Script:
     """A case for a whole program."""
 
     stdin: str
-    """What it reads."""
+    """Text that it reads."""
     output: str
-    """What it must print."""
+    """Text that it must print."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,8 @@ _FIXTURES = {"self", "cls", "request", "tmp_path", "capsys", "capfd", "monkeypat
 
 
 def _beyond(tree: ast.Module) -> str:
-    """What tests for pytest use that cannot be had where the answer is far away; empty if there is no such thing."""
+    """Name something that tests for pytest use and cannot have where the answer is far away; empty if there is no such
+    thing."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     decorators = {node: [ast.unparse(each) for each in node.decorator_list] for node in functions}
     fixtures = [node for node in functions if any("fixture" in text for text in decorators[node])]
@@ -276,7 +277,7 @@ def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _left_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
-    """Whether it is marked by `pytest.mark.skip` and the like, or unittest's."""
+    """True if a test or class is marked by `pytest.mark.skip` and the like, or unittest's."""
     marks = [ast.unparse(each).partition("(")[0].rpartition(".")[2] for each in node.decorator_list]
     return bool({"skip", "skipIf", "skipif", "skipUnless", "xfail", "expectedFailure"} & {*marks})
 
@@ -313,7 +314,7 @@ judges of programming contests allow most often."""
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether two texts have the same words in the same lines, numbers with a decimal point up to rounding.
+    """True if two texts have the same words in the same lines, numbers with a decimal point up to rounding.
 
     Space at the ends of lines, and empty lines at the end, do not count.
     """
@@ -329,7 +330,7 @@ def same_output(found: str, expected: str) -> bool:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Whether a value is the one that was written as JSON: tuples are lists there, and keys are texts."""
+    """True if a value is the one that was written as JSON: tuples are lists there, and keys are texts."""
     if isinstance(found, list | tuple) and isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(same_value, found, expected))
     if isinstance(found, dict) and isinstance(expected, dict):
@@ -372,7 +373,7 @@ _STATEMENT = re.compile(
     r"^[ \t]*(?:(?:async )?(?:def|class)\b|(?:import|from)\s+\w|(?:for|while|if|with)\b.*:|print\(|\w[\w., ]*=[^=])",
     re.MULTILINE,
 )
-"""What a program has, and what it prints mostly has not."""
+"""Statements that a program has, and that the text which it prints mostly has not."""
 _SENT = (values, peer, runner)
 """Modules of ours that `far_side` imports, in their order."""
 _FAR_SIDE = """
@@ -569,7 +570,7 @@ class _Run:
         return passed
 
     async def _in_time(self, test: Awaitable[bool]) -> bool | None:
-        """Whether a test is passed; None if its program hangs or has ended, so that no other test can use it."""
+        """True if a test is passed; None if its program hangs or has ended, so that no other test can use it."""
         try:
             async with asyncio.timeout(min(self._limits.wall_seconds, self._left)):
                 return await test
@@ -609,14 +610,14 @@ class _Run:
 
 @functools.cache
 def _files() -> dict[str, bytes]:
-    """What lies beside the program `_FAR_SIDE`."""
+    """The files that lie beside the program `_FAR_SIDE`."""
     compiled = [(each.__name__, compile(Path(str(each.__file__)).read_bytes(), each.__name__, "exec"))
                 for each in (*_SENT, far_side)]  # fmt: skip
     return {"far_side": marshal.dumps([*compiled[:-1], compiled[-1][1]])}
 
 
 async def _returns(candidate: Channel, case: Call) -> bool:
-    """Whether a call returns what it must."""
+    """Call a function of the answer; True if it returns what it must."""
     await candidate.send(json.dumps(values.call(case.function, case.args)).encode())
     status, *rest = await _answer(candidate)
     try:
@@ -627,7 +628,7 @@ async def _returns(candidate: Channel, case: Call) -> bool:
 
 
 async def _holds(tests: Channel, candidate: Channel) -> bool:
-    """Whether the next assertion holds; carries its calls to the answer's code, unread, and what it says back.
+    """True if the next assertion holds; carries its calls to the answer's code, unread, and the replies back.
 
     Raises:
         ValueError: what is to run before the assertions does not.

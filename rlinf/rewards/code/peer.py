@@ -68,10 +68,10 @@ class Peer:
         self.asked = 0
         """How many requests were sent."""
         self.raised: BaseException | None = None
-        """What the last of them raised that did."""
+        """Exception of the last request that raised one."""
 
     def ask(self, verb: str, number: int, name: str = "", args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """What a request of the other side comes to; raises what it raises."""
+        """Send a request to the other side, and return its result; raises what it raises."""
         self.asked += 1
         writer = Writer(self)
         self.link.send([verb, number, name, writer.write([*args]), writer.write(dict(kwargs or {}))])
@@ -121,7 +121,7 @@ class Peer:
         raise NotImplementedError
 
     def printed(self) -> str:
-        """What was printed since the last reply, for the other side."""
+        """The text that was printed since the last reply, for the other side."""
         return ""
 
     def keep(self, value: Any) -> int:
@@ -138,7 +138,7 @@ class Peer:
         return self._kept[number]
 
     def refer(self, value: Any, writer: Writer) -> Any:
-        """What is written for a thing that is no plain data."""
+        """The reference that is written for a thing that is no plain data."""
         far = value.__dict__.get("_far") if isinstance(value, BaseException | type) else self.number_of(value)
         if far is not None:
             return ["y", far]
@@ -150,7 +150,7 @@ class Peer:
         return ["T", *named] if named else ["k", self.keep(value), self.facts(value)]
 
     def resolve(self, tag: str, items: list[Any], reader: Reader) -> Any:
-        """What stands here for a thing of the other side."""
+        """The thing here that a reference of the other side stands for."""
         if tag == "y":
             return self.mine(int(items[0]))
         if tag == "e":
@@ -176,15 +176,15 @@ class Peer:
         raise NotImplementedError
 
     def named(self, module: str, name: str) -> Any:
-        """What both sides have by a name."""
+        """The thing that both sides have by a name."""
         raise NotImplementedError
 
     def facts(self, value: Any) -> dict[str, Any]:
-        """What the other side is to know of a thing."""
+        """Facts that the other side is to know of a thing."""
         raise NotImplementedError
 
     def standing(self, number: int, facts: dict[str, Any]) -> Any:
-        """What stands for a thing of the other side."""
+        """Make the stand-in for a thing of the other side."""
         raise NotImplementedError
 
     def _family(self, kind: type) -> list[Any]:
@@ -242,7 +242,7 @@ def _attribute_of_exception(self: Any, name: str) -> Any:
 
 
 def _shared(kind: type) -> bool:
-    """Whether a class is Python's own, or its library's, by the name that it has."""
+    """True if a class is Python's own, or its library's, by the name that it has."""
     module = kind.__module__.partition(".")[0]
     try:
         there = functools.reduce(getattr, kind.__qualname__.split("."), sys.modules[kind.__module__])
@@ -252,7 +252,7 @@ def _shared(kind: type) -> bool:
 
 
 def _shallow(container: Any) -> Any:
-    """What a container holds, to see later whether it still holds the same things."""
+    """Shallow copy of a container's items, to see later whether it still holds the same things."""
     if isinstance(container, dict):
         return [each for pair in container.items() for each in pair]
     if isinstance(container, bytearray):
@@ -267,7 +267,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def awaited(value: Any) -> Any:
-    """What an awaitable comes to, also where a loop runs already, in a thread of its own then."""
+    """Wait for an awaitable and return its result, also where a loop runs already, in a thread of its own then."""
 
     import asyncio  # takes longer to load than most answers take
 
@@ -322,4 +322,4 @@ DEEDS: dict[str, Callable[..., Any]] = {
     "plain": lambda value: next(plain(value) for kind, plain in BASES.items() if isinstance(value, kind)),
     "input": input,
 }  # fmt: skip
-"""What can be asked of a thing besides calling it, getting and setting its attributes."""
+"""Operations that a thing can be asked for besides calling it, getting and setting its attributes."""

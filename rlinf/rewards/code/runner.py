@@ -67,7 +67,7 @@ def _run_case(kind: Any, name: str) -> None:
 
 
 class _Fixtures:
-    """What the arguments of one test are.
+    """The arguments of one test, from fixtures and `parametrize`.
 
     Args:
         scope: of the tests' module.

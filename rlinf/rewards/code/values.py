@@ -62,13 +62,13 @@ SHARED_NAMES = {name: kind for name, kind in vars(builtins).items()
 
 
 class Things(Protocol):
-    """What is no plain data, and stays on its side."""
+    """A side's handling of things that are no plain data, and stay where they are."""
 
     def refer(self, value: Any, writer: Writer) -> Any:
-        """What is written for a thing."""
+        """The reference that is written for a thing."""
 
     def resolve(self, tag: str, items: list[Any], reader: Reader) -> Any:
-        """What stands here for a thing of the other side."""
+        """The thing here that a reference of the other side stands for."""
 
 
 class Writer:
@@ -114,7 +114,7 @@ class Writer:
         return self._peer.refer(value, self)
 
     def content(self, value: Any) -> list[Any]:
-        """What is in a container that can be changed."""
+        """The items of a container that can be changed, written."""
         if isinstance(value, _MAPPINGS):
             made = [self.write(getattr(value, "default_factory", None))] if type(value) is _MUTABLE["D"] else []
             return [*made, *([self.write(key), self.write(item)] for key, item in value.items())]

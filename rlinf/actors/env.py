@@ -94,9 +94,9 @@ class EnvActor(Actor):
 
     @endpoint
     async def shapes(self) -> dict[str, Any]:
-        """What a policy must fit: `shapes` of a row of each observed array by name, `action_size`; `choices` of
-        each of its numbers (None where they are real), and their `bounds` (least and greatest, in the simulator's
-        units); and `max_steps` of an episode (None for no limit)."""
+        """The shapes and limits that a policy must fit: `shapes` of a row of each observed array by name,
+        `action_size`; `choices` of each of its numbers (None where they are real), and their `bounds` (least and
+        greatest, in the simulator's units); and `max_steps` of an episode (None for no limit)."""
         pool = self._pool
         bounds = pool.action_spec.low.tolist(), pool.action_spec.high.tolist()
         return {
@@ -121,7 +121,7 @@ class EnvActor(Actor):
 
     @endpoint(device=True)
     async def observe(self, number: int, epoch: int) -> EnvOutput:
-        """What a slice shows where it stands; new episodes of that epoch, if it has none yet.
+        """Return what a slice shows where it stands; start new episodes of that epoch, if it has none yet.
 
         Args:
             number: of the slice.

@@ -77,7 +77,7 @@ class RememberingTrainer(PolicyTrainer):
         return await self.compute_spmd(self._catch_up)
 
     def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """What `train` does: both."""
+        """The work of `train`: remember the trajectories, then take the optimizer steps that are due."""
         return {**self._remember(trajectories), **self._catch_up()}
 
     def _remember(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -126,7 +126,7 @@ class RememberingTrainer(PolicyTrainer):
 
 
 LEARNERS: Mapping[str, Any] = {"sac": SacLearner, "crossq": CrossQLearner, "iql": IqlLearner}
-"""Who takes the optimizer steps of each algorithm."""
+"""The class that takes the optimizer steps of each algorithm."""
 
 
 class SacTrainer(RememberingTrainer):

@@ -72,7 +72,7 @@ Key = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class _History:
-    """What happened in a slice since its trajectory began."""
+    """Everything that happened in a slice since its trajectory began."""
 
     acts: list[Act] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -133,7 +133,7 @@ class PolicyActor(ModelActor, Receiver):
 
     @endpoint(device=True)
     async def trajectory(self, key: Key, output: EnvOutput) -> Trajectory:
-        """What happened in a slice since the last call.
+        """Return the trajectory of a slice since the last call.
 
         Args:
             key: which slice.
@@ -206,7 +206,7 @@ class PolicyActor(ModelActor, Receiver):
         return actions if act.memory is None else Decision(actions, act.memory.cpu())
 
     def _decided(self, observation: Mapping[str, Tensor], output: EnvOutput, greedy: bool, keep: bool) -> Act:
-        """What the policy does about an observation that is on its device."""
+        """Decide on actions for an observation that is on the policy's device."""
         return self._policy.act(observation, instructions=output.instructions, generator=output.seeds, greedy=greedy)
 
     def _record(self, key: Key, chunk: Chunk) -> None:
@@ -300,7 +300,8 @@ def _on_host(act: Act) -> Act:
 
 
 def _first_successes(episodes: tuple[Episode, ...], first: int, count: int) -> Tensor | None:
-    """Whether the first episode that ended in each environment was solved, bool [N]; one that did not end was not."""
+    """For each environment, True if the first episode that ended in it was solved, bool [N]; one that did not end was
+    not. None if an environment does not say."""
     if any(episode.success_once is None for episode in episodes):
         return None
     firsts = {episode.env - first: bool(episode.success_once) for episode in reversed(episodes)}

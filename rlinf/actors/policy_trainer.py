@@ -50,7 +50,7 @@ POLICY = "policy"
 """Directory of a checkpoint with the policy for everybody else."""
 
 _PICKED_BYTES = 1 << 26
-"""Of a batch's rows that are picked at once for some of an epoch's steps."""
+"""Bytes of a batch's rows that are picked at once for some of an epoch's steps."""
 
 
 class PolicyTrainer(BaseTrainer):
@@ -61,7 +61,7 @@ class PolicyTrainer(BaseTrainer):
     """`Weights.origin` of what is published."""
     _how = Preparation()
     _told = False
-    """Whether those who act have weights of all parameters."""
+    """True once those who act have weights of all parameters."""
     _batches = 0
     """Batches that were learned from."""
     _scale: RewardScale | None = None
@@ -212,8 +212,8 @@ class PolicyTrainer(BaseTrainer):
         return {**whole, **last}, len(parts), stopped
 
     def _minibatches(self, batch: TrajectoryBatch) -> Iterator[TrajectoryBatch]:
-        """What each optimizer step learns from, on all ranks; rows are picked for as many steps at once as memory
-        allows, since each pick costs as much as a small layer."""
+        """Yield the rows that each optimizer step learns from, on all ranks; rows are picked for as many steps at once
+        as memory allows, since each pick costs as much as a small layer."""
         size = max(1, self._minibatch // self.policy.sequence)
         at_once = size * max(1, _PICKED_BYTES * len(batch) // (size * batch.nbytes))
         for epoch in range(self._epochs):
@@ -242,7 +242,7 @@ class PolicyTrainer(BaseTrainer):
         return minibatch.sequences[:, 0] % self.world_size
 
     def _check_critic(self, has_critic: bool, group_size: int) -> None:
-        """Whether the algorithm can do with the policy and the environments; raises ValueError if not."""
+        """Check that the algorithm can do with the policy and the environments; raises ValueError if not."""
         check(self._spec, has_critic=has_critic, group_size=group_size, sequence=self.policy.sequence)
 
     @endpoint(device=True, joint=True)

@@ -349,7 +349,7 @@ class PartialGroup:
     """The answers to one prompt, until all have ended; `generate` continues it in place of a prompt."""
 
     prompt: Prompt
-    """What is answered."""
+    """The prompt that is answered."""
     done: dict[int, Completion] = field(default_factory=dict)
     """The finished answers, by index."""
     left: dict[int, Request] = field(default_factory=dict)
@@ -535,7 +535,8 @@ class GenerateCall:
 
 
 def one_by_one(prompts: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
-    """The same, of a stream nothing ahead: what one rank takes before it has rows for it, no other can begin with."""
+    """Iterate prompts, taking nothing ahead from a stream: what one rank takes before it has rows for it, no other can
+    begin with."""
     return Consumer(prompts, prefetch=False) if isinstance(prompts, Stream) else each(prompts)
 
 

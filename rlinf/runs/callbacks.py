@@ -1,4 +1,4 @@
-"""Observers of a run: what records it, warns of it and shows it, and the user's callbacks, which may also end it.
+"""Observers of a run, which record it, warn of it and show it, and the user's callbacks, which may also end it.
 
 In: a run under way. Out: calls of `Observer`'s methods, one after the other. A user's callback is an object with any of
 the methods of `EVENTS`, or a function, which is called after each step; plain or async, it gets the arguments that it

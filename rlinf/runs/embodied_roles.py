@@ -1,4 +1,4 @@
-"""The roles of a run that acts: simulators, the policy that fits them, who trains it.
+"""Builds the roles of a run of a policy that acts: simulators, the policy that fits them, and its trainer.
 
 In: an `EmbodiedConfig`. Out: running roles.
 """

@@ -1,4 +1,4 @@
-"""The training loop: what surrounds the steps of every run, whether it learns from text or by acting.
+"""The training loop: everything around the steps of a run, whether it learns from text or by acting.
 
 In: a checked configuration, the code that it names, and where to go on from if the run was begun before. Out: the run
 directory and a few printed lines. The loop has a `Workload`, which is one kind of run: its roles, what a step is given,

@@ -1,12 +1,11 @@
-"""Decides where the roles of a running job are, and moves them when another placement would be faster.
+"""Moves the roles of a running job to a faster placement, and predicts which change of a run's keys would help.
 
 In: the seconds of every step. Out: roles that have moved, lines for whoever watches, `profile.json` and `plan.yaml` in
-the run's directory. Who wakes whom: nobody; the run waits while roles move.
+the run's directory. Nobody is woken; the run waits while roles move.
 
-Which change of a run's keys would help against what its steps wait for, and by how many seconds of a step.
-
-In: a cause that was measured, the run's configuration, and what its steps cost so far. Out: a sentence's second half.
-Where the planner knows (which devices, how much staleness), it is asked, at most as long as a hundredth of the run.
+`Changes` takes a cause of waiting that was measured, the run's configuration and what its steps cost so far, and
+returns the clause that says what to change and how many seconds of a step that saves. Where the planner knows (which
+devices, how much staleness), it is asked, at most as long as a hundredth of the run.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ AHEAD = {
     "rlinf.flows.ppo": "rlinf.flows.ppo_async",
     "rlinf.flows.agentic": "rlinf.flows.agentic.agentic_async",
 }
-"""Of our synchronous flows, those that begin work early."""
+"""Asynchronous flow that begins work early, for each of our synchronous flows that has one."""
 LEAST = 0.05
 """Seconds of a step; what costs less is not worth another key."""
 MANY_FAILED = 0.1
 """Share of answers without a reward, above which it is to be seen first why: more workers would fail as often."""
 SHARE = 0.01
-"""Of the run's time that planning may take."""
+"""Share of the run's time that planning may take."""
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-"""Of this machine, as of those that have the environments, as far as is known."""
+"""Cores of this machine, which stand for those of the machines that have the environments."""
 _WARM = 3
 """Steps before the planner is asked: the first costs more than it will."""
 
@@ -84,7 +83,7 @@ class Changes:
         self._plans: tuple[Change | None, Change | None] = (None, None)
 
     def change(self, cause: Cause, step: float) -> Change | None:
-        """What would help against a cause; None where nothing is known.
+        """Return the change of a key that would help against a cause; None where nothing is known.
 
         Args:
             cause: of a step.
@@ -250,9 +249,9 @@ class PlacementManager:
 
 
 def _explored(kinds: Sequence[RoleKind], fleet: Fleet) -> list[Plan]:
-    """What to measure besides all roles on all devices: roles on devices of their own, if there are enough. Of several
-    kinds of device, each role on each: as many placements as kinds, where generation has one and the others the next.
-    """
+    """Return the placements to measure besides all roles on all devices: roles on devices of their own, if there are
+    enough. Of several kinds of device, each role on each: as many placements as kinds, where generation has one and the
+    others the next."""
     names, devices = [kind.name for kind in kinds if kind.on_devices], len(fleet.kinds)
     alike = [fleet.of_kind(kind) for kind in fleet.counts]
     if len(alike) > 1:

@@ -1,4 +1,4 @@
-"""Plans of runs: what a configuration names is imported, and everything is checked that only importing can show.
+"""Makes the `RunPlan` of a configuration: imports what it names, and checks everything that only importing can show.
 
 In: a configuration that is right by itself. Out: a `RunPlan`, with the flow, the algorithm, the rewards and where roles
 run; or one `ConfigError` with every mistake. No process or device is touched. Each kind of run has its builder:

@@ -1,4 +1,4 @@
-"""Demonstrations from a configuration: its policy, or a script, acts in its environments, and whole episodes are kept.
+"""Records demonstrations: a configuration's policy, or a script, acts in its environments, and whole episodes are kept.
 
 In: an `EmbodiedConfig`, and who acts. Out: a data set in any format, complete as soon as it can be seen.
 """

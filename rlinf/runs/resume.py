@@ -1,4 +1,4 @@
-"""Ends of runs before their last step, and going on from a checkpoint afterwards.
+"""Early ends of runs, and resuming from a checkpoint.
 
 In: a run's directory, and how it was started. Out: what to type to go on; of each key that was changed since the
 checkpoint, whether it is applied, ignored or refused: a checkpoint brings weights, the optimizer's state and the

@@ -1,22 +1,11 @@
-"""Turns what user-named things raise into problems of a configuration: `key = value: reason`.
+"""Roles of a run: those that every run has, those that a configuration names, teachers, and the agent.
 
-In: any exception of foreign code, libraries' or the user's own. Out: a `Problem` on one line.
-
-The agent that a configuration names, what its model can read, and what the session knows in which it works.
-
-In: a configuration and its flow. Out: `async def agent(task, llm)` with its arguments bound, and mistakes by key.
-
-The roles of a run: started on their hosts, saved into a checkpoint, restored from one.
-
-In: the class and the settings of each role, and where each runs. Out: a handle per role, under the name by which a flow
-takes it. Who wakes whom: nobody; the run waits.
-
-Roles that a configuration names: the user's own, and several teachers; and what is wrong with either.
-
-In: a configuration and a flow. Out: kinds for the placement, roles to start, and mistakes by key. The classes that are
-named are imported here.
-
-What a run's rollout and its agents have begun, as its work in flight asks for it.
+In: a configuration and its flow; the class and the settings of each role, and where each runs. Out: a handle per role,
+under the name by which a flow takes it, started on its hosts, saved into a checkpoint or restored from one; kinds for
+the placement; `async def agent(task, llm)` with its arguments bound, and what the session knows in which it works.
+Classes that are named are imported here. Whatever code that users name raises becomes a `Problem` on one line,
+`key = value: reason`. Work in flight asks here for what a run's rollout and its agents have begun. Nobody is woken; the
+run waits.
 """
 
 from __future__ import annotations
@@ -61,7 +50,7 @@ from rlinf.runtime.system.system import ActorSystem
 
 _OURS = str(Path(__file__).parents[1])
 RAISED = (Exception, SystemExit)
-"""What code that a user named may raise: anything, and `sys.exit` too."""
+"""Exceptions that code named by a user may raise: anything, and `sys.exit` too."""
 _LONGEST = 300
 """Characters of a reason: enough for a sentence of transformers, less than a printed tensor or configuration."""
 
@@ -92,8 +81,8 @@ def problem(key: str, value: Any, error: BaseException, doing: str = "") -> Prob
 
 
 def reason(error: BaseException) -> str:
-    """What an exception says, on one line: with its type where the text alone says little, and with the place in the
-    user's own code that raised it, if there is one."""
+    """Format an exception on one line: with its type where the text alone says little, and with the place in the user's
+    own code that raised it, if there is one."""
     while error.__cause__ is not None and type(error).__module__.startswith("huggingface_hub"):
         error = error.__cause__  # whose text says the same without a wrapper's heading
     text = " ".join(str(error).split())
@@ -129,7 +118,7 @@ def _is_format(path: str) -> bool:
 
 
 def configured_agent(config: RunConfig, flow: Any, passed: Agent | None = None) -> tuple[Agent | None, list[Mistake]]:
-    """What works on a task.
+    """Return the agent that works on tasks, if there is one, and the mistakes in how it is configured.
 
     Args:
         config: right by itself.
@@ -281,7 +270,7 @@ def running_of(
     agent: Agent | None,
     **more: Any,
 ) -> Running:
-    """What a session on a run's roles has to know.
+    """Gather the state of a run that a session on its roles needs.
 
     Args:
         config: of the run.
@@ -478,7 +467,7 @@ def own_roles(config: RunConfig) -> dict[str, Role]:
 def mistakes_in_flow(
     flow: Any, roles: Sequence[str], needed: Sequence[str] = (), optional: Sequence[str] = ()
 ) -> Iterator[str]:
-    """What is wrong with a flow's parameters.
+    """Yield mistakes in a flow's parameters.
 
     Args:
         flow: one step.
@@ -595,7 +584,7 @@ class RolloutKeeper:
         self._rollout, self._session = rollout, session
 
     async def version(self) -> int:
-        """Of the weights in use, the oldest of all ranks."""
+        """Return the version of the weights in use, the oldest of all ranks."""
         return min(await self._rollout().version())
 
     async def partials(self) -> dict[int, Any]:
@@ -626,7 +615,7 @@ class RolloutKeeper:
         await self._rollout().split()
 
     def rest(self, partial: tuple[Any, ...], samples: Collection[int]) -> tuple[Any, ...]:
-        """What was begun of one prompt, without these answers; nothing of a group that has no others."""
+        """Return the begun work of one prompt without these answers; none of a group that has no others."""
         groups = [
             replace(group, done={index: one for index, one in group.done.items() if index not in samples})
             for group in partial

@@ -1,14 +1,8 @@
-"""The sets of environments that trials are played in, as a configuration names them.
+"""Reads and checks a configuration: `load_config(path, overrides)` gives a `RunConfig`, or one error with all mistakes.
 
-In: `trials` of a configuration. Out: suites by name, or what is wrong with them.
-
-Keys of runs that learn from a replay buffer, an expert or demonstrations: who reads which, what may not be together.
-
-In: an `EmbodiedConfig`. Out: mistakes, by key. Nothing heavy is imported: checking a configuration is quick.
-
-Reads a configuration: `load_config(path, overrides)` gives a `RunConfig`, or one error with every mistake in it.
-
-The keys themselves are in `text.py`. Here is what types and limits of single keys cannot say.
+The keys themselves are in `text.py`. Here is what types and limits of single keys cannot say: the suites of
+environments that `trials` names, and which keys runs read that learn from a replay buffer, an expert or demonstrations,
+and which may not be together. Mistakes are listed by key. Nothing heavy is imported: checking a configuration is quick.
 """
 
 from __future__ import annotations
@@ -53,7 +47,7 @@ class Suite:
     episodes: int
     """How many."""
     options: dict[str, Any]
-    """Of its simulators."""
+    """Options of its simulators."""
     max_steps: int | None
     """Steps after which an episode is cut off; None for the simulator's own limit."""
 
@@ -138,7 +132,7 @@ def policy_settings(config: EmbodiedConfig) -> dict[str, Any]:
 
 
 def off_policy_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
-    """What is wrong with the keys of `off_policy` and `dagger`, by key."""
+    """Yield mistakes in the keys of `off_policy` and `dagger`, as (key, advice)."""
     name, settings = config.algorithm.name, config.off_policy
     yield from _unread(config)
     normed = policy_settings(config).get("batch_norm")
@@ -202,7 +196,7 @@ def _dagger_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
 
 
 def imitation_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
-    """What is wrong with the keys of `imitation`, by key."""
+    """Yield mistakes in the keys of `imitation`, as (key, advice)."""
     settings, alone = config.imitation, config.algorithm.name == IMITATION
     if settings.mixture and settings.path is not None:
         yield "imitation.path", "it is one data set or several: name all of them in imitation.mixture, or remove that"
@@ -376,7 +370,7 @@ def _reward_model_mistakes(reward: RewardConfig, model: RewardModelConfig) -> It
 
 
 def _named_mistakes(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What is wrong with entries of `roles` and `teachers`."""
+    """Yield mistakes in entries of `roles` and `teachers`, as (key, advice)."""
     taken = {kind.name for kind in TEXT} | {"step", *(f"teacher_{name}" for name in config.teachers)}
     for name, entry in config.roles.items():
         key = f"roles.{name}"
@@ -455,7 +449,7 @@ def load_any(
 
 
 def is_embodied(path: str | Path | None) -> bool:
-    """Whether a file is a configuration of this kind; one that cannot be read is not."""
+    """True if a file is a configuration of a policy that acts; False if it cannot be read."""
     if path is None:
         return False
     try:
@@ -535,7 +529,7 @@ def _trials_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
 
 
 def _experts_mistakes(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What is asked of experts, where it is known that there are none or that nobody tells of them."""
+    """Yield keys that ask for experts where the model has none, or where nothing reports their routes."""
     made, key = config.model.config, "trainer.router_replay"
     asked = [key] if config.trainer.router_replay is True else []
     asked += ["algorithm.router_aux_loss"] if config.algorithm.router_aux_loss else []

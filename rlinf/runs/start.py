@@ -1,4 +1,4 @@
-"""Starts a checked configuration in this process, one of those that torchrun started or the only one.
+"""Starts a checked configuration in this process, which is one of torchrun's or the only one.
 
 In: a configuration, and where to go on from. Out: the run's directory, and errors that are shown as they are: what is
 not a bug ends the job with one message. The runtime finds lost and stuck processes. Imports torch only once something
@@ -184,7 +184,7 @@ def loop_of(
 
 
 async def _serve_only(system: ActorSystem) -> None:
-    """What ranks other than 0 would run: nothing, they serve the actors that rank 0 starts there."""
+    """Main function of ranks other than 0. It does nothing: they serve the actors that rank 0 starts there."""
 
 
 def checkpoint_to_resume(resume: str, path: Path) -> Checkpoint | None:
@@ -241,7 +241,8 @@ def open_run_directory(
 
 
 def _changed(config: RunConfig | EmbodiedConfig, begun: Checkpoint, text: str) -> list[str]:
-    """What was changed since a checkpoint, and what becomes of it, in lines.
+    """List in lines the keys that were changed since a checkpoint, and whether each change is applied, ignored or
+    refused.
 
     Raises:
         InputError: something that a checkpoint cannot be gone on from with.

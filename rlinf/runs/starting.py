@@ -1,4 +1,4 @@
-"""Signals to a process that is for one run alone, in the moments before that run listens itself and after its end.
+"""Handles signals to a process that is for one run alone, before that run listens itself and after its end.
 
 In: signals. Out: the exit code and the line that docs/checkpoints.md promises. It imports next to nothing, so that it
 is there before all that takes seconds.

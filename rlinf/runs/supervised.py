@@ -1,4 +1,4 @@
-"""Runs on given texts: a language model learns from conversations, or from preference pairs.
+"""Supervised runs on given texts: a language model learns from conversations, or from preference pairs.
 
 In: a `RunConfig` with `algorithm: sft`, `dpo` or `reward_model`, and the code that it names. Out: the run, by the
 training loop: batches in an order drawn from the seed, the loss on held-out rows, checkpoints.

@@ -1,6 +1,6 @@
-"""The roles of a run on text, ready to be started: from the keys of a configuration to the arguments of each `setup`.
+"""Builds the roles of a run on text: from the keys of a configuration to the arguments of each `setup`.
 
-In: a configuration, its data and the code that it names. Out: a `Role` per name.
+In: a configuration, its data and the code that it names. Out: a `Role` per name, ready to be started.
 """
 
 from __future__ import annotations

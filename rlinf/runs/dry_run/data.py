@@ -1,4 +1,4 @@
-"""Opens the data of a run as the run will, and makes its first prompts: columns, templates, chats, rewards, lengths.
+"""Dry run of a run's data: opens it, makes its first prompts, and checks columns, templates, chats, rewards, lengths.
 
 In: a configuration that is prepared. Out: what was found, in lines; or one error that names what cannot be used.
 """
@@ -29,13 +29,13 @@ from rlinf.runs.text_roles import check_reward, scores_alone
 _LOOKED_AT = 32
 """Prompts that are made: enough to meet each kind of row, soon enough for data of any size."""
 _SCORED = 4
-"""Of those, whose own answers the reward is tried on."""
+"""Number of the first prompts whose own answers the reward is tried on."""
 _SHOWN = 80
 """Characters of the first prompt."""
 
 
 def look_at_data(config: RunConfig, prepared: RunPlan) -> list[str]:
-    """What a run will read, in lines.
+    """Describe the data that a run will read, in lines.
 
     Args:
         config: of a run on text.
@@ -81,7 +81,7 @@ def _warnings(stream: Counted) -> list[str]:
 
 
 def _try_own_reward(config: RunConfig, prepared: RunPlan, prompts: Sequence[Prompt]) -> list[str]:
-    """What the run's own reward function says, if it has one; see `_try_reward`."""
+    """Try the run's own reward function, if it has one; see `_try_reward`."""
     passed = prepared.objects.reward
     if scores_alone(config, passed):
         return []
@@ -93,7 +93,7 @@ def _try_own_reward(config: RunConfig, prepared: RunPlan, prompts: Sequence[Prom
 def _try_reward(
     key: str, value: Any, source: RewardSource, settings: RewardConfig, prompts: Sequence[Prompt]
 ) -> list[str]:
-    """What a reward says of the first prompts' own answers, in a line.
+    """Score the first prompts' own answers with a reward, and describe the result in a line.
 
     Args:
         key, value: where the configuration names it.
@@ -118,7 +118,7 @@ def _try_reward(
 
 
 def _look_at_conversations(config: RunConfig, prepared: RunPlan) -> list[str]:
-    """The same of a run that learns from given texts."""
+    """Describe the data of a run that learns from given texts, in lines; see `look_at_data`."""
     with naming("data.train", config.data.train, "opening it"):
         data = conversations_of(config, prepared.objects)
     with naming("data", config.data.train or config.task.name, "making the first texts of it"):

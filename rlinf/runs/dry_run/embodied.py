@@ -1,11 +1,9 @@
-"""Tries out what a configuration of a policy that acts names: simulator, policy, saved files, sizes.
+"""Dry-run checks of a configuration of a policy that acts: simulator, policy, saved files, demonstrations, sizes.
 
-In: a configuration that is right by itself. Out: what is wrong, by key. No simulator is made and no process is started:
-options are held to the signature of the simulator's class, and the policy is built on the meta device, without memory.
-
-What a configuration says of demonstrations: data sets to open, and what they show.
-
-In: the section `imitation`. Out: a `Shown`, the shapes of what it shows, and its statistics as a policy takes them.
+In: a configuration that is right by itself. Out: what is wrong, by key; of the section `imitation`, a `Shown`, the
+shapes of what demonstrations show, and its statistics as a policy takes them. No simulator is made and no process is
+started: options are held to the signature of the simulator's class, and the policy is built on the meta device, without
+memory.
 """
 
 from __future__ import annotations
@@ -62,7 +60,8 @@ def shown_of(settings: ImitationConfig) -> Shown | None:
 
 
 def shapes_of(settings: ImitationConfig) -> dict[str, Any]:
-    """What a policy must fit that learns from demonstrations without a simulator; as `EnvActor.shapes` has it.
+    """Return the shapes that a policy must fit which learns from demonstrations without a simulator, as
+    `EnvActor.shapes` has them.
 
     Raises:
         ValueError: they are broken, or none are named.
@@ -111,7 +110,7 @@ def measured(settings: ImitationConfig, seed: int, policy: Mapping[str, Any], pa
 
 
 def unmeasured(kind: type[Policy], name: str, path: str | None) -> dict[str, Any]:
-    """What `measured` gives, of a robot with one number that is always 0.
+    """Return stand-ins for the statistics of `measured`, of a robot with one number that is always 0.
 
     Raises:
         ValueError: such a policy keeps no statistics, or that of the directory keeps those that it has.
@@ -141,7 +140,7 @@ def _features(part: Part, robot: RobotActions, chunk: int) -> Iterator[tuple[str
 
 
 def _bounds(parts: Sequence[Part]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """What is -1 and 1 in the robot's units, where all data sets agree."""
+    """Return the bounds in the robot's units that stand for -1 and 1, where all data sets agree; else None."""
     found = {
         None if part.low is None or part.high is None else (tuple(part.low.tolist()), tuple(part.high.tolist()))
         for part in parts
@@ -158,7 +157,7 @@ _MOST_WORKERS = 4096
 
 
 def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
-    """What a run of this configuration could not use.
+    """Yield the problems that would keep a run of this configuration from working.
 
     Args:
         config: of the run.
@@ -189,7 +188,7 @@ def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
 
 
 def _demonstration_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
-    """What is wrong with demonstrations, as far as their index and their first episode show."""
+    """Yield problems of demonstrations, as far as their index and their first episode show."""
     wanted: list[tuple[str, Mapping[str, Any], bool]] = []
     if (shown := shown_of(config.imitation)) is not None:
         key = "imitation.mixture.{}" if config.imitation.mixture else "imitation.path"
@@ -209,7 +208,7 @@ def _demonstration_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
 
 
 def _function_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
-    """What is wrong with the functions that `env.reward` and `env.success` name."""
+    """Yield problems of the functions that `env.reward` and `env.success` name."""
     for key, path, arguments in (
         ("env.reward", config.env.reward, config.env.reward_args),
         ("env.success", config.env.success, {}),
@@ -226,7 +225,7 @@ def _function_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
 
 
 def horizon_mistake(config: EmbodiedConfig, limit: int | None, chunk: int) -> str | None:
-    """What is wrong with a step of the flow in which no episode can end, though the next one begins others.
+    """Return advice if no episode can end in a step of the flow, though the next step begins others; else None.
 
     Args:
         config: of the run.
@@ -262,8 +261,8 @@ def horizon_warning(config: EmbodiedConfig, limit: int | None, chunk: int) -> st
 
 
 def expected_horizon_warning(config: EmbodiedConfig) -> str | None:
-    """The same before a simulator is made, where its configuration or Gymnasium's registry says how long episodes last;
-    None where neither does."""
+    """Return `horizon_mistake`'s advice before a simulator is made, where its configuration or Gymnasium's registry
+    says how long episodes last; None where neither does."""
     if config.algorithm.name == IMITATION:  # whose steps act nowhere
         return None
     limit, id = config.env.max_steps, config.env.options.get("id")
@@ -358,7 +357,7 @@ def _policy(config: EmbodiedConfig, numbers: int = 1) -> Policy | Problem:
 
 
 def without_path(config: EmbodiedConfig) -> Problem | None:
-    """What is wrong with starting a run whose policy acts only where it was read from a directory, and names none.
+    """Return the problem of a run whose policy acts only where it was read from a directory, and names none; else None.
 
     Without weights such a configuration can be checked all the same, so that `--dry-run` merely warns of it.
 
@@ -417,7 +416,7 @@ def check_memory(config: EmbodiedConfig, placed: Placed) -> None:
 
 
 def _too_large(config: EmbodiedConfig, policy: Policy, placed: Placed | None) -> Iterator[Problem]:
-    """What is wrong with how the policy is to learn, or too large."""
+    """Yield problems of how the policy is to learn, and of its size."""
     given = preparation_of(config)
     targets, ranks = config.algorithm.name in WITH_TARGETS, 1 if placed is None else len(placed.seats["trainer"].hosts)
     how = Preparation(**given)
@@ -443,7 +442,7 @@ def _smallest(given: Mapping[str, Any], numbers: int) -> dict[str, Any]:
 
 
 def _memory_mistakes(config: EmbodiedConfig, policy: Policy) -> Iterator[Problem]:
-    """What does not go with a policy that remembers."""
+    """Yield settings that do not go with a policy that has a memory."""
     if config.policy.horizon % policy.sequence:
         advice = (
             f"it must be a multiple of policy.settings.sequence={policy.sequence}, the decisions learned from in a row"
@@ -484,7 +483,7 @@ def _too_many(settings: Mapping[str, Any], prefix: str = "") -> tuple[str, Any] 
 
 
 def _saved_mistakes(path: str, kind: str | None) -> Iterator[Problem]:
-    """What is wrong with a saved policy: its own configuration, or weights that are not of it."""
+    """Yield problems of a saved policy: its own configuration, or weights that are not of it."""
     directory = Path(path).expanduser()
     try:
         if kind is not None and policy_class({"type": kind}).published:
@@ -510,7 +509,7 @@ def _saved_mistakes(path: str, kind: str | None) -> Iterator[Problem]:
 
 
 def _oversized(config: EmbodiedConfig, chunk: int) -> Iterator[Problem]:
-    """What no machine has memory for, however little the simulator shows."""
+    """Yield settings for which no machine has enough memory, however little the simulator shows."""
     env, policy = config.env, config.policy
     if env.workers > _MOST_WORKERS:
         yield Problem("configuration", "env.workers", env.workers, f"no machine runs more than {_MOST_WORKERS:,}")

@@ -1,19 +1,14 @@
-"""Seconds of each role on so many devices, from a model's shape and its devices' figures: of clusters one has not.
+"""Estimates the seconds of a step that was never run, from the model's shape and its devices' figures.
 
-In: how much a step has to generate and learn, a model's shape, a kind of device. Out: seconds, and when answers leave.
-Nothing is measured here. Which share of its figures a card reaches is taken from published runs on H100s (RLinf,
-arXiv 2509.15965), for decoding, for learning, and for learning with experts; another model, engine or card may reach
-more or less. So is how unlike each other the lengths of answers are; how long they are, a configuration may say.
+Of text: how much a step has to generate and learn, a model's shape and a kind of device give the seconds of each role
+on so many devices, and when answers leave. Nothing is measured here. Which share of its figures a card reaches is taken
+from published runs on H100s (RLinf, arXiv 2509.15965), for decoding, for learning, and for learning with experts;
+another model, engine or card may reach more or less. So is how unlike each other the lengths of answers are; how long
+they are, a configuration may say. The real flow is rehearsed with these seconds in virtual time, where roles are placed
+and in the best plan of each mode. Out: lines for `--dry-run`.
 
-The seconds of a step that nobody has run: where roles are placed, and in the best plan of each mode.
-
-In: a configuration, its model's config, where its roles are, the figures of their devices. Out: lines for `--dry-run`.
-Roles take what `seconds` says; the real flow is rehearsed with them in virtual time. Nothing of it is measured.
-
-Seconds of a step in which a policy acts and learns, from its size and its devices' figures: nobody has run it here.
-
-In: a policy on the meta device, its configuration, where its roles are. Out: what simulating, deciding and learning
-take, and a line for `--dry-run`. Deciding and learning follow from products and bytes; simulating is as fast as
+Of a policy that acts: the policy on the meta device, its configuration and where its roles are give what simulating,
+deciding and learning take. Deciding and learning follow from products and bytes; simulating is as fast as
 `env.expected_steps_per_second` says, since nothing of it follows from a configuration.
 """
 
@@ -44,13 +39,14 @@ from rlinf.runs.dry_run.footprint import GB, Footprint, footprints
 from rlinf.runs.dry_run.transformer import Shape, engine_split
 
 BANDWIDTH_SHARE = 0.67
-"""Of a card's memory bandwidth while decoding: 591, 367 and 236 s on 64, 128 and 256 GPUs, 7B split over two (figure
-9)."""
+"""Share of a card's memory bandwidth that decoding reaches: 591, 367 and 236 s on 64, 128 and 256 GPUs, 7B split over
+two (figure 9)."""
 DENSE_SHARE = 0.4
-"""Of a card's products while learning and scoring: 367.7 s and 102.3 s on 64 GPUs, 7B (figure 9), if layers are
-computed again for the gradient."""
+"""Share of a card's products that learning and scoring reach: 367.7 s and 102.3 s on 64 GPUs, 7B (figure 9), if layers
+are computed again for the gradient."""
 EXPERTS_SHARE = 0.082
-"""The same of a mixture of experts: 8,416 GPU seconds for 14.3 million tokens, Qwen3-30B-A3B (figure 13)."""
+"""Share of a card's products that a mixture of experts reaches: 8,416 GPU seconds for 14.3 million tokens,
+Qwen3-30B-A3B (figure 13)."""
 SPREAD = 0.53
 """Standard deviation of the logarithms of lengths, which are normal until the cap cuts them: so that of answers with
 0.53 of the cap on average 8.8 % are cut off, as in figure 9's runs (77 % of the groups of 16 have one that is)."""
@@ -58,12 +54,12 @@ USUAL = 0.53
 """Tokens of an answer as a share of the cap, on average, where nobody says more: 15,300 of 28,672 (figure 9)."""
 _NORMAL = NormalDist()
 _HALVINGS = 60
-"""Of an interval that holds a median; the last ones change no bit."""
+"""Bisections of an interval that holds a median; the last ones change no bit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one step has to do."""
+    """Amount of work of one step: answers, their lengths, and rows of an engine."""
 
     answers: int
     """That are generated and learned from."""
@@ -88,7 +84,7 @@ class Work:
 
     @property
     def tokens(self) -> float:
-        """Of all prompts and answers."""
+        """Total tokens of all prompts and answers."""
         return float(self.lengths().sum()) + self.answers * self.prompt
 
     @property
@@ -208,7 +204,8 @@ class Unknown(ValueError):
 def workload_of(
     config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str] = (), *, recomputes: bool = False
 ) -> tuple[Workload, Work]:
-    """What each role of a run takes of each kind of device, on as many as it has and on other numbers of them.
+    """Estimate the seconds of each role of a run on each kind of device, on as many as it has and on other numbers of
+    them.
 
     Args:
         config: of the run, with values in place of what is left to devices.
@@ -260,7 +257,7 @@ def workload_of(
 
 
 def work_of(config: RunConfig) -> Work:
-    """What a step of a run has to do, as far as its configuration says."""
+    """Return the work of a step of a run, as far as its configuration says."""
     rollout, group = config.rollout, config.algorithm.group_size
     prompt = min(config.data.max_prompt_tokens or _PROMPT, _PROMPT)
     rows, cap = rollout.max_rows, rollout.max_new_tokens
@@ -383,13 +380,14 @@ class Acted:
 
     @property
     def seconds(self) -> float:
-        """Of the step, without simulating where that is not known."""
+        """Seconds of the step, without simulating where that is not known."""
         simulates = self.simulates or 0.0
         return self.learns + (max(simulates, self.decides) if self.beside else simulates + self.decides)
 
 
 def acted(config: EmbodiedConfig, policy: Policy, placed: Placed, hardware: Hardware) -> Acted | None:
-    """What a step takes; None where it is not known how many tokens a decision has, or how fast a device is.
+    """Estimate the seconds of a step; None where it is not known how many tokens a decision has, or how fast a device
+    is.
 
     A decision reads its tokens through all parameters, 2 products each, and then draws tokens one by one, each of which
     reads all weights once. Learning takes twice as many products again for a gradient, of adapters alone half of that,

@@ -1,7 +1,8 @@
-"""Will it fit? Bytes that each role takes on a device, from the model's shape alone.
+"""Memory that a run takes of its devices, and whether it fits: bytes of each role, from the model's shape alone.
 
-In: a configuration, the transformers config of its model, and where each role is. Out: a `Footprint` per role, and what
-does not fit, with what would help. No weights are read and no device is touched.
+In: a configuration, the transformers config of its model, and where each role is. Out: a `Footprint` per role, the
+configuration with values in place of what was left to the devices, and problems by key: what does not fit, with what
+would help. No weights are read and no device is touched.
 
 There are two sums. `least_bytes` has only what must be there, so what does not fit by it cannot fit at all: runs are
 refused by it. `active_bytes` has `spare` besides, on CUDA devices: what a step takes at its peak by what torch's
@@ -9,15 +10,9 @@ tracker counts, so that it is a little more than what a run takes. Choices and l
 of CUDA and the workspaces of its libraries, which are of the process and not of a role: they have the part of a GPU
 that roles may not fill (`runs.prepare`).
 
-Does a run fit its devices: their kind, their memory, the model's positions? And what it takes of them.
-
-In: a configuration, the model's, and where its roles are. Out: what roles hold, the configuration with what was left to
-the devices, and problems by key. The bytes are `footprint`'s.
-
-The memory that the roles of a policy take which acts: weights, and what training keeps beside them.
-
-In: a policy on the meta device, and how it is made ready to learn. Out: a `Footprint` per role, and what does not fit.
-Activations are left out, since what a policy keeps of a row is its own affair: what is refused here cannot fit.
+Of a policy that acts, given on the meta device and as it is made ready to learn: weights, and what training keeps
+beside them. Activations are left out, since what a policy keeps of a row is its own affair: what is refused here
+cannot fit.
 """
 
 from __future__ import annotations
@@ -78,18 +73,18 @@ Seats = Mapping[str, Sequence[frozenset[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one process of a role takes on its device, bytes."""
+    """Memory that one process of a role takes on its device, bytes."""
 
     weights: float = 0.0
     """Its share of them, where processes share one model."""
     gradients: float = 0.0
-    """The same."""
+    """Gradients of its share of the weights."""
     optimizer: float = 0.0
     """AdamW's two running means, the same."""
     gathered: float = 0.0
     """While it computes: of a model in slices a layer and all outside of layers; of one in parts, bfloat16 copies."""
     activations: float = 0.0
-    """Of one micro-batch."""
+    """Activations of one micro-batch."""
     cache: float = 0.0
     """Keys and values of the answers that are decoded together."""
     spare: float = 0.0
@@ -103,7 +98,7 @@ class Footprint:
 
     @property
     def least_bytes(self) -> int:
-        """The same, by what must be there."""
+        """Bytes that must be there at the least: `active_bytes` without `spare`."""
         return int(self.active_bytes - self.spare)
 
     @property
@@ -122,7 +117,7 @@ def footprints(
     roles: Sequence[str] = (),
     slices: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Footprint]:
-    """What a process of each role takes on its device.
+    """Return the footprint of one process of each role on its device.
 
     Args:
         config: of the run.
@@ -265,7 +260,7 @@ def complaints(
     roles: Sequence[str] = (),
     slices: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[str]:
-    """What does not fit into the devices' memory, and what would help; nothing where that is not known.
+    """Yield sentences on what does not fit into the devices' memory, and what would help; none where that is not known.
 
     Roles that take turns on a device need not fit side by side: the largest must, beside the others parked. (Processes
     of one role are at work together.)
@@ -354,11 +349,11 @@ class Spread:
     """How the models that learn lie on the processes of their roles."""
 
     sharding: Sharding
-    """As it was configured, or chosen."""
+    """Sharding as it was configured, or chosen."""
     slices: Mapping[str, int]
     """By role, over how many processes a copy is spread."""
     words: str | None
-    """The same for people; None where each role has one process."""
+    """Sentence about it for people; None where each role has one process."""
 
 
 def spread_of(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str] = ()) -> Spread:
@@ -410,7 +405,7 @@ def spread_of(config: RunConfig, model_config: Any, placed: Placed, roles: Seque
 
 
 def learners_fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str] = ()) -> bool:
-    """Whether trainer and critic fit into their devices as `spread_of` has them lie; arguments and errors are its."""
+    """True if trainer and critic fit into their devices as `spread_of` has them lie; arguments and errors are its."""
     slices = spread_of(config, model_config, placed, roles).slices
     return _learners_fit(config, model_config, placed, roles, slices)
 
@@ -438,10 +433,10 @@ measured to take half a minute on a busy machine, and a number with zeros too ma
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What a run takes of its devices."""
+    """A run's configuration fitted to its devices, and the memory that its roles take of them."""
 
     config: RunConfig
-    """Of the run, with a value in place of what was left to the devices."""
+    """Configuration of the run, with a value in place of what was left to the devices."""
     held: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """See `RunPlan`."""
     became: tuple[str, ...] = ()
@@ -546,7 +541,7 @@ def unsplit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequenc
 
 
 def oversized(config: RunConfig, footprints: Mapping[str, Footprint]) -> Iterator[Problem]:
-    """What no machine has memory for, wherever the run is to be.
+    """Yield problems of settings for which no machine has enough memory, wherever the run is to be.
 
     Args:
         config: of the run.
@@ -606,7 +601,7 @@ _STATE = 3
 def control_footprints(
     policy: Policy, how: Preparation | None = None, *, ranks: int = 1, targets: bool = False
 ) -> dict[str, Footprint]:
-    """What a process of each role takes that has a policy of its own.
+    """Return the footprint of one process of each role that has a policy of its own.
 
     Args:
         policy: any with the right shapes; on the meta device it costs nothing. With adapters it is changed.
@@ -644,7 +639,7 @@ def control_footprints(
 
 
 def unfit(config: EmbodiedConfig, placed: Placed, footprints: Mapping[str, Footprint]) -> Iterator[Problem]:
-    """What does not fit into a device's memory, even if the roles take turns on it.
+    """Yield problems of roles that do not fit into a device's memory, even if they take turns on it.
 
     Args:
         config: of the run.

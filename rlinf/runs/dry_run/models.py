@@ -1,4 +1,4 @@
-"""Tries out the models that a configuration names: built without memory, and run once.
+"""Dry run of the models that a configuration names: built without memory, and run once.
 
 In: a configuration. Out: transformers' own configuration of the model, and what is wrong, by key. On the meta device
 tensors have shapes and no values, so a model of any size is tried in a second, and no weights are read.
@@ -106,7 +106,7 @@ def _where(model: ModelConfig, model_config: Any) -> tuple[str, Any]:
 
 
 def other_models(config: RunConfig, roles: Collection[str]) -> Iterator[Problem]:
-    """What is wrong with the saved models of critic, reference and teacher, as far as a run has these roles."""
+    """Yield problems of the saved models of critic, reference and teacher, as far as a run has these roles."""
     for key, path in (
         ("critic.model", config.critic.model),
         ("reference.model", config.reference.model),

@@ -1,16 +1,12 @@
-"""The numbers of a transformer that its bytes follow from, and what a training step takes at its peak.
+"""Sizes of a transformer, whole or split over processes, the peak of a training step, and the values of `auto` keys.
 
-In: a transformers config; for a peak, how the model is trained. Out: counts and bytes. No weights are read and no
-device is touched. `tests/job/checks/test_peak.py` holds the peaks against what torch's own tracker counts.
+In: a transformers config; for a peak, how the model is trained; how a copy is split. Out: counts and bytes, of a split
+model those of the process that has the most. No weights are read and no device is touched.
+`tests/job/checks/test_peak.py` holds the peaks against what torch's own tracker counts.
 
-A model that is split over processes: what the process that has the most has of it.
-
-In: the numbers of a model, and how a copy is split. Out: the same numbers of a part. No weights are read.
-
-What keys become that are left to the kind of devices: precision, tokens of a micro-batch, checkpointing.
-
-In: a configuration, and what its devices are or are said to be. Out: the same configuration with a value in place of
-every `auto`, and lines that say which and why. It is done here and nowhere else: roles are given values.
+Keys that are left to the kind of devices are precision, tokens of a micro-batch and checkpointing. From a configuration
+and what its devices are, or are said to be, comes the same configuration with a value in place of every `auto`, and
+lines that say which and why. It is done here and nowhere else: roles are given values.
 """
 
 from __future__ import annotations
@@ -71,18 +67,18 @@ class Shape:
     layers: int
     hidden: int
     inner: int
-    """Of the layer's MLP; of experts, those together that a token takes."""
+    """Columns of the layer's MLP; of experts, those together that a token takes."""
     vocabulary: int
     queries: int
     """Heads times their size."""
     keys: int
-    """The same of keys, and of values."""
+    """Heads of keys times their size; as many of values."""
     expert_parameters: int = 0
     """Parameters in experts, of which a token takes some."""
     experts: int = 1
-    """Of a layer."""
+    """Experts of a layer."""
     chosen: int = 1
-    """Of them, those that a token takes."""
+    """Experts that a token takes."""
 
     @staticmethod
     def of(model_config: Any, kind: Any = AutoModelForCausalLM) -> Shape:
@@ -163,7 +159,7 @@ class Training:
     width: int
     """Bytes of a number that it computes in; masters and gradients are float32."""
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     chunk: int
     """Tokens whose logits are in memory at once."""
     checkpointed: bool
@@ -228,7 +224,7 @@ def saved_shape(path: str, kind: Any) -> Shape:
 
 
 def splits_whole(trainer: TrainerConfig) -> bool:
-    """Whether processes have parts of their own, which stay; otherwise all share one copy, or each has one (FSDP)."""
+    """True if processes have parts of their own, which stay; otherwise all share one copy, or each has one (FSDP)."""
     return trainer.backend == "megatron"
 
 
@@ -265,7 +261,7 @@ def tokens_of(tokens: int, parallel: ParallelConfig) -> int:
 
 
 def gathered_of(shape: Shape, parallel: ParallelConfig) -> Shape:
-    """What FSDP2 gathers, where layers are split by tensors or experts besides: only a process's own part of them.
+    """Return the shape that FSDP2 gathers where layers are split by tensors or experts, too: a process's own part.
 
     Widths stay: of what lies between matrices a process has all columns of its part of the tokens (`tokens_of`), and
     within them its columns of all tokens, which is as much.
@@ -290,18 +286,18 @@ def engine_split(engine_args: dict[str, Any]) -> int:
 Kind = Literal["cpu", "cuda"]
 _DTYPES: dict[Kind, str] = {"cpu": "float32", "cuda": "bfloat16"}
 _TOKENS: dict[Kind, int] = {"cpu": 2048, "cuda": 16_384}
-"""Of a micro-batch. A GPU is busy with as many: products of fewer rows wait for the weights to be read."""
+"""Tokens of a micro-batch. A GPU is busy with as many: products of fewer rows wait for the weights to be read."""
 
 
 def device_kind(wanted: PlacementConfig) -> Kind:
-    """What the run's devices are: as `placement.device_kind` says, or as this machine's."""
+    """Return the kind of the run's devices: as `placement.device_kind` says, or as this machine's."""
     if wanted.device_kind != "auto":
         return wanted.device_kind
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def elsewhere(wanted: PlacementConfig) -> bool:
-    """Whether `placement.device_kind` names other devices than this machine's, where only a dry run comes of it."""
+    """True if `placement.device_kind` names other devices than this machine's, where only a dry run comes of it."""
     return wanted.device_kind not in ("auto", "cuda" if torch.cuda.is_available() else "cpu")
 
 

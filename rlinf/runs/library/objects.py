@@ -73,7 +73,7 @@ OF_GIVEN_TEXTS: Mapping[str, str] = {
     "max_length": "max_tokens",
     "loss_type": "loss",
 }
-"""The same, where `SFTConfig`, `DPOConfig` and `RewardConfig` mean something else."""
+"""Our arguments by TRL's name, for those that mean something else in `SFTConfig`, `DPOConfig` and `RewardConfig`."""
 
 
 _SHORT = {"lr": "optimizer.lr", "engine": "rollout.engine", "backend": "trainer.backend", "lora_r": "model.lora.r"}

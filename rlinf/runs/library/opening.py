@@ -1,4 +1,4 @@
-"""Opening of a run that a program begins: settings and objects in memory become a checked configuration.
+"""Opens a run from a program: settings and objects in memory become a checked configuration and a run directory.
 
 In: what a program passed, sorted by `Objects`. Out: the configuration, with what it names imported, and the run's
 directory, in which models and tokenizers that were objects are saved once, to be used by path. Nothing of an earlier
@@ -63,7 +63,7 @@ class Opened:
     """A checked run that may begin."""
 
     config: RunConfig
-    """What."""
+    """The run's configuration."""
     plan: RunPlan
     """The code that it names, and where roles run."""
     directory: RunDirectory

@@ -1,1 +1,1 @@
-"""The live side of a run: its feed for the page, and the page's wishes."""
+"""Live side of a run: the feed for its page, and the controls that the page sends."""

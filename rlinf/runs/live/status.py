@@ -1,4 +1,4 @@
-"""A run as its watchers see it: its status, what is asked of it, and once a second what every role does.
+"""Status of a run for its watchers: what state it is in, what is asked of it, and once a second what every role does.
 
 In: the run, and its `Watch`, which asks all hosts for who does what, queues, memory, and lanes since the last time.
 Out: `live.json` in the run directory, which says where the feed is; the feed's messages. Who wakes whom: a change of

@@ -1,4 +1,4 @@
-"""What a run measures and prints: files for programs, lines and a live view for people, trackers, alarms.
+"""Metrics and reports of a run: files for programs, lines and a live view for people, trackers, alarms.
 
 `recorder` writes, `timing` says where the time of a step went, `explain` why, `alarms` what is wrong. Names are the
 field's (`reward/mean`, `clip_frac`, `grad_norm`); docs/metrics.md lists them.

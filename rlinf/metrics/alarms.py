@@ -1,10 +1,10 @@
-"""What a run warns of: engine and trainer that disagree on log-probs or experts, tokens that are too old, steps that
-nothing can be learned from or that made no update, a penalty for length that falls on right answers, and answers that
-cannot be scored.
+"""Alarms: warnings of steps whose metrics pass a limit, or whose answers cannot be scored.
 
-In: a step's metrics, some of its answers, and what a judge's ranks counted since they were last asked. Out: a line in
-the step in which a limit is passed or answers first fail, and again when that changes; and for failures one for the end
-of the run, and the metric `reward/failed`.
+They warn of engine and trainer that disagree on log-probs or experts, tokens that are too old, steps that nothing can
+be learned from or that made no update, a penalty for length that falls on right answers, and answers that cannot be
+scored. In: a step's metrics, some of its answers, and what a judge's ranks counted since they were last asked. Out: a
+line in the step in which a limit is passed or answers first fail, and again when that changes; and for failures one for
+the end of the run, and the metric `reward/failed`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Alarm(str):
 
     __slots__ = ("do", "text")
     text: str
-    """What is wrong."""
+    """Description of the trouble."""
     do: str
-    """What to do about it, in sentences; "" where there is nothing to be done."""
+    """Advice in sentences; "" where there is nothing to be done."""
 
     def __new__(cls, where: str, text: str, do: str = "") -> Alarm:
         """An alarm of a place in the run, such as "step 3"."""
@@ -50,7 +50,7 @@ class MismatchAlarm:
         self._passed: set[str] = set()
 
     def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
-        """What to tell people about this step; None if nothing is new."""
+        """Return the alarm of a step; None if nothing is new."""
         limits = {name: limit for name, limit in self._limits.items() if limit is not None and name in metrics}
         mean, youngest = self._limits["mismatch/mean"], _youngest(metrics)
         if mean is not None and youngest is not None and "mismatch/mean" not in metrics:
@@ -99,7 +99,7 @@ class RouteDriftAlarm:
         self._passed = False
 
     def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
-        """What to tell people about this step; None if nothing is new."""
+        """Return the alarm of a step; None if nothing is new."""
         found = metrics.get("moe/route_drift", 0.0)
         before, self._passed = self._passed, self._limit is not None and not found <= self._limit
         if before or not self._passed:
@@ -127,7 +127,7 @@ class StalenessAlarm:
         self._worst = 0.0
 
     def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
-        """What to tell people about this step; None unless it is older than ever."""
+        """Return the alarm of a step; None unless its tokens are older than ever."""
         oldest = metrics.get("staleness/max", 0.0)
         if oldest <= max(self._bound, self._worst):
             return None
@@ -172,7 +172,7 @@ class NothingLearnedAlarm:
     def heard(
         self, step: int, metrics: Mapping[str, float], rows: Iterable[Mapping[str, Any]] = (), last: bool = False
     ) -> Alarm | None:
-        """What to tell people about this step; None if nothing is new.
+        """Return the alarm of a step; None if nothing is new.
 
         Args:
             step: which.
@@ -193,7 +193,7 @@ class NothingLearnedAlarm:
         return self._alarm(where, steps, due, metrics, list(rows))
 
     def _signs(self, metrics: Mapping[str, float]) -> list[str]:
-        """What of this step teaches nothing, the most telling first."""
+        """Return the signs that a step teaches nothing, the most telling first."""
         found = ["cut"] if metrics.get("truncated") == 1.0 and self._may_end else []
         if self._compares is not None and metrics.get("reward/std") == 0.0:
             found.append("equal")
@@ -223,7 +223,7 @@ class NothingLearnedAlarm:
         return Alarm(where, f"{steps} {told}{shown}", self._advice(due[0], mean))
 
     def _advice(self, sign: str, mean: float) -> str:
-        """What to do about the most telling sign."""
+        """Return advice on the most telling sign."""
         if sign == "cut":
             return self._no_end or "Raise it, or see that answers come to an end (rollout.stop, rollout.stop_token_ids)"
         if sign == "uniform":
@@ -250,7 +250,7 @@ DEFAULT_REWARD = "rlinf.rewards.exact judges: 1 for the right answer to the lett
 
 
 def default_reward(where: str, rows: Iterable[Mapping[str, Any]]) -> Alarm:
-    """What a run says that nobody chose a reward for.
+    """Make the alarm of a run for which nobody chose a reward.
 
     Args:
         where: such as "step 1".
@@ -294,7 +294,8 @@ class NoUpdateAlarm:
         self._steps = 0  # in a row
 
     def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
-        """What to tell people about this step; None unless it is the first, the tenth, the hundredth ... in a row."""
+        """Return the alarm of a step without an update; None unless it is the first, the tenth, the hundredth ... in a
+        row."""
         self._steps = self._steps + 1 if metrics.get("update/skipped") else 0
         if self._steps not in TOLD_AGAIN:
             return None
@@ -333,7 +334,7 @@ class ShapingAlarm:
         self._past: list[tuple[float, float, float]] = []  # of each step: reward, after shaping, error of the former
 
     def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
-        """What to tell people about this step; None if nothing is new."""
+        """Return the alarm of a step; None if nothing is new."""
         if "reward/shaped" not in metrics:
             return None
         share = metrics.get("shaping/penalised_best", 0.0)
@@ -393,7 +394,7 @@ NAMES = {"timeouts": "timeout", "errors": "error"}
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What became of the answers that judges were given; those of several add up."""
+    """Counts of answers that judges scored or failed to score; those of several judges add up."""
 
     answers: int = 0
     """All of them."""
@@ -440,10 +441,10 @@ class FailureAlarm:
         self._told = 0.0
         self._kinds: set[str] = set()
         self.total = Scored()
-        """Of all steps."""
+        """Counts of all steps."""
 
     def heard(self, where: str, found: Scored) -> Alarm | None:
-        """What to tell people; None if nothing is new.
+        """Return the alarm of a step's failures; None if nothing is new.
 
         Args:
             where: such as "step 3".

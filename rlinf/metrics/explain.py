@@ -1,20 +1,14 @@
-"""What devices waited for in one step, second by second.
+"""Explains a step's time: the seconds that devices waited, the causes, and the change that would help most.
 
-In: the `Lap` of a step, the devices of every actor, and what was read off the lap. Out: seconds of the step by what
-they went to, as means over the devices; together with work they are the step. Pure.
+In: the `Lap` of a step, the devices of every actor, what was read off the lap, the step's metrics, and a few steps
+before it. Out: seconds of the step by what they went to, as means over the devices, which together with work are the
+step; causes that were measured, the costliest first, each with its seconds and a clause that says it; and an
+`Explained`, for people and for explained.jsonl: the costliest cause, and the change that would help, with what it would
+save. Pure but for the memory of earlier steps.
 
 A moment in which a device does no work counts once, as the first of these that it is: the device loads or parks roles;
 it publishes or takes weights; the last few items are generated; a role works on other devices; a role beside the
 devices works, such as the reward; nobody works.
-
-Why a step took longer than it needed: each cause that was measured, with its seconds and a clause that says it.
-
-In: what devices waited for, what was read off the step, its metrics, and a few steps before it. Out: causes, the
-costliest first. Pure but for the memory of earlier steps.
-
-The sentence of a step: its costliest cause, and the change that would help, with what it would save.
-
-In: the `Lap` of each step, with its metrics. Out: an `Explained`, for people and for explained.jsonl.
 """
 
 from __future__ import annotations
@@ -35,7 +29,7 @@ class Waited:
     """Where the devices' time of a step went, seconds of the step."""
 
     seconds: float
-    """Of the step."""
+    """Length of the step."""
     work: float
     """Devices worked."""
     switching: float
@@ -130,7 +124,7 @@ GROWN = 1.1
 _FIT = 256
 """Micro-batches over which the cost of one is estimated."""
 _LEAST = 8
-"""Of them, at least so many."""
+"""Least number of micro-batches for that."""
 _JUDGES = ("judge", "reward_model")
 _ENVIRONMENTS = ("env", "trials")
 
@@ -141,9 +135,9 @@ class Cause:
 
     name: Name
     seconds: float
-    """Of the step, that it cost."""
+    """Seconds of the step that it cost."""
     text: str
-    """What happened, a clause: "training waited 0.4 s for ..."."""
+    """Description as a clause: "training waited 0.4 s for ..."."""
     who: str = ""
     """The role or actor that it is about."""
     failed: float = 0.0
@@ -166,7 +160,7 @@ class Causes:
     def found(
         self, lap: Lap, seen: Seen, where: Waited, losses: Mapping[str, float], metrics: Mapping[str, float]
     ) -> list[Cause]:
-        """Of one step, the costliest first.
+        """Return the causes of one step, the costliest first.
 
         Args:
             lap, seen, where: the step.
@@ -311,12 +305,12 @@ TWICE = 2
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What would help."""
+    """A change of the run's keys that would help, and its predicted gain."""
 
     text: str
     """A clause that says what to do, such as "set `staleness.max=1`"."""
     seconds: float
-    """Of a step, that it is predicted to save; 0 where nobody can say."""
+    """Seconds of a step that it is predicted to save; 0 where nobody can say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,9 +322,9 @@ class Explained:
     cause: str
     """A name of `causes.Name`; "none" where no cause is worth a word."""
     seconds: float = 0.0
-    """Of the step, that it cost."""
+    """Seconds of the step that it cost."""
     change: str | None = None
-    """What would help."""
+    """Change that would help."""
     saves: float = 0.0
     """Seconds of the step that the change is predicted to save."""
 
@@ -339,7 +333,8 @@ class Advice(Protocol):
     """Knows the run's keys and plans: `rlinf.runs.placement_manager.Changes`, which stands above this package."""
 
     def change(self, cause: Cause, step: float) -> Change | None:
-        """What would help against a cause, in a step of so many seconds; None where nothing is known."""
+        """Return the change that would help against a cause, in a step of so many seconds; None where nothing is
+        known."""
 
 
 class Explainer:

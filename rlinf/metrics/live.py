@@ -1,11 +1,9 @@
-"""The live view of a run on a terminal: how far, how good, how fast, and what each role is at.
+"""Live view of a run on a terminal: how far, how good, how fast, and what each role is at.
 
 In: steps and moments, from the event loop, which never waits for the terminal. Out: a few lines at the bottom of the
 screen that are redrawn in place; other lines go above them. Who wakes whom: each event wakes the drawing thread, which
 then keeps still for a quarter of a second. The cursor stays visible and the screen is the ordinary one, so whatever
-ends the process leaves a usable terminal with the last state on it.
-
-One drawing of the live view: from what is known of a run to lines that fit the terminal. Pure; no I/O.
+ends the process leaves a usable terminal with the last state on it. `picture` makes one drawing; it does no I/O:
 
 quickstart  step 37 of 100  ━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━  0:23 gone, 0:34 left
 reward 0.487 ▁▁▂▂▃▃▄▅   accuracy 83.0%   tokens/s 4,720   length 5.1
@@ -63,7 +61,7 @@ class Shown:
     """All that the view knows of a run."""
 
     title: str
-    """What the run is called."""
+    """Name of the run."""
     steps: int | None
     """How many there will be; None: nobody knows."""
     step: int = 0
@@ -77,7 +75,7 @@ class Shown:
     pace: float | None = None
     """Seconds per step, smoothed."""
     moment: Moment | None = None
-    """What everybody is at."""
+    """State of all actors and queues."""
     works: Sequence[Text] = ()
     """A line about each long work under way."""
 
@@ -173,7 +171,7 @@ def _role_line(role: str, doing: Text, longest: int, queues: Iterable[QueueState
 
 
 def _doing(states: Sequence[ActorState]) -> Text:
-    """What the ranks of a role do: "computing advance", with numbers if they differ."""
+    """Summarize the states of a role's ranks: "computing advance", with numbers if they differ."""
     counts = Counter(state.doing.replace(" _", " ") for state in states)  # a private function's name
     text = Text()
     for doing, count in counts.most_common():

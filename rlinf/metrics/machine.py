@@ -17,7 +17,7 @@ PACKAGES = ("rlinf", "torch", "transformers", "numpy", "peft", "math-verify")
 
 
 def environment(hosts: int) -> dict[str, Any]:
-    """What environment.json holds, as seen from this process.
+    """Return the content of environment.json, as seen from this process.
 
     Args:
         hosts: processes of the job.
@@ -37,7 +37,7 @@ def environment(hosts: int) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """What this process computes on, as a profile names it."""
+    """Name of the hardware that this process computes on, as a profile has it."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(0)
     return f"CPU {platform.machine()}, {os.cpu_count()} cores"

@@ -1,12 +1,10 @@
-"""Shows how far long work is: bars that are redrawn in place on a terminal, a few lines in a log.
+"""Progress bars of long work: redrawn in place on a terminal, a few lines in a log.
 
 In: work of any thread of this process, by `rlinf.runtime.base.progress`. Out: on a terminal a line per work at the
 bottom of the screen, gone when the work is over, with everything that is printed meanwhile above it; elsewhere a line
 when work turns out to be long, one a minute, and one at its end. While a run's live view is drawn, it shows the same
 lines. Who wakes whom: the first work wakes the drawing thread, which then looks at a fixed pace until none is left: a
 view of time needs a clock. Whoever works never waits for the terminal.
-
-How far long work is, in words: a line with a bar for terminals, and lines for logs. Pure but for a count; no I/O.
 
 loading model-00003.safetensors  ━━━━━━━━━━━━━━━━━━━━━━  12 of 40 files  31/s  0:10 left
 downloading gsm8k                                        310 MB  4.1 MB/s  1:15 gone
@@ -31,7 +29,7 @@ from rich.text import Text
 from rlinf.runtime.base.progress import heard_by, listener
 
 WINDOW_SECONDS = 20.0
-"""What came before no longer counts for the rate: caches, warm-up and other hosts make work begin unlike it goes on."""
+"""Seconds over which the rate is taken: caches, warm-up and other hosts make work begin unlike it goes on."""
 BAR, LEAST_BAR = 30, 8
 """Columns of a bar, at most and at least."""
 LOGGED_AFTER = 5.0
@@ -129,7 +127,7 @@ def line(work: Ongoing, now: float, width: int) -> Text:
 
 
 def log_lines(works: Iterable[Ongoing], now: float) -> list[str]:
-    """What a log is to be told now: of each, one line when it turns out to be long, and one a minute.
+    """Return the lines that are due in a log now: of each work, one when it turns out to be long, and one a minute.
 
     Args:
         works: under way; it is noted when a line was made of them.
@@ -220,7 +218,7 @@ MOST = 5
 CLOSE_SECONDS = 1.0
 """Until a terminal that takes nothing more (Ctrl-S) is left as it is."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-"""What moves the cursor or chooses colours."""
+"""Escape sequences that move the cursor or choose colours."""
 
 
 class Progress:
@@ -285,7 +283,7 @@ class Progress:
             self._view = None
 
     def lines(self, width: int, most: int = MOST) -> list[Text]:
-        """What a terminal shows of the works under way.
+        """Return a terminal's lines about the work under way.
 
         Args:
             width: of the terminal, characters.
@@ -307,7 +305,7 @@ class Progress:
         return bool(self._works)
 
     def beside(self, stream: TextIO) -> Any:
-        """The same stream, for all who write on the same terminal: what they write lands above the bars."""
+        """Wrap the stream for all who write on the same terminal: what they write lands above the bars."""
         return _Above(stream, self)
 
     def write(self, stream: TextIO, text: str) -> int:
@@ -408,7 +406,7 @@ class _Above:
 
 
 def progress_shown() -> Progress | None:
-    """Who shows work in this process; None: nobody does."""
+    """Return the display of work in this process; None if there is none."""
     found = listener()
     return found if isinstance(found, Progress) else None
 

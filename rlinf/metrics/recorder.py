@@ -1,4 +1,4 @@
-"""Record the steps of a run: metrics and samples to files and trackers, with timing and efficiency.
+"""Records the steps of a run: metrics and samples to files and trackers, with timing and efficiency.
 
 In: what a flow returned, and some samples. Out: lines in metrics.jsonl and samples.jsonl, messages to the trackers'
 threads, and the ledger's file at the end. Who wakes whom: nobody; only `step_ends` awaits, the hosts' answers to where
@@ -62,7 +62,7 @@ class Recorder:
         self._explainer, self._said = explainer, JsonLines(directory / EXPLAINED)
         self._alarms = JsonLines(directory / ALARMS)
         self.explained: list[Explained] = []
-        """Of each step of this process."""
+        """Explanation of each step of this process."""
         self._directory, self._watch, self._tracking, self._ledger = directory, watch, tracking, ledger
         self._began = watch.now() - _elapsed(directory / METRICS)
         self._metrics, self._samples = MetricsFile(directory / METRICS), SamplesFile(directory / SAMPLES)

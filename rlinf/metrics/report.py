@@ -1,9 +1,8 @@
-"""What a person reads while a run goes: where it runs, how it learns, and at the end what came of it and where it is.
+"""Terminal and log report of a run: where it runs, how it learns, and at the end its results and where they are.
 
 In: the events of a run, from `text.py`. Out: on a terminal a view that is redrawn in place, with the lasting lines
-above it; elsewhere plain lines, a few per minute.
-
-Format held-out evaluations: as a sentence, as a before/after table, and as rows of samples.jsonl.
+above it; elsewhere plain lines, a few per minute. Held-out evaluations are formatted as a sentence, as a before/after
+table, and as rows of samples.jsonl.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ def rows(
 
 
 def compared(before: Evaluation, after: Evaluation, temperature: float) -> Iterator[str]:
-    """What came of a run: accuracy or mean reward, and a few problems with their answers then and now; those that
-    changed first, since they say most.
+    """Compare the evaluations before and after a run: accuracy or mean reward, and a few problems with their answers
+    then and now; those that changed first, since they say most.
 
     Args:
         before, after: of the same problems; of others, after a change of the configuration, only `after` is told.
@@ -108,7 +107,8 @@ def in_words(evaluation: Evaluation, temperature: float) -> str:
 
 
 def measure_of(*evaluations: Evaluation) -> tuple[str, str]:
-    """What the `accuracy` of evaluations is, and its format: a share of right answers only where each reward is 0 or 1.
+    """Return the name and format of the evaluations' `accuracy`: a share of right answers only where each reward is 0
+    or 1.
 
     Args:
         evaluations: that are told together.
@@ -335,7 +335,7 @@ def report_of(
     announced: Collection[str],
     watch: Watch,
 ) -> Report:
-    """What tells of a run as its configuration wants; arguments are those of `Report`."""
+    """Make the report of a run as its configuration wants; arguments are those of `Report`."""
     live, every = config.metrics.live, config.log_every
     return Report(
         config.name, directory, hosts, steps=steps, log_every=every, live=live, announced=announced, watch=watch

@@ -15,7 +15,8 @@ from rlinf.metrics.trackers import Rows, Tracked
 
 _NUMBERS = ("reward", "advantage", "length")
 _COLUMNS = ("step", "kind", "prompt", "response", "answer", *_NUMBERS, "outcome", "scores", "remark")
-"""Of the table of samples; its rows are those of samples.jsonl. `kind` is `held-out` for answers of an evaluation."""
+"""Columns of the table of samples, whose rows are those of samples.jsonl. `kind` is `held-out` for answers of an
+evaluation."""
 
 
 class TensorBoardSink:

@@ -1,9 +1,7 @@
-"""A run's progress as plain lines, for files and pipes: one line per few steps, with the means over them, and of what
-was evaluated meanwhile the newest.
+"""Plain-text tables: a run's progress for files and pipes, and a policy's success per suite and task.
 
-How often a policy solved its tasks, as a table: a row per suite and per task, each with how sure its rate is.
-
-In: metrics of an evaluation. Out: rows, and plain lines.
+Progress has one line per few steps, with the means over them, and of evaluations meanwhile the newest. Success comes
+from the metrics of an evaluation: a row per suite and per task, each with how sure its rate is.
 """
 
 from __future__ import annotations
@@ -102,7 +100,7 @@ class ProgressTable:
 
 
 SUITES, TASKS = "suites/", "tasks/"
-"""What metrics of one suite, and of one task, begin with."""
+"""Prefixes of metrics of one suite, and of one task."""
 COUNT = "/episodes"
 _WIDEST = 60
 """Characters of a name that are shown: an instruction may be longer."""
@@ -129,7 +127,7 @@ class SuccessRow:
 
     @property
     def name(self) -> str:
-        """Of the task, or of the suite."""
+        """Name of the task, or else of the suite."""
         return self.task or self.suite or "all"
 
 

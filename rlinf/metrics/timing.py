@@ -1,4 +1,4 @@
-"""Where the time of a step went: generation, scoring, training, sync, and the rest.
+"""Breakdown of a step's time: generation, scoring, training, sync, and the rest.
 
 In: who was busy when, on all hosts, from the runtime's spans. Out: the metrics `timing/...`, and one sentence.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from rlinf.runtime.observe.spans import UNKNOWN, Interval, Lap, union
 
 ACTIVITIES = ("generation", "simulation", "acting", "scoring", "training", "sync")
-"""What a step consists of; `timing/other` is the time in which none of them went on."""
+"""Activities of which a step consists; `timing/other` is the time in which none of them went on."""
 
 _BY_ENDPOINT = {
     "generate": "generation",
@@ -55,14 +55,15 @@ _BY_ROLE = {
 """For what a role computes while none of its calls runs."""
 
 PACKED, ARRIVED = "weights/checksum_seconds", "weights/arrived"
-"""What publishers tell of last, and receivers first."""
+"""Spans that publishers report last, and receivers first."""
 
 READABLE = 0.005
 """Seconds; less would be told as 0.00."""
 
 
 def activity_of(actor: str, endpoint: str) -> str | None:
-    """What a call contributes to: one of `ACTIVITIES`, `saving`, or for a role of one's own the endpoint's name.
+    """Return the activity that a call contributes to: one of `ACTIVITIES`, `saving`, or for a role of one's own the
+    endpoint's name.
 
     None for what our roles do besides, such as agreeing among ranks: it is waiting, or too short to be told. None for
     loading and parking, which is read off a lap's moves.

@@ -1,4 +1,4 @@
-"""TensorBoard, wandb and SwanLab: the numbers of a run in a tracker, without the run ever waiting for it.
+"""Trackers (TensorBoard, wandb, SwanLab): sends a run's metrics to them without the run ever waiting.
 
 In: metrics and samples of steps, from the event loop. Out: calls to a tracker's package. Who wakes whom: each tracker
 has a thread of its own with a queue in front, so a slow disk or network blocks nobody; an error in it is reported once
@@ -28,7 +28,8 @@ FLUSH_SECONDS = 30.0
 """Until a tracker that is still sending when the run is over is left behind: an upload of some minutes' numbers takes
 a few seconds."""
 HASTY_SECONDS = 1.0
-"""The same when the run has failed or was interrupted, which promises to end within five seconds."""
+"""Seconds until it is left behind when the run has failed or was interrupted, which promises to end within five
+seconds."""
 QUEUED = 10_000
 """Steps that wait for a tracker that hangs, at most; later ones are dropped, so that memory does not grow for ever."""
 
@@ -51,10 +52,10 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tracked:
-    """What a tracker is told about a run when it is opened."""
+    """Facts about a run with which a tracker is opened."""
 
     name: str
-    """Of the run."""
+    """Name of the run."""
     directory: Path
     """The run's directory; a tracker keeps its files there, in a directory of its own name."""
     config: Mapping[str, Any]
@@ -66,7 +67,7 @@ class Tracked:
 @dataclass(frozen=True, slots=True)
 class _Kind:
     package: str
-    """What has to be installed."""
+    """Name of the package that has to be installed."""
     extra: str
     """The extra of ours that installs it."""
     opener: str

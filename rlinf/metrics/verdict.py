@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 PARTS = ("imbalance", "tail", "switching", "sync", "scaling", "interference", "overhead")
-"""What a step can lose, metrics `lost/...`: together all that lies above the bound."""
+"""Losses of a step, metrics `lost/...`: together all that lies above the bound."""
 MEANINGS = {
     "imbalance": "a device idles while another works",
     "tail": "devices idle while the last few items are generated",
@@ -20,13 +20,13 @@ MEANINGS = {
     "interference": "work takes longer than usual: a busy machine, or longer answers",
     "overhead": "no device works: the runtime, data, scoring beside the devices, the flow itself",
 }
-"""Of every part."""
+"""Meaning of each of `PARTS`."""
 BINDING = {
     "area": "all devices at work all the time",
     "saturation": "the slowest role, or roles that wait for each other's whole output",
     "network": "publishing weights",
 }
-"""What sets the bound, metrics `bound/...`."""
+"""Constraints that can set the bound, metrics `bound/...`."""
 READABLE = 0.005
 """Share of a step; less is not worth a word."""
 _OF_FIVE = 5
@@ -84,7 +84,7 @@ def _counted(steps: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def tells(steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether there are enough steps for a verdict in words: "four steps of five" wants five, and the first warms up.
+    """True if there are enough steps for a verdict in words: "four steps of five" wants five, and the first warms up.
 
     Args:
         steps: metrics of each.
@@ -108,7 +108,7 @@ def lost(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def binding(metrics: Mapping[str, float]) -> str:
-    """What sets the bound: a key of `BINDING`."""
+    """Return the constraint that sets the bound: a key of `BINDING`."""
     return max(BINDING, key=lambda name: metrics.get(f"bound/{name}", 0.0))
 
 

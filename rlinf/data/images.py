@@ -1,18 +1,15 @@
-"""Pictures by reference: what a cell of a data set holds, as `ImageRef`s; and these opened.
+"""Pictures: references in prompts, placeholders in texts, and pixels as a model's own preprocessor has them.
 
-In: paths, bytes of image files, PIL images, as data sets have them. Out: references that tell whether two pictures are
-the same without looking at their pixels. Pictures of files are read where they are needed; all others travel with
+In: paths, bytes of image files, PIL images, as data sets have them. Out: `ImageRef`s, which tell whether two pictures
+are the same without looking at their pixels. Pictures of files are read where they are needed; all others travel with
 their prompts.
 
-What a model reads of pictures: placeholders in its prompt, and pixels as its own preprocessor has them.
-
-In: references. Out: how many placeholder tokens stand for each, and the tensors that the model's `forward` takes. It
-works without network and without torchvision: transformers' preprocessors on PIL are taken whatever is installed, so
+`Pictures` gives the number of placeholder tokens that stand for each, and the tensors that the model's `forward` takes.
+It works without network and without torchvision: transformers' preprocessors on PIL are taken whatever is installed, so
 that all roles of a run have the same pixels.
 
-Where pictures stand in a prompt: `<image>` in the texts of data sets, parts of chat messages, or nothing at all.
-
-In: what a row says. Out: the same as plain texts with the tokens of the model where a picture stands.
+`pictured` puts the model's tokens where pictures stand in a prompt: at `<image>` in the texts of data sets, at parts of
+chat messages, or where nothing at all says so.
 """
 
 from __future__ import annotations
@@ -241,7 +238,7 @@ class Pictures:
         """Token that stands in a prompt where a picture's features are put."""
         before, self.mark, behind = _texts(self.family, config, tokenizer)
         self.text = before + self.mark + behind
-        """What a text has in place of a picture; the model's chat template writes the same."""
+        """Text that stands in place of a picture; the model's chat template writes the same."""
         video = getattr(config, "video_token_id", None)
         size = config.get_text_config().vocab_size
         ids = {self.placeholder, *([] if video is None else [int(video)])}

@@ -1,7 +1,7 @@
-"""The ledger: what became of every sample of every prompt that a run has drawn.
+"""The ledger: an account of every sample of every prompt that a run has drawn.
 
 In: what was drawn, dropped and trained, as it happens. Out: one line of `ledger.jsonl` per step. Pure counting: nobody
-waits here. `balance` reads the lines back and says whether something was lost, or trained twice.
+waits here.
 
 A sample is one of the `answers` that were asked for a prompt, named by the prompt's id and its index from 0; for
 agents, one attempt at a task, whatever number of conversations came of it. A line holds ids as ranges: 1,000 prompts of
@@ -10,16 +10,12 @@ agents, one attempt at a task, whatever number of conversations came of it. A li
     {"step": 7, "drawn": {"0-15": "6000-6999"}, "trained": {"0-15": "6000-6998", "0-14": "6999"},
      "dropped": {"unscored": {"15": "6999"}}, "tokens": {"trained": 1203311}}
 
-Which samples are in flight: of a run that goes on, and of a checkpoint, as its ledger is held against them.
+`held_of` and `held_in` list the samples in flight of a run and of a checkpoint: indices by the prompt's id; or how many
+there are, where not all answers to a prompt are complete, so that nobody knows yet which will come of it.
 
-In: entries, or the file of a checkpoint. Out: indices by the prompt's id; or how many there are, where not all answers
-to a prompt are complete, so that nobody knows yet which will come of it.
-
-Whether a run's ledger adds up: every sample of every prompt drawn is trained once, dropped, or in flight.
-
-In: the lines of `ledger.jsonl`, and what the newest checkpoint holds. Out: a `Balance`. Nothing is believed that can be
-counted: what is open follows from what was drawn, trained and dropped, and is held against what is said to be in
-flight.
+`balance` reads the lines back and says whether every sample of every prompt drawn is trained once, dropped, or in
+flight in the newest checkpoint. Nothing is believed that can be counted: what is open follows from what was drawn,
+trained and dropped, and is held against what is said to be in flight.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Progress bars of transformers, huggingface_hub and datasets, told as work of ours instead of being drawn by them.
+"""Progress bars of transformers, huggingface_hub and datasets, reported as work of ours instead of being drawn by them.
 
 In: the bars that these libraries make while they download, load and prepare. Out: `rlinf.runtime.base.progress`, whose
 listener shows them, where there is one. Their own drawing is switched off in every process: it would tear the lines of

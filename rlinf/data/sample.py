@@ -1,4 +1,4 @@
-"""What travels between the roles: prompts to rollout, groups of samples from rollout to judge to trainer.
+"""Plain data that travels between the roles: prompts to rollout, groups of samples from rollout to judge to trainer.
 
 Token ids and log-probs are numpy arrays: they are small, many, live on the host until the trainer packs them, and
 pickle in a tenth of a tensor's time.

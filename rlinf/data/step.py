@@ -1,4 +1,4 @@
-"""Steps, as flows are given them."""
+"""Steps: the arguments of flows, by the kind of the run."""
 
 from __future__ import annotations
 

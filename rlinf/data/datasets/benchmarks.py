@@ -1,7 +1,8 @@
-"""Sets of problems that models are compared by: where each is, how it is asked, how often, and how answers are scored.
+"""Benchmarks that models are compared by: where each is, how it is asked, how often, and how answers are scored.
 
 In: `evaluation.named` of a configuration. Out: a `Benchmark` for each name, or what is wrong with it. The prompts are
-ours; so are the places where answers are looked for. What is not said of one we do not know is that of AIME.
+ours; so are the places where answers are looked for. Whatever a benchmark of the user's own leaves open is that of
+AIME.
 """
 
 from __future__ import annotations

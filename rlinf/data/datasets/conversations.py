@@ -1,4 +1,4 @@
-"""Which format a data set of conversations has, and its rows as dialogues: the layouts of TRL, verl, ShareGPT, Alpaca.
+"""Finds the format of a data set of conversations (TRL, verl, ShareGPT, Alpaca) and reads its rows as dialogues.
 
 In: rows as they were written. Out: a `Dialogue` per row, or two of a preference pair; tokens are `rendering.py`'s
 business.

@@ -1,12 +1,8 @@
-"""All that a run reads: problems to learn from, worked ones to begin with, and those it is evaluated on.
+"""Loads all data of a run, from files, hub data sets, iterables and generated tasks alike.
 
-In: what a configuration says, or Python objects. Out: a `Data`, the same for files, hub data sets, iterables and
-generated tasks.
-
-What a run without generation reads: conversations or pairs to learn from, and those that are held out.
-
-In: what a configuration says, or Python objects. Out: a `Conversations`, the same for files, hub data sets, iterables
-and generated tasks.
+In: settings of a configuration, or Python objects. Out: for a run that generates, a `Data`: problems to learn from,
+worked ones to begin with, and those that it is evaluated on. For a run without generation, a `Conversations`:
+conversations or pairs to learn from, and those that are held out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From rows to prompts: texts, chats, templates, token ids, limits.
+"""Makes prompts of rows: texts, chats, templates, token ids, limits.
 
 In: rows of a data set. Out: `Prompt`s as the model reads them, and how many were too long.
 """

@@ -1,13 +1,12 @@
-"""From dialogues to token ids, with the tokens that are learned: by the chat template, or of plain text.
+"""Turns dialogues into token ids with loss weights, and rows of conversations and preference pairs into groups.
 
-In: a `Dialogue`. Out: `Rendered` ids and a weight per token, 0 where a token is only read. The ids are those of the
-whole text rendered once. Which of them the assistant said is told by the template's own `{% generation %}` blocks or,
-where it has none, by what each of its turns adds to the rendering.
+A `Dialogue` is rendered by the chat template, or as plain text, to `Rendered` ids and a weight per token, 0 where a
+token is only read. The ids are those of the whole text rendered once. Which of them the assistant said is told by the
+template's own `{% generation %}` blocks or, where it has none, by what each of its turns adds to the rendering.
 
-From rows of conversations and preference pairs to groups, as trainers and reference policies take them.
-
-In: rows. Out: a `Group` per row: of one sample for supervised training, of the chosen and the rejected one of a pair.
-Their `loss_mask` tells what is learned; nobody sampled them, so their log-probs are NaN and their versions -1.
+In: rows. Out: a `Group` per row, as trainers and reference policies take it: of one sample for supervised training, of
+the chosen and the rejected one of a pair. Their `loss_mask` tells what is learned; nobody sampled them, so their
+log-probs are NaN and their versions -1.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
-"""Rows of a data set that can be read in any order: one mapping per row, by number.
+"""Opens data sets: files, directories, hub names and Python objects become rows, with columns for prompt and answer.
 
-In: files and objects that are open already. Out: rows, and for each a name by which a person
-finds it. Lines of jsonl stay in the file and tables stay in Arrow's memory; a row becomes Python objects when it is
-read.
+In: what a user wrote or passed. Out: `Rows` where any row can be read, one mapping per row, by number, each with a name
+by which a person finds it; or an `Iterated` where rows only come one after the other. Lines of jsonl stay in the file
+and tables stay in Arrow's memory; a row becomes Python objects when it is read.
 
-Multiple choice: options in, lettered options and the right letter out.
-
-Which column is what: from a user's rows to prompt, answer and worked response.
-
-Columns may be nested: `reward_model.ground_truth` is the key `ground_truth` of the mapping in `reward_model`.
-
-Where rows come from: files, directories, hub names, Python objects.
-
-In: what a user wrote or passed. Out: `Rows` where any row can be read, or an `Iterated` where they only come one after
-the other.
+`Columns` says which column is the prompt, the answer and the worked response. Columns may be nested:
+`reward_model.ground_truth` is the key `ground_truth` of the mapping in `reward_model`. Of multiple-choice rows,
+`lettered` makes lettered options and the right letter.
 """
 
 from __future__ import annotations

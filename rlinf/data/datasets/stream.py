@@ -1,13 +1,13 @@
-"""An endless supply of prompts from rows of any order: every row once per pass, in an order drawn from (seed, pass).
+"""Endless supplies of prompts from rows, with positions that a checkpoint saves.
 
 In: rows. Out: prompts, as many as are asked for. Rows become prompts when they are drawn, so a large data set costs
 nothing at the start.
 
-A supply of prompts from rows that only come one after the other: generators, sockets, data sets too large to index.
-
-In: an iterable or async iterable of mappings. Out: prompts, shuffled within a buffer of bounded size. Where the
-iterable ends, the next pass begins it again. A saved stream goes on by reading again, from the start of its pass, the
-rows that were read before; a checksum tells whether they are the same.
+`PromptStream` is for rows of any order: every row once per pass, in an order drawn from (seed, pass).
+`IteratedStream` is for rows that only come one after the other (generators, sockets, data sets too large to index):
+an iterable or async iterable of mappings, shuffled within a buffer of bounded size. Where the iterable ends, the next
+pass begins it again. A saved stream goes on by reading again, from the start of its pass, the rows that were read
+before; a checksum tells whether they are the same.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PromptStream(Generic[Item]):
         self.unknown = 0
         """Rows handed out most of whose text the tokenizer does not know."""
         self.unknown_remark = ""
-        """What, of the first of them."""
+        """Remark on the first of them."""
         self._rows = rows
         self._seed = seed
         self._shuffle = shuffle
@@ -316,7 +316,7 @@ class IteratedStream(Generic[Item]):
         self.unknown = 0
         """Rows handed out most of whose text the tokenizer does not know."""
         self.unknown_remark = ""
-        """What, of the first of them."""
+        """Remark on the first of them."""
         self._rows = rows
         self._seed = seed
         self._size = buffer

@@ -1,11 +1,10 @@
-"""Generated tasks: problems over digits with known answers, enough to see a small model learn.
+"""Generated tasks with known answers, over digits or pictures, enough to see a small model learn.
 
-A task is two disjoint sets of problems, drawn from a seed: those to train on, and those held out. `load.py` makes
-streams of prompts of them, as of any other data.
+A task over digits is two disjoint sets of problems, drawn from a seed: those to train on, and those held out. `load.py`
+makes streams of prompts of them, as of any other data.
 
-A generated task with pictures: say how many shapes are drawn, or in which corner the one is.
-
-In: nothing. Out: rows as those of any data set, for `data.train: rlinf.data.datasets.toy_tasks.train` and
+The task with pictures asks how many shapes are drawn, or in which corner the one is. Its rows are those of any data
+set, for `data.train: rlinf.data.datasets.toy_tasks.train` and
 `evaluation.data: rlinf.data.datasets.toy_tasks.held_out`. A picture of 32 x 32 pixels has 2 x 2 fields, each empty or
 with a disc, a square or a triangle of any colour, somewhere in it. No held-out picture is among those to learn from.
 """

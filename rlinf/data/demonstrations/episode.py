@@ -1,17 +1,12 @@
-"""An episode that somebody acted well in, and the decisions in it, to learn from.
+"""Recorded episodes to learn from: in memory, as batches of decisions, in any format, and in rlinf's own files.
 
-In: whole episodes, of any format. Out: a `Window` of them, of which any decisions are cut out as a batch, with chunks
-of actions as long as the policy's. Nobody waits here.
+Every format of demonstrations is read as `Episodes`: from a directory or file, facts (`About`) about every episode
+without its tensors, and any episode whole. A `Window` holds whole episodes, of which any decisions are cut out as a
+batch, with chunks of actions as long as the policy's. Nobody waits here.
 
-What every format of demonstrations is read as: episodes that are told of at once and read one at a time.
-
-In: a directory or file. Out: an `About` of every episode, without its tensors, and any episode whole.
-
-The format of `rlinf.flows.record`: a directory with two files for each episode.
-
-`episode_000000.safetensors` holds its tensors (`observation.NAME`, `actions`, `rewards`, `valid`), and
-`episode_000000.json` how it ended and what was to be done. The second is written last, so an episode without it is
-incomplete and is not read.
+The format of `rlinf.flows.record` is a directory with two files for each episode. `episode_000000.safetensors` holds
+its tensors (`observation.NAME`, `actions`, `rewards`, `valid`), and `episode_000000.json` how it ended and what was to
+be done. The second is written last, so an episode without it is incomplete and is not read.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Demonstrations of whatever format: which one lies at a path, and its episodes.
+"""Opens demonstrations of whatever format, and writes them in any, whole or not at all.
 
 In: a path, and what its features are to be called. Out: `Episodes`, of which nothing but the index is in memory.
-
-Writes demonstrations in any format, whole or not at all.
-
-In: a data set of any format. Out: a directory. It is written beside its place under another name, and moved there when
-it is complete.
+A data set is written beside its place under another name, and moved there when it is complete.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
-"""Statistics of features: mean, spread, bounds and quantiles of every number, from data that need not fit into memory.
+"""Statistics of features (mean, spread, bounds, quantiles), and the files that published checkpoints keep them in.
 
-In: rows, part by part. Out: `FeatureStatistics`; and the files that published checkpoints
-keep them in. Mean, standard deviation, least and greatest value are exact. Quantiles are exact up to `keep` rows; of
-more, they are those of `keep` rows drawn evenly by a fixed seed.
-
-The files in which published checkpoints keep statistics of the data that they were trained on.
+In: rows, part by part, from data that need not fit into memory. Out: `FeatureStatistics`. Mean, standard deviation,
+least and greatest value are exact. Quantiles are exact up to `keep` rows; of more, they are those of `keep` rows drawn
+evenly by a fixed seed. Files are written whole or not at all:
 
 | form | file | who reads it |
 |---|---|---|
 | `openvla` | `dataset_statistics.json` | OpenVLA, OpenVLA-OFT: `action`, `proprio`, by the name of the data set |
 | `openpi` | `norm_stats.json` | pi0, pi0.5: `state`, `actions` |
 | `groot` | `metadata.json` | GR00T: `state` and `action` by parts of the body, by the tag of the robot |
-
-In: statistics by feature. Out: one of these, whole or not at all.
 """
 
 from __future__ import annotations

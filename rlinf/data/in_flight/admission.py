@@ -1,8 +1,8 @@
-"""When a prompt may be begun, and which answers a step learns from, so that nothing is ever older than allowed.
+"""Rules for work in flight: when a prompt may be begun, and which answers a step learns from.
 
-Pure counting: nothing waits here. Versions are counted as the trainer counts them: a step that begins when so many
-versions were published learns by the weights of that version, and a token made by an older one is as many versions old
-as lie between.
+Nothing is ever older than allowed. Pure counting: nothing waits here. Versions are counted as the trainer counts them:
+a step that begins when so many versions were published learns by the weights of that version, and a token made by an
+older one is as many versions old as lie between.
 
 Everything in flight has a *deadline*: the last version by whose weights it may be learned. With steps that learn from
 `batch` answers each, all that is in flight can be learned in time if and only if for every version `d` that is yet to
@@ -15,14 +15,8 @@ in flight; a prompt is admitted only if it still holds then, and younger answers
 holds for those. So it holds always: no answer ever comes too late, in whatever order answers are finished, and a step
 waits only for answers that would be too old in the next one.
 
-Which groups give a gradient, and dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) over groups that come as
-they are finished.
-
-`teaches` is the one definition, for what is drawn, what is counted as uniform, and what is trained on.
-
-Which tokens are too old to be learned, and what becomes of the answers that have some.
-
-What may be in flight, what a step gets of it, and whom it asks: the plain data of `in_flight.py`.
+Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) is over groups that come as they are finished. `teaches` is the
+one definition of a group that gives a gradient, for what is drawn, what is counted as uniform, and what is trained on.
 """
 
 from __future__ import annotations

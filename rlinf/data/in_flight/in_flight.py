@@ -15,12 +15,8 @@ it however it ends; a flow asks it for its batch and publishes:
         return {**metrics, **batch.metrics}
 
 `answers` is called once, and its stream goes on from step to step: what one step does not learn from is there for the
-next one. `admission.py` says what may be begun and taken, and why nothing is too old then.
-
-What has answers made: it draws what there is room for, hands it on, and takes what comes of it.
-
-Consumes prompts and weights. Produces entries that are complete. Who wakes whom: whatever changes wakes who feeds and
-who waits for a batch, and each looks again.
+next one. `admission.py` says what may be begun and taken, and why nothing is too old then. `Making` has the answers
+made: it draws what there is room for, hands it on, and takes the results.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What is in flight, in the files of a checkpoint: plain values as JSON, arrays as safetensors, and nothing that runs
-code when it is read.
+"""Work in flight in the files of a checkpoint: plain values as JSON, arrays as safetensors, and nothing that runs code
+when it is read.
 
     in_flight.json          versions, prompts, counters, and where each array lies
     in_flight.safetensors   all arrays of one dtype, one after the other

@@ -444,7 +444,7 @@ class Call:
 
     def __init__(self, *, slow: bool = False) -> None:
         self.context = contextvars.copy_context()
-        """Of the call, and with it of its lease."""
+        """Context of the call, and with it of its lease."""
         self.waiting: deque[Request] = deque()
         """Read from the source, and not yet in flight."""
         self.finished: deque[Completion] = deque()
@@ -620,7 +620,7 @@ class Scheduler:
     ):
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self.callers = Callers()
-        """Of `answer`."""
+        """Callers of `answer`."""
         self.calls: deque[Call] = deque()
         """The one whose turn it is first."""
         self.owners: dict[Request, Call] = {}

@@ -312,7 +312,7 @@ class SGLangServer:
     ) -> None:
         self.seeded, self.routes = settings.seeded, experts is not None
         self.version = "?"
-        """As the server tells it."""
+        """Version of the server, in its own words."""
         self._settings, self._setup, self._python, self._experts = settings, setup, python, experts
         self._device, self._first_device = device
         self._differences: Differences | None = None

@@ -50,7 +50,7 @@ class VllmServer:
         self._python, self._settings, self._deadline = python, dict(settings), deadline
         self._memory: list[_Memory] = []
         self.version = ""
-        """Of vLLM, once it is up."""
+        """Version of vLLM, once it is up."""
 
     def command(self, model: Path, host: str, port: int) -> Sequence[str]:
         settings = json.dumps({"model": str(model), **self._settings})

@@ -53,7 +53,7 @@ class Conversations:
 
     def __init__(self) -> None:
         self.tokens = 0
-        """Of all that is kept."""
+        """Tokens of all texts in it."""
         self._kept: dict[int, CachedText] = {}
 
     def keep(self, conversation: int, cached: CachedText) -> None:
@@ -397,7 +397,7 @@ class Batch:
         self.asleep = False
         """Parked: `advance` does nothing."""
         self.tokens = 0
-        """Of KV cache that the answers in flight may come to."""
+        """Tokens of KV cache that the answers in flight may come to."""
         self.stats = StepStats()
         """How long steps and reading took; replaced as a whole, so that the event loop may read it at any moment."""
         self._stop_texts = stop_texts

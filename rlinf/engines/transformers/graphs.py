@@ -264,7 +264,7 @@ class Step:
         self.table = numbers(rows, cache.width, dtype=torch.int32)
         """Pages of each row, int32 [rows, width]."""
         self.sampled_tokens = numbers(2, rows, dtype=torch.int32)
-        """What the step drew: tokens, and the bits of their log-probs in float32, int32 [2, rows]."""
+        """Results of the step: tokens, and the bits of their log-probs in float32, int32 [2, rows]."""
         self._ids, self._positions, self._answered = numbers(rows), numbers(rows), numbers(rows)
         self._rules = Rules(
             seeds=numbers(rows),

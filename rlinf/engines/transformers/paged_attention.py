@@ -1,14 +1,12 @@
-"""Keys and values in pages of one pool, which stays where it is while rows come, grow and go.
+"""Paged KV cache: keys and values in pages of one pool, and attention over them.
 
-Flows in: how many tokens each answer has, then keys and values. Flows out: where tokens lie. Plain code that wakes
-nobody. An answer has pages for its own tokens and a few more, in any order; a row of the table names them. Page 0
-belongs to nobody: rows that have ended write there.
+The pool stays where it is while rows come, grow and go. An answer has pages for its own tokens and a few more, in any
+order; a row of the table names them. Page 0 belongs to nobody: rows that have ended write there. Plain code that wakes
+nobody.
 
-Attention of a decode step over pages, and of prompts that lie one behind another; operations that torch knows.
-
-Flows in: queries, and keys and values in pages or in a row. Flows out: what attention gives. On a GPU kernels do it
-(`kernels`, and torch's variable-length attention); elsewhere the same is written out, as what they are compared with.
-Being operations of torch's, they can be recorded, faked and counted like any other.
+Attention, of a decode step over pages and of prompts that lie one behind another, is operations that torch knows. On a
+GPU, kernels do it (`paged_kernels`, and torch's variable-length attention); elsewhere the same is written out, as what
+they are compared with. Being operations of torch's, they can be recorded, faked and counted like any other.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class PagedCache:
         self.owned = np.zeros(slots + 1, dtype=np.int64)
         """How many of them it has, int64 [slots + 1]."""
         self.keys: list[Tensor] = []
-        """Of each layer, [tokens of the pool, heads, size]."""
+        """Keys of each layer, [tokens of the pool, heads, size]."""
         self.values: list[Tensor] = []
         """Likewise."""
         self._shape = (heads, size)

@@ -1,6 +1,6 @@
-"""Triton kernels of a decode step: rotating and keeping keys, and attention over pages, whose programs share them.
+"""Triton kernels of a decode step: rotating keys and storing them, and attention over pages, whose programs share them.
 
-Flows in: as the operations of `attention`. Flows out: the same. In attention one program has those queries of a row
+They take and give what the operations of `paged_attention` do. In attention one program has those queries of a row
 that share a key-value head, and a share of the row's pages (Dao et al., "Flash-Decoding", 2023); a second kernel joins
 the shares. A program reads what its row really holds, whatever the others hold.
 """

@@ -1,1 +1,1 @@
-"""What runs in vLLM's processes, in its own environment; nothing of rlinf imports it. `serve.py` is run by its path."""
+"""Modules that run in vLLM's processes, in its own environment; rlinf imports none. `serve.py` is run by its path."""

@@ -45,7 +45,7 @@ class Draw(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         self._device = device
         self._rows: dict[int, tuple[tuple[int, float, int, float, float], int, list[int]]] = {}
-        """Of each row: how it draws, tokens that it had before it came here, tokens since."""
+        """For each row: how it draws, tokens that it had before it came here, tokens since."""
         self._rules: Any = None
 
     def is_argmax_invariant(self) -> bool:

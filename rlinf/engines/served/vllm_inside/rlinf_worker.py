@@ -1,4 +1,4 @@
-"""What vLLM's workers can do beside their own: take weights out of memory that this machine's processes share.
+"""Extension of vLLM's workers that loads weights from memory shared by this machine's processes.
 
 In: where the tensors lie. Out: a model with these weights, or the old ones and an error. It is loaded by name into
 vLLM's workers, which have no rlinf; the file of rlinf that it shares needs torch alone.

@@ -5,20 +5,12 @@ can be called with the arguments of one sample.
 
 A function takes what it names: `response`, `answer`, `prompt` (its text), `truncated`, `response_ids`, `messages` (of a
 chat prompt), or any column of the data set; with `**kwargs` it takes all but `response_ids`. One that names `responses`
-scores all answers to a prompt at once, and returns a list: see `over_group`. This module imports nothing heavy: child
-processes that run rewards start with it.
+scores all answers to a prompt at once, and returns a list: see `over_group`. Functions written for verl or TRL are
+adapted when their parameters have the other framework's names; `verl(function)` and `trl(function)` say it explicitly.
 
-What a reward function may return instead of a number.
-
-Reward functions written for verl or TRL, as reward functions of ours.
-
-A function whose parameters have the other framework's names is adapted without asking; `verl(function)` and
-`trl(function)` say it explicitly.
-
-Calls of a reward function that come to a verdict whatever happens, short of the end of the process.
-
-In: arguments, one mapping per sample. Out: one `Verdict` per sample, in order. `Scorer` is what lives in the child
-processes of `pool.py`, or in the judge's own process for functions that are trusted. Imports nothing heavy.
+`Scorer` calls a reward for several samples and gives one `Verdict` for each, in order, whatever happens short of the
+end of the process. It lives in the child processes of `pool.py`, or in the judge's own process for functions that are
+trusted. This module imports nothing heavy: child processes that run rewards start with it.
 """
 
 from __future__ import annotations

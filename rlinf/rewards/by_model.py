@@ -1,4 +1,4 @@
-"""What a reward model is asked about an answer, and what its reply is worth.
+"""Questions to a reward model about answers, and the scores that follow from its replies.
 
 In: samples, and for a generative judge the text of its reply. Out: token ids for the model; verdicts; samples with the
 score in their reward. No model is run here.

@@ -1,4 +1,4 @@
-"""Rewards for mathematics: is what the response comes to equal to the answer?"""
+"""Rewards for mathematics: whether the value that a response comes to is equal to the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in the sandbox besides the answer: one of two programs, which talk to the judge over a channel.
+"""The two programs that run in the sandbox besides the answer; each talks to the judge over a channel.
 
 `candidate` holds the answer's code and does with it what it is asked to. `tests` runs assertions; whatever name they
 use that is neither Python's nor theirs is the answer's, and stands for what the judge carries to the candidate. So the
@@ -11,7 +11,7 @@ What an object of the answer says of itself counts between objects of the answer
 tests it is equal only if it is one of Python's types underneath, by the content of that; nothing else that is expected
 is ever shown to it.
 
-This file is run as a program and imports the standard library, and of ours only what is sent along (`SOURCES`).
+This file is run as a program and imports the standard library, and of ours only what `judge.py` sends along (`_SENT`).
 """
 
 from __future__ import annotations

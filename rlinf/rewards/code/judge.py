@@ -1,18 +1,13 @@
 """A reward for programs: the share of its prompt's tests that an answer's code passes, or all or nothing.
 
-In: what a model wrote, and the tests of its row. Out: a `Score`. Who wakes whom: an answer waits for a place in the
-sandbox; then for its program, at most until the deadline of a test.
+In: a response, and the tests in its row in any of the published forms. They are read as `Script` cases (input and
+output of a program), `Call` cases (arguments and value of a function), or `Assertions`; docs/data-and-rewards.md has
+the table of forms. Out: a `Score`. Who wakes whom: an answer waits for a place in the sandbox; then for its program, at
+most until the deadline of a test.
 
-The judge itself compares. What was expected never enters a sandbox where the answer's code runs, so no answer can
-print, return or overwrite its way to a reward: it must produce the values. Assertions, which hold both, run in a second
-sandbox and call the first (`far_side.py`).
-
-The tests of a prompt, read from its row in any of the published forms.
-
-In: a row's columns. Out: `Script` cases (input and output of a program), `Call` cases (arguments and value of a
-function), or `Assertions`. docs/data-and-rewards.md has the table of forms.
-
-Is what a program gave what was expected? Texts that it printed, and values that its functions returned.
+The judge itself compares what a program printed, or what its functions returned, with what was expected. That never
+enters a sandbox where the answer's code runs, so no answer can print, return or overwrite its way to a reward: it must
+produce the values. Assertions, which hold both, run in a second sandbox and call the first (`far_side.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Copies of a model that learn at their own pace: each takes micro-batches as its device becomes free, and all meet at
-the optimizer step alone.
+"""Asynchronous data parallelism between optimizer steps: copies of a model take micro-batches at their own pace.
 
 `AsyncReplicas` runs the commands of one call. Rank 0 reads them into a queue (`training/work_queue.py`); a round there
 makes each copy ask for its own devices; whoever gets them takes rounds until there are none. When all are done, all
-ranks take their devices together, add up what they have and take the step.
+ranks take their devices together, add up their gradients and take the step.
 
 Nobody waits for one device while it holds another, or for others while it holds its own: a copy gives its devices back
 when it finds no work, gives up asking for them when others took the work, and gives them back before it asks for those

@@ -1,7 +1,7 @@
-"""The critic: predicts, before every token of an answer, the reward that is still to come, and learns from what came.
+"""The critic: predicts, before every token of an answer, the reward still to come, and learns from the returns.
 
-Consumes judged groups, twice: `values` tells them what it expects, on micro-batches as groups come; `train`, once a
-batch has ended, learns from the returns of that batch. The ranks compute together and answer as one; how they do is
+Consumes judged groups, twice: `values` gives its predictions, on micro-batches as groups come; `train`, once a batch
+has ended, learns from the returns of that batch. The ranks compute together and answer as one; how they do is
 `text_trainer.py`'s business. `train` takes its turn after it has read its batch, so a `values` that makes this batch,
 and is on its way still, goes first whichever of the two calls arrives first.
 """

@@ -1,4 +1,4 @@
-"""The policy that acts: decides what environments do, and keeps what came of it until the trainer asks.
+"""The policy that acts: decides on actions for environments, and collects trajectories until the trainer asks for them.
 
 Consumes what a slice of environments shows, produces its next actions; unblocked by the compute thread, which small
 policies do without. Everything that happens to a slice passes here, so its trajectory is put together here, and

@@ -1,4 +1,4 @@
-"""Many token sequences as the few flat tensors that a model reads, without padding."""
+"""Packing: many token sequences as the few flat tensors that a model reads, without padding."""
 
 from __future__ import annotations
 

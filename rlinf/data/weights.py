@@ -1,4 +1,4 @@
-"""A model's weights on their way from trainer to engines: flat buckets, what lies where in them, and their checksums.
+"""A model's weights on their way from trainer to engines: flat buckets, their layout, and their checksums.
 
 Flows in: named tensors of one version. Flows out: the same tensors as views into few large ones, which travel cheaply.
 Nobody waits here. Buckets are bounded in size, so that packing needs little memory beyond them; where they are

@@ -1,4 +1,4 @@
-"""Rewards for answers that have the asked form, whatever they say."""
+"""A reward for answers in the requested format, whatever their content."""
 
 from __future__ import annotations
 

@@ -7,13 +7,13 @@
 | episodes | `meta/episodes.jsonl` | `meta/episodes/chunk-*/file-*.parquet` |
 | tasks | `meta/tasks.jsonl` | `meta/tasks.parquet` |
 
-Reading. In: a directory with `meta/info.json`. Out: `Episodes`. Features become ours by a mapping, such as
+Reading makes `Episodes` of a directory with `meta/info.json`. Features become ours by a mapping, such as
 {observation.images.front: rgb, observation.state: state, action: actions}. A frame's number follows from its timestamp
 in its video, never from how many were decoded before it.
 
-Writing. In: episodes of single actions, one after the other; only one is in memory. Out: a directory. What the format
-cannot hold is lost: what was seen after the last action. Whether an episode solved its task, and whether the task ended
-with it, are noted in columns of our own (`success`, `terminated`) of the episodes' table, which LeRobot passes over.
+Writing makes a directory of episodes of single actions, one after the other; only one is in memory. What the format
+cannot hold is lost: the observation after the last action. Whether an episode solved its task, and whether the task
+ended with it, are noted in columns of our own (`success`, `terminated`) of the episodes' table, which LeRobot ignores.
 """
 
 from __future__ import annotations

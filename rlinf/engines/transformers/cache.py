@@ -1,4 +1,4 @@
-"""Keys, values and states of the rows of a batch, in memory that is allocated ahead and written in place.
+"""KV cache and states of the rows of a batch, in memory that is allocated ahead and written in place.
 
 A band holds rows of like length, aligned at their ends: all stand at the same column, so a step writes one column and
 reads one window, and the columns to the left of a short row are masked. A row that leaves makes room for a newcomer

@@ -1,9 +1,9 @@
-"""The engine in this process: a Hugging Face causal language model, its rows joining and leaving between decode steps.
+"""The engine in the actor's own process: continuous batching of a Hugging Face causal language model.
 
-Flows in: requests, of any number of `batches` and `answer` calls at once. Flows out: completions as they end. Who wakes
-whom: of the calls that wait for answers, one drives: it runs a stretch of steps in the thread that `compute` offers,
-hands out what has finished, and wakes the others, of whom the next one drives on. Nothing runs when nobody waits for an
-answer.
+Flows in: requests, of any number of `batches` and `answer` calls at once; their rows join and leave between decode
+steps. Flows out: completions as they end. Who wakes whom: of the calls that wait for answers, one drives: it runs a
+stretch of steps in the thread that `compute` offers, hands out what has finished, and wakes the others, of whom the
+next one drives on. Nothing runs when nobody waits for an answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The talk between an answer's code and its tests, which is the same from either side: asking, and answering meanwhile.
+"""The protocol between an answer's code and its tests, the same from either side: requests, answered while one waits.
 
 In: requests and replies over a channel, whose other end is the judge's; he carries them on unread. Who wakes whom: one
 message is under way at any time, and whoever sent it waits for the reply or for a request of the other side.

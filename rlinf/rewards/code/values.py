@@ -1,4 +1,4 @@
-"""Values that go between an answer's code and its tests, written as JSON and read back.
+"""JSON form of values that go between an answer's code and its tests.
 
 In: a value of Python or its library. Out: JSON. Containers of one message are numbered in the order in which they come,
 on both sides alike, so that one which comes twice is one again, and what a call changed in it can be told. Imports the

@@ -193,7 +193,7 @@ class _Away:
     size: int
     """Bytes that it has on its device."""
     host: UntypedStorage | list[Tensor]
-    """Of a storage of the CPU a copy; else parts of the slab, one after the other, uint8."""
+    """For a storage on the CPU, a copy of it; else parts of the slab, one after the other, uint8."""
 
     def copy_there(self) -> None:
         """Begin to copy from the GPU."""
@@ -228,7 +228,8 @@ def _devices(storages: Iterable[UntypedStorage]) -> dict[torch.device, None]:
 
 
 def _resizable(storage: UntypedStorage) -> bool:
-    """Whether it can be given back; torch says so of mapped memory too, and dies when that is resized."""
+    """True if the storage's memory can be given back; torch says so of mapped memory too, and dies when that is
+    resized."""
     return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
 
 

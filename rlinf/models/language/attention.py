@@ -1,27 +1,23 @@
-"""Attention of a rank that has some of the tokens, over keys and values of all.
+"""Causal attention over packed sequences: layouts, context parallelism, and blocks checkpointed and compiled.
 
-In: queries of its share, keys and values of every share. Out: what attention gives for its share. Keys and values are
-gathered whole: with grouped heads they are a small part of a layer's activations, and one collective for all of them
-hides nothing less than a ring of many would (Llama 3, arXiv:2407.21783, section 3.3.2).
+Sequences lie one behind another; no token sees another sequence, and no padding is computed. A layout is made from the
+lengths once per micro-batch, on the host, and sent once, so that no layer waits for a device; everything else in a
+model works token by token and needs no layout. On CUDA a variable-length kernel computes attention in half precision
+(`kernels.py`). Elsewhere there is none, and a mask over [tokens, tokens] costs ten times what it saves: sequences of
+about equal length are gathered into a few rectangles.
 
-Attention over sequences that lie one behind another: no token sees another sequence, and no padding is computed.
+The mask within a sequence is a `Rule`: the function of two positions by which transformers would make the model's mask
+tensor. So windows and chunks count positions of their own sequence.
 
-In: the layout of a packed micro-batch, once per micro-batch, and query, key and value of every layer. Out: what
-attention gives for each sequence alone. Everything else in a model works token by token and needs no layout.
+With context parallelism a rank has the queries of its share of the tokens, and gathers keys and values of all shares
+whole: with grouped heads they are a small part of a layer's activations, and one collective for all of them hides
+nothing less than a ring of many would (Llama 3, arXiv:2407.21783, section 3.3.2).
 
-On CUDA a variable-length kernel does it, in half precision (`kernels.py`). Elsewhere there is none, and a mask
-over [tokens, tokens] costs ten times what it saves: sequences of about equal length are gathered into a few rectangles.
-A layout is made on the host and sent once, so that no layer and no micro-batch waits for a device.
-
-Who sees whom within a sequence is what the model says when it makes its mask: transformers hands us the rule, a
-function of two positions, in place of a tensor (`Rule`). So windows and chunks count positions of their own sequence.
-
-A model's blocks checkpointed, and compiled: each by itself, for sequences of any lengths.
-
-In: the blocks. Out: the same modules with a `forward` that keeps its input alone, and that is compiled once and shared
-by all blocks of a kind. Checkpointing stands around what is compiled, and the hooks by which FSDP2 gathers weights
-around both, so that a rank which could not compile would still take part in every collective. It is not that of
-transformers, which stands within `forward` in some releases and around the hooks in others.
+A model's blocks can be checkpointed and compiled, each by itself, for sequences of any lengths: `forward` then keeps
+its input alone, and is compiled once for all blocks of a kind. Checkpointing stands around what is compiled, and the
+hooks by which FSDP2 gathers weights around both, so that a rank which could not compile would still take part in every
+collective. It is not the checkpointing of transformers, which stands within `forward` in some releases and around the
+hooks in others.
 """
 
 from __future__ import annotations
@@ -45,13 +41,13 @@ from rlinf.models.language.tensor_parallel import Pieces, gathered
 
 
 class Scores(Protocol):
-    """What becomes of the products of queries and keys, see `packed_attention`."""
+    """Attention with what a model does to its scores, see `_Scores`."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor: ...
 
 
 class RuleLike(Protocol):
-    """Who sees whom, see `packed_attention.Rule`."""
+    """The mask within a sequence, see `Rule`."""
 
     def within(self, length: int, device: torch.device) -> Tensor | None: ...
 
@@ -126,13 +122,13 @@ costs about what 8 columns more cost for short rows; long ones pay for padding w
 
 
 _OPAQUE: dict[str, Callable[..., Tensor]] = {}
-"""What compiled code calls without looking into it; filled by `opaque`, since that imports the compiler."""
+"""Operators that compiled code calls without looking into them; filled by `opaque`, since that imports the compiler."""
 _ODD = ("position_bias", "head_mask")
 """Arguments that change what attention gives, and that this one does not take."""
 
 
 class Rule:
-    """Who sees whom within a sequence: what a model has in place of a mask tensor.
+    """The mask within a sequence as a function of two positions, which a model has in place of a mask tensor.
 
     Args:
         sees: of batch, head, and the positions of query and key, whether this query sees this key; see
@@ -158,7 +154,8 @@ class Rule:
         return None if window is None else -1 if window >= longest else window - 1
 
     def within(self, length: int, device: torch.device) -> Tensor | None:
-        """Who sees whom in a sequence, bool [length, length]; None if all see all that came before."""
+        """Mask of a sequence, bool [length, length], true where a query (row) sees a key; None if every query sees all
+        keys up to itself."""
         window = self.window(length)
         if window is not None:
             return None if window >= length else _band(length, window, device)
@@ -186,7 +183,7 @@ class Rule:
 
 
 def rule_of(*, mask_function: Callable[..., Any], **more: Any) -> Rule:
-    """What transformers' mask builders give to a model whose attention is `packed_attention`."""
+    """Return the `Rule` of a mask function: the mask builder of models whose attention is `packed_attention`."""
     return Rule(mask_function)
 
 
@@ -200,13 +197,13 @@ class Rectangle:
     rows: int
     """How many."""
     length: int
-    """Of the longest."""
+    """Tokens of the longest sequence."""
     index: Tensor | None
     """Which token stands at each place, int64 [rows x length]; None if it is all tokens in order."""
 
 
 REFUSALS = (AttributeError, ImportError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What a model, or a kernel, may raise that cannot be run in an unusual way."""
+"""Exceptions by which a model, or a kernel, shows that it cannot be run in an unusual way."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,7 +215,7 @@ class Layout:
     bounds: Tensor
     """Where each sequence begins, and the end of the last, int32 [sequences + 1]."""
     kernel: Kernel | None
-    """What computes attention; None for rectangles."""
+    """The kernel that computes attention; None for rectangles."""
     places: Tensor | None
     """Which token stands at each place of the sequences laid end to end, int64; None for the same one."""
     restore: Tensor | None
@@ -229,7 +226,7 @@ class Layout:
     stands: np.ndarray | None
     """`places` on the host."""
     pieces: Pieces | None = None
-    """What this rank computes, where others compute the rest; `places` and `restore` do not matter then."""
+    """This rank's share, where other ranks compute the rest; `places` and `restore` do not matter then."""
     refusals: list[str] | None = None
     """Where attention that cannot be computed leaves the reason, and gives zeros, so that ranks that try together all
     come to the end; None: it raises."""
@@ -383,12 +380,12 @@ def packed_attention(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scores:
-    """What becomes of the products of queries and keys."""
+    """Softmax attention with what a model does to its scores: scale, softcap, sinks."""
 
     scale: float
     softcap: float | None
     sinks: Tensor | None
-    """Of each head, [heads]."""
+    """One logit for each head, [heads], which takes part in the softmax and has no value."""
 
     @property
     def plain(self) -> bool:
@@ -451,7 +448,7 @@ def _by_rectangles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, sc
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Who sees whom within a window, bool [length, length]."""
+    """Mask of a causal sliding window, bool [length, length]."""
     everything = torch.ones(length, length, dtype=torch.bool, device=device)
     return everything.tril() & everything.triu(1 - window)
 
@@ -511,7 +508,7 @@ class CompiledBlocks:
         self.on = False
         """They are computed as compiled."""
         self.required = False
-        """What cannot be compiled is an error; otherwise `refused` has the reason, and they go on uncompiled."""
+        """Raise where a block cannot be compiled; otherwise `refused` has the reason, and blocks go on uncompiled."""
         self.refused: str | None = None
         """Why they are not compiled."""
         self.graphs = 0

@@ -1,17 +1,13 @@
 """How a model lies on the ranks that train it: in slices (FSDP2), in whole copies, or in copies of several slices.
 
-In: a `PolicyModel`, a `Layout`. Out: the same module; where it lies in slices, its parameters are `DTensor`s.
-Gradients are *summed* over ranks, never averaged, since the optimizer step divides once by the tokens of all ranks
-together: those of a copy's slices by FSDP2 in every backward pass, those of the copies by the optimizer step, once.
+`Arrangement` says which ranks make up each copy, and which share of the data each rank computes. Ranks that compute a
+micro-batch together are neighbours, tensor ranks the nearest. `Layout` is that as device meshes, seen from one rank.
+`mistakes_in` names everything that keeps a model from being split as asked for, at once; the model may be on the meta
+device.
 
-Which ranks have which part of a model, and of the data.
-
-In: how a model lies, how one copy is split, where the ranks are. Out: the ranks of each copy, and of each rank which
-share of the data it computes. Ranks that compute a micro-batch together are neighbours, tensor ranks the nearest.
-
-Whether a model can be split over ranks as it is asked for: everything that is wrong, at once.
-
-In: a model, which may be without memory, and how it is to be split. Out: sentences.
+Sharding changes a `PolicyModel` in place; where it lies in slices, its parameters are `DTensor`s. Gradients are
+*summed* over ranks, never averaged, since the optimizer step divides once by the tokens of all ranks together: those of
+a copy's slices by FSDP2 in every backward pass, those of the copies by the optimizer step, once.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ class Arrangement:
     copies: tuple[tuple[int, ...], ...]
     """The ranks of each copy of the model."""
     shares: tuple[int, ...]
-    """Of each rank, which share of a round of micro-batches it computes, from 0."""
+    """For each rank, the share of a round of micro-batches that it computes, from 0."""
     together: tuple[tuple[int, ...], ...]
     """The ranks of each share, tensor ranks next to each other."""
 
@@ -110,7 +106,7 @@ def _check(ranks: int, least: int, parallel: ParallelConfig, what: str) -> None:
 
 
 def mistakes_in(model: PreTrainedModel, parallel: ParallelConfig, *, adapters: bool) -> Iterator[str]:
-    """What is wrong with a way to split a model.
+    """Yield everything that keeps a model from being split as asked for, in words.
 
     Args:
         model: the plain model, such as one on the meta device.
@@ -136,14 +132,14 @@ def mistakes_in(model: PreTrainedModel, parallel: ParallelConfig, *, adapters: b
 
 
 def stages_refused(parallel: ParallelConfig) -> Iterator[str]:
-    """What of `parallel` is for other back ends."""
+    """Yield the settings of `parallel` that only other back ends support, in words."""
     for name in ("pipeline", "interleave"):
         if (size := getattr(parallel, name)) > 1:
             yield f"trainer.parallel.{name}={size}: fsdp has no stages; take tensor and context, or megatron"
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""What a model may be computed in; its weights and its optimizer are float32 whatever this is."""
+"""Dtypes that a model may compute in; its weights and its optimizer are float32 whatever this is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +158,7 @@ class Layout:
     matrices: DeviceMesh | None = None
     """This rank's copy, over which each layer's matrices are split along the second dimension; None where not."""
     experts: DeviceMesh | None = None
-    """The same for experts."""
+    """The mesh of this rank's copy over which experts are split; None where they are not."""
 
     @property
     def first_copy(self) -> bool:
@@ -171,7 +167,8 @@ class Layout:
 
     @property
     def owns_metrics(self) -> bool:
-        """What this rank finds of its data is not what another one tells, too."""
+        """True on the one rank of those computing a micro-batch together whose metrics count: all of them compute the
+        same."""
         return self.division is None or self.division.lead
 
 

@@ -1,20 +1,18 @@
-"""Causal attention over sequences laid end to end, by a kernel: torch's own, or FlashAttention's package.
+"""Kernels: variable-length causal attention, functions made faster by `torch.compile`, and the fused output head.
 
-In: query, key and value of all tokens, and where each sequence begins. Out: attention within each sequence, nothing
-padded. Releases differ in what they take, so arguments follow from a function's signature and not from a trial: what a
-kernel raises on a device is a fault of the device, and no question of the version.
+Attention over sequences laid end to end is computed by torch's own kernel or FlashAttention's package, from query, key
+and value of all tokens and the bounds of each sequence, with nothing padded. Releases differ in what they take, so
+arguments follow from a function's signature and not from a trial: what a kernel raises on a device is a fault of the
+device, and no question of the version.
 
-Functions that `torch.compile` makes faster, and that go on uncompiled where it cannot.
+A compiled function gives the same results as the plain one; where it cannot be compiled it goes on uncompiled, and says
+why. Compiling begins with the first call, in the thread that calls, and counts as that call's time.
 
-In: a function, and how it is compiled. Out: one that gives the same, and says why it is not compiled if it is not.
-Compiling begins with the first call, in the thread that calls, and counts as that call's time.
-
-What the output embedding's product is followed by, as two functions of elements that a compiler fuses.
-
-In: logits of a chunk of tokens, as the product of matrices leaves them. Out: of each token the log-prob of its target,
-the entropy and the logarithm of the sum; and on the way back the slope of the logits, in their own dtype. Inside all is
-float32. Both read the logits once or twice and keep nothing of their size beside the slope itself; one after the other,
-torch's own operations read and write them a dozen times. `policy_model.py` has the same without a compiler.
+The fused head is two functions of elements that follow the output embedding's product, which a compiler fuses. Forward:
+from the logits of a chunk of tokens, the log-prob of each target, the entropy and the logarithm of the sum. Backward:
+the slope of the logits, in their own dtype. Inside all is float32. Both read the logits once or twice and keep nothing
+of their size beside the slope itself; one after the other, torch's own operations read and write them a dozen times.
+`policy_model.py` has the same without a compiler.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from torch import Tensor
 from rlinf.algos.loss_sum import wide
 
 HALF = (torch.bfloat16, torch.float16)
-"""What the kernels compute in."""
+"""Dtypes that the kernels compute in."""
 KernelName = Literal["flash", "varlen"]
 _FAULTS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "NCCL", "can't allocate memory")
 """In texts of plain `RuntimeError`s that torch raises when a device, and no argument, is at fault."""
@@ -41,7 +39,7 @@ _FAULTS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "NCCL", "can't allocat
 
 T = TypeVar("T")
 Pair = tuple[T, T]
-"""Of queries, and of keys."""
+"""One value for queries, and one for keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,12 +47,12 @@ class Kernel:
     """A kernel for sequences of several lengths."""
 
     words: str
-    """What it is, for people."""
+    """Name of the kernel, for people."""
     attend: Callable[[Tensor, Tensor, Tensor, Pair[Tensor], Pair[int], float, int], Tensor]
-    """Of query [tokens, heads, size], key and value [seen tokens, key heads, size], where the queries of each sequence
-    begin and the end of the last, int32 [sequences + 1], and the same of its keys, the most queries and the most keys
-    of a sequence, the scale of the scores, and how many tokens before itself a token sees at most (-1 for all):
-    [tokens, heads, size]. A sequence with fewer queries than keys has its last tokens for queries."""
+    """Attention [tokens, heads, size] from query [tokens, heads, size], key and value [seen tokens, key heads, size];
+    where the queries of each sequence begin and the end of the last, int32 [sequences + 1], and likewise of its keys;
+    the most queries and the most keys of a sequence; the scale of the scores; and how many tokens before itself a token
+    sees at most (-1 for all). A sequence with fewer queries than keys has its last tokens for queries."""
 
 
 def kernel_of(name: KernelName, device: torch.device) -> Kernel:
@@ -72,8 +70,8 @@ def kernel_of(name: KernelName, device: torch.device) -> Kernel:
 
 
 def device_at_fault(error: BaseException) -> bool:
-    """Whether an error tells of memory that ran out, of a device or of a process group, which no other way to compute
-    would mend."""
+    """True if an error comes from memory that ran out, from a device or from a process group: no other way to compute
+    would mend it."""
     kinds = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError, MemoryError)
     return isinstance(error, kinds) or any(words in str(error) for words in _FAULTS)
 
@@ -176,21 +174,21 @@ class Compiled:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What went wrong within the compiler, which raises errors about errors."""
+    """Return the innermost cause of a compiler's error, which raises errors about errors."""
     while (inner := getattr(error, "inner_exception", None) or error.__cause__) is not None:
         error = inner
     return error
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of the compiler says first of its cause."""
+    """The type and the first line of a compiler error's innermost cause."""
     cause = cause_of(error)
     text = next((line for line in str(cause).splitlines() if line.strip()), "")
     return f"{type(cause).__name__}: {text.strip()}"
 
 
 def scores(logits: Tensor, targets: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token, at least in float32: log-prob of its target, entropy, and log sum exp, [tokens] each.
+    """Log-prob of each target, entropy, and log sum exp of the logits, [tokens] each, at least in float32.
 
     Args:
         logits: [tokens, vocabulary]

@@ -35,9 +35,9 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 """File names in a directory of peft's."""
 _KEYS = {"r", "alpha", "target_modules", "path"}
 _SAVED_AS = "base_model.model."
-"""What peft puts before the names of tensors in its files."""
+"""Prefix that peft puts before the names of tensors in its files."""
 _WRAPPED = ".base_layer"
-"""What peft puts into the name of a weight that has an adapter."""
+"""Part that peft puts into the name of a weight that has an adapter."""
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Names of linear layers that choose experts: they change which weights learn at all, and get adapters only by name."""
 _UNCALLED = {"dt_proj", "out_proj"}
@@ -172,7 +172,7 @@ def _fresh(model: nn.Module, lora: Mapping[str, Any]) -> Any:
 
 
 def _saved(directory: Path) -> Any:
-    """What saved adapters are like.
+    """Return peft's configuration of saved adapters.
 
     Raises:
         ValueError: there are none, or of a kind whose weights are more than a product that is added.
@@ -260,7 +260,7 @@ def using(model: nn.Module, name: str | None) -> Iterator[None]:
 
 
 def adapter_config(model: nn.Module, base: str | None) -> dict[str, Any]:
-    """What `adapter_config.json` says of the adapters that learn.
+    """Contents of `adapter_config.json` for the adapters that learn.
 
     Args:
         model: with adapters.
@@ -288,7 +288,7 @@ def _layers(model: nn.Module) -> Iterator[Any]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """True if a parameter of this name belongs to an adapter."""
     return ".lora_" in name
 
 
@@ -314,7 +314,8 @@ def merged_named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Callable[[], Tensor]]]:
-    """The same before it is merged: name, the parameter without adapters, and what makes the merged weight."""
+    """Named parameters before adapters are merged in: name, the parameter without adapters, and a function that makes
+    the merged weight."""
     deltas = {
         f"{path}{_WRAPPED}.weight": module
         for path, module in model.named_modules()

@@ -1,35 +1,24 @@
-"""The experts of a mixture as numbers: how evenly tokens are spread over them, and whether engine and trainer agree.
+"""Mixtures of experts: load and balance metrics, router replay, expert parallelism, and reading experts from files.
 
-In: counts and probabilities that routers gave. Out: metrics, as sums until the batch is whole, and shares of a batch
-that an auxiliary loss balances against.
+Metrics tell how evenly tokens are spread over experts, and whether engine and trainer choose the same ones; they are
+sums until the batch is whole. An auxiliary loss balances against a batch's shares.
 
-The routers of a mixture of experts: what they choose is told, and may be given.
+Each router's `forward` is wrapped, to record its choices and to answer them. Inside it, and nowhere else, the one
+`topk` over all experts is answered with the experts of given routes and the gate's values there; whatever the model
+does before and after that stays its own, so a softmax over all experts, over the chosen ones, or a sigmoid with groups
+are all alike.
 
-In: a Hugging Face model. Out: which experts each token of its last forward pass went to; or, where routes are given, a
-pass in which tokens go to those experts, with the weights that the model's own gate gives them, scaled as it scales
-those of its own choice.
+Router replay: a policy computes on the experts that the engine chose for each token. The routes of a packed micro-batch
+go to the routers before each pass, and `Routed` has how tokens were routed. With the experts held fixed, the ratio of
+new to old probabilities says what the weights have changed and not which experts a rounding error has swapped: Ma et
+al., "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv:2510.11370, eq. 6 to 8.
 
-Each router's `forward` is wrapped. Inside it, and nowhere else, the one `topk` over all experts is answered with the
-experts that were given and the gate's values there; whatever the model does before and after that stays its own, so a
-softmax over all experts, over the chosen ones, or a sigmoid with groups are all alike.
+Expert parallelism: each rank has some experts of every layer, where a model of transformers stacks them in one tensor
+per matrix. Every choice of a token is sent to the rank that has the chosen expert and comes back as that expert's
+output; how much a choice weighs never leaves the token's rank. Ranks may have unequal numbers of tokens.
 
-Router replay: a policy computes on the experts that the engine chose for each token.
-
-In: packed micro-batches with routes. Out: the model's routers told so before each pass, and after it how tokens were
-routed (`Routed`). With the experts held, the ratio of new to old probabilities says what the weights have changed and
-not which experts a rounding error has swapped: Ma et al., "Stabilizing MoE Reinforcement Learning by Aligning Training
-and Inference Routers", arXiv:2510.11370, eq. 6 to 8.
-
-Expert parallelism: each rank has some experts of every layer, and tokens go where their experts are.
-
-In: a model of transformers whose experts are stacked in one tensor per matrix. Out: the same modules with a part of
-them. Every choice of a token is sent to the rank that has the chosen expert and comes back as what that made of it; how
-much a choice weighs never leaves the token's rank. Ranks may have unequal numbers of tokens.
-
-Experts as files have them, each matrix by itself, read as models have them: stacked, gate and up joined.
-
-In: the files of a saved model. Out: what can be sliced like a slice of a file, so that a rank reads its own experts and
-no others.
+`StackedExperts` reads experts from files that have each matrix by itself as models have them: stacked, gate and up
+joined. It can be sliced like a slice of a file, so that a rank reads its own experts and no others.
 """
 
 from __future__ import annotations
@@ -129,9 +118,10 @@ class Routed:
     chances: Tensor
     """Sum over tokens of the gate's probability of each expert (softmax over all), float64 [layers, experts]."""
     apart: Tensor
-    """Whether the gate itself would have chosen another set of experts than was given, bool [layers, learned]."""
+    """True where the gate itself would have chosen another set of experts than the routes gave, bool [layers,
+    learned]."""
     known: Tensor
-    """Whether routes were given, bool [learned]."""
+    """True where a token had a route, bool [learned]."""
     balance: Tensor | None
     """Per token, what the auxiliary loss takes the mean of, differentiable, [learned]; None unless `load` was given."""
 
@@ -250,7 +240,7 @@ class Routers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seen:
-    """What one router did; see `Routed`."""
+    """Statistics of one router in one pass; see `Routed`."""
 
     counts: Tensor
     chances: Tensor
@@ -346,7 +336,7 @@ class Mixture:
             self.routers.begin(routes, at, batch.expert_load)
 
     def told(self, found: tuple[Tensor, Tensor], batch: Packed, share: Share | None) -> Found:
-        """What the pass gave, and how its tokens were routed, where that is watched.
+        """The pass's outputs, and beside them how its tokens were routed, where that is watched.
 
         Args:
             found: of all learned tokens.
@@ -439,7 +429,8 @@ def _padded(routes: Tensor, batch: Packed, places: Tensor, size: int) -> Tensor:
 
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of rows [rows, width], the experts of each, int64 [rows, chosen], and how much each weighs: [rows, width]."""
+"""Experts as a function: from rows [rows, width], the experts of each row, int64 [rows, chosen], and how much each
+weighs, their output [rows, width]."""
 
 
 def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> Iterator[nn.Parameter]:
@@ -528,13 +519,13 @@ class StackedExperts:
     """One stacked tensor, [experts, rows, columns]."""
 
     members: tuple[tuple[str, ...], ...]
-    """Of each expert, its matrices in the files."""
+    """Names in the files of each expert's matrices."""
     files: Mapping[str, Path]
     """The safetensors file of each tensor."""
 
     @staticmethod
     def of(name: str, files: Mapping[str, Path]) -> StackedExperts | None:
-        """What a model calls `name`, if it is stacked from tensors of the files; else None."""
+        """Return the stacked tensor that a model calls `name`, if tensors of the files make it up; else None."""
         module, _, own = name.rpartition(".")
         members: list[tuple[str, ...]] = []
         while own in _JOINED and module.endswith(".experts"):
@@ -546,7 +537,7 @@ class StackedExperts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Shape of the whole stacked tensor."""
         shapes = [self._look(name, lambda file, name: file.get_slice(name).get_shape()) for name in self.members[0]]
         return len(self.members), sum(rows for rows, _ in shapes), shapes[0][1]
 

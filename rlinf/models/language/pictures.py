@@ -1,8 +1,8 @@
-"""What a vision-language model takes besides token ids, of packed sequences whose prompts have pictures.
+"""Inputs of a vision-language model besides token ids, for packed sequences whose prompts have pictures.
 
-In: a `Packed` micro-batch with references. Out: pixels, and positions, which have three dimensions in models that tell
-rows from columns by them. Pixels follow the order of placeholders: in another order a model raises no error, and reads
-one picture in place of the other.
+From a `Packed` micro-batch with references come pixels, and positions, which have three dimensions in
+models that tell rows from columns by them. Pixels follow the order of placeholders: in another order a model raises no
+error, and reads one picture in place of the other.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class Seen:
     tensors: Mapping[str, Tensor]
     """Pixels and what belongs to them, on the device of the tokens; empty without pictures."""
     positions: Tensor
-    """Of each token, int64 [tokens]; or text, time, row and column, int64 [4, tokens]."""
+    """Position of each token, int64 [tokens]; or its text position, time, row and column, int64 [4, tokens]."""
 
 
 def never(pictures: Pictures | None, like: Tensor) -> Tensor | None:
-    """What is added to logits so that no placeholder is ever said, [vocabulary]; None where a model reads no pictures.
+    """Return a mask that is added to logits, -inf at placeholders and 0 elsewhere, [vocabulary]; None where a model
+    reads no pictures.
 
     Engines do not draw placeholders, so they are no part of what a policy chooses from.
 
@@ -130,7 +131,7 @@ def _three_dimensions(
 
 
 def in_rows(batch: Packed, pictures: Pictures, places: Tensor, longest: int, *, blank: bool = False) -> Seen:
-    """The same for sequences that are padded on the right to a rectangle, each with pictures of its own.
+    """Return pixels and positions as `seen` does, for sequences padded on the right to a rectangle.
 
     Args:
         batch: the sequences.

@@ -1,26 +1,20 @@
-"""A Hugging Face model as the trainer sees it: packed tokens in, log-probs of the responses out.
+"""A Hugging Face model as the trainer uses it: packed tokens in; log-probs and entropies, or a critic's values, out.
 
-In: a `Packed` micro-batch. Out: log-prob and entropy of every learned token. Between lie the model's own layers, over
-all tokens in one row without padding, and the output embedding, over learned tokens alone and in chunks.
+The model's own layers run over all tokens in one row without padding; the output embedding runs over learned tokens
+alone, in chunks. `PolicyModel` is a module so that both happen inside one `forward`, the only place where the weights
+of a model spread over ranks are whole. Whether a model can be run like this is not guessed from its name: its own
+forward must agree in a trial.
 
-It is a module so that both happen inside one `forward`, the only place where the weights of a model spread over ranks
-are whole. Whether a model can be run like this is not guessed from its name: its own forward must agree.
+Log-probs are computed without ever holding [tokens, vocabulary] for the batch. Logits are made chunk by chunk, used,
+and made again for the gradient: one more product, against memory of 4 bytes x tokens x vocabulary x (three or four
+copies). On accelerators a fused head (`kernels.py`) computes what is no product of matrices, with the results of the
+operations here.
 
-From hidden states to log-probs of given tokens, without ever holding [tokens, vocabulary] for the batch.
-
-In: the last hidden states where a response token is predicted, and the output embedding. Out: log-prob and entropy of
-each token. Logits are made chunk by chunk, used, and made again for the gradient: one more product, against memory of
-4 bytes x tokens x vocabulary x (three or four copies). On accelerators `kernels/head.py` computes what is no product of
-matrices; what it gives is what the operations here give, one after the other.
-
-A Hugging Face model as the critic sees it: packed tokens in, a value before each learned token out.
-
-In: a `Packed` micro-batch. Out: what the rest of an answer is expected to earn, as seen from the place that predicts
-each of its tokens, so before that token is known. The layers are those of a policy, run in the same way; in place of
-the output embedding, which is given up, stands one linear unit.
-
-The unit is the model's `score`, the name that transformers gives to it in models for token classification: what
-`save_pretrained` would write, `AutoModelForTokenClassification.from_pretrained(path, num_labels=1)` reads.
+A critic's values say what the rest of an answer is expected to earn, as seen from the place that predicts each learned
+token, so before that token is known. Its layers are those of a policy, run in the same way; one linear unit replaces
+the output embedding. The unit is the model's `score`, the name that transformers gives to it in models for token
+classification: what `save_pretrained` would write,
+`AutoModelForTokenClassification.from_pretrained(path, num_labels=1)` reads.
 """
 
 from __future__ import annotations
@@ -225,7 +219,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Te
 
 
 def head_is_plain(model: PreTrainedModel) -> bool:
-    """Whether nothing is known to be done to logits; small ones, as of a new model, would not show it in a trial."""
+    """True if the model is not known to change its logits after the output embedding (scale, softcap); the small logits
+    of a new model would not show that in a trial."""
     config = model.config.get_text_config()
     changed = any(getattr(config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES)
     return type(model.get_output_embeddings()) is nn.Linear and not changed
@@ -238,7 +233,7 @@ Compile = Literal["auto", True, False]
 _PROBE = ((2, 3), (5, 1), (1, 4), (2, 5), (5, 2))
 """Tokens of prompts and answers that a model is tried with; some share their prompt."""
 _SPOILT = 2
-"""Of these the one that shares none."""
+"""Index in `_PROBE` of the sequence that shares no prompt."""
 
 
 class PolicyModel(nn.Module):
@@ -283,9 +278,9 @@ class PolicyModel(nn.Module):
         self.plain_head = True
         """Logits are hidden states times the output embedding; otherwise the model makes them, all at once."""
         self.computes_in = torch.float32
-        """What its layers compute in; `shard` changes it."""
+        """The dtype that its layers compute in; `shard` changes it."""
         self.kernel: Kernel | Literal[False] | None = None
-        """What computes packed attention, see `Layout.of`; None until `settle`."""
+        """The kernel for packed attention, see `Layout.of`; None until `settle`."""
         self._division = division
         self.tensor_ranks: TensorRanks | None = None
         """Those over which its matrices are split; None where they are whole."""
@@ -342,7 +337,7 @@ class PolicyModel(nn.Module):
         return None if self._division is None or not self.packs else self._division.share(batch)
 
     def _kept(self, part: Any, batch: Packed, output: str, share: Share | None) -> Tensor:
-        """What `part` of the model gives where this rank's learned tokens are predicted, [learned, ...]."""
+        """Output of `part` of the model where this rank's learned tokens are predicted, [learned, ...]."""
         blank = self.keeps_step and self.pictures is not None and not batch.images
         batch = with_blank(batch, self.pictures) if blank and self.pictures is not None else batch
         if batch.images and self.pictures is None:
@@ -515,7 +510,7 @@ class PolicyModel(nn.Module):
         self.model.set_attn_implementation(name if self.pictures is None else {"text_config": name})
 
     def _tried(self, probe: Packed, refused: list[str]) -> Found | None:
-        """What the model gives, computed in a way that it may refuse: then None, and the reason in `refused`."""
+        """The model's outputs, computed in a way that it may refuse: then None, and the reason in `refused`."""
         self._refusals = refusals = []
         try:
             found = self(probe)
@@ -542,8 +537,8 @@ class PolicyModel(nn.Module):
         return same
 
     def _keeps_apart(self, probe: Packed, refused: list[str]) -> bool:
-        """Whether what one sequence holds, here NaN, reaches no other: a state that runs on over the end of a sequence
-        may change the log-probs of a new model by less than rounding."""
+        """True if one sequence's contents, here NaN, reach no other sequence: a state that runs on over the end of a
+        sequence may change the log-probs of a new model by less than rounding."""
         start = sum(probe.lengths[:_SPOILT])
         places = torch.arange(sum(probe.lengths), device=probe.ids.device) if probe.places is None else probe.places
         spoilt = torch.zeros_like(probe.ids, dtype=torch.bool)
@@ -573,7 +568,7 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _agreed(mine: bool, ranks: DeviceMesh | None, device: torch.device) -> bool:
-    """Whether this holds on every rank; a collective."""
+    """True if `mine` is true on every rank; a collective."""
     if ranks is None or ranks.size() == 1:
         return mine
     least = torch.tensor(float(mine), device=device)

@@ -1,30 +1,24 @@
-"""What ranks send each other in the middle of a model, with the gradients that belong to it.
+"""Tensor and context parallelism: collectives with gradients, tokens split over ranks, and matrices split over ranks.
 
-One rule makes them fit together: every rank computes a part of one loss, and the gradient of a tensor that several have
-is the sum of what each found. So where a forward pass gathers, its backward pass adds up and shares out, and the other
-way round. All tensors are contiguous before they are sent: gloo sends other memory than meant where they are not.
+One rule makes the collectives fit together: every rank computes a part of one loss, and the gradient of a tensor that
+several have is the sum of their parts. So where a forward pass gathers, its backward pass reduce-scatters, and the
+other way round. All tensors are contiguous before they are sent: gloo sends other memory than meant where they are not.
 
-The tokens of a micro-batch, split over the ranks that compute it together.
+Tokens. From a `Packed` micro-batch that all ranks have, `Division.share` makes this rank's tokens, as a `Packed` of
+their own, and says which of the others' tokens they see (`Pieces`). Causal attention costs a token what came before it,
+so a rank that had the end of a long answer would work longest. All tokens are cut into twice as many chunks as there
+are context ranks, and a rank has one from the front and one from the back (zig-zag; Llama 3, arXiv:2407.21783, section
+3.3.2). Tensor ranks cut such a share once more, in order: they have it whole while they compute with split matrices,
+and a part of it everywhere else. So each rank has tokens of its own wherever weights are whole, and the gradients of
+all ranks are summed, for every weight, with no exception.
 
-In: a `Packed` micro-batch that all of them have. Out: this rank's tokens as a `Packed` of their own, who of them sees
-which tokens of the others (`Pieces`), and what was computed of learned tokens, from all ranks again.
-
-Causal attention costs a token what came before it, so a rank that had the end of a long answer would work longest. All
-tokens are cut into twice as many chunks as there are context ranks, and a rank has one from the front and one from the
-back (zig-zag; Llama 3, arXiv:2407.21783, section 3.3.2). Tensor ranks cut such a share once more, in order: they have
-it whole while they compute with split matrices, and a part of it everywhere else. So each rank has tokens of its own
-wherever weights are whole, and the gradients of all ranks are summed, for every weight, with no exception.
-
-Tensor parallelism: the matrices of each layer split over ranks that compute its tokens together.
-
-In: a model, and the plan of its class for this (`base_model_tp_plan` of transformers' configurations). Out: the same
-modules with a part of each matrix. Between such modules every rank has tokens of its own, as without: they are gathered
-where a module with split matrices begins, and where it ends its result is added up and shared out again (sequence
-parallelism, arXiv:2205.05198, section 4.2.2; as many bytes are sent as by adding up alone).
-
-So weights that are not split, such as the norms of queries and keys, see of each rank other tokens or other heads, and
-their gradients are summed over all ranks by FSDP2 as everywhere else. What adds gradients up by hooks instead
-(transformers' `DistributedConfig`) has to know each of them, and counts those of earlier micro-batches again.
+Matrices. They are split by the plan of the model's class (`base_model_tp_plan` of transformers' configurations).
+Between modules with split matrices every rank has tokens of its own: they are gathered where such a module begins, and
+where it ends its result is added up and shared out again (sequence parallelism, arXiv:2205.05198, section 4.2.2; as
+many bytes are sent as by adding up alone). So weights that are not split, such as the norms of queries and keys, see of
+each rank other tokens or other heads, and their gradients are summed over all ranks by FSDP2 as everywhere else. Adding
+gradients up by hooks instead (transformers' `DistributedConfig`) would have to know each of those weights, and would
+count the gradients of earlier micro-batches again.
 """
 
 from __future__ import annotations
@@ -61,7 +55,8 @@ def shared_out(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchanged(mine: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """What each rank has for this one, one behind another, [sum of received, ...].
+    """Send each rank its rows (all-to-all); return the rows that came, one rank's behind another's, [sum of received,
+    ...].
 
     Args:
         mine: rows for each rank, one behind another, [sum of sent, ...].
@@ -160,29 +155,30 @@ class Pieces:
     group: dist.ProcessGroup | None
     """The context ranks, whose keys and values come one behind another; None for one."""
     lengths: tuple[tuple[int, int], ...]
-    """Of each piece, its tokens, and its position behind the last."""
+    """Of each piece the number of its tokens, and the position behind its last."""
     queries: Tensor
     """Where the pieces' tokens stand in this rank's share, int64 [tokens of pieces]."""
     keys: Tensor
     """Where stands what each piece may see, in the shares of all ranks, int64 [tokens seen]."""
     restore: Tensor
-    """Of each token of the share, its place among the pieces' laid end to end, int64; behind the last for padding."""
+    """For each token of the share, its place among the pieces' tokens laid end to end, int64; behind the last for
+    padding."""
     query_bounds: Tensor
     """Where each piece begins in `queries`, and the end of the last, int32 [pieces + 1]."""
     key_bounds: Tensor
-    """The same in `keys`."""
+    """Where each piece begins in `keys`, and the end of the last, int32 [pieces + 1]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """What one rank computes of a micro-batch."""
+    """One rank's part of a micro-batch: its tokens, and what they attend to."""
 
     batch: Packed
     """Its tokens, and the learned tokens that these predict."""
     positions: Tensor
-    """Of the tokens that the tensor ranks have together, int64."""
+    """Positions of the tokens that the tensor ranks have together, int64."""
     pieces: Pieces
-    """Who sees whom."""
+    """The pieces of sequences that this rank computes, and the keys that each may see."""
     tokens: Tensor
     """Which token of the whole micro-batch each of ours is, int64; the last one for padding."""
     kept: Tensor
@@ -195,7 +191,8 @@ class Share:
     """The ranks that have a part each."""
 
     def whole(self, mine: Tensor) -> Tensor:
-        """What was computed of each learned token, on all ranks, [learned, ...], from what each has, [ours, ...]."""
+        """Gather results of learned tokens from all ranks: [learned, ...] on each, from each rank's own, [ours,
+        ...]."""
         return whole_again(mine, self.kept, self.places, self.most, self.group)
 
 
@@ -212,7 +209,7 @@ class Division:
 
     @property
     def lead(self) -> bool:
-        """What all of them find alike counts as found by this one."""
+        """True on the one rank that counts for results which all these ranks compute alike."""
         return self.together.get_local_rank() == 0
 
     def share(self, batch: Packed) -> Share:
@@ -312,9 +309,10 @@ def _pieces(
 
 
 _COLUMNS, _ROWS = "colwise", "rowwise"
-"""What plans call matrices of which each rank makes some outputs, and those of which each has some inputs."""
+"""Words of the plans for matrices of which each rank makes some outputs, and for those of which each has some
+inputs."""
 _WHOLE = ("replicated_with_grad_allreduce",)
-"""What they call weights that stay whole."""
+"""Words of the plans for weights that stay whole."""
 
 
 class TensorRanks:
@@ -339,7 +337,8 @@ class TensorRanks:
         return rows.view(*hidden.shape[:-2], -1, hidden.shape[-1])
 
     def leave(self, partial: Tensor) -> Tensor:
-        """What one rank has of the sum over ranks, each of which has an addend for all tokens."""
+        """Sum over ranks of `partial`, an addend for all tokens: this rank's tokens of it where ranks have tokens
+        apart, else all of it."""
         if not self.apart:
             whole = partial.detach().contiguous()
             dist.all_reduce(whole, group=self.group)
@@ -349,7 +348,7 @@ class TensorRanks:
 
 
 def halves(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
-    """Of a mesh of two dimensions the ranks beside this one along each."""
+    """The two submeshes that contain this rank, of a mesh of two dimensions: one along each."""
     first, second = mesh.mesh_dim_names or ()
     return mesh[first], mesh[second]
 
@@ -442,6 +441,6 @@ def _rows(ranks: TensorRanks, linear: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this rank has of a split parameter, differentiable."""
+    """This rank's part of a split parameter, differentiable."""
     part: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return part

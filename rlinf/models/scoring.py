@@ -1,15 +1,14 @@
-"""A sequence-classification model of transformers as a reward model: token ids in, one score per sequence out.
+"""Reward models of transformers: scores of token ids, by a classification head or by a choice between given replies.
 
-The model's own forward is run, on batches padded on the right, so encoders and decoders of every architecture that
-`AutoModelForSequenceClassification` has are scored as transformers scores them.
+A sequence-classification model gives one score per sequence. The model's own forward is run, on batches padded on the
+right, so encoders and decoders of every architecture that `AutoModelForSequenceClassification` has are scored as
+transformers scores them.
 
-A language model that chooses between given replies: token ids of questions in, the expected value of its reply out.
+A language model that judges gives the expected value of its reply to a question. No text is generated: the
+log-probability of each whole given reply is computed after the question, which is read once.
 
-No text is generated: the log-probability of each whole reply is computed after the question, which is read once.
-
-What is wrong with a saved reward model, told before anything starts: its configuration is read, its weights are not.
-
-In: the section `reward_model`. Out: (key, advice) for every mistake.
+Mistakes in the section `reward_model` are given as (key, advice) before anything starts: a saved model's
+configuration is read, its weights are not.
 """
 
 from __future__ import annotations

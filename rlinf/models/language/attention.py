@@ -87,7 +87,8 @@ def of_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scores:
 def by_kernel(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float, left: int
 ) -> Tensor:
-    """The same by a kernel, which lets the last token of a piece see the last of its keys; arguments as there."""
+    """Attention of a rank's pieces by a kernel, which lets the last token of a piece see the last of its keys;
+    arguments as for `of_pieces`."""
     if not pieces.lengths:
         return _restored([], query, key, value, pieces)
     attended = kernel.attend(

@@ -478,7 +478,7 @@ def _stacked(module: nn.Module) -> bool:
 def _sent_around(
     module: nn.Module, inner: Experts, group: dist.ProcessGroup, hidden: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """What `inner` gives, with the experts of all ranks; arguments as for `Experts`."""
+    """Output of `inner`, computed with the experts of all ranks; arguments as for `Experts`."""
     ranks, here = dist.get_world_size(group), int(module.num_experts)  # type: ignore[arg-type]
     flat = chosen.reshape(-1)
     order = flat.argsort(stable=True)

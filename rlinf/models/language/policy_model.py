@@ -77,7 +77,7 @@ def token_logprobs(
 def logprobs_of_logits(
     logits: Tensor, targets: Tensor, temperature: Tensor | None, *, entropy_slope: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The same from logits [tokens, vocabulary] that are there already."""
+    """Log-prob of each target, and entropy, from logits [tokens, vocabulary]; otherwise as `token_logprobs`."""
     logits = wide(logits)
     if temperature is not None:
         logits = logits / temperature[:, None]
@@ -189,7 +189,8 @@ def _slope(
     grad_entropy: Tensor | None,
     entropy: Tensor | None,
 ) -> Tensor:
-    """What `kernels.head.slopes` gives, of logits that are wide and divided by the temperature already; used up."""
+    """Gradient of the logits as `kernels.slopes` computes it, from logits that are wide and divided by the temperature
+    already; they are overwritten."""
     slope = logits.sub_(norms[:, None])
     if grad_entropy is None or entropy is None:
         slope.exp_().neg_()

@@ -155,7 +155,7 @@ class Pieces:
     group: dist.ProcessGroup | None
     """The context ranks, whose keys and values come one behind another; None for one."""
     lengths: tuple[tuple[int, int], ...]
-    """Of each piece the number of its tokens, and the position behind its last."""
+    """Number of tokens of each piece, and the position behind its last."""
     queries: Tensor
     """Where the pieces' tokens stand in this rank's share, int64 [tokens of pieces]."""
     keys: Tensor

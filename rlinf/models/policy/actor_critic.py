@@ -1,28 +1,19 @@
-"""Policies of an actor and a critic on top of features: the actor says what each number of an action is drawn from.
+"""Actor-critic policies on states (`MlpPolicy`) and pictures (`CnnPolicy`), and the distributions of their actions.
 
 A policy on top says what its features are; actor, critic and distribution are here. Real numbers are drawn from normal
-distributions, whose standard deviation is a parameter; choices from categorical ones.
+distributions, whose standard deviation is a parameter that does not depend on the state; choices among a few from
+categorical ones. Draws, from uniform numbers, their log-probs and entropies are all [N, C, A], by the same operations
+for drawing and for scoring. "made" is an action in the policy's own terms, which trainers store; `actions` turns it
+into numbers for the environment.
 
-Layers that policies share: perceptrons with orthogonal first weights, and the running scale of states.
+Layers are perceptrons with orthogonal first weights, for pictures behind convolutions. The running scale of states is
+buffers, so it is saved and published with the weights. It changes in `update` alone, never by being used: within an
+update of the weights it stands still.
 
-Statistics of the scale are buffers, so they are saved and published with the weights. They change in `update` alone,
-never by being used: within an update of the weights they stand still.
-
-What each number of an action is drawn from: a normal distribution, or a choice among a few.
-
-In: what a network says of N chunks of actions. Out: draws from uniform numbers, their log-probs and entropies, all
-[N, C, A], by the same operations for drawing and for scoring. "made" is an action in the policy's own terms, which
-trainers store; `actions` turns it into numbers for the environment.
-
-What a policy remembers of an episode: a gated recurrent unit, and where episodes begin in what it is given.
-
-Memories travel with observations: a policy says what it remembers behind a decision, the environments' actor shows it
-again with the next observation, and forgets it where an episode ended. So nobody else has to know of it, checkpoints of
-environments have it, and a trainer finds it with the rows that it learns from.
-
-A policy on the state alone: perceptrons, whose standard deviation does not depend on what is seen.
-
-A policy on pictures, and on the state where there is one: convolutions, then perceptrons as in `mlp`.
+The memory of an episode is a gated recurrent unit. Memories travel with observations: a policy returns its memory with
+a decision, the environments' actor shows it again with the next observation, and forgets it where an episode ended. So
+nobody else has to know of it, checkpoints of environments have it, and a trainer finds it with the rows that it learns
+from.
 """
 
 from __future__ import annotations
@@ -43,7 +34,7 @@ from rlinf.models.policy.base import Drawn, Evaluated, Observation, Policy, Poli
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 GAIN = math.sqrt(2.0)
-"""Of hidden layers (Saxe et al., arXiv:1312.6120; usual in PPO, arXiv:2005.12729 section 3)."""
+"""Gain of hidden layers (Saxe et al., arXiv:1312.6120; usual in PPO, arXiv:2005.12729 section 3)."""
 
 _LEAST_VARIANCE = 1e-8  # a number that never varies is centred, and divided by 1e-4 at the most
 
@@ -104,7 +95,7 @@ class RunningNorm(Exact):
     count: Tensor
     """Rows seen, float64 []."""
     mean: Tensor
-    """Of each number, float64 [size]."""
+    """Mean of each number, float64 [size]."""
     squares: Tensor
     """Sum of squared distances from the mean, float64 [size]."""
 
@@ -122,7 +113,7 @@ class RunningNorm(Exact):
 
     @property
     def variance(self) -> Tensor:
-        """Of each number, float64 [size]; 1 before the first update."""
+        """Variance of each number, float64 [size]; 1 before the first update."""
         return torch.where(self.count > 0, self.squares / self.count.clamp(min=1.0), 1.0)
 
     @torch.no_grad()
@@ -160,7 +151,7 @@ class Distribution(ABC):
 
     @abstractmethod
     def likeliest(self) -> Tensor:
-        """What `drawn` returns most often, [N, C, A]."""
+        """The mode of the distribution, [N, C, A]: what `drawn` returns most often."""
 
     @abstractmethod
     def drawn(self, noise: Tensor) -> Tensor:
@@ -168,7 +159,7 @@ class Distribution(ABC):
 
     @abstractmethod
     def actions(self, made: Tensor) -> Tensor:
-        """What was drawn as numbers for the environment, in [-1, 1], float32 [N, C, A]."""
+        """Drawn actions as numbers for the environment, in [-1, 1], float32 [N, C, A]."""
 
     @abstractmethod
     def logprobs(self, made: Tensor) -> Tensor:
@@ -176,7 +167,7 @@ class Distribution(ABC):
 
     @abstractmethod
     def entropy(self) -> Tensor:
-        """Of each number's distribution, nats, [N, C, A]."""
+        """Entropy of each number's distribution, nats, [N, C, A]."""
 
 
 class Normal(Distribution):
@@ -338,7 +329,7 @@ _LEAST_SPREAD = 1e-4  # of returns; a critic of returns that hardly differ is to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorCriticConfig(PolicyConfig):
-    """Of a policy of an actor and a critic."""
+    """Configuration of a policy of an actor and a critic."""
 
     hidden: tuple[int, ...] = (256, 256)
     """Widths of the hidden layers."""
@@ -412,7 +403,7 @@ class ActorCritic(Policy):
 
     @abstractmethod
     def features(self, inputs: Stored) -> Tensor:
-        """What is seen, for actor and critic, float32 [N, features]."""
+        """Features of the observation, for actor and critic, float32 [N, features]."""
 
     def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
         """The numbers themselves, or the choices that they stand for."""
@@ -492,7 +483,7 @@ class ActorCritic(Policy):
         return 1 if self.memory is None else int(self.config.sequence)
 
     def looked(self, found: Stored, observation: Observation) -> Stored:
-        """What is kept of an observation, with what is remembered."""
+        """Add the policy's memory, where it has one, to the stored part of an observation."""
         if self.memory is None:
             return found
         return {**found, MEMORY: self.memory.shown(observation, next(iter(found.values())))}
@@ -527,7 +518,7 @@ class ActorCritic(Policy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpConfig(ActorCriticConfig):
-    """Of `MlpPolicy`."""
+    """Configuration of `MlpPolicy`."""
 
     state_size: int
     """Numbers in the observation's "state", S."""
@@ -555,14 +546,14 @@ class MlpPolicy(ActorCritic):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CnnConfig(ActorCriticConfig):
-    """Of `CnnPolicy`."""
+    """Configuration of `CnnPolicy`."""
 
     image: tuple[int, int, int]
     """Height, width and channels of the observation's "rgb": 3 for one camera, 6 for two."""
     state_size: int = 0
     """Numbers in the observation's "state"; 0 does not look at it."""
     channels: tuple[int, ...] = (16, 32, 64)
-    """Of the convolutions; each halves height and width."""
+    """Channels of the convolutions; each halves height and width."""
     picture_features: int = 128
     """Numbers that a picture comes down to."""
     activation: Literal["tanh", "relu", "silu"] = "relu"
@@ -601,6 +592,6 @@ class CnnPolicy(ActorCritic):
         return self.looked(found, observation)
 
     def features(self, inputs: Stored) -> Tensor:
-        """What the picture shows, and the state at the running scale."""
+        """Features of the picture, beside the state at the running scale."""
         seen: Tensor = self.eyes(inputs["rgb"].movedim(-1, 1).float() / 127.5 - 1.0)
         return torch.cat([seen, self.scaled(inputs["state"])], 1) if self.config.state_size else seen

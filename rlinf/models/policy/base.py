@@ -1,16 +1,14 @@
-"""What a policy for action chunks is: observations in; actions, their log-probs and values out.
+"""Base class of policies for action chunks: observations in; actions, their log-probs and values out.
 
-Flow: a rollout calls `act`, sends `Act.actions` to the environment and keeps `Act.stored`; a trainer calls `evaluate`
-on what was stored, with gradient. Nothing else needs to travel: `stored` is all that log-probs depend on besides the
-weights. Nobody waits here; all of it is computation.
+A rollout calls `act`, sends `Act.actions` to the environment and keeps `Act.stored`; a trainer calls `evaluate` on the
+stored rows, with gradient. Nothing else needs to travel: `stored` is all that log-probs depend on besides the weights.
 
 A policy derives from `Policy` and fills in `inputs`, `encode`, `draw`, `score` and `value`; levels, storing and
 imitation are written here, once.
 
-Random numbers for a batch of decisions, from one generator or from a seed per row.
-
-With a seed per row, what a row draws is a function of its seed alone: the same in a large batch, in slices that take
-turns, or alone. That is how a pipelined rollout equals an unpipelined one.
+Random numbers for a batch of decisions come from one generator or from a seed per row. With a seed per row, what a row
+draws is a function of its seed alone: the same in a large batch, in slices that take turns, or alone. That is how a
+pipelined rollout equals an unpipelined one.
 """
 
 from __future__ import annotations
@@ -74,11 +72,11 @@ def normals(noise: Tensor) -> Tensor:
 
 
 Observation: TypeAlias = Mapping[str, Tensor]
-"""What the environment shows, one row each: "state" float32 [N, S]; "rgb" uint8 [N, H, W, 3 k] for k cameras."""
+"""Observations by name, one row per environment: "state" float32 [N, S]; "rgb" uint8 [N, H, W, 3 k] for k cameras."""
 
 Stored: TypeAlias = dict[str, Tensor]
-"""What `evaluate` needs, N rows in every tensor, so that rows of many steps concatenate and are picked one by one.
-"actions" is always there: what was drawn, in the policy's own terms."""
+"""Inputs of `evaluate`, N rows in every tensor, so that rows of many steps concatenate and are picked one by one.
+"actions" is always there: the drawn actions, in the policy's own terms."""
 
 Level = Literal["token", "action", "chunk"]
 LEVELS = ("token", "action", "chunk")
@@ -87,18 +85,19 @@ ValueLevel = Literal["action", "chunk"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
-    """What every policy is told. A policy's own config derives from it."""
+    """Configuration that all policies share. A policy's own config derives from it."""
 
     action_size: int
     """Numbers in one action, A."""
     chunk: int = 1
     """Actions that are decided at a time, C."""
     level: Level = "action"
-    """What has a log-prob of its own, so a ratio to clip: each number of an action, each action, or the chunk."""
+    """The unit that has a log-prob of its own, so a ratio to clip: each number of an action ("token"), each action, or
+    the chunk."""
     value_level: ValueLevel | None = "chunk"
     """A value before each action, or one before the chunk; null for a policy without a critic (GRPO)."""
     seed: int = 0
-    """Of the first weights."""
+    """Seed of the first weights."""
 
     def __post_init__(self) -> None:
         if self.action_size < 1 or self.chunk < 1:
@@ -120,26 +119,26 @@ class Drawn:
     actions: Tensor
     """For the environment, in [-1, 1], float32 [N, C, A]."""
     made: Tensor
-    """The same in the policy's own terms, which becomes `stored["actions"]`; [N, ...]."""
+    """The actions in the policy's own terms, which become `stored["actions"]`; [N, ...]."""
     logprobs: Tensor
-    """Of each number, nats, float32 [N, C, A]."""
+    """Log-prob of each number, nats, float32 [N, C, A]."""
     values: Tensor | None
     """Return expected before each action, [N, C], or before the chunk, [N]; None without a critic."""
     also: Stored = field(default_factory=dict)
-    """What else `score` needs of the drawing, N rows each, which is stored beside `made`."""
+    """Other results of drawing that `score` needs, N rows each, which are stored beside `made`."""
     memory: Tensor | None = None
-    """What is remembered behind the decision, [N, ...], which comes back as "memory" with the next observation of the
+    """The policy's memory after the decision, [N, ...], which comes back as "memory" with the next observation of the
     episode; None for policies without one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Act:
-    """What `act` decided, without gradient."""
+    """A decision of `Policy.act`, without gradient."""
 
     actions: Tensor
     """For the environment, in [-1, 1], float32 [N, C, A]."""
     logprobs: Tensor
-    """Of what was drawn, nats, at the policy's level: [N, C, A], [N, C] or [N]."""
+    """Log-probs of the drawn actions, nats, at the policy's level: [N, C, A], [N, C] or [N]."""
     values: Tensor | None
     """Return expected before each action, [N, C], or before the chunk, [N]; None without a critic."""
     stored: Stored
@@ -150,12 +149,12 @@ class Act:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluated:
-    """What a policy says of stored actions, with gradient."""
+    """Log-probs, entropy and values of stored actions, with gradient."""
 
     logprobs: Tensor
     """Nats, at the level asked for: token [N, C, A], action [N, C], chunk [N]."""
     entropy: Tensor
-    """Of the distributions that they were drawn from, nats, at the same level."""
+    """Entropy of the distributions that they were drawn from, nats, at the same level."""
     values: Tensor | None
     """Return expected before each action, [N, C], or before the chunk, [N]; None without a critic."""
 
@@ -170,7 +169,7 @@ class Policy(PublishedForm, nn.Module, ABC):
     """
 
     Config: ClassVar[type[PolicyConfig]]
-    """What this policy is configured by."""
+    """Class of this policy's configuration."""
     float32: ClassVar[tuple[str, ...]] = ("critic.*",)
     """Patterns of parameters that stay in float32 where the others are in bfloat16, such as "*norm.weight"."""
     trains: ClassVar[tuple[str, ...]] = ("*",)
@@ -187,7 +186,8 @@ class Policy(PublishedForm, nn.Module, ABC):
 
     @abstractmethod
     def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
-        """What is kept of an observation: all that decisions depend on, N rows each, as raw and small as can be.
+        """Select from an observation all that decisions depend on, N rows each, as raw and small as can be: it is
+        stored.
 
         Raises:
             ValueError: something that this policy looks at is missing or has another shape.
@@ -257,7 +257,7 @@ class Policy(PublishedForm, nn.Module, ABC):
 
     @property
     def value_scale(self) -> Tensor | float:
-        """What errors of values are divided by in the critic's loss: the scale of returns, where it is known."""
+        """Divisor of value errors in the critic's loss: the scale of returns, where it is known."""
         return 1.0
 
     def blocks(self) -> Sequence[nn.Module]:
@@ -358,7 +358,8 @@ class Policy(PublishedForm, nn.Module, ABC):
         return self
 
     def weights(self) -> dict[str, Tensor]:
-        """What is published and saved, by name: parameters, tied ones once, and the buffers that belong to them."""
+        """Tensors that are published and saved, by name: parameters, tied ones once, and the buffers that belong to
+        them."""
         kept = self.state_dict().keys()
         return {**dict(self.named_parameters()), **{name: each for name, each in self.named_buffers() if name in kept}}
 

@@ -37,7 +37,7 @@ _SHARD_BYTES = 5_000_000_000
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name fits one of some glob patterns, in which `*` stands for any characters, dots included."""
+    """True if a name fits one of some glob patterns, in which `*` stands for any characters, dots included."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -58,14 +58,14 @@ class PublishedForm:
     own: ClassVar[tuple[str, ...]] = ("critic.*",)
     """Patterns of names of the state that the authors' form has no place for; they have first values of our own."""
     needs_path: ClassVar[bool] = False
-    """Whether it acts only where it was read from a directory, which has something beside weights, such as a tokenizer.
+    """True if it acts only where it was read from a directory, which has something beside weights, such as a tokenizer.
     A run without `policy.path` is refused then."""
     files: dict[str, bytes]
-    """What `beside` names, of the directory that the policy was read from."""
+    """Contents of the files that `beside` names, of the directory that the policy was read from."""
 
     @classmethod
     def published_settings(cls, directory: Path) -> dict[str, Any]:
-        """What an authors' directory says of the policy, as keys of `Config`; a run's own settings go before it.
+        """Settings of the policy in an authors' directory, as keys of `Config`; a run's own settings go before them.
 
         Args:
             directory: of the authors, or of a checkpoint.

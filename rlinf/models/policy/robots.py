@@ -1,25 +1,21 @@
-"""Numbers of a robot, actions and states, between the robot's units and the scale that a model learned.
+"""Robots' actions and states, pictures and prompts between simulators and published models.
 
-In: statistics as checkpoints store them (`rlinf.data.demonstrations` computes them). Out: linear maps in both
-directions. A model that has more places than the robot has numbers pads: what stands behind the statistics passes.
+An `Embodiment` is what a published model expects of a simulator: prompt, cameras, pictures, state, statistics, gripper,
+chunk. The table is data only; sources are the authors' evaluation code and RLinf's (arXiv:2510.06710).
+Policies read their row by `embodiment`, and any setting of a policy overrides what stands there.
 
-What each published model expects of each simulator: prompt, cameras, pictures, state, statistics, gripper, chunk.
+Numbers are mapped linearly between the robot's units and the scale that a model learned, by statistics as checkpoints
+store them (`rlinf.data.demonstrations` computes them). A model that has more places than the robot has numbers pads:
+what stands behind the statistics passes. Actions go through these steps, and back in the opposite order:
 
-Data only; sources are the authors' evaluation code and RLinf's (arXiv:2510.06710). Policies read their row by
-`embodiment`, and any setting of a policy overrides what stands here.
+    model's numbers ─▶ robot's units ─▶ those that the simulator takes ─▶ its gripper ─▶ its bounds as -1 and 1
 
-Pictures of cameras as a vision encoder wants them: taken apart, turned, cropped, resized, normalised.
+Grippers have one function each way per convention: `gripper_to_robot` for actions that a model chose,
+`gripper_to_model` for demonstrated ones.
 
-In: uint8 as environments show them, on any device. Out: uint8 of the encoder's size, which is small to keep, and
-floats for the encoder. Only torch is needed; resizing agrees with Pillow's antialiased filters up to rounding.
-
-What a model says of its gripper, in the words of a simulator: which number opens, which closes.
-
-One function each way per convention: `to_robot` for actions that a model chose, `to_model` for demonstrated ones.
-
-What a model predicts as actions of a simulator, and back: statistics, gripper, bounds, in this order.
-
-model's numbers ─▶ robot's units ─▶ those that the simulator takes ─▶ its gripper ─▶ its bounds as -1 and 1
+Pictures, uint8 as environments show them, on any device, are taken apart, turned, cropped and resized to uint8 of the
+encoder's size, which is small to keep, and normalised to floats for the encoder. Only torch is needed; resizing agrees
+with Pillow's antialiased filters up to rounding.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from rlinf.config.schema import nearest
 logger = logging.getLogger(__name__)
 
 Scale = Literal["q01_q99", "mean_std", "min_max"]
-"""What becomes -1 and 1: the first and last percentile, or least and greatest; or mean 0 and deviation 1."""
+"""Statistics that become -1 and 1: the first and last percentile, or least and greatest; or mean 0 and deviation 1."""
 _BOUNDS: Mapping[str, tuple[str, str]] = {"q01_q99": ("q01", "q99"), "min_max": ("min", "max")}
 
 
@@ -48,7 +44,7 @@ class Scaling:
     """A linear map of D numbers: normalised = (x - centre) / half."""
 
     centre: Tensor
-    """What becomes 0, float64 [D]."""
+    """Number that becomes 0, float64 [D]."""
     half: Tensor
     """Distance from it that becomes 1, float64 [D]; 0 where a number never changes, which normalises to 0."""
 
@@ -167,11 +163,13 @@ def _middle(low: Tensor, high: Tensor, bounded: Tensor) -> tuple[Tensor, Tensor]
 
 
 OPENVLA_PROMPT = "In: What action should the robot take to {instruction}?\nOut: "
-"""Of OpenVLA and OpenVLA-OFT; the instruction is in lower case, and the space at the end is a token of its own."""
+"""Prompt of OpenVLA and OpenVLA-OFT; the instruction is in lower case, and the space at the end is a token of its
+own."""
 PI0_PROMPT = "{instruction}\n"
-"""Of pi0, and of pi0.5 where its state is not written out; `_` and line breaks of the instruction become spaces."""
+"""Prompt of pi0, and of pi0.5 where its state is not written out; `_` and line breaks of the instruction become
+spaces."""
 PI05_PROMPT = "Task: {instruction}, State: {state};\nAction: "
-"""Of pi0.5 with the state in words: integers from 0 to 255."""
+"""Prompt of pi0.5 with the state in words: integers from 0 to 255."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +190,7 @@ class Embodiment:
     """Keys (or asset ids) of the statistics that may be meant. One that is given wins, a checkpoint with a single one
     needs none, and where it has several of these one must be given."""
     scale: Scale = "q01_q99"
-    """What the model's numbers from -1 to 1 mean."""
+    """Meaning of the model's numbers from -1 to 1."""
     gripper: str = "same"
     """A name of `grippers.GRIPPERS`."""
     action_size: int = 7
@@ -294,10 +292,10 @@ def embodiment(model: str, simulator: str) -> Embodiment:
 Filter = Literal["bicubic", "bilinear"]
 
 IMAGENET_MEAN, IMAGENET_STD = (0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375)
-"""What DINOv2 subtracts and divides by, of pictures in 0..1, in the bfloat16 in which OpenVLA's preprocessor stores
-it."""
+"""Mean and deviation by which DINOv2 normalises pictures in 0..1, in the bfloat16 in which OpenVLA's preprocessor
+stores them."""
 HALF = (0.5, 0.5, 0.5)
-"""The same for SigLIP: both mean and deviation, which maps 0..1 to -1..1."""
+"""Mean and deviation alike of SigLIP, which maps 0..1 to -1..1."""
 
 
 def cameras(rgb: Tensor) -> Tensor:
@@ -490,7 +488,8 @@ class RobotActions:
         return actions if self.scaling is None else self.scaling.normalised(actions)
 
     def _start(self, actions: Tensor, state: Tensor | None) -> Tensor:
-        """What actions [N, C, D] are relative to, [N, 1, D]: the state, and 0 for the numbers that are absolute."""
+        """Numbers that actions [N, C, D] are relative to, [N, 1, D]: the state, and 0 for the numbers that are
+        absolute."""
         size = min(self.relative, actions.shape[-1])
         if state is None or state.shape[-1] < size:
             had = 0 if state is None else state.shape[-1]

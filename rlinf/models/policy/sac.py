@@ -1,21 +1,19 @@
-"""Critics of actions: an ensemble of perceptrons computed side by side, and one that looks at pictures first.
+"""Policies for soft actor-critic and its kin: on states, on pictures, and steering a frozen policy; and their critics.
 
-In: observations with a chunk of actions, N rows. Out: what each of M critics expects, [M, N].
-
-A policy for soft actor-critic: a squashed normal distribution, and critics of a state and a chunk of actions.
+`SoftPolicy` is a squashed normal distribution, with critics of a state and a chunk of actions:
 
     u ~ N(mean(s), sigma(s)^2)        a = tanh(u)        log pi(a|s) = log N(u; mean, sigma^2) - log(1 - tanh(u)^2)
 
 (arXiv:1812.05905, appendix C). What is stored of an action is u: a says little of it where tanh is flat. The critics
-are an ensemble computed side by side, and stand under `critic`: they judge actions, and do not bootstrap episodes as
-other policies' values do, so `value_level` is null.
+are an ensemble computed side by side, [M, N] for N rows, and stand under `critic`: they judge actions, and do not
+bootstrap episodes as other policies' values do, so `value_level` is null.
 
-A policy for soft actor-critic from pictures: the critics' convolutions are trained by the critics alone.
+`SoftPixelsPolicy` looks at pictures. The critics' convolutions are trained by the critics alone; the actor looks at
+what the convolutions give, and sends no gradient into them (SAC-AE, arXiv:1910.01741; DrQ, arXiv:2004.13649). Target
+critics have a copy of the convolutions.
 
-The actor looks at what the convolutions give, and sends no gradient into them (SAC-AE, arXiv:1910.01741; DrQ,
-arXiv:2004.13649). Target critics have a copy of the convolutions.
-
-A policy that steers a frozen one: it chooses the noise that a flow policy denoises, or what is added to its actions.
+`SteeredPolicy` steers a frozen policy: it chooses the noise that a flow policy denoises, or what is added to its
+actions.
 
     noise:     a = flow(o, w)               w = reach x tanh(u)      (DSRL, arXiv:2506.15799)
     residual:  a = clip(base(o) + reach x tanh(u))                   (arXiv:1812.03201)
@@ -133,7 +131,7 @@ class Ensemble(nn.Module):
         self.norms = nn.ModuleList([BatchRenorm(count, width) for width in widths[:-1]] if batch_norm else [])
 
     def forward(self, x: Tensor, *, training: bool = False) -> Tensor:
-        """What each says of each row.
+        """Value of each row by each perceptron of the ensemble.
 
         Args:
             x: float32 [N, inputs].
@@ -156,7 +154,7 @@ class Ensemble(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """What pictures show: convolutions of 3 x 3 that halve height and width each.
+    """Encoder of pictures: convolutions of 3 x 3 that halve height and width each.
 
     Args:
         image: height, width and channels of pictures.
@@ -203,7 +201,7 @@ class PictureCritics(nn.Module):
         self.eyes, self.trunk, self.ensemble = eyes, Trunk(eyes.size, features), ensemble
 
     def forward(self, judged: Stored, *, training: bool = False) -> Tensor:
-        """What each says of each row, float32 [M, N].
+        """Value of each row by each critic, float32 [M, N].
 
         Args:
             judged: "rgb", uint8 [N, H, W, 3 k], and "rest", float32 [N, ...], state and actions.
@@ -222,12 +220,12 @@ _NODES, _SHARES = np.polynomial.hermite_e.hermegauss(16)  # of an integral over 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftConfig(PolicyConfig):
-    """Of `SoftPolicy`."""
+    """Configuration of `SoftPolicy`."""
 
     state_size: int
     """Numbers in the observation's "state", S."""
     level: Level = "chunk"
-    """What has a log-prob of its own; soft actor-critic knows chunks alone."""
+    """The unit that has a log-prob of its own; soft actor-critic knows chunks alone."""
     value_level: ValueLevel | None = None
     """Always null: the critics judge actions."""
     hidden: tuple[int, ...] = (256, 256)
@@ -297,7 +295,7 @@ class SoftPolicy(Policy):
         return {"state": looked_at(observation, "state", (self.config.state_size,), "policy soft").float()}
 
     def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
-        """What tanh makes them from; actions are cut to +-0.999 first."""
+        """Numbers from which tanh makes the actions; actions are cut to +-0.999 first."""
         return torch.atanh(actions.clamp(-_MOST, _MOST))
 
     def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
@@ -309,13 +307,14 @@ class SoftPolicy(Policy):
         return Drawn(torch.tanh(made), made, logprobs, None)
 
     def proposed(self, inputs: Stored, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What critics are asked about: u and its log-probs, [N, C, A] each; `draw` without the actions themselves."""
+        """Actions for the critics to judge: u and its log-probs, [N, C, A] each; `draw` without the actions
+        themselves."""
         mean, log_std = self._heads(inputs)
         made = mean if noise is None else mean + log_std.exp() * normals(noise).view_as(mean)
         return made, _log_density(made, mean, log_std)
 
     def features(self, inputs: Stored) -> Tensor:
-        """What `actor` looks at, float32 [N, ...]."""
+        """Features that `actor` looks at, float32 [N, ...]."""
         return inputs["state"]
 
     def score(self, stored: Stored) -> Evaluated:
@@ -330,7 +329,7 @@ class SoftPolicy(Policy):
         raise ValueError("policy soft: its critics judge actions, so there is no value of an observation alone")
 
     def judged(self, inputs: Stored, made: Tensor) -> Any:
-        """What the critics, or a copy of them, look at.
+        """Input of the critics, or of a copy of them.
 
         Args:
             inputs: of `inputs`, N rows.
@@ -362,14 +361,14 @@ def _log_slope(u: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftPixelsConfig(SoftConfig):
-    """Of `SoftPixelsPolicy`."""
+    """Configuration of `SoftPixelsPolicy`."""
 
     image: tuple[int, int, int]
     """Height, width and channels of the observation's "rgb": 3 for one camera, 6 for two."""
     state_size: int = 0
     """Numbers in the observation's "state"; 0 does not look at it."""
     channels: tuple[int, ...] = (32, 32, 32)
-    """Of the convolutions; each halves height and width."""
+    """Channels of the convolutions; each halves height and width."""
     picture_features: int = 50
     """Numbers that a picture comes down to, for the actor and for the critics each."""
 
@@ -404,7 +403,7 @@ class SoftPixelsPolicy(SoftPolicy):
         return found
 
     def features(self, inputs: Stored) -> Tensor:
-        """What the actor makes of the convolutions' result, beside the state."""
+        """Features of the picture, made by the actor from the convolutions' result, beside the state."""
         with torch.no_grad():
             shown = self.critic.eyes(inputs["rgb"])  # type: ignore[operator]
         found: Tensor = self.trunk(shown)
@@ -419,7 +418,7 @@ class SoftPixelsPolicy(SoftPolicy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteeredConfig(SoftConfig):
-    """Of `SteeredPolicy`; `chunk` and `action_size` are those of the frozen policy."""
+    """Configuration of `SteeredPolicy`; `chunk` and `action_size` are those of the frozen policy."""
 
     base: str
     """Directory of the frozen policy, as a checkpoint's `policy` or the authors' own."""

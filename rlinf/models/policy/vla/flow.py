@@ -1,6 +1,6 @@
 """Denoising as a stochastic policy: the chain of K steps from noise to actions, its log-probs and entropy.
 
-In: a velocity field v(x, t) and random numbers. Out: a `Chain`, whose log-probs `rescore` finds again with gradient.
+A velocity field v(x, t) and random numbers give a `Chain`, whose log-probs `rescore` computes again with gradient.
 Time t runs from 1 (noise) to 0 (actions) as in openpi, with x_t = t noise + (1 - t) actions and v = noise - actions; a
 field of the opposite convention passes through `mirrored`. A step of d = 1/K from t first predicts both ends,
 
@@ -18,16 +18,14 @@ the mean over the start and all steps. With the others one step draws, another o
 and the log-prob is that of the step alone. Which step it is follows from the row's own random numbers: a row does not
 depend on the batch that it is in. The published code takes one step for the whole batch; each row's law is the same.
 
-What all policies that act by denoising share: drawing, scoring, imitation, and starts that somebody else chooses.
+`FlowPolicy` has what these policies share: drawing, scoring, imitation, and starts that another policy chooses. A
+policy on top says what it computes once for an observation (`context`), its velocity field, how denoised numbers become
+the environment's actions, and what its critic looks at. What is stored of a decision is the whole chain, "actions"
+float32 [N, K + 1, H, D], and which step drew, "drew" int64 [N]. Of the H actions and D numbers that are denoised, the
+first C and A are done and count in log-probs.
 
-A policy on top says what it computes once for an observation (`context`), its velocity field, how denoised numbers
-become the environment's actions, and what its critic looks at. What is stored of a decision is the whole chain,
-"actions" float32 [N, K + 1, H, D], and which step drew, "drew" int64 [N]. Of the H actions and D numbers that are
-denoised, the first C and A are done and count in log-probs.
-
-A small flow-matching policy on the state alone: a perceptron is the velocity field.
-
-For toys, and as the policy that is steered (DSRL). Its critic looks at the state, not at the chain.
+`MlpFlowPolicy` is a small one on the state alone, for toys, and as the policy that is steered (DSRL): a perceptron is
+the velocity field, and the critic looks at the state, not at the chain.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ _HALF_LOG_TAU = 0.5 * math.log(2.0 * math.pi)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Field:
-    """What a network says at one place x and time t of a chain."""
+    """Output of a velocity network at one place x and time t of a chain."""
 
     velocity: Tensor
     """noise - actions, float32 [N, H, D]."""
@@ -90,9 +88,9 @@ class Chain:
     logprobs: Tensor
     """Nats, [N, H, D]."""
     entropy: Tensor
-    """Of the distributions that were drawn from, nats, [N, H, D]."""
+    """Entropy of the distributions that were drawn from, nats, [N, H, D]."""
     features: Tensor
-    """Of the steps that drew, [N, 1 or K, H, F]."""
+    """Features of the steps that drew, [N, 1 or K, H, F]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ class Denoising:
     """How a chain is made: the table above."""
 
     method: Method
-    """What draws."""
+    """Method of drawing."""
     steps: int
     """K, at least 1; flow_cps needs 2, since its last step never draws."""
     noise_level: float
@@ -119,7 +117,7 @@ class Denoising:
 
     @property
     def every(self) -> bool:
-        """Whether every step draws."""
+        """True if every step draws."""
         return self.method == "flow_noise"
 
     @property
@@ -239,7 +237,8 @@ def mirrored(velocity: Velocity) -> Velocity:
 
 
 def training_pair(actions: Tensor, noise: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What flow matching is trained on: a place on the way from noise to actions, its time, and the velocity there.
+    """Sample a training pair of flow matching: a place on the way from noise to actions, its time, and the velocity
+    there.
 
         t = 0.999 b + 0.001 with b ~ Beta(1.5, 1)        x = t noise + (1 - t) actions        v = noise - actions
 
@@ -301,13 +300,13 @@ def _chain(how: Denoising, states: Tensor, drew: Tensor, scores: list[tuple[Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowConfig(PolicyConfig):
-    """Of policies that act by denoising."""
+    """Configuration of policies that act by denoising."""
 
     level: Level = "chunk"
-    """What has a log-prob of its own; the chunk in pi_RL (arXiv:2510.25889)."""
+    """The unit that has a log-prob of its own; the chunk in pi_RL (arXiv:2510.25889)."""
     method: Method = "flow_sde"
-    """What draws: one random step of the chain by an SDE (flow_sde, flow_cps), or every step, with standard deviations
-    that are learned (flow_noise)."""
+    """Method of drawing: one random step of the chain by an SDE (flow_sde, flow_cps), or every step, with standard
+    deviations that are learned (flow_noise)."""
     steps: int = 4
     """Denoising steps, K."""
     noise_level: float = 0.5
@@ -348,7 +347,7 @@ class FlowPolicy(Policy):
 
     @abstractmethod
     def context(self, inputs: Stored) -> Any:
-        """What is computed once for an observation, whatever is denoised."""
+        """Compute once for an observation what every denoising step needs."""
 
     @abstractmethod
     def velocity(self, context: Any) -> Velocity:
@@ -360,7 +359,7 @@ class FlowPolicy(Policy):
 
     @abstractmethod
     def values(self, context: Any, features: Tensor | None) -> Tensor | None:
-        """What the critic says, [N] or [N, C]; None without one.
+        """Values by the critic, [N] or [N, C]; None without one.
 
         Args:
             context: of `context`.
@@ -368,9 +367,9 @@ class FlowPolicy(Policy):
         """
 
     imitates_padding: bool = True
-    """Whether numbers behind the action count in `imitate`, so that they stay at 0."""
+    """True if numbers behind the action count in `imitate`, so that they stay at 0."""
     reads_chain: bool = False
-    """Whether the critic looks at features of the field, as that of pi0 does, or at the context alone."""
+    """True if the critic looks at features of the field, as that of pi0 does; false if at the context alone."""
 
     # What follows from it ---------------------------------------------------------------------------------------------
 
@@ -463,7 +462,7 @@ class FlowPolicy(Policy):
         return LossSum((error * kept).sum(), kept.sum(dtype=torch.float64))
 
     def steered(self, inputs: Stored, start: Tensor) -> Tensor:
-        """What the ODE makes of a start that somebody else chose: a policy over starts (DSRL, arXiv:2506.15799).
+        """Actions that the ODE makes of a given start: for a policy over starts (DSRL, arXiv:2506.15799).
 
         Args:
             inputs: of `inputs`, N rows.
@@ -510,7 +509,7 @@ _FEATURES = 32  # for each action, in the last hidden layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpFlowConfig(FlowConfig):
-    """Of `MlpFlowPolicy`."""
+    """Configuration of `MlpFlowPolicy`."""
 
     state_size: int
     """Numbers in the observation's "state", S."""

@@ -1,16 +1,16 @@
-"""Gemma's layers as pi0 and pi0.5 need them: keys and values are returned instead of cached, norms may be conditioned.
+"""Gemma's layers and PaliGemma with its action expert, as pi0 and pi0.5 need them.
 
     prefix (pictures, words) ─▶ Gemma-2B  ─▶ keys and values of every layer ─┐
     suffix (state, actions)  ─▶ the expert, a smaller Gemma, whose attention reads both, layer by layer
 
-The prefix never looks at the suffix, so its keys and values are computed once for all denoising steps. Parts are those
-of transformers, and module names those of openpi's checkpoints. In pi0.5 the expert's norms are conditioned on time.
+The prefix never looks at the suffix, so its keys and values are computed once for all denoising steps: they are
+returned instead of cached. Parts are those of transformers. In pi0.5 the expert's norms are conditioned on time.
 
-PaliGemma and the action expert, with the module names of openpi's checkpoints, so that its tensors are read as is.
+Module names are those of openpi's checkpoints, so that their tensors are read as they are:
 
-paligemma_with_expert.paligemma.model.{vision_tower.vision_model, multi_modal_projector.linear, language_model}
-paligemma_with_expert.paligemma.lm_head       the words' embedding: checkpoints have it under this name alone
-paligemma_with_expert.gemma_expert.model
+    paligemma_with_expert.paligemma.model.{vision_tower.vision_model, multi_modal_projector.linear, language_model}
+    paligemma_with_expert.paligemma.lm_head       the words' embedding: checkpoints have it under this name alone
+    paligemma_with_expert.gemma_expert.model
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ EXPERT: Mapping[str, Any] = {**LANGUAGE, "hidden_size": 1024, "intermediate_size
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """What was seen and read, for all denoising steps."""
+    """Encoded pictures and words, for all denoising steps."""
 
     cache: Cache
     """Keys and values of its P places, layer by layer."""
@@ -221,7 +221,7 @@ class PaliGemma(nn.Module):
         nn.init.normal_(self.lm_head.weight, std=0.02)
 
     def forward(self, pictures: Tensor, text: Tensor) -> Prefix:
-        """What is looked at and read; all of it sees all of it, as prefixes do (blocks of arXiv:2410.24164).
+        """Encode pictures and text; all places see all places, as prefixes do (blocks of arXiv:2410.24164).
 
         Args:
             pictures: uint8 [N, k, 3, side, side]; cameras that are missing are left out, which is the same as zeros

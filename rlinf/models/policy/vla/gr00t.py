@@ -1,21 +1,17 @@
-"""What GR00T is made of: the authors' configuration, Eagle's, and the statistics of robots.
-
-In: `config.json`, `experiment_cfg/metadata.json` and Eagle's own files of a checkpoint. Out: settings of the policy.
-
-Instructions and pictures as the tokens of a chat, as Eagle 2.5 reads them.
-
-In: texts. Out: rows of equal length, padded on the left, in which each picture is as many tokens as it has patches. The
-tokenizer's files, and its chat template if it has one, are those of Eagle beside the checkpoint.
-
-GR00T N1.5 as a policy that acts and learns (arXiv:2503.14734; learning by acting as in pi_RL, arXiv:2510.25889).
+"""GR00T N1.5 as a policy that acts and learns (arXiv:2503.14734; learning by acting as in pi_RL, arXiv:2510.25889).
 
     pictures, instruction ─▶ Eagle (SigLIP, 12 layers of Qwen3) ─▶ self-attention ─┐
     state ─▶ one token ─┐                                                          ▼
     32 tokens of its own ├─▶ diffusion transformer, K times ─▶ actions, 16 of 32 numbers each
     noisy actions ───────┘
 
-It reads the authors' directory and writes the same back. Its time runs from noise to actions, so the field is mirrored.
-The critic looks at what the backbone says, averaged over tokens, and at the state's token, both without gradient.
+It reads the authors' directory, `config.json`, `experiment_cfg/metadata.json` (statistics of robots) and Eagle's own
+files, and writes the same back. Its time runs from noise to actions, so the field is mirrored. The critic looks at what
+the backbone says, averaged over tokens, and at the state's token, both without gradient.
+
+Instructions and pictures become the tokens of a chat, as Eagle 2.5 reads them: rows of equal length, padded on the
+left, in which each picture is as many tokens as it has patches. The tokenizer's files, and its chat template if it has
+one, are those of Eagle beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -60,7 +56,7 @@ EAGLE_CONFIG: Mapping[str, Any] = {
         "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""Of the published GR00T N1.5, where no `eagle/config.json` lies beside it."""
+"""Configuration of the published GR00T N1.5's Eagle, where no `eagle/config.json` lies beside it."""
 
 
 MODEL: Mapping[str, Any] = {
@@ -85,7 +81,7 @@ MODEL: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gr00tConfig(FlowConfig):
-    """Of `Gr00tPolicy`."""
+    """Configuration of `Gr00tPolicy`."""
 
     model: Mapping[str, Any] = field(default_factory=lambda: MODEL)
     """The authors' config.json: `action_head_cfg` and `backbone_cfg`."""
@@ -111,7 +107,7 @@ class Gr00tConfig(FlowConfig):
     crop: float | None = None
     """Share of a picture's area that is kept in the middle; null as in the row."""
     instruction: str = "Perform the default behavior."
-    """What to do where the environment does not say."""
+    """Instruction where the environment gives none."""
     action_low: tuple[float, ...] = ()
     """Least value of each number of an action, in the simulator's units."""
     action_high: tuple[float, ...] = ()
@@ -128,7 +124,7 @@ class Gr00tConfig(FlowConfig):
 
 
 def settings_in(directory: Path) -> dict[str, Any]:
-    """What an authors' directory says: `model`, `eagle` if it lies there, `statistics`.
+    """Settings in an authors' directory: `model`, `eagle` if it lies there, `statistics`.
 
     Raises:
         ValueError: it is of another model, or damaged.
@@ -203,7 +199,7 @@ _CHAT = (
 _TEMPLATE = "chat_template.json"
 """The file of Eagle's template, which is a processor's, so that a tokenizer does not read it by itself."""
 _PLACE = re.compile(r"<image-(\d+)>")
-"""What Eagle's template writes for a picture."""
+"""Placeholder that Eagle's template writes for a picture."""
 
 
 class Prompts:
@@ -250,7 +246,7 @@ class Prompts:
         return (*[-1] * (self.length - len(tokens)), *tokens)
 
     def text(self, instruction: str) -> str:
-        """What is tokenized for an instruction."""
+        """Text that is tokenized for an instruction."""
         places = "".join(f"<image-{number}>" for number in range(1, self.cameras + 1))
         said = _CHAT.format(content=places + instruction)
         if self._tokenizer.chat_template is not None:
@@ -288,7 +284,7 @@ _INNER = "backbone.eagle_model.vision_model."
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Read:
-    """What is computed once for an observation."""
+    """Parts that are computed once for an observation."""
 
     context: Tensor
     """Tokens that the action head attends to, [N, L, width]."""

@@ -1,18 +1,17 @@
-"""GR00T's own transformers: a diffusion transformer (DiT) over state and action tokens, and self-attention over what
-the vision-language model says. Names and shapes are those of the published tensors.
+"""GR00T's networks: its diffusion transformer, its vision-language model (Eagle 2.5), and its action head.
 
-In: tokens, and the time as a bucket. Out: tokens. Blocks differ in their first norm alone: in the DiT its scale and
+The diffusion transformer (DiT) works on state and action tokens, and takes the time as a bucket; self-attention works
+on the output of the vision-language model. Their blocks differ in their first norm alone: in the DiT its scale and
 offset follow from the time, and it has no weights of its own.
 
-GR00T's vision-language model, Eagle 2.5: SigLIP, one projection, and the first layers of Qwen3.
+Eagle 2.5 is SigLIP, one projection, and the first layers of Qwen3: from pictures, and tokens of which some stand for a
+picture's patches, to hidden states of all tokens.
 
-In: pictures and tokens in which some stand for a picture's patches. Out: hidden states of all tokens. Names below
-`eagle_model` are those of the published tensors, but that transformers has no inner `vision_model` any more.
+The action head predicts a velocity, actions minus noise, from tokens of the backbone, the robot's state, noisy actions
+and the time. What is particular to a robot has weights of its own per robot, chosen by the number of its embodiment.
 
-GR00T's action head: the velocity of noisy actions, from the robot's state and what the vision-language model says.
-
-In: tokens of the backbone, state, noisy actions, time. Out: actions minus noise. What is particular to a robot has
-weights of its own per robot, chosen by the number of its embodiment. Names and shapes are the published tensors'.
+Names and shapes are those of the published tensors, but that below `eagle_model` transformers has no inner
+`vision_model` any more.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, SiglipVisionConfig, Sigl
 _CHANNELS = 256
 """Sines and cosines of a time."""
 _LONGEST = 10_000.0
-"""What the frequencies of those go down to, 1 / 10,000."""
+"""Inverse of the lowest frequency of those."""
 
 
 class Attention(nn.Module):
@@ -367,12 +366,12 @@ class ActionHead(nn.Module):
         )  # fmt: skip
 
     def read(self, backbone: Tensor) -> Tensor:
-        """What the backbone says, ready to be attended to, [N, L, context] of the same."""
+        """The backbone's output, ready to be attended to, [N, L, context]."""
         out: Tensor = self.vl_self_attention(self.vlln(backbone))
         return out
 
     def tokens(self, state: Tensor, robot: int) -> Tensor:
-        """What stands before the actions, [N, 1 + future tokens, width].
+        """Tokens that stand before the actions, [N, 1 + future tokens, width].
 
         Args:
             state: [N, max_state_dim], on the model's scale.

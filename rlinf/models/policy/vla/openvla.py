@@ -1,34 +1,26 @@
-"""Settings of OpenVLA's policies, and the sizes that a checkpoint's config.json says.
+"""OpenVLA-7B and OpenVLA-OFT with discrete actions as policies that act and learn.
 
-In: keys of a configuration, and the contents of config.json. Out: checked settings, with what is not set taken from the
-row of the embodiment.
-
-Instructions as the tokens that OpenVLA was trained to read, by the tokenizer of a checkpoint.
-
-In: texts. Out: rows of equal length, the first token in front, then padding, then the rest, so that pictures fit in
-behind the first token and actions follow the last one. The last is always the lone space that Llama's tokenizer makes
-of the one at the prompt's end (arXiv:2406.09246, released code).
-
-OpenVLA's network and published form, without its way of decoding, which the policies below add.
+OpenVLA-7B (arXiv:2406.09246) draws action tokens one after the other. `draw` keeps keys and values from token to token;
+`score` reads all tokens in one pass, which gives the same log-probs up to rounding.
 
     BOS │ 256 patches of each picture │ padding │ prompt … lone space │ actions
           DINOv2 ++ SigLIP ─▶ projector
 
-Parameters have the authors' names: vision_backbone, projector, language_model (arXiv:2406.09246). The value head is
-ours, on the hidden state of the prompt's last token, which knows nothing of the actions (arXiv:2505.19789, section 4).
+Rows of tokens have equal length: the first token in front, then padding, then the rest, so that pictures fit in behind
+the first token and actions follow the last one. The last is always the lone space that Llama's tokenizer makes of the
+one at the prompt's end (released code). Parameters have the authors' names: vision_backbone, projector, language_model.
+The value head is ours, on the hidden state of the prompt's last token, which knows nothing of the actions
+(arXiv:2505.19789, section 4).
 
-OpenVLA-7B (arXiv:2406.09246): action tokens drawn one after the other, for reinforcement learning.
-
-`draw` keeps keys and values from token to token; `score` reads all tokens in one pass, which gives the same log-probs
-up to rounding.
-
-OpenVLA-OFT (arXiv:2502.19645) with discrete actions: all tokens of a chunk decoded at once, in parallel.
+OpenVLA-OFT (arXiv:2502.19645) decodes all tokens of a chunk at once, in parallel.
 
     BOS │ patches │ (state) │ padding │ prompt … lone space │ C x A places of zeros │ (stop)
 
 Every place reads every other one, and what a place is to say is read off one before it, so that the first number comes
 from the lone space. The variant of RLinf (arXiv:2510.06710) has no stop token and looks at no state; the official one
 has both. Its continuous head (L1) is kept where a checkpoint has one, and not used: learning needs log-probs.
+
+Settings that are not set come from the checkpoint's config.json, for sizes, and from the row of the embodiment.
 """
 
 from __future__ import annotations
@@ -78,12 +70,13 @@ PUBLISHED: Mapping[str, Any] = {
     "n_action_bins": 256,
     "text_config": {"model_type": "llama", "vocab_size": 32064, "pad_token_id": 32000},
 }
-"""What OpenVLA-7B's config.json says of the network, OpenVLA-OFT's alike."""
+"""Network configuration in OpenVLA-7B's config.json, OpenVLA-OFT's alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenVlaConfig(PolicyConfig):
-    """Of `OpenVlaPolicy`. What is null, or 0 for `chunk`, is taken from the embodiment's row of the table."""
+    """Configuration of `OpenVlaPolicy`. What is null, or 0 for `chunk`, is taken from the embodiment's row of the
+    table."""
 
     model: ClassVar[str] = "openvla"
 
@@ -94,7 +87,7 @@ class OpenVlaConfig(PolicyConfig):
     chunk: int = 0
     """Actions that are decided at a time, C."""
     level: Level = "token"
-    """What has a log-prob of its own: each number of an action, each action, or the chunk."""
+    """The unit that has a log-prob of its own: each number of an action, each action, or the chunk."""
     action_low: tuple[float, ...] = ()
     """Least value of each number of an action, in the simulator's units; the environment says it."""
     action_high: tuple[float, ...] = ()
@@ -111,7 +104,7 @@ class OpenVlaConfig(PolicyConfig):
     prompt_length: int | None = None
     """Tokens that prompts are padded to."""
     instruction: str = ""
-    """What to do where the environment does not say."""
+    """Instruction where the environment gives none."""
     temperature: float = 1.0
     """Logits are divided by it, when drawing as when scoring; more than 0."""
     top_k: int = 0
@@ -206,11 +199,11 @@ EPSILON = 1e-8  # added to the range of numbers, by OpenVLA-OFT's and RLinf's co
 _PROMPT = 32
 """Tokens of a prompt with an instruction such as "pick up the cup": places that nobody fills are not read."""
 _VALUE_HEAD = "value_head.mlp."
-"""What RLinf puts before the value head's tensors in its checkpoints."""
+"""Prefix that RLinf puts before the value head's tensors in its checkpoints."""
 
 
 class OpenVlaNetwork(Policy):
-    """What OpenVLA-7B and OpenVLA-OFT have in common."""
+    """Base class of OpenVLA-7B and OpenVLA-OFT."""
 
     Config: ClassVar[type[PolicyConfig]] = OpenVlaConfig
     published: ClassVar[tuple[str, ...]] = (_ABOUT, _TOKENIZER, "*.safetensors")
@@ -244,7 +237,7 @@ class OpenVlaNetwork(Policy):
         row = config.row
         key = chosen_statistics(config.norm_stats, row, config.statistics)
         self.data_set: str | None = key
-        """Whose statistics are used."""
+        """Name of the data set whose statistics are used."""
         scaling = None if key is None else Scaling.of(config.norm_stats[key]["action"], row.scale, EPSILON)
         self.robot = self.actions_of(config, scaling)
         self.numbers = row.action_size
@@ -473,7 +466,7 @@ class OpenVlaPolicy(OpenVlaNetwork):
 
 
 def entropy(logprobs: Tensor) -> Tensor:
-    """Of distributions over the last dimension, nats; a probability of 0 adds nothing."""
+    """Entropy of distributions over the last dimension, nats; a probability of 0 adds nothing."""
     return -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(-1)
 
 
@@ -485,16 +478,16 @@ _PROJECTOR, _FILM = "proprio_projector--*checkpoint.pt", "vision_backbone--*chec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenVlaOftConfig(OpenVlaConfig):
-    """Of `OpenVlaOftPolicy`."""
+    """Configuration of `OpenVlaOftPolicy`."""
 
     model: ClassVar[str] = "openvla-oft"
 
     level: Level = "token"
-    """What has a log-prob of its own: each number of an action, each action, or the chunk."""
+    """The unit that has a log-prob of its own: each number of an action, each action, or the chunk."""
     value_level: Literal["action", "chunk"] | None = "action"
     """A value before each action, or one before the chunk; null for a policy without a critic (GRPO)."""
     variant: Variant = "rlinf"
-    """Whose sequence: `rlinf` (LIBERO, ManiSkill), or `official`, with the robot's state and a stop token."""
+    """Layout of the sequence: `rlinf` (LIBERO, ManiSkill), or `official`, with the robot's state and a stop token."""
     state_size: int = 0
     """Numbers of the observation's "state"; only the official variant looks at it."""
 

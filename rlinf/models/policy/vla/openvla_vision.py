@@ -28,7 +28,7 @@ class VitSizes:
     depth: int
     """Blocks, of which the last is not computed."""
     heads: int
-    """Of the attention."""
+    """Heads of the attention."""
     mlp: int
     """Width inside a block's perceptron."""
     image: int = 224

@@ -1,29 +1,25 @@
-"""pi0 (arXiv:2410.24164) as a policy that learns by acting, and what pi0.5 has in common with it.
+"""pi0 (arXiv:2410.24164) and pi0.5 (arXiv:2504.16054) as policies that learn by acting.
 
     pictures, words ─▶ PaliGemma ─▶ keys and values ─┐
     state, x_t and t ─▶ embeddings ─▶ expert ────────┴─▶ velocity of H actions x 32 numbers
 
-Weights are those of openpi's checkpoints, or lerobot's, under their own names (`checkpoint`). Actions leave the model
-on the scale of its data: statistics bring them to the robot's units, and the simulator's bounds to [-1, 1]. By default
-the expert learns and PaliGemma stands still; the value head reads what the expert says at the steps that drew, averaged
-over the horizon, detached and averaged over those steps (arXiv:2510.25889, equation 16).
+Actions leave the model on the scale of its data: statistics bring them to the robot's units, and the simulator's bounds
+to [-1, 1]. By default the expert learns and PaliGemma stands still. pi0's value head reads what the expert says at the
+steps that drew, averaged over the horizon, detached and averaged over those steps (arXiv:2510.25889, equation 16).
 
-Instructions as tokens of PaliGemma's tokenizer, which lies in a checkpoint's directory.
+pi0.5's expert is conditioned on time by its norms. The state is written into the prompt as whole numbers; where the
+embodiment has none, as in pi_RL's models for LIBERO, the prompt is that of pi0. The value head reads the mean output of
+the language model over pictures and all places for words, pads included, detached (arXiv:2510.25889, section 4.3).
 
-Either `tokenizer.json` (read by the package tokenizers) or the sentencepiece file as it was published, such as
-`paligemma_tokenizer.model` (read by the package sentencepiece, where it is installed).
+Directories are openpi's, or lerobot's, under their own names:
 
-Directories of pi0 and pi0.5 as openpi writes them, and lerobot: sizes, statistics and names of tensors.
+    config.json                     action_dim, action_horizon … (lerobot: max_action_dim, chunk_size …)
+    model.safetensors               names as in `gemma.py`; lerobot puts `model.` before all of them
+    <asset id>/norm_stats.json      statistics of states and actions, also below assets/
 
-config.json                     action_dim, action_horizon … (lerobot: max_action_dim, chunk_size …)
-model.safetensors               names as in `paligemma`; lerobot puts `model.` before all of them
-<asset id>/norm_stats.json      statistics of states and actions, also below assets/
-
-pi0.5 (arXiv:2504.16054): pi0 whose expert is conditioned on time by its norms, and whose state is written or absent.
-
-The state is written into the prompt as whole numbers; where the embodiment has none, as in pi_RL's models for LIBERO,
-the prompt is that of pi0. The value head reads the mean output of the language model over
-pictures and all places for words, pads included, detached (arXiv:2510.25889, section 4.3).
+PaliGemma's tokenizer lies in the same directory: either `tokenizer.json` (read by the package tokenizers) or the
+sentencepiece file as it was published, such as `paligemma_tokenizer.model` (read by the package sentencepiece, where it
+is installed).
 """
 
 from __future__ import annotations
@@ -150,7 +146,7 @@ def _tokenizer(files: Mapping[str, bytes]) -> tuple[int, Callable[[str], Sequenc
 
 
 PREFIX = "model."
-"""What lerobot puts before names."""
+"""Prefix that lerobot puts before names."""
 UNUSED = "paligemma_with_expert.gemma_expert.lm_head.weight"
 """A tensor of checkpoints that no computation reads."""
 WORDS = "paligemma_with_expert.paligemma.lm_head.weight"
@@ -240,7 +236,7 @@ def tensors_of(directory: Path, unused: dict[str, Tensor]) -> Iterator[tuple[str
 
 
 def prefix_in(directory: Path) -> str:
-    """What stands before the names of its tensors."""
+    """Prefix of the names of a directory's tensors."""
     return PREFIX if all(name.startswith(PREFIX) for name in tensor_files(directory)) else ""
 
 
@@ -267,7 +263,7 @@ def write_beside(directory: Path, config: Any, has_config: bool) -> None:
 
 
 def unused_like(state: Mapping[str, Tensor], expert_width: int) -> Tensor:
-    """What stands for the unused tensor in a policy that was not read: openpi refuses a file without it."""
+    """Zeros in place of the unused tensor in a policy that was not read: openpi refuses a file without it."""
     words = state[WORDS]
     return torch.zeros(words.shape[0], expert_width, dtype=words.dtype)
 
@@ -305,7 +301,8 @@ _RELATIVE = 6  # numbers of an action: position and angles, not the gripper
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PiConfig(FlowConfig):
-    """Of pi0 and pi0.5. A directory says sizes and statistics, an environment `image`, `state_size` and bounds."""
+    """Configuration of pi0 and pi0.5. A directory says sizes and statistics, an environment `image`, `state_size` and
+    bounds."""
 
     image: tuple[int, int, int]
     """Height, width and channels of the observation's "rgb": 3 for each camera, the one before the table first."""
@@ -314,7 +311,7 @@ class PiConfig(FlowConfig):
     embodiment: str = ""
     """Simulator whose row of the table of models and simulators counts, such as libero; empty: all is set here."""
     instruction: str = ""
-    """What to do where the environment does not say."""
+    """Instruction where the environment gives none."""
     prompt_length: int | None = None
     """Tokens that prompts are padded to; null as published: 48 for pi0, 200 for pi0.5."""
     asset: str | None = None
@@ -330,7 +327,7 @@ class PiConfig(FlowConfig):
     width: int = 32
     """Numbers that states and actions are padded to."""
     statistics: Mapping[str, Any] = field(default_factory=dict)
-    """Of states and actions by asset, as in norm_stats.json; empty: numbers are used as they are."""
+    """Statistics of states and actions by asset, as in norm_stats.json; empty: numbers are used as they are."""
     vision: Mapping[str, Any] = field(default_factory=dict)
     """Sizes of the vision encoder that are not SigLIP so400m's."""
     language: Mapping[str, Any] = field(default_factory=dict)
@@ -352,7 +349,7 @@ class PiConfig(FlowConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """What is computed once for an observation."""
+    """Parts that are computed once for an observation."""
 
     prefix: Prefix
     """Pictures and words."""
@@ -361,17 +358,17 @@ class Seen:
 
 
 class PiPolicy(FlowPolicy):
-    """What pi0 and pi0.5 share. Looks at "rgb" and, where there is one, "state"; reads the instruction."""
+    """Base class of pi0 and pi0.5. Looks at "rgb" and, where there is one, "state"; reads the instruction."""
 
     Config: ClassVar[type[PolicyConfig]] = PiConfig
     model: ClassVar[str]
     """Name in the table of embodiments."""
     adaptive: ClassVar[bool]
-    """Whether the expert's norms are conditioned on time."""
+    """True if the expert's norms are conditioned on time."""
     scale: ClassVar[Scale]
-    """Of states and actions."""
+    """Scale of states and actions."""
     prompt_length: ClassVar[int]
-    """As published."""
+    """Tokens of a prompt, as published."""
     published = ("config.json", "*.safetensors")
     beside = ("config.json", *FILES)
     needs_path = True
@@ -515,7 +512,8 @@ class PiPolicy(FlowPolicy):
 
     @classmethod
     def _row(cls, config: PiConfig) -> Embodiment:
-        """Of the table, or of a robot that is in none: all pictures and numbers that there are."""
+        """The embodiment's row of the table, or one for a robot that is in none: all pictures and numbers that there
+        are."""
         if config.embodiment:
             row = embodiment(cls.model, config.embodiment)
         else:

@@ -1,16 +1,4 @@
-"""Actions as words: each number of an action is one of the last tokens of the vocabulary.
-
-As OpenVLA does it (arXiv:2406.09246, section 3.2, and its released tokenizer), so that weights made there keep their
-meaning. With B bins, edges are B numbers spread evenly from -1 to 1; a number between edges d - 1 and d (from 0) is
-token V - d of a vocabulary of V, so a larger number is an earlier token; and a token says the middle of its bin. Of the
-B tokens the first stands for exactly 1, and says the same as the second.
-
-Instructions as tokens, without a tokenizer's files: one token per byte.
-
-Enough for a small policy that tells a handful of tasks apart; a policy that starts from a language model brings that
-model's tokenizer in this place.
-
-A small vision-language-action policy: the sibling of OpenVLA (arXiv:2406.09246) that fits a CPU.
+"""Actions as tokens, and a small vision-language-action policy: the sibling of OpenVLA (arXiv:2406.09246) for a CPU.
 
     pictures ─▶ vision encoder ─▶ projector ─┐
     instruction ─▶ one token per byte ───────┼─▶ decoder ─▶ C x A action tokens, each from those before it
@@ -20,6 +8,14 @@ Encoder and decoder are models of transformers, named by their `model_type`. Act
 vocabulary, and only they can be drawn. `draw` keeps keys and values from token to token; `score` reads all tokens at
 once, which gives the same log-probs up to rounding. The value head sees what comes before a token and never the token
 itself, so it stays a baseline (arXiv:2505.19789, section 4: hidden state of the first action token, three layers).
+
+Each number of an action is one action token, as in OpenVLA (section 3.2, and its released tokenizer), so that weights
+made there keep their meaning. With B bins, edges are B numbers spread evenly from -1 to 1; a number between edges d - 1
+and d (from 0) is token V - d of a vocabulary of V, so a larger number is an earlier token; and a token says the middle
+of its bin. Of the B tokens the first stands for exactly 1, and says the same as the second.
+
+Instructions are one token per byte, without a tokenizer's files: enough for a small policy that tells a handful of
+tasks apart; a policy that starts from a language model brings that model's tokenizer in this place.
 """
 
 from __future__ import annotations
@@ -78,7 +74,7 @@ class ActionTokens(Exact):
 def hidden_states(
     decoder: nn.Module, embedded: Tensor, seen: Tensor, *, mask: Tensor | None = None, cache: Cache | None = None
 ) -> Tensor:
-    """What a decoder of transformers makes of the last places of a sequence, [N, T, width].
+    """Output of a decoder of transformers at the last places of a sequence, [N, T, width].
 
     Args:
         decoder: without output embedding.
@@ -124,7 +120,7 @@ class ByteTexts:
     """
 
     size = _FIRST_BYTE + 256
-    """Of this vocabulary."""
+    """Size of this vocabulary."""
 
     def __init__(self, length: int):
         if length < 1:
@@ -155,26 +151,27 @@ _DECODER = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VlaConfig(PolicyConfig):
-    """Of `VlaPolicy`. With the defaults and pictures of 64 x 64 it has about a million parameters."""
+    """Configuration of `VlaPolicy`. With the defaults and pictures of 64 x 64 it has about a million parameters."""
 
     image: tuple[int, int, int]
     """Height, width (equal) and channels of the observation's "rgb": 3 for each camera."""
     level: Level = "token"
-    """What has a log-prob of its own: each number of an action, each action, or the chunk."""
+    """The unit that has a log-prob of its own: each number of an action, each action, or the chunk."""
     bins: int = 256
     """Tokens that stand for the numbers from -1 to 1."""
     text_length: int = 32
     """Bytes of the longest instruction, and one."""
     instruction: str = ""
-    """What to do where the environment does not say."""
+    """Instruction where the environment gives none."""
     state_size: int = 0
     """Numbers of the observation's "state", which becomes one token; 0 does not look at it."""
     patch_size: int = 16
     """Pixels along the side of a patch, which becomes one token."""
     vision: Mapping[str, Any] = field(default_factory=dict)
-    """Of the encoder: `model_type` (siglip_vision_model, dinov2 …) and keys of its transformers configuration."""
+    """Configuration of the encoder: `model_type` (siglip_vision_model, dinov2 …) and keys of its transformers
+    configuration."""
     decoder: Mapping[str, Any] = field(default_factory=dict)
-    """Of the decoder: `model_type` (llama, qwen2 …) and keys of its transformers configuration."""
+    """Configuration of the decoder: `model_type` (llama, qwen2 …) and keys of its transformers configuration."""
     temperature: float = 1.0
     """Logits are divided by it, when drawing as when scoring; more than 0."""
 
@@ -280,7 +277,7 @@ class VlaPolicy(Policy):
     # Parts ------------------------------------------------------------------------------------------------------------
 
     def _prefix(self, inputs: Stored) -> tuple[Tensor, Tensor]:
-        """What stands before the actions, [N, P, width], and which of it is to be read, int64 [N, P]."""
+        """Tokens before the actions, [N, P, width], and which of them are to be read, int64 [N, P]."""
         rgb = inputs["rgb"].movedim(-1, 1)
         views = rgb.shape[1] // 3
         pixels = rgb.reshape(-1, 3, *rgb.shape[2:]).to(self.head.weight.dtype) / 127.5 - 1.0

@@ -1,4 +1,4 @@
-"""The command `rlinf`, which `python -m rlinf` is too: what there is, and which module answers it.
+"""The command `rlinf`, which `python -m rlinf` is too: its commands, and the module of each.
 
     rlinf train --config FILE [key=value ...]       a run; `torchrun ... -m rlinf train` starts it in several processes
     rlinf evaluate --model DIR --config FILE        scores a saved model; by torchrun in several processes, too

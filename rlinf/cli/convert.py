@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _checked(target: Path, conversion: Conversion) -> str:
-    """What our own checks say of the file, such as of paths that are other people's."""
+    """Return the result of our own checks of the file, such as of paths that are other people's."""
     look_in_working_directory()  # as a run does: a reward function beside the file is found
     problems: list[object] = [lack] if (lack := _lacking(conversion)) else []
     try:
@@ -269,7 +269,7 @@ class Absent:
 
 
 Outcome = Mapping[str, Any] | Same | Absent
-"""What becomes of a key: values by keys of ours, or why there are none."""
+"""Result of converting a key: values by keys of ours, or why there are none."""
 
 
 def _table(name: str) -> dict[str, dict[str, Any]]:
@@ -314,7 +314,7 @@ class _Rules:
             self.known[name] = self._value(expression, {})
 
     def outcome(self, key: str, value: Any) -> Outcome:
-        """What becomes of one key of theirs."""
+        """Convert one key of theirs: to values by keys of ours, or to why there are none."""
         section, _, last = key.rpartition(".")
         if last == "_target_":
             return Same("a class of theirs")
@@ -344,7 +344,7 @@ class _Rules:
         return next((rules[each] for each in (key, *above) if each in rules), None)
 
     def apply(self, rule: Any, local: Mapping[str, Any]) -> Outcome:
-        """What a rule comes to, with what only its key knows."""
+        """Apply a rule, with the names that only its key knows."""
         if isinstance(rule, Mapping):
             holds = (each for each in rule if each == "else" or self._value(each, local))
             return self.apply(rule[first], local) if (first := next(holds, None)) else Same("")
@@ -406,7 +406,7 @@ _FUNCTIONS: dict[str, Any] = {
     "stem": lambda path: PurePath(path).stem,
     "trained_on": _trained_on,
 }
-"""What expressions may call."""
+"""Functions that expressions may call."""
 
 
 # What is written and printed -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Brings demonstrations from one format into another, or computes their statistics.
+"""Commands for demonstrations: `rlinf record` records them, `rlinf convert` changes their format.
 
     rlinf convert FROM TO --format lerobot
     rlinf convert FROM TO --statistics openvla --name my_robot
@@ -6,13 +6,12 @@
 In: a data set in any format that is read. Out: one in any that is written, complete as soon as it can be seen; or the
 file in which published checkpoints keep statistics. Exit code 0, or 2 with a line that says what is wrong.
 
-Records demonstrations: a policy or a script acts in the environments of a configuration.
-
     rlinf record --config FILE --episodes 100 --out DIR --model outputs/x/checkpoints/latest/policy
     rlinf record --config FILE --episodes 100 --out DIR --expert my_robot.scripts.pick --format lerobot
 
-In: a configuration of a run that acts, and who acts. Out: whole episodes in any format, complete as soon as they can be
-seen. Exit code 0; 1 if nothing can be recorded; 2 with a line that says what is wrong with the input.
+In: a configuration of a run that acts, and who acts: a policy or a script. Out: whole episodes in any format, complete
+as soon as they can be seen. Exit code 0; 1 if nothing can be recorded; 2 with a line that says what is wrong with the
+input.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from rlinf.runtime.system.system import ActorSystem
 
 UNREADABLE = (ValueError, OSError, ImportError)
-"""What data sets and disks are refused with."""
+"""Exceptions that data sets and disks raise when they cannot be read or written."""
 
 
 def convert(arguments: Sequence[str]) -> int:
@@ -106,7 +105,7 @@ def _convert_parser() -> argparse.ArgumentParser:
 
 
 def add_format_options(parser: argparse.ArgumentParser) -> None:
-    """What single formats take, for both commands."""
+    """Add the options of single formats, for both commands."""
     parser.add_argument(
         "--fps", type=_rate, metavar="F", help="rows per second (lerobot, groot); default: 10, or as FROM"
     )

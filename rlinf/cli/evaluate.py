@@ -1,4 +1,4 @@
-"""Evaluates a saved model: the same engine, prompts and rewards as in training, without a trainer.
+"""`rlinf evaluate`: scores a saved model with the same engine, prompts and rewards as in training, without a trainer.
 
 In: a configuration whose `model.path` is the model. Out: a table, and every answer as a line of JSON.
 """
@@ -108,7 +108,7 @@ def _checked_agent(config: RunConfig, data: Data) -> Agent | None:
 
 
 async def _evaluated(data: Data, roles: Roles, config: RunConfig, agent: Agent | None) -> Evaluation:
-    """What the model, or the agent, makes of a configuration's problems."""
+    """Evaluate the model, or the agent, on a configuration's problems."""
     if agent is None:
         return await evaluate_on(data, roles, config)
     model, _ = policy_model(config)

@@ -50,7 +50,7 @@ class Read:
     values: Mapping[str, Any]
     """By dotted key; text that names what is not at hand stays as it is written."""
     missing: tuple[str, ...]
-    """What `defaults` names and was not found."""
+    """Files that `defaults` names and that were not found."""
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Read:
@@ -171,7 +171,7 @@ def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
 
 
 def _value(text: str) -> Any:
-    """What Hydra makes of the text behind `=`."""
+    """Parse the text behind `=` as Hydra does."""
     try:
         return yaml.load(text, _Loader) if text else None
     except yaml.YAMLError:
@@ -229,7 +229,7 @@ _TOKEN = re.compile(
     rf"(?:\\\n)+|\#[^\n]*|(?P<end>[\n;&|])|(?P<word>(?:{_QUOTED}|\\.|{_EXPANSION}|{_ARRAY}|[^\s;&|()'\"\\$])+)",
     re.DOTALL,
 )
-"""What a script consists of: joined lines, comments, ends of statements, words."""
+"""Parts of a script: joined lines, comments, ends of statements, words."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|\d)(?::?[-=](.*))?", re.DOTALL)
 _WORDS_OF_SHELL = ("then", "else", "do", "if", "{", "}", "export", "readonly", "local", "declare", "typeset")
@@ -305,7 +305,8 @@ class _Variables:
         return (_PIECE_IN_QUOTES if quoted else _PIECE).sub(plain, raw)
 
     def _parameter(self, text: str) -> str:
-        """What `$NAME`, `${NAME:-default}`, `$((1 + 2))` or `$(basename PATH)` means; itself where nobody knows."""
+        """Return the value of `$NAME`, `${NAME:-default}`, `$((1 + 2))` or `$(basename PATH)`; itself where nobody
+        knows."""
         if text.startswith("$((") and text.endswith("))"):
             return self._computed(text)
         if text.startswith("$("):

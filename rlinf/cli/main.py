@@ -3,21 +3,14 @@
 `torchrun --nproc-per-node N -m rlinf train --config FILE key=value` starts it in N processes, `rlinf train ...` in one.
 Every process reads the configuration before torch is imported, so that help and mistakes are answered at once. Rank 0
 speaks for all. Exit codes: 0 done, 1 a bug (with its traceback) or a run that cannot go on (without), 2 a mistake in
-what was given (without), 130 interrupted, 141 when nobody reads the output.
+what was given (without), 130 interrupted, 141 when nobody reads the output, as in `rlinf train --help | head`.
 
-Prints a mistake in code of the user's own from where that code begins, without the calls of ours that led to it.
+A mistake in code of the user's own is printed on stderr from where that code begins, without the calls of ours that led
+to it; of a mistake of ours nothing is left out.
 
-In: an exception. Out: its traceback on stderr, shortened. A mistake of ours is not for this: nothing of it is left out.
-
-Ends a command quietly when nobody reads its output any longer, as in `rlinf train --help | head`.
-
-In: a command's main function. Out: the same, with an exit code of its own for that case.
-
-Describes a run without starting it: where each role would run, whether it fits, and what the data are.
-
-In: a checked configuration and the number of processes. Out: lines for a terminal; on request, the whole configuration
-as YAML that loads as the same, with the lines as comments below. Code that the configuration names is imported; no
-process is started and no device is touched.
+`--dry-run` describes a run without starting it: where each role would run, whether it fits, and what the data are; on
+request, the whole configuration as YAML that loads as the same, with the lines as comments below. Code that the
+configuration names is imported; no process is started and no device is touched.
 """
 
 from __future__ import annotations
@@ -113,7 +106,7 @@ def quiet_when_unread(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def _is_unread() -> bool:
-    """Whether the reader of stdout has left; if so, what is still to be written goes nowhere."""
+    """True if the reader of stdout has left; if so, what is still to be written goes nowhere."""
     try:
         stdout = sys.stdout.fileno()
     except OSError:  # a stand-in for stdout, which is no file
@@ -132,7 +125,7 @@ _ALL_KEYS = "Configuration: --dry-run --verbose prints every key, as YAML that -
 
 
 def describe(config: RunConfig | EmbodiedConfig, hosts: int, *, whole: bool = False) -> str:
-    """What a job of `hosts` processes would make of a configuration.
+    """Describe the run that a job of `hosts` processes would make of a configuration.
 
     Args:
         config: it, resolved.
@@ -169,7 +162,7 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int, *, whole: bool = Fa
 
 
 def _to_be_named(config: RunConfig | EmbodiedConfig) -> Iterator[str]:
-    """What a run needs that could be checked without."""
+    """Yield warnings of things that a run needs, though the configuration can be checked without."""
     from rlinf.runs.dry_run.embodied import expected_horizon_warning, without_path
 
     if isinstance(config, EmbodiedConfig) and (missing := without_path(config)) is not None:
@@ -195,7 +188,7 @@ def _roles(config: RunConfig | EmbodiedConfig, placed: Placed) -> Iterator[str]:
 
 
 def _memory(placed: Placed, held: Mapping[str, tuple[int, int]], *, cuda: bool) -> Iterator[str]:
-    """What each role takes on a device by its model's shape; what cannot fit was refused before."""
+    """Describe the memory that each role takes on a device by its model's shape; what cannot fit was refused before."""
     if not held:
         return
     limit = f"of {placed.memory / GB:.3g}" if placed.memory is not None else "no limit"
@@ -288,7 +281,7 @@ Keys of the configuration, with type and default:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a command line asks for."""
+    """Parsed command line of `rlinf train`."""
 
     config: str | None
     """Path of the YAML file."""
@@ -334,7 +327,7 @@ def main(arguments: Sequence[str] | None = None, starting: Starting | None = Non
 
 
 def _descriptors_used_up(error: BaseException | None) -> bool:
-    """Whether an error is, or comes from, a file that could not be opened because too many are open."""
+    """True if an error is, or comes from, a file that could not be opened because too many are open."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return True

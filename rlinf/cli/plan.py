@@ -1,4 +1,4 @@
-"""`rlinf plan`: the best placement of a profiled flow, on devices that one need not have.
+"""`rlinf plan`: finds the best placement of a profiled flow, on devices that one need not have.
 
     rlinf plan --profile profile.json --devices 1024 --per-node 8 --memory-gb 80 -o plan.yaml
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class PlanError(ValueError):
-    """What was asked for cannot be planned; the text says what to change."""
+    """Raised for a request that cannot be planned; the text says what to change."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -244,7 +244,7 @@ def _show(chosen: Chosen, profile: Profile, devices: Mapping[str, int], options:
 
 
 def _recommended(found: Recommended) -> str:
-    """What each staleness brings, and the best split at the one to take."""
+    """Describe the gain of each staleness, and the best split at the one to take."""
     row = next(row for row in found.rows if row.staleness == found.staleness)
     sizes = ", ".join(f"{leaf.stage.name} {leaf.option.devices or 'beside'}" for leaf in leaves(row.found.tree))
     share = row.bound.efficiency(row.found.seconds)

@@ -1,17 +1,14 @@
-"""The page of runs, live or over.
+"""Commands around runs: `rlinf watch`, `rlinf ledger` and `rlinf trace`.
 
     rlinf watch DIR [DIR ...] [--port N] [--host ADDRESS] [--open]
 
-In: directories of runs, or of directories of runs. Out: the address of a page, which stays until Ctrl-C.
-
-The ledger of a run, added up: was every sample trained once, dropped with a reason, or is it in flight?
+In: directories of runs, or of directories of runs, live or over. Out: the address of a page, which stays until Ctrl-C.
 
     rlinf ledger DIR [--json]
 
-In: `ledger.jsonl` of a run's directory and its newest checkpoint, while the run goes on or afterwards. Out: a table,
-and exit code 0 if it balances, 1 if not, 2 if there is nothing to add up.
-
-Traces of runs, drawn and summed up.
+Adds up the ledger of a run: was every sample trained once, dropped with a reason, or is it in flight? In:
+`ledger.jsonl` of a run's directory and its newest checkpoint, while the run goes on or afterwards. Out: a table, and
+exit code 0 if it balances, 1 if not, 2 if there is nothing to add up.
 
     rlinf trace plot TRACE [TRACE ...] [-o lanes.svg] [--step N]      devices over time, side by side
     rlinf trace summary TRACE [TRACE ...] [--step N]                  shares of the time, as tables
@@ -151,20 +148,21 @@ def ledger(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a run's ledger and its newest checkpoint say."""
+    """Balance of a run's ledger, and of its part up to the newest checkpoint."""
 
     whole: Balance
-    """Of all lines."""
+    """Balance of all lines."""
     checkpoint: int | None = None
     """The step of the newest checkpoint; None where there is none, or none that can be read."""
     kept: Balance | None = None
-    """Of the lines up to there, held against what that checkpoint has in flight; None where it keeps no ledger."""
+    """Balance of the lines up to there, held against what that checkpoint has in flight; None where it keeps no
+    ledger."""
     note: str = ""
     """Why the checkpoint could not be looked at."""
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong, in words."""
+        """Sentences on what is wrong."""
         kept = [] if self.kept is None else [each for each in self.kept.problems if each not in self.whole.problems]
         return [*self.whole.problems, *(f"at the checkpoint of step {self.checkpoint}: {each}" for each in kept)]
 
@@ -174,13 +172,13 @@ class Account:
         return not self.problems
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the account as JSON."""
         kept = {} if self.kept is None else {"step": self.checkpoint, "in_flight": self.kept.in_flight}
         whole = replace(self.whole, dropped=dict(self.whole.dropped), tokens=dict(self.whole.tokens))  # type: ignore[arg-type]
         return {**asdict(whole), "checkpoint": kept or None, "balances": self.balances, "problems": self.problems}
 
     def words(self, name: str) -> Iterator[str]:
-        """As lines for people."""
+        """Yield the account as lines for people."""
         whole = self.whole
         if not whole.lines:
             yield f"{name}: no step is over yet"

@@ -1,18 +1,12 @@
-"""Whether a run lives: what its live.json says of the job, and whether that process is there.
+"""Events of live runs: the job behind a run directory, its feed, and the outbox of each page.
 
-In: a run directory. Out: the job that writes to it, if one does, and a word for pages.
+`Job` is read from live.json of a run directory; `status` says in a word for pages whether its process is there. `Feed`
+listens at the socket that live.json names: lines, each a JSON object, of which those that pages know are passed on as
+they come, and answers to what the job was asked. The job's lines wake `follow`; an answer wakes who asked. The job
+measures only while somebody listens, so this connects when a page is there and leaves when the last is gone.
 
-What one page is still to be sent.
-
-In: events of the runs that it shows. Out: the same as server-sent events, each with an id by which a page that lost its
-connection is sent what it missed. Who wakes whom: `put` wakes `next`.
-
-What a job tells while it lives: a listener on its feed.
-
-In: lines of the socket that live.json names, each a JSON object. Out: those that pages know, as they come, and answers
-to what the job was asked. Who wakes whom: the job's lines wake `follow`; an answer wakes who asked.
-
-The job measures only while somebody listens, so this connects when a page is there and leaves when the last is gone.
+An `Outbox` has what one page is still to be sent: events of the runs that it shows, as server-sent events, each with an
+id by which a page that lost its connection is sent what it missed. `put` wakes `next`.
 """
 
 from __future__ import annotations
@@ -41,7 +35,7 @@ live.json was written is not the one that wrote it."""
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Who writes to a run directory."""
+    """The job that writes to a run directory, as live.json describes it."""
 
     pid: int
     """Its process."""
@@ -143,7 +137,7 @@ class Outbox:
 
     def __init__(self, since: Mapping[str, int]) -> None:
         self.since = dict(since)
-        """Of each run, the last step that was sent."""
+        """Last step that was sent, of each run."""
         self._events: deque[Event] = deque()
         self._come = asyncio.Event()
         self._over = False
@@ -186,18 +180,18 @@ def known_steps(written: str) -> dict[str, int]:
 
 Message = dict[str, Any]
 KINDS = ("roles", "status", "moment", "lanes", "did")
-"""What pages are told of a job."""
+"""Kinds of messages that a job sends and pages understand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What a job may be asked, and its button."""
+    """A command that a job understands, with its button on the page."""
 
     label: str
     title: str
-    """What it does, for people."""
+    """Explanation for people."""
     paused: bool | None = None
-    """Whether the run must be paused for it, or must not be; None where that is all the same."""
+    """True if the run must be paused for it, False if it must not be; None where that is all the same."""
     final: bool = False
     """It ends the run: the page asks again."""
     late: bool = False
@@ -249,7 +243,7 @@ class Feed:
 
     @property
     def now(self) -> Iterator[Message]:
-        """What somebody who comes now has to know: the last message of each kind, and the lanes of a minute."""
+        """Yield the messages that a newcomer has to know: the last message of each kind, and the lanes of a minute."""
         yield from (self._last[kind] for kind in ("roles", "status", "moment") if kind in self._last)
         yield from self._lanes
 

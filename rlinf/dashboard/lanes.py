@@ -1,13 +1,9 @@
-"""Lanes of a trace: what each actor, or each device, did when during a window of time.
+"""Reads a trace.json into lanes: what each actor, or each device, did when during a window of time.
 
-In: a trace. Out: per actor or per host a lane of stretches, with the same notion of "busy" as the metrics `timing/...`.
-A host stands for its device. Pure apart from reading the file; `lanes_svg` draws those of devices, the page those of
-actors.
-
-A trace.json as it lies on disk: which steps it holds, and the spans of a few of them.
-
-In: the file. Out: spans per window of time and host. Pure apart from reading the file, of which no more is in memory
-than what is asked for.
+`Trace` tells which steps a file holds, and reads the spans of a few of them, per window of time and host; no more of it
+is in memory than what is asked for. Out: per actor or per host a lane of stretches, with the same notion of "busy" as
+the metrics `timing/...`. A host stands for its device. Pure apart from reading the file; `lanes_svg` draws those of
+devices, the page those of actors.
 """
 
 from __future__ import annotations
@@ -28,7 +24,8 @@ from rlinf.runtime.observe.spans import OF_ACTORS, Busy, Interval, Lap, Span, bu
 
 _STEP = re.compile(r"step (\d+)")
 _WHEN = re.compile(r'"ts": ([\d.e+-]+), "dur": ([\d.e+-]+)')
-"""As the runtime writes it. A quotation mark inside of a name has a backslash before it, so no name looks like this."""
+"""Times of a span as the runtime writes them. A quotation mark inside of a name has a backslash before it, so no name
+looks like this."""
 _FIRST_LINE = 1000
 """Characters: it is short in a file of ours, and may be all there is in another."""
 _TRACE_UNIT = 1e6
@@ -129,7 +126,7 @@ def _span(event: Mapping[str, Any]) -> Span | None:
 
 
 def _near(line: str, within: Interval) -> bool:
-    """Whether a span may reach into some seconds: cheaper than reading it, which a long trace is mostly spared."""
+    """True if a span may reach into some seconds: cheaper than reading it, which a long trace is mostly spared."""
     found = _WHEN.search(line)
     if found is None:
         return False
@@ -172,7 +169,7 @@ class Stretch:
     """A time during which an actor or role did one thing."""
 
     name: str
-    """Of the actor, such as "rollout[0]", in lanes of actors; of the role, "rollout", in lanes of devices."""
+    """Name of the actor, such as "rollout[0]", in lanes of actors; of the role, "rollout", in lanes of devices."""
     activity: str
     """`generation`, `scoring`, `training`, `sync`, the name of an endpoint that is none of these, or WAITING, LOADING,
     PARKING, HELD."""
@@ -184,14 +181,14 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What one actor did, or what happened on one device."""
+    """Stretches of time of one actor or one device, by activity."""
 
     host: int
     """Number of the host."""
     stretches: tuple[Stretch, ...]
     """In order of their starts."""
     name: str = ""
-    """Of the actor; empty for a device."""
+    """Name of the actor; empty for a device."""
 
     def of(self, *activities: str) -> list[Stretch]:
         """The stretches of some activities."""
@@ -263,7 +260,7 @@ class Lanes:
 
 
 def actor_lanes(trace: Trace, steps: Sequence[int]) -> list[Lanes]:
-    """What every actor did during some steps.
+    """Return the lanes of every actor during some steps.
 
     Raises:
         ValueError: the trace has not all of these.
@@ -288,7 +285,7 @@ def actor_lanes(trace: Trace, steps: Sequence[int]) -> list[Lanes]:
 
 
 def device_lanes(path: Path, step: int | None = None, *, whole: bool = False) -> Lanes:
-    """What happened on each device, by role.
+    """Return the lanes of each device, by role.
 
     Args:
         path: of a trace.json, or of the run's directory that has one.

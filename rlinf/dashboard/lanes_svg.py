@@ -1,4 +1,4 @@
-"""Lanes as pictures: panels of lanes on one time scale, readable on light and on dark ground.
+"""Draws lanes as an SVG: panels of lanes on one time scale, readable on light and on dark ground.
 
 In: lanes of devices. Out: the text of an SVG without scripts, fonts or anything from outside.
 """
@@ -121,7 +121,7 @@ class _Panel:
     subtitle: str
     """Second line, in a softer colour."""
     seconds: float
-    """Of the axis."""
+    """Length of the axis."""
     rows: Sequence[_Row]
     hidden: int
     """Lanes that are not among the rows."""
@@ -221,7 +221,8 @@ def _picture(panels: Sequence[_Panel], legend: Iterable[tuple[str, int, str]], l
 
 
 def _legend(entries: Iterable[tuple[str, int, str]], width: int) -> tuple[list[str], float]:
-    """What the colours mean, in as many rows as it takes, and where the next thing may begin."""
+    """Draw the legend of the colours, in as many rows as it takes, and return its parts and where the next thing may
+    begin."""
     parts, x, y = [], float(MARGIN), float(MARGIN)
     for look, high, name in entries:
         wide = 18 + CHARACTER * len(name) + 16

@@ -1,16 +1,12 @@
-"""Writes `report.html`, a page that shows a whole run and needs no other file but videos.
+"""Writes `report.html` and `compare.html`: pages of one or several whole runs that need no other file but videos.
 
-In: only the files of a run directory, so a page can be made while a run goes, after a crash, or years later.
+In: only the files of run directories, so a page can be made while a run goes, after a crash, or years later. A
+comparison has the runs' curves, speed and what their configurations have unlike.
 
-The page as one file: style, scripts, what it may do, and the state of runs where it carries them.
-
-In: states, see `run_state`. Out: a page that needs nothing from outside. What a model, a data set or a configuration
-wrote reaches it as JSON alone; the scripts put it there as text, the page's own policy forbids every script but these,
-and even these may make no element out of text: answers are hostile until proven otherwise.
-
-compare.html: several runs on one page, with their curves, speed and what their configurations have unlike.
-
-In: run directories. Out: the page of a run, with more than one on it.
+A page is one file: style, scripts, what it may do, and the state of runs (`run_state`) where it carries them. What a
+model, a data set or a configuration wrote reaches it as JSON alone; the scripts put it there as text, the page's own
+policy forbids every script but these, and even these may make no element out of text: answers are hostile until proven
+otherwise.
 """
 
 from __future__ import annotations
@@ -118,7 +114,7 @@ def write_comparison(directories: Sequence[Path], target: Path) -> Path:
 
 
 def in_lines(directories: Sequence[Path]) -> Iterator[str]:
-    """The same for a terminal: a table of what runs came to, and of the keys that are not the same.
+    """Compare runs in lines for a terminal: a table of their results, and of the keys that are not the same.
 
     Args:
         directories: of the runs, at least two.

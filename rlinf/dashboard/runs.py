@@ -1,18 +1,10 @@
-"""Which runs there are below the directories that were named.
+"""Finds runs below directories and follows them for pages: their files as they grow, and their jobs' feeds.
 
-In: directories of runs, or of directories of runs. Out: those of runs, and what a list says of each without reading
-them whole.
-
-A run that pages show: its files as they grow, and its job's feed.
-
-In: its directory. Out: its state as JSON, and events for the outboxes of pages. Who wakes whom: the shelf calls `look`
-each second while a page is there; lines of the feed go to the outboxes as they come.
-
-The runs that are shown, and the pages that show them.
-
-In: the directories that were named. Out: runs by id; events for every page. Who wakes whom: a page that comes wakes
-the tick, which has files looked at each second until the last page has gone. Looking is asking for sizes and times: it
-works on network file systems too, which tell nobody of changes, and this process is none of the job's.
+In: directories of runs, or of directories of runs. Out: runs by id, and what a list says of each without reading them
+whole; of a run its state as JSON, and events for the outboxes of pages. Who wakes whom: a page that comes wakes the
+tick, which has files looked at each second (`look`) until the last page has gone; lines of a feed go to the outboxes as
+they come. Looking is asking for sizes and times: it works on network file systems too, which tell nobody of changes,
+and this process is none of the job's.
 """
 
 from __future__ import annotations
@@ -48,14 +40,14 @@ class Found:
     """A run directory."""
 
     id: str
-    """Of the run in addresses."""
+    """Id of the run in addresses."""
     name: str
     """For people: its path below the directory that was named."""
     directory: Path
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a run writes, or has written, to a directory."""
+    """True if a run writes, or has written, to a directory."""
     return any(os.path.isfile(directory / name) for name in (METRICS, LIVE))  # False where one may not look
 
 
@@ -67,7 +59,7 @@ def runs_in(named: Sequence[Path]) -> list[Found]:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a list says of a run."""
+    """A run's entry in the list of runs: name, status and progress."""
 
     id: str
     name: str
@@ -81,7 +73,7 @@ class Summary:
 
 
 def summary(run: Found) -> Summary:
-    """What a list says of a run. It reads the end of a file, and little else."""
+    """Summarize a run for the list of runs. It reads the end of a file, and little else."""
     step, steps = _last_step(run.directory / METRICS), _planned(run.directory)
     return Summary(run.id, run.name, str(run.directory), status(job_of(run.directory), step, steps), step, steps)
 
@@ -118,7 +110,7 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def _id(path: Path) -> str:
-    """The same for a path each time, and nothing but letters and digits."""
+    """Return an id of letters and digits alone, the same for a path each time."""
     return hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
 
 
@@ -147,7 +139,7 @@ def _planned(directory: Path) -> int | None:
 
 _GROWING = (METRICS, SAMPLES, EXPLAINED, ALARMS)
 _SHOWN = (*_GROWING, LIVE, "resolved.yaml", ENVIRONMENT, VIDEOS)
-"""What a state is made of: as long as none of these changes, it is what it was."""
+"""Files that a state is made of: as long as none of these changes, it is what it was."""
 _TRACE = "trace.json"
 _LEAST = 5
 """How hard a state is compressed: most of what there is to gain, in a hundredth of a second."""
@@ -168,7 +160,7 @@ class Followed:
     def __init__(self, found: Found) -> None:
         self.found = found
         self.outboxes: set[Outbox] = set()
-        """Of the pages that show it."""
+        """Outboxes of the pages that show it."""
         directory = found.directory
         self._metrics, self._samples = MetricFile(directory / METRICS), Samples(directory / SAMPLES)
         self._explained, self._alarms = Appended(directory / EXPLAINED), Appended(directory / ALARMS)
@@ -191,7 +183,7 @@ class Followed:
         return await self._alone(self._up_to_date(self._make_state))
 
     async def lanes(self) -> bytes:
-        """What each actor did in a few steps, likewise; a trace is read once for all pages.
+        """Return the lanes of each actor in a few steps, likewise; a trace is read once for all pages.
 
         Raises:
             OSError, ValueError: its trace cannot be read.
@@ -212,7 +204,7 @@ class Followed:
             return None
 
     def summary(self) -> Summary:
-        """What a list says of it. It blocks for a moment."""
+        """Return its entry in the list of runs. It blocks for a moment."""
         now = _signature(self.found.directory, (METRICS, LIVE, ENVIRONMENT, "resolved.yaml"))
         lives = now[1] is not None  # then it may die without a file's changing
         if self._summary is None or lives or self._summary[0] != now:
@@ -289,7 +281,7 @@ class Followed:
         return self._following is not None and not self._following.done()
 
     def _job(self) -> Job | None:
-        """Who writes to it; None if nobody lives that says so."""
+        """Return the job that writes to it; None if none lives."""
         job = job_of(self.found.directory)
         return job if job is not None and job.lives else None
 
@@ -315,7 +307,7 @@ class Followed:
         return await asyncio.shield(reading)
 
     async def _up_to_date(self, make: Callable[[], T]) -> T:
-        """What a function makes, in a thread, of the files as they are now."""
+        """Call a function, in a thread, on the files as they are now, and return its result."""
         await self._catch_up()
         return await asyncio.to_thread(make)
 
@@ -372,7 +364,7 @@ class Followed:
 
     @property
     def _left_out(self) -> list[str]:
-        """What is wrong with its files, in words."""
+        """Describe the lines of its files that were left out."""
         lines = {METRICS: self._metrics.left_out, SAMPLES: self._samples.left_out}
         return [
             f"{name}: {count} line{'s' * (count > 1)} left out, longer than any that a run writes"
@@ -422,7 +414,8 @@ class Shelf:
         self._told: list[dict[str, Any]] = []
 
     async def listed(self) -> list[dict[str, Any]]:
-        """What a list says of the runs that there are now, those by name first that came first."""
+        """Return an entry for each run that there is now: those found first come first, and those of one search by
+        name."""
         await self._search()
         return await self._summaries()
 

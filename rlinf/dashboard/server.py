@@ -1,14 +1,8 @@
-"""Who may see the page and do something by it.
+"""HTTP server of the page of runs: access checks, routes, and listening until somebody has seen enough.
 
-In: requests. Out: those that may pass; for the others a word why not. Answers of a model are on the page, and its
-buttons end a run, so three kinds of strangers are kept out: other users of the machine (by a token), pages of other
-sites in the user's browser (by where a request comes from), and sites whose name leads to this machine (by the name in
-the request).
-
-The addresses of the page: itself, what it shows, what happens, and what it asks a job to do.
-
-In: requests. Out: the page, JSON, videos, and a stream of events. Who wakes whom: a tick each second, while somebody
-looks, has files read; what they and feeds tell wakes the streams.
+In: directories, where to listen. Out: a printed address with its token; the page, JSON, videos, and a stream of events.
+Who wakes whom: a tick each second, while somebody looks, has files read; what they and feeds tell wakes the streams.
+SIGINT and SIGTERM end the server; below a job, so does the job's end, some time later.
 
     GET  /                            the page
     GET  /api/runs                    the runs: id, name, directory, status, step, steps
@@ -19,10 +13,9 @@ looks, has files read; what they and feeds tell wakes the streams.
     GET  /api/events?runs=ID,ID       what happens, as server-sent events
     POST /api/runs/ID/do              {"what": "checkpoint" | "evaluate" | "pause" | "go_on" | "stop"}
 
-From a list of directories to a page that can be opened, until somebody has seen enough.
-
-In: directories, where to listen. Out: a printed address with its token. Who wakes whom: SIGINT and SIGTERM end it;
-below a job, so does the job's end, some time later.
+Answers of a model are on the page, and its buttons end a run, so three kinds of strangers are kept out, each with a
+word why: other users of the machine (by a token), pages of other sites in the user's browser (by where a request comes
+from), and sites whose name leads to this machine (by the name in the request).
 """
 
 from __future__ import annotations
@@ -57,7 +50,7 @@ from rlinf.dashboard.runs import Followed, Shelf
 logger = logging.getLogger(__name__)
 
 HEADER = "X-Rlinf"
-"""What requests that do something carry: no form and no picture of another site can."""
+"""Header of requests that do something: no form and no picture of another site can carry it."""
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; sandbox",
@@ -67,7 +60,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""Of every answer, unless it has its own."""
+"""Headers of every answer, unless it has its own."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -127,7 +120,7 @@ class Guard:
         )  # bytes of no UTF-8 come as surrogates
 
     def _is_ours(self, host: str) -> bool:
-        """Whether a request means this machine: by a name of it, or by an address, which no site can have as its
+        """True if a request means this machine: by a name of it, or by an address, which no site can have as its
         name."""
         name = _name(host)
         if name in self._names:
@@ -455,7 +448,7 @@ async def _job_over(directory: Path, over: asyncio.Event) -> None:
 
 
 def _job(directory: Path) -> tuple[bool, bool]:
-    """Whether a job says that it writes to a run directory, and whether it lives."""
+    """Return two flags: a job says that it writes to a run directory; that job is alive."""
     job = job_of(directory)
     return job is not None, job is not None and job.lives
 

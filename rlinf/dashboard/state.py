@@ -1,21 +1,12 @@
-"""samples.jsonl as it lies on disk: which steps it tells of, and the rows of any one of them.
+"""Run state for pages: reads a run directory and returns all that a page shows of a run, as JSON knows it.
 
-In: the file, which may grow. Out: rows. What is in memory is where each step's rows lie, not the rows.
+In: the files of a run directory, of which every one but metrics.jsonl may be missing. Out: one mapping, with the
+headline, where the time of a step went, how far from the possible it was, answers, episodes and videos. The page of a
+finished run carries it; that of a live one is given it, and then what changes.
 
-Episodes of a policy for a page: how often it solved its tasks, and the videos that were kept.
-
-In: rows of metrics.jsonl, and the directory of videos. Out: rows of two tables, as JSON knows them.
-
-Read a run directory for a page. Every file but metrics.jsonl may be missing.
-
-What a page says of a run in numbers: its headline, where the time of a step went, how far from the possible it was.
-
-In: a `RunData`. Out: lists and mappings as JSON knows them.
-
-RunState: all that a page shows of a run, as JSON knows it.
-
-In: the files of a run directory. Out: one mapping. The page of a finished run carries it; that of a live one is given
-it, and then what changes.
+samples.jsonl may grow while it is read: in memory is where each step's rows lie, not the rows. Episodes of a policy are
+rows of two tables, made of metrics.jsonl and the directory of videos: how often it solved its tasks, and the videos
+that were kept.
 """
 
 from __future__ import annotations
@@ -49,8 +40,8 @@ MOST_TEXT = 6_000
 MOST_TOKENS = 2_000
 """Tokens of one answer that a page colours."""
 _BEGINS, _HELD_OUT = re.compile(rb'\{"step": (-?\d+)[,}]'), b'"kind": "held-out"'
-"""As the run writes it, which saves the reading of rows that nobody asks for. Within a text, a quotation mark has a
-backslash before it, so none looks like this."""
+"""Marks of a row as the run writes it, which save the reading of rows that nobody asks for. Within a text, a quotation
+mark has a backslash before it, so none looks like this."""
 _TOKENS = ("texts", "logprobs", "mask", "versions")
 
 
@@ -108,7 +99,7 @@ class Samples:
         return [cut(row) for row in self._rows(self._answers.get(step, [])[:most])]
 
     def held_out(self, most: int) -> list[tuple[Row, Row]]:
-        """The same held-out problems before and after; those first whose answer changed, and at most so many."""
+        """Pair the answers to each held-out problem before and after; those first that changed, and at most so many."""
         if not self._held_out:
             return []
         first, last = ({str(row.get("prompt")): row for row in self._rows(self._held_out[step])} for step in self._ends)
@@ -246,22 +237,22 @@ _SHOWN_ANYWAY = 3
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """What a page shows of a run, lanes apart."""
+    """Contents of a run directory for a page, lanes apart."""
 
     name: str
-    """Of the run."""
+    """Name of the run."""
     config: Mapping[str, Any]
     """The resolved configuration; empty if it cannot be read."""
     config_text: str
-    """The same as it was written."""
+    """The configuration as it was written."""
     environment: Mapping[str, Any]
     """On what it ran."""
     metrics: MetricRows
-    """Of all steps; step 0 is what was known before the first one."""
+    """Metrics of all steps; step 0 is what was known before the first one."""
     answers: Mapping[int, Sequence[Row]]
     """Sampled answers of a few steps, the first and the last among them."""
     held_out: Sequence[tuple[Row, Row]]
-    """The same held-out problems before and after; those first whose answer changed."""
+    """Answers to each held-out problem before and after; those first that changed."""
     sampled: Sequence[int] = ()
     """Steps of which samples.jsonl has answers."""
     remark: str = ""
@@ -283,7 +274,7 @@ class RunData:
         return self.metrics.values(name)
 
     def median(self, name: str) -> float | None:
-        """Of a metric over all steps; None if it has no value."""
+        """Return the median of a metric over all steps; None if it has no value."""
         values = self.values(name)
         return statistics.median(values) if values else None
 
@@ -402,7 +393,7 @@ Fact = dict[str, str]
 
 
 def about(run: RunData) -> list[str]:
-    """What was trained, by what, on how many processes, since when."""
+    """Describe the set-up of a run: algorithm, model, number of processes, start."""
     told = [
         str(run.config.get("flow") or _named(run.config.get("algorithm"))),
         _model(run.config.get("model")),
@@ -413,7 +404,7 @@ def about(run: RunData) -> list[str]:
 
 
 def headline(run: RunData) -> list[Fact]:
-    """What one wants to know of a run first."""
+    """Return the most important figures of a run, in the order in which a page shows them."""
     return [*_learned(run), *_spoilt(run), *_spent(run)]
 
 
@@ -455,7 +446,7 @@ def possible(run: RunData) -> dict[str, Any]:
 
 
 def side_by_side(run: RunData) -> list[tuple[str, str]]:
-    """What runs are compared by, each with its value; what a run does not tell is left out."""
+    """Return the figures by which runs are compared, each with its value; empty where a run does not tell it."""
     rewards, told = run.values("reward/mean")[-EDGE:], _typical(run)
     step = _step_seconds(run)
     found = [
@@ -644,7 +635,7 @@ def run_state(
 
 
 def state_of(run: RunData) -> dict[str, Any]:
-    """What metrics, samples and set-up tell of a run.
+    """Make the part of a run's state that follows from metrics, samples and set-up.
 
     Args:
         run: its files, as `read_run` reads them.
@@ -672,7 +663,8 @@ def state_of(run: RunData) -> dict[str, Any]:
 
 
 def told_in(directory: Path) -> dict[str, Any]:
-    """What smaller files of a run directory tell: sentences, causes, alarms, and the videos of episodes."""
+    """Make the part of a run's state that follows from smaller files: sentences, causes, alarms, and the videos of
+    episodes."""
     explained = _lines(directory / EXPLAINED)
     return {
         "sentences": explained[-MOST_SENTENCES:],
@@ -687,7 +679,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def causes(explained: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What steps waited for, the costliest first.
+    """Add up the causes for which steps waited, the costliest first.
 
     Args:
         explained: lines of explained.jsonl, in order.
@@ -710,7 +702,7 @@ def causes(explained: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run_lanes(directory: Path) -> list[dict[str, Any]]:
-    """What every actor did in an early, a middle and a late step; empty without a trace.
+    """Return the lanes of every actor in an early, a middle and a late step; empty without a trace.
 
     Raises:
         ValueError: trace.json is none.

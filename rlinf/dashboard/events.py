@@ -243,7 +243,7 @@ class Feed:
 
     @property
     def now(self) -> Iterator[Message]:
-        """Yield the messages that a newcomer has to know: the last message of each kind, and the lanes of a minute."""
+        """Messages that a newcomer has to know: the last message of each kind, and the lanes of a minute."""
         yield from (self._last[kind] for kind in ("roles", "status", "moment") if kind in self._last)
         yield from self._lanes
 

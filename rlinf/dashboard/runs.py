@@ -65,7 +65,7 @@ class Summary:
     name: str
     directory: str
     status: str
-    """See `life.status`."""
+    """See `events.status`."""
     step: int
     """The last that is over."""
     steps: int | None
@@ -364,7 +364,7 @@ class Followed:
 
     @property
     def _left_out(self) -> list[str]:
-        """Describe the lines of its files that were left out."""
+        """Sentences on the lines of its files that were left out."""
         lines = {METRICS: self._metrics.left_out, SAMPLES: self._samples.left_out}
         return [
             f"{name}: {count} line{'s' * (count > 1)} left out, longer than any that a run writes"

@@ -320,7 +320,7 @@ class Explained:
     text: str
     """One sentence."""
     cause: str
-    """A name of `causes.Name`; "none" where no cause is worth a word."""
+    """One of `Name`; "none" where no cause is worth a word."""
     seconds: float = 0.0
     """Seconds of the step that it cost."""
     change: str | None = None

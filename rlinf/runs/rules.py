@@ -529,7 +529,7 @@ def _trials_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
 
 
 def _experts_mistakes(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield keys that ask for experts where the model has none, or where nothing reports their routes."""
+    """Yield keys that ask for experts where the model has none, or engine or back end cannot replay their routes."""
     made, key = config.model.config, "trainer.router_replay"
     asked = [key] if config.trainer.router_replay is True else []
     asked += ["algorithm.router_aux_loss"] if config.algorithm.router_aux_loss else []

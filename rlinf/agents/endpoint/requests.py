@@ -323,7 +323,7 @@ class JsonForm:
 
     @property
     def instruction(self) -> str:
-        """Return the instruction to the model to answer in this form."""
+        """Instruction to the model to answer in this form."""
         if self.schema is None:
             return "Answer with one JSON object and nothing else."
         return f"Answer with JSON of this schema and nothing else: {json.dumps(self.schema, ensure_ascii=False)}"

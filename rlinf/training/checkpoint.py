@@ -637,7 +637,7 @@ class ParkedState:
     """Where the state of a role is while the role is nowhere; its new ranks are sent this, and `open` it."""
 
     role: str
-    """Whose it is."""
+    """Name of the role that the state belongs to."""
     keepers: ActorGroup
     """One for each old rank, on its host."""
     about: Mapping[str, Any]

@@ -57,7 +57,8 @@ class ModelCopy:
     tokenizer: PreTrainedTokenizerBase | None
     """Written beside the model."""
     pictures: Pictures | None
-    """Whose preprocessor is written beside them; None of a model that reads text alone."""
+    """The model's picture reader, whose preprocessor is written beside the weights; None of a model that reads text
+    alone."""
     shard_bytes: int
     """Bound on a weights file."""
 

@@ -1,15 +1,12 @@
-"""Optimizer steps of a policy on minibatches of decisions: clipped policy losses and a critic's. Blocking, no actor.
+"""Learning a policy that acts from minibatches of decisions: clipped policy losses, a critic's loss, AdamW's steps.
 
-In: minibatches. Out: a changed policy, and the sums of all ranks. Every rank has the whole policy and computes on its
-share of a minibatch; `training/optimizer.py` adds the gradients up.
+Every rank has the whole policy, or slices of it, and computes on its share of a minibatch; `training/optimizer.py` adds
+the gradients up, and the sums of all ranks come back as metrics. Blocking code, no actor.
 
-A policy made ready to learn: what of it learns, what it computes in, what it keeps for the gradient, and how it lies
-on the ranks.
-
-In: a policy with its weights, the same on every rank. Out: the same module, changed in place: low-rank adapters beside
-frozen weights, checkpointed blocks, parameters in slices over the ranks (FSDP2); and its weights again as those who act
-take them over. A small policy on float32 that learns as a whole stays as it was made. Blocking code; every rank calls
-the same functions in the same order.
+`Preparation` makes a policy ready to learn, in place: which parameters learn, low-rank adapters beside frozen weights,
+the dtype to compute in, checkpointed blocks, and parameters in slices over the ranks (FSDP2); and it gives the weights
+back as those who act take them over. Every rank has the same weights before, and calls the same functions in the same
+order. A small policy on float32 that learns as a whole stays as it was made.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ class PolicySettings:
     lr: float = 3e-4
     """Learning rate."""
     critic_lr: float | None = None
-    """Of what only values need; None: `lr`."""
+    """Learning rate of the parameters that only values need; None: `lr`."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the running means of the gradient and of its square."""
     weight_decay: float = 0.0
@@ -69,11 +66,11 @@ class PolicySettings:
             raise ValueError(f"trainer: schedule={falling.pop()} needs total_steps, the steps of the whole run")
 
     def lr_factor(self, done: int) -> float:
-        """What learning rates are multiplied with in the step after `done` steps."""
+        """Factor of the learning rates in the step after `done` steps."""
         return lr_factor(done, self.schedule, self.warmup_steps, self.total_steps, self.min_lr_ratio)
 
     def entropy_factor(self, done: int) -> float:
-        """What the weight of the entropy is multiplied with in that step."""
+        """Factor of the entropy's weight in that step."""
         return lr_factor(done, self.entropy_schedule, 0, self.total_steps, 0.0)
 
 
@@ -187,8 +184,8 @@ class PolicyLearner:
 
 
 def _weights(parts: Sequence[TrajectoryBatch], spec: AlgorithmSpec) -> tuple[float, float]:
-    """What the policy's and the critic's loss are divided by. Every rank counts all decisions: to ask each other would
-    take longer."""
+    """Divisors of the policy's and of the critic's loss. Every rank counts all decisions: to ask each other would take
+    longer."""
     return (
         sum(_count(spec, part.mask, part.sequences) for part in parts),
         sum(_count(spec, part.value_mask, None) for part in parts if part.value_mask is not None),
@@ -196,7 +193,7 @@ def _weights(parts: Sequence[TrajectoryBatch], spec: AlgorithmSpec) -> tuple[flo
 
 
 def _count(spec: AlgorithmSpec, mask: Tensor, sequences: Tensor | None) -> float:
-    """What a loss over some tokens is divided by."""
+    """Divisor of a loss over some tokens."""
     how = spec.aggregation
     if how.how == "token-mean":
         return float(mask.sum())
@@ -229,9 +226,9 @@ def cut(rows: Tensor, most: int | None, sequences: Tensor | None) -> list[Tensor
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""What a policy may compute in."""
+"""Dtypes that a policy may compute in."""
 Sharding = Literal["auto", "shard", "replicate"]
-"""Whether a policy that learns lies in slices over the trainer's ranks (FSDP2), or whole on each of them; "auto" slices
+"""Layout of a policy that learns: in slices over the trainer's ranks (FSDP2), or whole on each of them; "auto" slices
 one that has blocks."""
 
 
@@ -240,7 +237,7 @@ class Preparation:
     """How a policy is made ready to learn."""
 
     dtype: str = "float32"
-    """What it computes in, "float32" or "bfloat16"; what learns is kept in float32 whatever this is."""
+    """Dtype to compute in, "float32" or "bfloat16"; what learns is kept in float32 whatever this is."""
     train: tuple[str, ...] | None = None
     """Patterns of the parameters that learn, of which the last that fits decides; "!" before one excludes. None: as the
     policy's class says, and with adapters only what is the policy's own, such as its critic."""
@@ -252,7 +249,7 @@ class Preparation:
     sharding: Sharding = "auto"
     """How it lies on the ranks."""
     seed: int = 0
-    """Of new adapters."""
+    """Seed of new adapters."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -277,7 +274,7 @@ class Preparation:
         return torch.float32 if learning else policy.kept_in(plain(name), self.computes_in)
 
     def slices(self, policy: Policy, ranks: int) -> bool:
-        """Whether the policy is spread by FSDP2: over the ranks, or, for its casts alone, on a single one.
+        """True if the policy is spread by FSDP2: over the ranks, or, for its casts alone, on a single one.
 
         Raises:
             ValueError: it must compute in bfloat16 and lie whole on several ranks.
@@ -291,7 +288,7 @@ class Preparation:
 
 
 def learns(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a parameter of this name learns: the last pattern that fits decides, and "!" before it excludes."""
+    """True if a parameter of this name learns: the last pattern that fits decides, and "!" before it excludes."""
     found = False
     for pattern in patterns:
         if matches(name, [pattern.removeprefix("!")]):

@@ -1,21 +1,13 @@
-"""Settings of off-policy learning, and the optimizer that they ask for.
+"""Off-policy learning without the losses: settings, the optimizer, and a replay buffer of transitions in host memory.
 
-Pictures of a replay buffer: each is kept once, however many transitions show it; and shifts of them at random.
+Trajectories that say what followed each decision become transitions: rows over one decision or several, of all episodes
+or of good ones, in the order of time and then of environment. New rows replace the oldest in a ring. Rows are drawn at
+random, where what is drawn follows from a key alone, so that a resumed run draws what it would have drawn.
 
-In: pictures, uint8. Out: numbers of slots, and the pictures in slots. No actor: its owner calls it from one thread.
+Pictures (uint8, [R, H, W, channels]) are kept once each, however many transitions show them; the ring holds the numbers
+of their slots. They may be shifted at random when they are drawn.
 
-A replay buffer: a ring of transitions in host memory. No actor: its owner calls it from its compute thread.
-
-In: new rows, which replace the oldest. Out: rows drawn at random, where what is drawn follows from a key alone, so that
-a resumed run draws what it would have drawn. Pictures (uint8, [R, H, W, channels]) are kept once each (`pictures.py`);
-the ring holds the numbers of their slots.
-
-Trajectories as transitions: rows of a replay buffer, over one decision or several, of all episodes or of good ones.
-
-In: trajectories that say what followed each decision. Out: rows, in the order of time and then of environment. Nobody
-waits here; all of it is computation.
-
-What steps of off-policy learners share: parts of a batch of transitions, and targets that follow.
+No actor: a buffer's owner calls it from its compute thread.
 """
 
 from __future__ import annotations
@@ -42,12 +34,12 @@ from rlinf.training.optimizer import adamw_of_parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicySettings:
-    """What all off-policy learners are told."""
+    """Settings of all off-policy learners."""
 
     lr: float = 3e-4
     """Learning rate of the actor."""
     critic_lr: float | None = None
-    """Of the critics; None takes lr."""
+    """Learning rate of the critics; None takes lr."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the running means of the gradient and of its square."""
     grad_clip: float = math.inf
@@ -76,7 +68,7 @@ class SacSettings(OffPolicySettings):
     alpha: float = 1.0
     """First temperature, reward per nat."""
     target_entropy: float | None = None
-    """What the temperature keeps the entropy at, nats; None: minus the numbers in a chunk of actions."""
+    """Entropy at which the temperature keeps the policy, nats; None: minus the numbers in a chunk of actions."""
     subset: int | None = None
     """How many target critics, drawn anew each step, the smallest prediction is taken of, and the actor then follows
     the mean of all critics (REDQ, RLPD); None: all of them, and the actor follows the smallest."""
@@ -385,7 +377,7 @@ def transitions(parts: Sequence[Trajectory], *, n_step: int = 1, solved_only: bo
 
 
 def several_steps(outcome: Rows, last: Tensor, count: int) -> Rows:
-    """What several decisions in a row came to, for every decision that they begin with.
+    """Outcome of several decisions in a row, for every decision that they begin with.
 
         R_t = sum over k < n of gamma^(steps before k) r_(t + k), then bootstrapped with what followed the n-th
 
@@ -440,7 +432,7 @@ def inputs_of(rows: Rows, prefix: str) -> Stored:
 
 
 def rewards_of(rows: Rows, gamma: float) -> Tensor:
-    """What each transition earned, sum of gamma^i r_i, [B]."""
+    """Discounted reward of each transition, sum of gamma^i r_i, [B]."""
     rewards = rows["rewards"]
     return (rewards * gamma ** torch.arange(rewards.shape[1], device=rewards.device)).sum(1)
 

@@ -1,12 +1,12 @@
-"""Optimizer steps of soft actor-critic and of CrossQ: transitions in, a changed policy out. Blocking code, no actor.
+"""Optimizer steps of soft actor-critic, CrossQ and implicit Q-learning: transitions in, a changed policy out.
 
 All that is trained is one module, so that one optimizer and one checkpoint hold it: the policy with its critics, the
 target critics, which follow them slowly, and the temperature. Each loss changes its own part alone.
 
-Optimizer steps of implicit Q-learning (arXiv:2110.06169): from data alone, and from what is acted later.
+Implicit Q-learning (arXiv:2110.06169) learns from data alone, and from what is acted later. It never judges an action
+that the data do not show, so nothing is expected of actions that nobody tried.
 
-Transitions in, a changed policy out. No action is ever judged that the data do not show, so nothing is expected of
-actions that nobody tried. Blocking code, no actor.
+Blocking code, no actor.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class SacLearner:
 
     @torch.no_grad()
     def target(self, batch: Rows, noise: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """What the critics are to predict, [B].
+        """Target of the critics, [B].
 
             y = sum over the chunk of gamma^i r_i  +  gamma^steps (1 - terminated) (Q'(s', a') - alpha log pi(a'|s'))
 

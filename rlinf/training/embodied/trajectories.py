@@ -1,16 +1,11 @@
-"""What a policy did in environments, on its way to the trainer.
+"""Trajectories of a policy in environments, and the training batches that are made of them.
 
-In: one `Trajectory` per slice of environments and step, put together by the actor of the policy. Out: one of all slices
-(`joined`); `replay.py` makes rows of a replay buffer of it. Nobody waits here.
+The actor of the policy puts one `Trajectory` together per slice of environments and step; `joined` makes one of all
+slices. From a step's trajectories comes a `TrajectoryBatch`, laid out decision by decision with advantages by the
+algorithm, of which trainers take minibatches, and metrics; or `replay.py` makes rows of a replay buffer of them.
 
-From trajectories to a batch: advantages by the algorithm, laid out decision by decision; and metrics of both.
-
-In: a step's trajectories. Out: a `TrajectoryBatch`, of which trainers take minibatches. Nobody waits here.
-
-The scale of rewards: they are divided by the running standard deviation of discounted returns.
-
-In: a step's trajectory. Out: the same with other rewards. Every rank sees all trajectories, so that all have the same
-scale. Nobody waits here.
+`RewardScale` divides rewards by the running standard deviation of discounted returns. Every rank sees all trajectories,
+so that all have the same scale.
 """
 
 from __future__ import annotations
@@ -49,9 +44,9 @@ class Trajectory:
     stored: Stored
     """All that log-probs depend on, [T, N, ...]."""
     logprobs: Tensor
-    """Of the actions drawn, at the policy's level, nats: [T, N], [T, N, C] or [T, N, C, A]."""
+    """Log-probs of the drawn actions, at the policy's level, nats: [T, N], [T, N, C] or [T, N, C, A]."""
     success: Tensor | None
-    """Whether the first episode that ended here was solved at some time, bool [N]; None if nobody says."""
+    """True where the first episode that ended here was solved at some time, bool [N]; None if nobody says."""
     episodes: tuple[Episode, ...]
     """Those that ended."""
     lost: int
@@ -59,9 +54,9 @@ class Trajectory:
     first: int
     """Number of the first environment among those of its actor."""
     rank: int
-    """Of the actor of the environments."""
+    """Rank of the actor of the environments."""
     version: int
-    """Of the weights that decided."""
+    """Version of the weights that decided."""
     following: Stored | None = None
     """The policy's inputs after each chunk, [T, N, ...]: where a chunk ended an episode, of the last observation of
     that episode, not of the first of the next. None where learning does not need them."""
@@ -119,7 +114,7 @@ class TrajectoryBatch:
     of one environment each, where the policy has a memory."""
 
     stored: Stored
-    """What the policy needs to evaluate them, D rows; of sequences [D, L, ...]."""
+    """Inputs of the policy's `evaluate`, D rows; of sequences [D, L, ...]."""
     logprobs: Tensor
     """Under the policy that acted, nats, [D, tokens]; a token is what has a log-prob of its own. Those of a sequence
     come one decision after the other."""
@@ -148,7 +143,7 @@ class TrajectoryBatch:
         return self._each(lambda tensor: tensor[chosen])
 
     def to(self, device: torch.device) -> TrajectoryBatch:
-        """The same decisions on a device."""
+        """These decisions on another device."""
         return self if self.mask.device == device else self._each(lambda tensor: tensor.to(device))
 
     @property
@@ -158,7 +153,7 @@ class TrajectoryBatch:
         return sum(tensor.nbytes for tensor in (*self.stored.values(), *rest) if tensor is not None)
 
     def silent(self) -> TrajectoryBatch:
-        """The same decisions, of which none counts."""
+        """These decisions with empty masks: none counts."""
         value_mask = None if self.value_mask is None else torch.zeros_like(self.value_mask)
         return replace(self, mask=torch.zeros_like(self.mask), value_mask=value_mask)
 
@@ -405,7 +400,7 @@ class RewardScale:
         self._returns: torch.Tensor | None = None
 
     def scaled(self, chunks: Chunks) -> Chunks:
-        """The same chunks with scaled rewards; their returns are taken into the variance first."""
+        """Return the chunks with scaled rewards; their returns are taken into the variance first."""
         valid = chunks.valid.bool()
         rewards = torch.where(valid, chunks.rewards, 0.0).double().sum(-1)
         ended, there = chunks.ended.any(-1), valid.any(-1)
@@ -423,7 +418,7 @@ class RewardScale:
 
     @property
     def deviation(self) -> float:
-        """What rewards are divided by; 1 as long as all returns are alike."""
+        """Divisor of rewards; 1 as long as all returns are alike."""
         variance = float(self._seen.variance)
         return math.sqrt(variance) if variance > _LEAST_VARIANCE else 1.0
 

@@ -137,7 +137,7 @@ class MegatronBackEnd:
         return SplitLearner(self.module, settings, self._pipeline, shared, self._groups, self._head, self._named)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank has of each tensor of the model, in its order."""
+        """Yield this rank's part of each tensor of the model, flat, in the model's order."""
         mine: dict[str, list[Tensor]] = {}
         for piece in self._pieces:
             mine.setdefault(piece.name, []).append(piece.of(piece.parameter.detach()).reshape(-1))

@@ -1,23 +1,18 @@
-"""Attention between Megatron's linear layers: packed sequences, and contexts that are split over ranks.
+"""A pipeline stage of a model for Megatron-core: its layers, packed attention between them, and the heads at its end.
 
-In: query, key and value of this rank's tokens, and a `Reading`, which travels where Megatron passes a mask. Out: what
-attention gives for them. Where a context is whole, it is computed as for FSDP (`packed_attention`). Where it is split,
-keys and values of all ranks are gathered, and the gradient of each goes back to the rank that it came from.
-
-A rank of `size` has pieces r and 2 size - 1 - r of 2 size equal pieces (zig-zag), so that all have about as many keys
-to look at: early tokens see few, late ones many.
-
-What the last stage makes of hidden states: log-probs from rows of a vocabulary that ranks share, or values.
-
-In: the hidden states that predict learned tokens, and this rank's rows of the output embedding. Out: log-prob and
-entropy of each token, the same on all ranks, who compute the loss alike. Logits are made chunk by chunk, used, and made
-again for the gradient, as where one rank has the whole vocabulary (`models/language/policy_model.py`).
-
-A stage of the model, or one of several parts of the layers that a stage has: Megatron's layers between our ends.
-
-In: a `Reading` of a micro-batch, and, but for the first stage, what the stage before gave. Out: hidden states for the
-next one; from the last, what `training.backend.Outputs` is made of. Layers, parallel linear maps and experts are
+A `Stage` is a stage of the model, or one of several parts of the layers that a stage has. It takes a `Reading` of a
+micro-batch and, but for the first stage, the hidden states of the stage before; it gives hidden states for the next
+one, or, if it is the last, what `training.backend.Outputs` is made of. Layers, parallel linear maps and experts are
 Megatron-core's; attention, norms, the angles of rotary embeddings and the head are ours.
+
+Attention reads the `Reading` where Megatron passes a mask. Where a context is whole, it is computed as for FSDP
+(`packed_attention`). Where it is split, keys and values of all ranks are gathered, and the gradient of each goes back
+to the rank that it came from. A rank of `size` has pieces r and 2 size - 1 - r of 2 size equal pieces (zig-zag), so
+that all have about as many keys to look at: early tokens see few, late ones many.
+
+The head turns hidden states that predict learned tokens into values, or into log-probs and entropies by rows of a
+vocabulary that ranks share: the same on all ranks, who compute the loss alike. Logits are made chunk by chunk, used,
+and made again for the gradient, as where one rank has the whole vocabulary (`models/language/policy_model.py`).
 """
 
 from __future__ import annotations
@@ -52,12 +47,12 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """What a rank reads of a micro-batch."""
+    """One rank's part of a micro-batch."""
 
     ids: Tensor
     """Its tokens, int64 [1, tokens]; every rank of a context has as many."""
     positions: Tensor
-    """Of each in its own sequence, int64 [tokens]."""
+    """Position of each token in its own sequence, int64 [tokens]."""
     layout: Layout | None
     """Where the sequences lie; None where the context is split."""
     stretches: tuple[Stretch, ...]
@@ -76,7 +71,7 @@ class Reading:
 
 
 def read(batch: Packed, dtype: torch.dtype, multiple: int, context: int, rank: int) -> Reading:
-    """What a rank reads of a micro-batch.
+    """Take a rank's part of a micro-batch.
 
     Args:
         batch: on the device to compute on.
@@ -155,7 +150,7 @@ def _stretches(lengths: tuple[int, ...], piece: int, mine: tuple[int, int]) -> l
 
 
 class CoreAttention(nn.Module):
-    """What Megatron's layers call between their linear ones.
+    """Attention between the linear layers of Megatron's blocks.
 
     Args:
         pg_collection: Megatron's groups.
@@ -331,7 +326,7 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor | None, part: sl
 
 
 class Collected(torch.autograd.Function):
-    """What the ranks of a context found of learned tokens, in the order of the micro-batch, the same on all of them:
+    """Results for learned tokens from all ranks of a context, in the order of the micro-batch, the same on all of them:
     each computes the whole loss, so the gradient of its own rows is all that goes back."""
 
     @staticmethod
@@ -434,7 +429,7 @@ class Stage(nn.Module):
         self.angles = Angles(model)
         tensor = parallel.tensor
         self.rows = -(-model.vocab_size // tensor)
-        """Of the vocabulary, that a rank has; the last may have fewer."""
+        """Rows of the vocabulary that a rank has; the last rank may have fewer."""
         self.own_rows = max(0, min(self.rows, model.vocab_size - at.tensor * self.rows))
         self._embeds = model.tie_word_embeddings
         self._padding = -1 if model.pad_token_id is None else model.pad_token_id
@@ -460,7 +455,7 @@ class Stage(nn.Module):
                 yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
 
     def set_input_tensor(self, fed: Any) -> None:
-        """What the stage before gave; Megatron's schedules call this."""
+        """Take the output of the stage before; Megatron's schedules call this."""
         self._fed = fed[0] if isinstance(fed, list) else fed
 
     def forward(self, reading: Reading, entropy_slope: bool = False) -> Tensor:
@@ -519,7 +514,7 @@ class Stage(nn.Module):
 
 
 def outputs_of(found: Tensor, head: str) -> tuple[Tensor, Tensor]:
-    """What a last stage gave, as `training.backend.Outputs`."""
+    """Output of a last stage, as `training.backend.Outputs`."""
     if head == "values":
         return found[:, 0], found[:, 1:]
     return found[:, 0], found[:, 1]

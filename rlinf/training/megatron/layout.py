@@ -1,13 +1,12 @@
-"""Which rank has which part of the model: Megatron's order of ranks, and the groups that communicate.
+"""Layout of a Megatron run: which rank has which part of the model, and the model's configuration for Megatron-core.
 
-In: `ParallelConfig` and the number of ranks. Out: a place for each rank, and process groups by what they are for.
-Neighbours in rank are neighbours in tensors first, then in context, then in data; stages of a pipeline are furthest
-apart, since they say least to one another.
+From `ParallelConfig` and the number of ranks come a place for each rank, in Megatron's order, and process groups by
+what they are for. Neighbours in rank are neighbours in tensors first, then in context, then in data; stages of a
+pipeline are furthest apart, since they say least to one another.
 
-From a Hugging Face configuration to Megatron's: for the families whose results were held against transformers.
-
-In: the configuration, and how the model is to be split. Out: a `TransformerConfig`; or, in words, why it cannot be.
-Whatever a configuration may say that is not carried over is refused, since Megatron would leave it out without a word.
+A Hugging Face configuration becomes a `TransformerConfig`, for the families whose results were held against
+transformers; or there are reasons, in words, why it cannot. Whatever a configuration may say that is not carried over
+is refused, since Megatron would leave it out without a word.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Grid:
             raise ValueError(f"trainer.parallel: {'; '.join(wrong)}")
         self.parallel, self.ranks = parallel, ranks
         self.shares = ranks // parallel.copy
-        """Of the data."""
+        """Number of shares of the data."""
 
     def place(self, rank: int) -> Place:
         """Where a rank is."""
@@ -239,7 +238,7 @@ def head_size(config: Any) -> int:
 
 
 def inner_config(config: Any, parallel: ParallelConfig, dtype: torch.dtype) -> Any:
-    """The same model as Megatron-core describes it.
+    """Megatron-core's configuration of a model.
 
     Args:
         config: a Hugging Face configuration without `mistakes`.

@@ -1,30 +1,23 @@
-"""Micro-batches through the stages of a pipeline, by Megatron-core's schedules.
+"""Learning a split model with Megatron-core's pipeline schedules: from micro-batches to optimizer steps.
 
-In: micro-batches, the same on all ranks of a copy, and what becomes of the last stage's outputs. Out: gradients in
-`Parameter.grad`, or outputs. Where there is no pipeline, each micro-batch goes forward and back before the next.
-With p stages and m micro-batches at once a stage is idle for (p - 1) / (m + p - 1) of the time (GPipe,
-arXiv:1811.06965, section 2.3; the same for 1F1B), interleaved over v parts for (p - 1) / (v m + p - 1)
-(arXiv:2104.04473, section 2.2.2).
+Micro-batches, the same on all ranks of a copy, go through the stages and leave gradients in `Parameter.grad`, or
+outputs. Where there is no pipeline, each micro-batch goes forward and back before the next. With p stages and m
+micro-batches at once a stage is idle for (p - 1) / (m + p - 1) of the time (GPipe, arXiv:1811.06965, section 2.3; the
+same for 1F1B), interleaved over v parts for (p - 1) / (v m + p - 1) (arXiv:2104.04473, section 2.2.2).
 
-A stage that computes in bfloat16 with weights, sums of gradients and an optimizer in float32.
+`Precision` lets a stage compute in bfloat16 with weights, sums of gradients and an optimizer in float32. While a stage
+computes, copies of its parameters in the other dtype stand in their places; the gradient that each micro-batch gives a
+copy is added to the float32 one of the parameter, and let go. So whatever reads or writes weights, between passes,
+finds float32 alone. Copies are made for the first pass after the weights have changed, and cost half of what the
+weights do until they change again.
 
-In: the parameters of stages, float32. Out: while a stage computes, copies of them in the other dtype stand in their
-places; the gradient that each micro-batch gives a copy is added to the float32 one of the parameter, and let go. So
-whatever reads or writes weights, between passes, finds float32 alone. Copies are made for the first pass after the
-weights have changed, and cost half of what the weights do until they change again.
-
-What neighbouring stages of a pipeline send each other: hidden states one way, their gradients the other.
-
-In: what Megatron's schedules want sent and received. Out: the tensors of the neighbours. Each way has a group of its
+Neighbouring stages send each other hidden states one way, their gradients the other, and each way has a group of its
 own: of two stages that are both neighbours of one another twice over, as interleaved ones are, Megatron's own way of
 sending mistakes one for the other over gloo. The shape of a tensor goes before it, since micro-batches are unequal.
 
-Imported by `schedule.py` alone, when a pipeline is run, since Megatron-core takes seconds to import.
-
-Learning where a model is split: whose gradients are added up over which ranks, and who counts them.
-
-In: micro-batches. Out: optimizer steps, by the same optimizer, schedule and bound on the norm as on a whole model
-(`training/fsdp.py`). Micro-batches wait until there are as many as fill the pipeline, or until the step.
+`SplitLearner` takes optimizer steps with the same optimizer, schedule and bound on the norm as on a whole model
+(`training/fsdp.py`); it knows which gradients are added up over which ranks. Micro-batches wait until there are as many
+as fill the pipeline, or until the step.
 """
 
 from __future__ import annotations
@@ -52,7 +45,7 @@ from rlinf.training.optimizer import optimizer_step, sum_over_copies
 
 
 class Precision:
-    """What stages compute with.
+    """Parameters of stages in the dtype that they compute in; weights, gradients and optimizer stay in float32.
 
     Args:
         stages: of one rank.
@@ -168,7 +161,8 @@ class Exchange(P2PCommunicator):  # type: ignore[misc]
 
 
 Ended = Callable[[int, Tensor], Tensor | None]
-"""Of the number of a micro-batch and what the last stage gave for it: what is differentiated, None for nothing."""
+"""Callback from the number of a micro-batch and the last stage's output for it to the tensor to differentiate, or
+None."""
 
 
 class Pipeline:
@@ -191,7 +185,7 @@ class Pipeline:
         return self.stages[-1].last
 
     def reading(self, batch: Packed) -> Reading:
-        """What this rank reads of a micro-batch."""
+        """This rank's part of a micro-batch."""
         parallel, dtype = self._groups.grid.parallel, self.stages[0].config.pipeline_dtype
         here = batch.to(next(self.stages[0].parameters()).device)
         return read(here, dtype, parallel.tensor, parallel.context, self._groups.place.context)
@@ -355,7 +349,7 @@ class SplitLearner(Learner):
             sum_over_copies(both, ends)
 
     def _told(self, mine: LossSum) -> LossSum:
-        """What gathered on the last stage, on all stages."""
+        """Send the sums of the last stage to all stages."""
         line = self._groups.meshes["pipeline"]
         if line is None:
             return mine

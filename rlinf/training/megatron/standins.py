@@ -1,8 +1,7 @@
-"""What stands in for the parts of Megatron-core 0.16.1 that only CUDA has, where there is no CUDA.
+"""Stand-ins for the parts of Megatron-core 0.16.1 that only CUDA has, where there is no CUDA.
 
-Flows in: nothing. Flows out: modules of Megatron-core that make tensors on the CPU where they would on a GPU. No tensor
-operation is replaced, so the arithmetic and the collectives are Megatron's own; `docs/training.md` lists what stands
-in.
+They let modules of Megatron-core make tensors on the CPU where they would on a GPU. No tensor operation is replaced, so
+the arithmetic and the collectives are Megatron's own; `docs/training.md` lists the stand-ins.
 """
 
 from __future__ import annotations

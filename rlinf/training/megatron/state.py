@@ -1,14 +1,12 @@
 """A split model and its optimizer in the one format of checkpoints, and back: by the names that transformers gives.
 
-In: pieces, and an optimizer whose running means are shaped like Megatron's parameters. Out: a `StateCopy` as a model
-under FSDP has it (`training/checkpoint.py`), so that either goes on from what the other saved, on any number of ranks.
-Nothing is communicated: each rank writes the rectangles it is the first to have, and reads those it has.
-
-Which rectangle of which tensor of the Hugging Face model each of Megatron's parameters holds.
-
-In: the stages of a rank. Out: for each parameter its pieces, under the names that the model's parameters have in
+Each of Megatron's parameters is made of pieces: rectangles of tensors of the Hugging Face model, under their names in
 transformers. Everything that reads or writes weights goes by them: reading checkpoints, publishing, saving, and the
-running means of an optimizer, which are shaped like the parameters. Nothing is communicated here.
+running means of an optimizer, which are shaped like Megatron's parameters.
+
+A `StateCopy` is as a model under FSDP has it (`training/checkpoint.py`), so that either goes on from what the other
+saved, on any number of ranks. Nothing is communicated: each rank writes the rectangles it is the first to have, and
+reads those it has.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from rlinf.training.megatron.layout import Groups, head_size
 from rlinf.training.weight_sync import Part
 
 View = Callable[[Tensor], Tensor]
-"""Of a tensor shaped like a parameter, the part that a piece is; it shares memory, and may be strided."""
+"""Function from a tensor shaped like a parameter to the part that a piece is; it shares memory, and may be strided."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,16 +52,16 @@ class Piece:
     """A rectangle of a tensor of the model, which a parameter holds."""
 
     name: str
-    """Of the tensor, in transformers."""
+    """Name of the tensor, in transformers."""
     parameter: nn.Parameter
     view: View
     """Where in the parameter it is."""
     shape: tuple[int, ...]
-    """Of the rectangle."""
+    """Shape of the rectangle."""
     offset: tuple[int, ...]
     """Where in the tensor it begins."""
     first: bool
-    """Of the ranks that have it, this is the one that writes it."""
+    """True on the first of the ranks that have it: the one that writes it."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """The piece of a tensor shaped like the parameter; a copy where it is strided."""
@@ -104,7 +102,7 @@ class Sharing:
 
 
 def sharing(name: str, groups: Groups, tied: bool) -> Sharing:
-    """Who has a parameter.
+    """Return how ranks share a parameter.
 
     Args:
         name: within its stage.
@@ -226,7 +224,7 @@ class Files:
         return name in self._files or self._of_expert(name, 0)[0] in self._files
 
     def read(self, piece: Piece) -> Tensor:
-        """What a piece holds of a tensor."""
+        """Read a piece's part of a tensor."""
         at = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True))
         if piece.name in self._files:
             return self._slice(piece.name)[at]  # type: ignore[no-any-return]
@@ -284,7 +282,7 @@ class _Rectangle:
     """The pieces of one tensor that a rank has, which together are a rectangle of it."""
 
     name: str
-    """Of the tensor, in transformers."""
+    """Name of the tensor, in transformers."""
     pieces: list[Piece]
     """Each in its place; no two have a number in common."""
     first: tuple[int, ...]
@@ -371,7 +369,7 @@ def copy_split_state(
 
 
 def _groups(module: nn.Module, optimizer: Optimizer, shapes: Shapes) -> dict[str, Any]:
-    """What `optimizer_groups` says, of the whole model."""
+    """The optimizer's groups as `optimizer_groups` says them, for the parameters of the whole model."""
     said = optimizer_groups(module, optimizer)
     (group,) = said["groups"]
     return {**said, "groups": [{**group, "parameters": list(shapes)}]}
@@ -424,7 +422,7 @@ def _read_optimizer(
     kept: Iterable[str],
     state: Mapping[nn.Parameter, dict[str, Tensor]],
 ) -> None:
-    """What an optimizer keeps of a tensor.
+    """Read an optimizer's state of one tensor.
 
     Args:
         source: what was saved.

@@ -1,9 +1,9 @@
 """Tensors leave their device for a while, and come back as the same tensors.
 
-Flows in: tensors that lie on a device, plain ones and sharded ones. Flows out: nothing; their bytes move to host memory
-and back. What moves are storages, not tensors: parameters, views, optimizer state, and whoever else holds them stay as
-they are, and only lose what they point to in between. Nobody waits here, and nothing communicates: of a sharded tensor
-each rank moves its own slice. On a CPU host the same happens, from memory to memory, so that it can be tested there.
+Their bytes, of plain tensors and of sharded ones, move to host memory and back. What moves are storages, not tensors:
+parameters, views, optimizer state, and whoever else holds them stay as they are, and only lose what they point to in
+between. Nothing communicates: of a sharded tensor each rank moves its own slice. On a CPU host the same happens, from
+memory to memory, so that it can be tested there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Low-rank adapters: put into a model by peft, and folded back into plain weights for everybody else.
 
-In: a Hugging Face model, and what its adapters are like; or adapters that were saved, in peft's format. Out: the same
-model with small trainable matrices beside frozen ones; and, on publishing, names and tensors as the model had them
-before, the adapters added in. Who only reads weights, as engines and checkpoints do, never hears of adapters.
+A Hugging Face model gets small trainable matrices beside frozen ones, new or read from adapters saved in peft's format.
+On publishing, names and tensors are those of the model before, the adapters added in. Readers of weights alone, as
+engines and checkpoints are, never hear of adapters.
 
 A model may have several: `POLICY` learns, and is what the model computes with; others stay as they were saved, and are
 computed with when asked for (`using`). All share the base's weights.

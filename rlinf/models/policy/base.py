@@ -164,7 +164,7 @@ class Policy(PublishedForm, nn.Module, ABC):
 
     What only values need is kept under the attribute `critic`, so that it can have a learning rate of its own.
 
-    A policy whose log-probs come from a chain of denoising steps derives from `vla.flow.policy.FlowPolicy`: its stored
+    A policy whose log-probs come from a chain of denoising steps derives from `vla.flow.FlowPolicy`: its stored
     "actions" are the chain.
     """
 

@@ -1,8 +1,8 @@
 """The directories in which authors publish policies: their tensors and small files, read and written back.
 
-In: a directory with safetensors files (one, or several and their index) and small files beside them. Out: a policy with
-those weights; and from a policy, a directory of the same form. `Policy.published_name` and its neighbours say how a
-policy's own names and settings correspond to the authors'.
+Such a directory has safetensors files (one, or several and their index) and small files beside them. A policy is read
+from it, and written as a directory of the same form. `Policy.published_name` and its neighbours say how a policy's own
+names and settings correspond to the authors'.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Learning from demonstrations: a policy learns to find demonstrated actions likely, or remembers them as transitions.
 
-In: decisions of demonstrations, the same on every rank. Out: a changed policy, or rows for a replay buffer. Each rank
-computes on its share of a batch. Blocking code.
+Decisions of demonstrations are the same on every rank; each computes on its share of a batch. Blocking code.
 """
 
 from __future__ import annotations

@@ -438,7 +438,7 @@ def rewards_of(rows: Rows, gamma: float) -> Tensor:
 
 
 def shifts(batch: Rows, most: int, generator: torch.Generator) -> Rows:
-    """The batch with its pictures moved at random by at most so many pixels, each by itself; see `pictures.shifted`."""
+    """The batch with its pictures moved at random by at most so many pixels, each by itself; see `shifted`."""
     if not most:
         return batch
     found = dict(batch)

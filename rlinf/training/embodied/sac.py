@@ -103,7 +103,7 @@ class SacLearner:
         place in the batch alone.
 
         Args:
-            batch: of `transitions.transitions`, B rows.
+            batch: of `replay.transitions`, B rows.
             seed: of what is drawn.
             actor: step actor and temperature too.
 
@@ -137,7 +137,7 @@ class SacLearner:
         A chunk whose episode was cut before its last action is discounted by the actions that were done.
 
         Args:
-            batch: of `transitions.transitions`, B rows.
+            batch: of `replay.transitions`, B rows.
             noise: of the actions that would follow, in [0, 1), float64 [B, C x A].
             generator: of the critics drawn.
         """
@@ -255,7 +255,7 @@ class IqlLearner:
         Every rank calls it with the same batch, and computes on its share.
 
         Args:
-            batch: of `transitions.transitions`, B rows.
+            batch: of `replay.transitions`, B rows.
             seed: not used.
             actor: step the actor too.
 

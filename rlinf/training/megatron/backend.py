@@ -1,7 +1,7 @@
 """The back end for models that Megatron-core splits: over tensors, stages, contexts and experts.
 
-In: a model's settings, and the ranks that train it. Out: a `BackEnd`. The ranks of a copy have the same share of the
-data; all names that leave here are those of transformers' model, as under FSDP.
+`MegatronBackEnd` is a `BackEnd`. The ranks of a copy have the same share of the data; all names that leave here are
+those of transformers' model, as under FSDP.
 """
 
 from __future__ import annotations

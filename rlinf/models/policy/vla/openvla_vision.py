@@ -1,7 +1,7 @@
 """The two vision encoders of OpenVLA, DINOv2 with registers and SigLIP, in one class with timm's tensor names.
 
-In: pictures as `embodiment/images.py` normalises them. Out: features of patches, of the last block but one, without
-class and register tokens and without the final norm: what OpenVLA was trained on (arXiv:2406.09246, section 3.1).
+From pictures as `robots.py` normalises them they make features of patches, of the last block but one, without class and
+register tokens and without the final norm: what OpenVLA was trained on (arXiv:2406.09246, section 3.1).
 """
 
 from __future__ import annotations

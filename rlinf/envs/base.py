@@ -1,10 +1,10 @@
-"""What an adapter supplies: N environments of one task, stepped together by blocking code that knows no actor.
+"""`Simulator`, the interface of adapters: N environments of one task, stepped together by blocking code.
 
-In: seeds and actions. Out: observations, rewards, and how episodes end. Nobody is woken: whoever calls waits. All the
-rest is written once, in `environment.py`: action chunks, time limits, resets, groups, seeds, success and returns,
-videos; `pool.py` runs it in child processes.
+Seeds and actions in; observations, rewards, and how episodes end out. Adapters know no actor. All the rest is written
+once, in `environment.py`: action chunks, time limits, resets, groups, seeds, success and returns, videos; `workers.py`
+runs it in child processes.
 
-Dicts of tensors in dicts, as simulators on GPUs keep their states in: rows of them, one behind the other.
+Simulators on GPUs keep their states in dicts of tensors in dicts; functions here take rows of them and join them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PLAIN = {bool, int, float, str, NoneType}
 """Types of options that can be told from any other."""
 
 Observation: TypeAlias = dict[str, Tensor]
-"""What the policy sees, one row per environment: "state" float32 [N, S]; "rgb" uint8 [N, H, W, 3 k] for k cameras;
+"""Observations by name, one row per environment: "state" float32 [N, S]; "rgb" uint8 [N, H, W, 3 k] for k cameras;
 "depth" float32 [N, H, W, k] in metres. An adapter may add names; the policy takes those that it knows."""
 
 State: TypeAlias = Any
@@ -56,7 +56,7 @@ class CannotSimulate(RuntimeError):
 
 
 _NO_PICTURES = "renders no pictures: set trials.videos=0, or write its method render"
-"""What to do where videos are wanted of a simulator that has not this method."""
+"""Advice where videos are wanted of a simulator that has not this method."""
 
 
 class CannotRender(NotImplementedError):
@@ -64,7 +64,7 @@ class CannotRender(NotImplementedError):
 
 
 class SimulatorLost(RuntimeError):
-    """What simulates has died or does not answer. Its episodes are lost; a reset of all environments begins others."""
+    """The simulator has died or does not answer. Its episodes are lost; a reset of all environments begins others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,14 @@ class ArraySpec:
     """One array of an observation."""
 
     shape: tuple[int, ...]
-    """Of one environment's row, without the leading N."""
+    """Shape of one environment's row, without the leading N."""
     dtype: torch.dtype
-    """Of its elements."""
+    """Dtype of its elements."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActionSpec:
-    """What a simulator takes as one action."""
+    """Bounds, and choices, of the numbers of one action."""
 
     low: Tensor
     """Least value of each number, float32 [A]; -inf where there is none."""
@@ -120,18 +120,18 @@ class ActionSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transition:
-    """What one step did, one row per environment; rows that were not active may hold anything."""
+    """Results of one step, one row per environment; rows that were not active may hold anything."""
 
     observation: Observation
     """After the step, also where the episode ended: the simulator never resets by itself."""
     reward: Tensor
-    """Of the step, float32 [N]."""
+    """Reward of the step, float32 [N]."""
     terminated: Tensor
     """The task ended, well or badly: nothing can be earned after it, bool [N]."""
     truncated: Tensor
     """The simulator stopped for a reason outside the task, bool [N]; `max_steps` is seen to by the environment."""
     success: Tensor | None = None
-    """Whether the task is solved at this moment, bool [N]; None where the simulator does not say."""
+    """True where the task is solved at this moment, bool [N]; None where the simulator does not say."""
 
 
 class WrongOption(ValueError):
@@ -256,7 +256,7 @@ class Simulator(ABC):
         """
 
     def instructions(self) -> Sequence[str] | None:
-        """What each environment is to do, in words, N texts; None if the task has none. May change with a reset."""
+        """Instruction of each environment, in words, N texts; None if the task has none. May change with a reset."""
         return None
 
     def tasks(self) -> Sequence[str] | None:
@@ -340,18 +340,18 @@ class ReplayedSimulator(Simulator):
 
 
 class Moved(NamedTuple):
-    """What one step of a single environment did."""
+    """Results of one step of a single environment."""
 
     row: dict[str, np.ndarray]
     """Its observation after the step, one row."""
     reward: float
-    """Of the step."""
+    """Reward of the step."""
     terminated: bool
     """The task ended."""
     truncated: bool
     """The simulation stopped for a reason outside the task."""
     success: bool | None
-    """Whether the task is solved; None where that is not said."""
+    """True if the task is solved; None where that is not said."""
 
 
 class SerialSimulator(ReplayedSimulator):

@@ -1,8 +1,8 @@
 """Action chunks, time limits, resets, seeds and episode statistics around any simulator.
 
-In: chunks of actions from -1 to 1, [N, C, A]. Out: `Chunk`s. An environment does the actions of a chunk one after the
-other, stops each row at the end of its episode, cuts episodes off at their time limit, keeps final observations, begins
-the next episodes, and keeps the accounts of each.
+An `Environment` takes chunks of actions from -1 to 1, [N, C, A], and returns `Chunk`s. It does the actions of a chunk
+one after the other, stops each row at the end of its episode, cuts episodes off at their time limit, keeps final
+observations, begins the next episodes, and keeps the accounts of each.
 
 Where randomness comes from: the start of an episode is a function of (seed, epoch, group, number), where the group is
 the environment's own, or shared by `group_size` neighbours, and the number counts the episodes that this environment
@@ -12,15 +12,8 @@ An episode with an action, observation or reward that is not finite is dropped: 
 and another one is begun in its place, or in the place of all of its group. Where a simulator resets all environments
 together, what has ended or was dropped waits, without valid steps, until no episode is under way.
 
-How episodes begin and end, and by which seeds they start.
-
-Finds actions, observations and rewards that are NaN or infinite, and says in which episode they came.
-
-In: the arrays of single steps. Out: the environments whose episode cannot be used, and a remark on each. Nobody waits.
-
-A simulator whose observations are the last few of another one, so that a policy without memory sees motion.
-
-In and out: what `Simulator` says; `Environment` makes it where `env.frame_stack` is more than 1.
+`FrameStack` is a simulator whose observations are the last few of another one, so that a policy without memory sees
+motion; `Environment` makes it where `env.frame_stack` is more than 1.
 """
 
 from __future__ import annotations
@@ -48,7 +41,7 @@ class Rules:
     """How episodes begin and end, and how much of them is seen."""
 
     seed: int = 0
-    """Of all starts."""
+    """Seed of all starts."""
     group_size: int = 1
     """So many neighbouring environments begin their episodes of equal number alike."""
     auto_reset: bool = True
@@ -211,7 +204,7 @@ MOST_STARTS = 5
 
 
 class Environment:
-    """N environments that are acted on in chunks. Its calls block; `pool.py` makes them awaitable.
+    """N environments that are acted on in chunks. Its calls block; `workers.py` makes them awaitable.
 
     Args:
         simulator: what is acted on; the environment owns it from now on.
@@ -459,7 +452,7 @@ class Environment:
     def _close_chunk(
         self, rewards: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor, lost: Tensor, episode: Tensor
     ) -> Chunk:
-        """What remains to do after the last action: end episodes and begin others."""
+        """Finish a chunk after its last action: end episodes and begin others."""
         over = (terminated | truncated).any(1)
         ended = over.nonzero().squeeze(1).cpu()
         final, words = rows_of(self._observation, ended), self._instructions()
@@ -535,7 +528,7 @@ class Environment:
         return None if texts is None else tuple(texts)
 
     def _fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a saved state to mean the same here."""
+        """Facts that must be equal for a saved state to mean the same here."""
         rules, simulator = self.rules, self.simulator
         stack = {} if rules.frame_stack == 1 else {"frame_stack": rules.frame_stack}
         return {

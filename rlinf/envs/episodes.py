@@ -1,7 +1,7 @@
-"""What an environment says: how episodes begin, what a chunk of actions did, and how finished episodes went.
+"""Results of environments: how episodes begin, what a chunk of actions did, and how finished episodes went.
 
-In: the results of single steps. Out: `Start`, `Chunk`, `Episode`, `EnvOutput`; chunks of several environments as one,
-and rows of observations chosen, replaced and checked.
+Single steps become `Start`, `Chunk`, `Episode` and `EnvOutput`; functions join chunks of several environments to one,
+and choose, replace and check rows of observations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Episode:
     number: int
     """How many this environment began before it in the epoch. Members of a group share starts of equal numbers."""
     seed: int
-    """Of its reset."""
+    """Seed of its reset."""
     length: int
     """Steps done."""
     total: float
@@ -56,18 +56,18 @@ class Start:
     episode: Tensor
     """Number of each episode, int64 [N]; see `Episode.number`."""
     instructions: tuple[str, ...] | None
-    """What each environment is to do, in words, N texts."""
+    """Instruction of each environment, in words, N texts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """What C actions in a row did in each of N environments.
+    """Results of C actions in a row in each of N environments.
 
     A row stops at the end of its episode: what remains of the chunk is not done, and not valid.
     """
 
     rewards: Tensor
-    """Of each step, float32 [N, C]; 0 where not valid."""
+    """Reward of each step, float32 [N, C]; 0 where not valid."""
     terminated: Tensor
     """This step ended the task, bool [N, C]: nothing can be earned after it, so its value is its reward."""
     truncated: Tensor
@@ -76,8 +76,8 @@ class Chunk:
     valid: Tensor
     """This step was done, bool [N, C]; the one that ended the episode included."""
     observation: Observation
-    """What to act on next, N rows. Where an episode ended and the next was begun, the first one of the next; where
-    it ended and none was begun, the last one of the old."""
+    """Observation to act on next, N rows. Where an episode ended and the next was begun, the first one of the next;
+    where it ended and none was begun, the last one of the old."""
     ended: Tensor
     """Environments whose episode ended in this chunk, ascending, int64 [m]."""
     final: Observation
@@ -95,9 +95,9 @@ class Chunk:
     episodes: tuple[Episode, ...]
     """Those that ended in this chunk, in the order of `ended`."""
     instructions: tuple[str, ...] | None
-    """What each environment is to do next, in words, N texts."""
+    """Instruction of each environment from here on, in words, N texts."""
     final_instructions: tuple[str, ...] | None = None
-    """What the episodes were to do that ended, m texts in the order of `ended`."""
+    """Instructions of the episodes that ended, m texts in the order of `ended`."""
     remarks: tuple[str, ...] = ()
     """Why episodes were dropped: which environment, its seed, and which number was not finite."""
     uneventful: bool = False
@@ -110,8 +110,8 @@ class Chunk:
 
     @property
     def following(self) -> tuple[Observation, tuple[str, ...] | None]:
-        """What followed the actions, N rows, and what each environment was to do: of the episodes that they were done
-        in, also where those ended."""
+        """Observations after the actions, N rows, and the instruction of each environment: of the episodes that the
+        actions were done in, also where those ended."""
         words = self.instructions
         if words is not None and self.final_instructions is not None:
             ended = dict(zip(self.ended.tolist(), self.final_instructions, strict=True))
@@ -121,16 +121,16 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EnvOutput:
-    """What a slice of N environments gives the policy to decide on."""
+    """Input of the policy's next decision for a slice of N environments."""
 
     __plain__: ClassVar[bool] = True  # holds no promise: the runtime need not look for one in its arrays
 
     observation: Observation
     """To act on next, N rows."""
     instructions: tuple[str, ...] | None
-    """What each environment is to do, in words."""
+    """Instruction of each environment, in words."""
     chunk: Chunk | None
-    """What the last actions did; None at the beginning of a step."""
+    """Results of the last actions; None at the beginning of a step."""
     seeds: Tensor
     """For the next draw of actions, one per environment, int64 [N]: a function of seed, epoch, environment and time, so
     that what a policy draws does not depend on slices or on who asks when."""
@@ -140,15 +140,15 @@ class EnvOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """What a policy with a memory gives a slice of N environments."""
+    """Decision of a policy with a memory for a slice of N environments."""
 
     __plain__: ClassVar[bool] = True
 
     actions: Tensor
     """Chunks in [-1, 1], float32 [N, C, A]."""
     memory: Tensor
-    """What it remembers, float32 [N, M]; shown to it again as "memory" with what the actions did, 0 where an episode
-    ended or was lost."""
+    """The policy's memory, float32 [N, M]; shown to it again as "memory" with the results of the actions, 0 where an
+    episode ended or was lost."""
 
 
 def remembered(chunk: Chunk, memory: Tensor) -> Chunk:
@@ -197,8 +197,8 @@ def of_steps(rewards: Tensor, observation: Observation, episode: Tensor, instruc
 
 @lru_cache
 def _without_events(count: int, actions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What never is and what always is so, bool [N, C], and environments whose episode ended, of which there are none;
-    nobody writes to them."""
+    """All-false and all-true masks, bool [N, C], and an empty list of ended environments, for chunks in which nothing
+    ends; nobody writes to them."""
     always = torch.ones(count, actions, dtype=torch.bool, device=device)
     return ~always, always, torch.zeros(0, dtype=torch.int64)
 

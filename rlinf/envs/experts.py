@@ -1,14 +1,8 @@
-"""Scripts that solve tasks of gymnasium: what records demonstrations, and answers to DAgger.
+"""Scripted experts for tasks of gymnasium, ManiSkill and Meta-World: they record demonstrations, and answer to DAgger.
 
-Each takes observations of N environments and gives actions in [-1, 1], float32 [N, 1, A].
-
-Scripts that solve tasks of ManiSkill by their states: what records demonstrations, and answers to DAgger.
-
-Each takes observations of N environments and gives actions in [-1, 1], float32 [N, 1, A].
-
-Meta-World's own scripts, one for each of its tasks: what records demonstrations, and answers to DAgger.
-
-In: states and instructions. Out: actions. Meta-World is imported with the first question.
+Each takes observations of N environments and gives actions in [-1, 1], float32 [N, 1, A]. Those of ManiSkill solve
+tasks by their states. Those of Meta-World are its own, one for each of its tasks, chosen by the instruction; Meta-World
+is imported with the first question.
 """
 
 from __future__ import annotations

@@ -1,21 +1,13 @@
-"""Spaces of gymnasium as ours: what becomes of observations and actions.
+"""Gymnasium's environments as simulators: by id, N of them in one process, or as a vector environment.
 
-In: a space. Out: the specification, and a function from its elements, or to them.
+`observations_of` and `actions_of` turn a space into a specification, and a function from its elements, or to them.
+gymnasium's own time limit is taken off, and its number of steps becomes `max_steps`, so that whoever owns the simulator
+may change it. `SuccessEntry` reads from `info` whether a task is solved, and warns of a name that no `info` has.
 
-Finds in Gymnasium's `info` whether a task is solved, and tells of a name that no `info` has.
-
-In: what a step returned beside its observation. Out: the entry, where there is one.
-
-Any environment of gymnasium, by its id: N of them, one after the other in one process.
-
-In and out: what `Simulator` says. `observations_of` and `actions_of` say what becomes of both. gymnasium's own time
-limit is taken off, and its number of steps becomes `max_steps`, so that whoever owns the simulator may change it.
-
-A vector environment of gymnasium as one simulator: a registered id, or one's own `gymnasium.vector.VectorEnv`.
-
-In and out: what `Simulator` says. A vector environment fits if it takes a seed for each of its environments, and
-resets some of them alone (`options={"reset_mask": ...}`), as `SyncVectorEnv` and `AsyncVectorEnv` do; both are tried
-when it is made. Those that draw all starts from one seed do not: no episode of theirs follows from a seed of its own.
+A vector environment is a registered id, or one's own `gymnasium.vector.VectorEnv`. It fits if it takes a seed for each
+of its environments, and resets some of them alone (`options={"reset_mask": ...}`), as `SyncVectorEnv` and
+`AsyncVectorEnv` do; both are tried when it is made. Those that draw all starts from one seed do not: no episode of
+theirs follows from a seed of its own.
 
 It must not reset by itself. Made by id it does not; one's own may do so in the step after an end ("NextStep"), which
 never comes: where an episode is over, the next one is begun here before anything is stepped.
@@ -62,7 +54,7 @@ Write = Callable[[np.ndarray], Any]
 """Makes an element of an action space from numbers within the bounds of the `ActionSpec`, float32 [A]."""
 
 _LEAST_SIDE = 16
-"""Of a picture of floats, in pixels."""
+"""Least side of a picture of floats, in pixels."""
 _FLAT = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 """Spaces whose elements become numbers by `gymnasium.spaces.flatten`: choices become one-hot."""
 
@@ -186,7 +178,7 @@ class _Picture:
     """A space of pictures, and how its elements become [H, W, 3 k], uint8."""
 
     shape: tuple[int, int, int]
-    """As we have them: height, width, channels."""
+    """Shape of the observation as a policy sees it: height, width, channels."""
     first: bool
     """Channels stand first in the space."""
     scale: float
@@ -264,7 +256,7 @@ class SuccessEntry:
         self._moved = False
 
     def of(self, info: Mapping[str, Any]) -> Any:
-        """What the entry says after a step; None where it is not there."""
+        """Return the entry's value after a step; None where it is not there."""
         self._moved = True
         for name in self._looked_for:
             if name in info:
@@ -287,7 +279,7 @@ class SuccessEntry:
 
 
 NO_PICTURES = "made without pictures: set trials.options={pictures: true}, or trials.videos=0"
-"""What to do where videos are wanted and gymnasium was not told so."""
+"""Advice where videos are wanted and gymnasium was not told so."""
 
 
 def check_registered(id: str) -> None:

@@ -1,38 +1,29 @@
-"""ManiSkill on a machine that cannot draw.
+"""ManiSkill 3 on the CPU and on a GPU: tasks by their ids, observations as ours, and mends of what it lacks.
 
-ManiSkill draws nothing where it was made without a renderer, but describes colours and textures all the same, and
-SAPIEN makes a description only where it finds a Vulkan device. `stand_in` puts plain objects in the place of those
-descriptions, so that physics, states and rewards work on any machine. In: nothing. Out: the process, changed for good.
+On the CPU, N simulations of one task are stepped one after the other in one process; `workers.py` puts such simulators
+into processes, one per core. An episode follows from its seed and its actions bit for bit, which ManiSkill alone does
+not give: PhysX solves contacts in an order that remembers earlier episodes, and bodies keep how long they have lain
+still. After another history, one episode in ten that had contacts was seen to end differently. So every reset moves the
+bodies into a new physics scene (0.3 ms; building all anew would take 20).
 
-ManiSkill's small sums on the CPU, with the same results in a third of the time.
+On a GPU, N simulations of one task are all in one, and everything stays there. It differs from the CPU's in three ways,
+all PhysX's. An episode does not repeat bit for bit. The seeds of one reset are used together: equal seeds of a reset
+give equal starts, but a start also depends on which other seeds were reset with it. And a state is that of bodies and
+joints: what a task draws when an episode begins, and keeps elsewhere, is not in it.
 
-ManiSkill multiplies quaternions number by number, in forty operations of torch on tensors of one row; it makes a row of
-seven numbers by three tensors, looks for NaN in a tensor by numpy, and hands joints their targets as tensors of one
-number. With hand control that is the larger part of a step. `quicken` puts functions in their place that do the same
-sums in the same order, so that every bit comes out the same; what is on a GPU goes ManiSkill's way. In: nothing. Out:
-the process, changed for good.
+Whatever is missing is said in one message that names the command which brings it; nothing asks on the terminal, as
+ManiSkill does by itself.
 
-Tasks of ManiSkill 3: finding one by its id, making it, and reading what it shows.
+Two functions change the process for good. `stand_in` is for a machine that cannot draw: ManiSkill made without a
+renderer draws nothing, but describes colours and textures all the same, and SAPIEN makes a description only where it
+finds a Vulkan device. Plain objects in the place of those descriptions let physics, states and rewards work on any
+machine.
 
-In: what a config says of the task. Out: ManiSkill's own environment, and functions that turn its observations into
-ours. Whatever is missing is said in one message that names the command which brings it; nothing asks on the terminal,
-as ManiSkill does by itself.
-
-ManiSkill 3 on the CPU: N simulations of one task, one after the other in one process.
-
-In and out: what `Simulator` says. Nobody is woken: `pool.py` puts such simulators into processes, one per core.
-
-An episode follows from its seed and its actions bit for bit, which ManiSkill alone does not give: PhysX solves contacts
-in an order that remembers earlier episodes, and bodies keep how long they have lain still. After another history, one
-episode in ten that had contacts was seen to end differently. So every reset moves the bodies into a new physics scene
-(0.3 ms; building all anew would take 20).
-
-ManiSkill 3 on a GPU: N simulations of one task, all in one.
-
-In and out: what `Simulator` says; everything stays on the GPU. It differs from the CPU's in three ways, all PhysX's. An
-episode does not repeat bit for bit. The seeds of one reset are used together: equal seeds of a reset give equal starts,
-but a start also depends on which other seeds were reset with it. And a state is that of bodies and joints: what a task
-draws when an episode begins, and keeps elsewhere, is not in it.
+`quicken` makes ManiSkill's small sums on the CPU in a third of the time. ManiSkill multiplies quaternions number by
+number, in forty operations of torch on tensors of one row; it makes a row of seven numbers by three tensors, looks for
+NaN in a tensor by numpy, and hands joints their targets as tensors of one number. With hand control that is the larger
+part of a step. The functions that replace them do the same sums in the same order, so that every bit comes out the
+same; what is on a GPU goes ManiSkill's way.
 """
 
 from __future__ import annotations
@@ -73,7 +64,7 @@ NEEDED = (
     "`make renderer` installs the latter; by hand: apt-get install libvulkan1 mesa-vulkan-drivers "
     "(on Debian 12 with -t bookworm-backports, since its own Mesa is too old)"
 )
-"""What to do where pictures are asked for and cannot be drawn."""
+"""Advice where pictures are asked for and cannot be drawn."""
 
 _DESCRIPTIONS = ("RenderMaterial", "RenderTexture2D")
 """Classes that tasks and loaders of robots make without asking whether anything can be drawn."""
@@ -96,7 +87,7 @@ def _ignore(*said: Any, **named: Any) -> None:
 
 
 def can_draw() -> bool:
-    """Whether SAPIEN finds a Vulkan device that it can draw with."""
+    """True if SAPIEN has a Vulkan device that it can draw with."""
     import sapien.render
 
     if issubclass(sapien.render.RenderMaterial, _Description):
@@ -235,7 +226,7 @@ _MODES = {
     "state+rgb": "state+rgb",
     "state+rgbd": "state+rgb+depth",
 }
-"""What ManiSkill calls each choice of `Task.observe`."""
+"""ManiSkill's name of each choice of `Task.observe`."""
 _MILLIMETRES = 1000.0
 """Depth comes in whole millimetres, and leaves in metres."""
 _DOWNLOAD = "python -m mani_skill.utils.download_asset -y"
@@ -248,7 +239,7 @@ class MissingAssets(CannotSimulate):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to simulate, and how."""
+    """A task to simulate, and its observations and actions."""
 
     id: str
     """Registered name, such as "PullCube-v1"."""
@@ -256,7 +247,8 @@ class Task:
     """"state": all there is to know. "rgb", "rgbd": pictures, and as "state" only what the robot feels and its goal.
     "state+rgb", "state+rgbd": pictures and everything."""
     control: str | None = None
-    """What actions mean, such as "pd_ee_delta_pos" or "pd_joint_delta_pos"; None for the robot's first."""
+    """Controller that gives actions their meaning, such as "pd_ee_delta_pos" or "pd_joint_delta_pos"; None for the
+    robot's first."""
     reward: str = "normalized_dense"
     """"normalized_dense" (at most 1 in each step), "dense", "sparse" (1 when solved) or "none"."""
     robot: str | None = None
@@ -280,7 +272,7 @@ class Task:
 
     @property
     def draws(self) -> bool:
-        """Whether anything must be drawn."""
+        """True if anything must be drawn."""
         return self.pictures or self.observe != "state"
 
 
@@ -396,7 +388,7 @@ def _sources(name: str) -> list[str]:
 
 
 def read(observed: Any) -> Observation:
-    """What ManiSkill shows, as ours: n rows on its own device, copied.
+    """Convert ManiSkill's observation into ours: n rows on its own device, copied.
 
     Args:
         observed: a tensor [n, S], or a dictionary with "sensor_data" by camera.
@@ -419,7 +411,7 @@ def read(observed: Any) -> Observation:
 
 
 def words(env: Any) -> list[str] | None:
-    """What each environment is to do, in words, where a task has them: those of the Bridge data set's scenes do."""
+    """Instruction of each environment, in words, where a task has them: those of the Bridge data set's scenes do."""
     ask = getattr(env, "get_language_instruction", None)
     return None if ask is None else [str(text) for text in ask()]
 

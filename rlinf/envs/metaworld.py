@@ -1,23 +1,17 @@
-"""Tasks and suites of Meta-World, and what each task asks for in words.
+"""Meta-World on the CPU: N simulations, each of a task that its seed chooses, one after the other in one process.
 
-In: names. Out: what Meta-World has registered under them. Meta-World is imported when something is looked up.
+Each task is simulated once; rows of one task take turns in it, and the start of each goal is computed once and then
+loaded. Tasks and suites are looked up by name in Meta-World's registry, with words for what each task asks for; nothing
+of Meta-World is imported before.
 
-The simulation of a task of Meta-World: begins from a goal's vector, steps, is saved and loaded to the last bit.
+A simulation begins from a goal's vector, steps, and is saved and loaded to the last bit. Meta-World alone does not
+repeat an episode: where some tasks put their objects depends on how often they were reset before. Here every episode
+begins as in a simulation that was just made. A state is what MuJoCo integrates, the two arrays of its model that tasks
+write to, and the numbers that the task keeps beside them: so little that all episodes of a task in one process take
+turns in one simulation, which costs less than models that push each other out of the cache.
 
-Meta-World alone does not repeat an episode: where some tasks put their objects depends on how often they were reset
-before. Here every episode begins as in a simulation that was just made. A state is what MuJoCo integrates, the two
-arrays of its model that tasks write to, and the numbers that the task keeps beside them: so little that all episodes of
-a task in one process take turns in one simulation, which costs less than models that push each other out of the cache.
-
-Pictures of Meta-World's simulations, drawn by MuJoCo with OpenGL.
-
-In: a simulation. Out: pictures the right way up. One context draws all simulations of a task. A machine without OpenGL
-is told what is missing.
-
-Meta-World on the CPU: N simulations, each of a task that its seed chooses, one after the other in one process.
-
-In and out: what `Simulator` says. Nothing of Meta-World is imported before a task is looked up. Each task is simulated
-once; rows of one task take turns in it, and the start of each goal is computed once and then loaded.
+Pictures are drawn by MuJoCo with OpenGL, the right way up. One context draws all simulations of a task. On a machine
+without OpenGL an error names what is missing.
 """
 
 from __future__ import annotations
@@ -284,7 +278,7 @@ def packed(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def unpacked(state: dict[str, Any]) -> Snapshot:
-    """What `packed` was given."""
+    """The inverse of `packed`."""
     own = {name: _array(value) for name, value in state["own"].items()}
     return {"own": own, **{name: _array(state[name]) for name in ("physics", "body_pos", "site_pos")}}
 
@@ -323,11 +317,11 @@ NEEDED = (
     "drawing Meta-World needs OpenGL without a display: MUJOCO_GL=egl and `apt-get install libegl1 libgl1-mesa-dri`, "
     "or MUJOCO_GL=osmesa and `apt-get install libosmesa6`"
 )
-"""What to do where pictures are asked for and cannot be drawn."""
+"""Advice where pictures are asked for and cannot be drawn."""
 
 
 def can_draw() -> bool:
-    """Whether MuJoCo can draw in this process."""
+    """True if MuJoCo can draw in this process."""
     try:
         _renderer("<mujoco/>", 8).close()
     except CannotSimulate:

@@ -124,7 +124,7 @@ class Reach(Simulator):
         return seen
 
     def _pushes(self) -> Tensor:
-        """Of each environment for its next step, [N, D]."""
+        """Push on each environment in its next step, [N, D]."""
         keys = zip(self._seed.tolist(), self._step.tolist(), strict=True)
         return torch.tensor([[_WIND * (mix(*key, dim) % 3 - 1) for dim in range(self._dims)] for key in keys])
 
@@ -164,7 +164,7 @@ def draw(point: Tensor, target: Tensor, side: int) -> Tensor:
 
 
 def expert(observation: Mapping[str, Tensor], instructions: Sequence[str] | None = None) -> Tensor:
-    """What to do in `Reach`: straight to the target; a script to record demonstrations of.
+    """Expert actions for `Reach`: straight to the target; a script to record demonstrations of.
 
     Args:
         observation: "state", float32 [N, 2 D].

@@ -1,7 +1,7 @@
 """Videos of episodes, one file each.
 
-In: the pictures that a simulator renders, before the first and after every step of the episodes that are wanted. Out:
-`<name>epoch0002-env0005-episode0000-success.mp4`, whole or not there at all: files are written aside and renamed.
+They show what a simulator renders, before the first and after every step of the episodes that are wanted.
+`<name>epoch0002-env0005-episode0000-success.mp4` is whole or not there at all: files are written aside and renamed.
 
 The format is mp4 (H.264) where imageio and its ffmpeg are installed, which ManiSkill brings along, and otherwise
 animated WebP by pillow. Browsers play both.
@@ -39,7 +39,7 @@ class Recording:
     fps: int = 20
     """Pictures per second of the video; one picture is one step."""
     name: str = ""
-    """What file names begin with."""
+    """Prefix of file names."""
 
 
 class Recorder:

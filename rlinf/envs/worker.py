@@ -1,7 +1,7 @@
-"""What runs in a simulator's process: the environments of one worker, one for each slice.
+"""The program in a simulator's process: the environments of one worker, one for each slice.
 
-In: calls by name, one at a time. Out: what an `Environment` returns, with arrays in the place of tensors, since an
-array crosses to another process in a tenth of the time. Whoever calls waits.
+It answers calls by name, one at a time, with what an `Environment` returns, as arrays instead of tensors: an array
+crosses to another process in a tenth of the time. Whoever calls waits.
 
 A process that was started anew has environments without episodes. It says so instead of failing, and the side that
 calls begins new ones.
@@ -82,7 +82,7 @@ class Program:
         self._begun = [False for _ in ranges]
 
     def specs(self) -> tuple[dict[str, ArraySpec], ActionSpec, int | None]:
-        """Of the simulator: observations, actions, and steps in an episode at most."""
+        """Specifications of the simulator: observations, actions, and steps in an episode at most."""
         environment = self._environments[0]
         simulator = environment.simulator
         return dict(simulator.observation_spec), simulator.action_spec, environment.max_steps
@@ -157,7 +157,7 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """What `packed` was given."""
+    """The inverse of `packed`."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, dict):

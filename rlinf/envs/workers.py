@@ -1,17 +1,12 @@
-"""The environments that one worker has in one slice, seen from the process that acts on them.
+"""Simulators in supervised child processes: `EnvironmentPool`, and the `Slice`s of it that coroutines act on.
 
-In: chunks of actions. Out: `Chunk`s, also when the worker dies: then one in which all episodes that were under way are
-lost, and others are begun. Who wakes whom: a call waits for the worker's answer, its death or the deadline; after a
-death it waits until the worker's next life has begun new episodes.
+A slice takes chunks of actions, one call at a time, and returns `Chunk`s of all its environments: it sends every worker
+its share and wakes when the last has answered; meanwhile other slices, and all else, go on. A worker serves one slice
+at a time, so that while it steps one slice the policy can decide for another.
 
-Simulators in supervised child processes: `EnvironmentPool`, and the `Slice`s of it that coroutines act on.
-
-In: chunks of actions, one call per slice at a time. Out: `Chunk`s of all its environments. Who wakes whom: a slice
-sends every worker its share and wakes when the last has answered; meanwhile other slices, and all else, go on. A worker
-serves one slice at a time, so that while it steps one slice the policy can decide for another.
-
-A worker that crashes or hangs is started anew, and every environment in it begins another episode. The chunk says which
-were lost. Nothing else stops, and no other worker notices.
+A worker that crashes or hangs is started anew, and every environment in it begins another episode; the chunk says which
+were lost. A call waits for the worker's answer, its death or the deadline; after a death it waits until the worker's
+next life has begun new episodes. Nothing else stops, and no other worker notices.
 """
 
 from __future__ import annotations
@@ -51,11 +46,12 @@ class EnvironmentLost(RuntimeFault):
 
 
 _FRAMES = 4
-"""Of a traceback within this process, the innermost frames that are told: the simulator's own."""
+"""Number of innermost frames of a traceback within this process that an error shows: the simulator's own."""
 
 
 def told_by(name: str, error: Exception) -> EnvironmentLost:
-    """What a simulator raised, with the one traceback that leads into it; of pictures that it cannot draw, the line.
+    """Error for what a simulator raised, with the one traceback that leads into it; of pictures that it cannot draw,
+    the line.
 
     Args:
         name: of the actor.
@@ -187,7 +183,7 @@ class WorkerSlice:
         return start
 
     async def _saved(self) -> dict[str, Any] | str | Exception:
-        """What the program saved, or why it could not."""
+        """Return the program's saved state, or why it could not save."""
         try:
             saved: dict[str, Any] | str = await self.call("save")
         except (ChildDied, CallTimeout) as error:
@@ -278,7 +274,7 @@ class EnvironmentPool:
     observation_spec: Mapping[str, ArraySpec]
     """Arrays of an observation, once started."""
     action_spec: ActionSpec
-    """Of the simulator, once started."""
+    """Action specification of the simulator, once started."""
     max_steps: int | None
     """Steps in an episode at most, once started; None for no limit."""
 

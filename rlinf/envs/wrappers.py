@@ -1,17 +1,13 @@
-"""A simulator around another one: what wrappers have in common.
+"""Simulators around other simulators: mixtures of tasks, and rewards and success by functions of one's own.
 
-In and out: what `Simulator` says; every call that a wrapper does not change goes to the simulator inside. From the
-inside: the adapter; `Mixture`, which has several; `Scored`, whose functions see single observations; `FrameStack`, in
-the `Environment`. `runs/embodied_roles.py` names the first three by the configuration's keys.
+Every call that a wrapper does not change goes to the simulator inside. From the inside: the adapter; `Mixture`, which
+has several; `Scored`, whose functions see single observations; `FrameStack`, in the `Environment`.
+`runs/embodied_roles.py` names the first three by the configuration's keys.
 
-Several tasks of one simulator, mixed: which of them an episode is of follows from its seed.
+`Mixture` mixes tasks: which of them an episode is of follows from its seed. Each task is a simulator of its own with a
+place for every environment, of which those are stepped that are in that task.
 
-In: seeds and actions, as for any simulator. Out: rows of whichever tasks the environments are in. Each task is a
-simulator of its own with a place for every environment, of which those are stepped that are in that task.
-
-Rewards and success by functions of one's own, around any simulator, in the processes where it runs.
-
-In: what single steps did. Out: the same with another reward, and another word on success.
+`Scored` replaces the reward of single steps, and the word on success, in the processes where the simulator runs.
 """
 
 from __future__ import annotations
@@ -209,7 +205,7 @@ class Mixture(Simulator):
     def _gathered(
         self, env_ids: Tensor, ask: Callable[[Simulator, Tensor, Tensor], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
-        """What the simulators answer for their environments, in the order of `env_ids`."""
+        """Answers of the simulators for their environments, in the order of `env_ids`."""
         found: dict[str, Tensor] = {}
         for part, rows in self._divided(env_ids):
             told = ask(part, rows, env_ids[rows])
@@ -241,7 +237,7 @@ def _merged(mine: Tensor, new: Transition, old: Transition) -> Transition:
 
 
 OFFERED = ("observation", "before", "action", "reward", "success", "terminated", "instructions", "tasks")
-"""What a function of one's own may take, by name; all rows at once:
+"""Arguments that a function of one's own may take, by name; all rows at once:
 
     observation     after the step, by name, [N, ...]
     before          the observation before it
@@ -255,7 +251,7 @@ OFFERED = ("observation", "before", "action", "reward", "success", "terminated",
 
 
 def mistake_in_function(function: Any, arguments: Mapping[str, Any]) -> str | None:
-    """What keeps a function from being called with what is offered, and with arguments of its own; None if nothing."""
+    """Return the reason why a function cannot be called with `OFFERED` arguments and its own; None if it can."""
     if not callable(function):
         return "it is no function"
     parameters = inspect.signature(function).parameters.values()
@@ -334,7 +330,7 @@ class Scored(Wrapper):
         return replace(moved, reward=reward * self._scale, success=success)
 
     def _told(self, key: str, path: str, offered: Mapping[str, Any]) -> Tensor:
-        """What a function says of all rows.
+        """Result of a function for all rows.
 
         Raises:
             RuntimeError: it raised, or returned something else; the text names the key.

@@ -1,7 +1,7 @@
 """CALVIN: five tasks in a row, each told in words when the one before is done (arXiv:2112.03227).
 
-In and out: what `Simulator` says; "rgb" has the static camera and the one on the gripper, "state" the gripper's
-position, its Euler angles and its opening. Starts, chains of tasks, words and what counts as done are CALVIN's own.
+Observations: "rgb" has the static camera and the one on the gripper, "state" the gripper's position, its Euler angles
+and its opening. Starts, chains of tasks, words and what counts as done are CALVIN's own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlinf.envs.adapters.serial import Benchmark, imported
 from rlinf.envs.base import CannotSimulate, Moved, WrongOption
 
 INSTALL = "git clone --recurse-submodules https://github.com/mees/calvin && cd calvin && sh install.sh"
-"""What brings CALVIN: its simulator `calvin_env`, and `calvin_agent` with tasks and words."""
+"""Command that installs CALVIN: its simulator `calvin_env`, and `calvin_agent` with tasks and words."""
 LONGEST = 5
 """Tasks in a chain of CALVIN's evaluation."""
 _CAMERAS = ("rgb_static", "rgb_gripper")

@@ -1,7 +1,7 @@
 """Genesis: N arms that each lift a cube, simulated together on a GPU or on the CPU (genesis-world.readthedocs.io).
 
-In and out: what `Simulator` says; tensors stay on the device. Genesis is a simulator without tasks of its own: this one
-has Franka's arm on a plane, a cube before it, and a camera.
+Tensors stay on the device. Genesis is a simulator without tasks of its own: this one has Franka's arm on a plane, a
+cube before it, and a camera.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlinf.envs.base import ActionSpec, ArraySpec, CannotSimulate, Observation, 
 from rlinf.runtime.base.tensors import enter_device
 
 INSTALL = "pip install genesis-world"
-"""What brings Genesis with the arm's model."""
+"""Command that installs Genesis with the arm's model."""
 MAX_STEPS = 200
 """Steps of an episode."""
 _HOME = (0.0, -0.4, 0.0, -2.2, 0.0, 2.0, 0.8, 0.04, 0.04)
@@ -170,7 +170,7 @@ class GenesisLift(Simulator):
         self._arm.control_dofs_position(target, envs_idx=rows)
 
     def _observed(self) -> Observation:
-        """What is observed, copied out of Genesis's buffers."""
+        """Observations of all environments, copied out of Genesis's buffers."""
         arm = (self._arm.get_qpos(), self._arm.get_dofs_velocity(), self._hand.get_pos(), self._hand.get_quat())
         observed = {"state": torch.cat((*arm, self._cube.get_qpos()), -1).float()}
         if self._camera is not None:

@@ -1,7 +1,7 @@
 """Isaac Lab: N environments of one of its tasks, simulated together on one GPU (arXiv:2301.04195).
 
-In and out: what `Simulator` says; tensors stay on the GPU. Isaac Lab begins the next episode inside the step that ends
-one; here that is put off until `reset`, so that the last observation is that of the end.
+Tensors stay on the GPU. Isaac Lab begins the next episode inside the step that ends one; here that is put off until
+`reset`, so that the last observation is that of the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INSTALL = (
     "pip install 'isaacsim[all,extscache]' --extra-index-url https://pypi.nvidia.com && "
     "git clone https://github.com/isaac-sim/IsaacLab && IsaacLab/isaaclab.sh --install"
 )
-"""What brings Isaac Lab, which needs an NVIDIA GPU with ray tracing where pictures are observed."""
+"""Command that installs Isaac Lab, which needs an NVIDIA GPU with ray tracing where pictures are observed."""
 _REWARDS = ("dense", "sparse")
 
 
@@ -174,7 +174,7 @@ class IsaacLab(Simulator):
             del self._env._reset_idx  # the class's own is there again
 
     def _observed(self) -> Observation:
-        """What is observed, copied out of Isaac Lab's buffers."""
+        """Observations of all environments, copied out of Isaac Lab's buffers."""
         group = self._env.obs_buf["policy"]
         terms = list(group.values()) if isinstance(group, dict) else [group]
         pictures = [term for term in terms if term.ndim == 4 and term.dtype == torch.uint8]

@@ -1,9 +1,9 @@
 """LIBERO's suites of manipulation tasks: N simulations, one after the other in one process.
 
-In and out: what `Simulator` says; "rgb" has the camera before the table and the one on the wrist, "state" where the
-gripper is. Nothing of LIBERO is imported before a simulator is made. Its pins exclude ours, so its parts are installed
-one by one (`INSTALL`), and its meshes come apart from its package; what is missing is said with the command, and the
-question that LIBERO asks on the terminal when it is first imported never comes up.
+Observations: "rgb" has the camera before the table and the one on the wrist, "state" where the gripper is. Nothing of
+LIBERO is imported before a simulator is made. Its pins exclude ours, so its parts are installed one by one (`INSTALL`),
+and its meshes come apart from its package; what is missing is said with the command, and the question that LIBERO asks
+on the terminal when it is first imported never comes up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INSTALL = (
     "pip install --no-deps hf-libero==0.1.4 robosuite==1.4.0 bddl==1.0.1 && pip install mujoco==3.3.0 numba scipy "
     "easydict opencv-python-headless future gymnasium cloudpickle pyyaml termcolor matplotlib tqdm"
 )
-"""What brings LIBERO beside a numpy that its own pins exclude."""
+"""Command that installs LIBERO beside a numpy that its own pins exclude."""
 _ACTION = 7
 """Numbers of an action: three of position, three of rotation, one of the gripper, each from -1 to 1."""
 _STATE = 8

@@ -1,7 +1,7 @@
 """RoboCasa: tasks of a robot on wheels in kitchens that are drawn anew (arXiv:2406.02523).
 
-In and out: what `Simulator` says; "rgb" has the cameras that are named, "state" what the robot feels. RoboCasa and
-robosuite pin a numpy of their own: where it excludes ours, `rlinf.envs.remote` runs this adapter in their Python.
+Observations: "rgb" has the cameras that are named, "state" what the robot feels. RoboCasa and robosuite pin a numpy of
+their own: where it excludes ours, `rlinf.envs.remote` runs this adapter in their Python.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INSTALL = (
     "pip install git+https://github.com/ARISE-Initiative/robosuite git+https://github.com/robocasa/robocasa && "
     "python -m robocasa.scripts.setup_macros && python -m robocasa.scripts.download_kitchen_assets"
 )
-"""What brings RoboCasa, and its kitchens and objects, about 5 GB."""
+"""Command that installs RoboCasa, and its kitchens and objects, about 5 GB."""
 MAX_STEPS = 300
 """Steps of an episode, as RLinf has them."""
 FELT = {
@@ -32,7 +32,7 @@ FELT = {
     "robot0_eef_pos": 3,
     "robot0_eef_quat": 4,
 }
-"""What the robot feels, and how many numbers each is."""
+"""Entries of the robot's state, and how many numbers each is."""
 _STATE = tuple(FELT)[:5]
 """The 16 numbers of RoboCasa's data sets, in their order."""
 _ARM, _WHOLE = 7, 12

@@ -1,7 +1,7 @@
 """RoboTwin 2: fifty tasks of two arms at a table (arXiv:2506.18088).
 
-In and out: what `Simulator` says; "rgb" has the camera on the head and those on both wrists, "state" and actions the
-joints and the gripper of the left arm, then of the right. Starts, words and limits are those of its own evaluation.
+Observations: "rgb" has the camera on the head and those on both wrists, "state" and actions the joints and the gripper
+of the left arm, then of the right. Starts, words and limits are those of its own evaluation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INSTALL = (
     "git clone https://github.com/RoboTwin-Platform/RoboTwin && cd RoboTwin && bash script/_install.sh && "
     "bash script/_download_assets.sh"
 )
-"""What brings RoboTwin with its robots and objects."""
+"""Command that installs RoboTwin with its robots and objects."""
 _CAMERAS = ("head_camera", "left_camera", "right_camera")
 _NEVER = 1 << 60
 """Actions after which RoboTwin ignores others: whoever owns the simulator cuts episodes off."""
@@ -164,7 +164,7 @@ class RoboTwin(Benchmark):
         simulation.setup_demo(now_ep_num=0, seed=seed, is_test=True, **copy.deepcopy(self._kwargs))
 
     def _configured(self, config: str) -> tuple[dict[str, Any], int, int]:
-        """What `setup_demo` takes of a configuration, and the joints of the left and of the right arm."""
+        """Arguments of `setup_demo` for a configuration, and the joints of the left and of the right arm."""
         told = self._load(f"task_config/{config}.yml")
         robots = self._load("task_config/_embodiment_config.yml")
         names = told["embodiment"]  # one robot with two arms, or two robots and their distance

@@ -1,7 +1,7 @@
-"""What benchmarks that simulate one environment at a time have in common.
+"""Base class of benchmarks that simulate one environment at a time, and their helpers.
 
-In: simulations that an adapter makes. Out: what `SerialSimulator` asks for besides their steps: words, pictures for
-people, closing; and helpers to import a package, to bring pictures to one size, and to hold names to those that are.
+`Benchmark` has what `SerialSimulator` asks for besides simulations and their steps: words, pictures for people,
+closing. Helpers import a package, bring pictures to one size, and check names against those that are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Benchmark(SerialSimulator):
     """
 
     _words: list[str]
-    """What each environment is to do."""
+    """Instruction of each environment."""
 
     def instructions(self) -> list[str]:
         return list(self._words)

@@ -1,7 +1,7 @@
 """SimplerEnv: tasks of the WidowX and of Google's robot that look like their real ones (arXiv:2405.05941).
 
-In and out: what `Simulator` says; "rgb" has the camera that SimplerEnv's own policies see by, "state" the robot's
-joints. SimplerEnv simulates with ManiSkill 2, one environment at a time.
+Observations: "rgb" has the camera that SimplerEnv's own policies see by, "state" the robot's joints. SimplerEnv
+simulates with ManiSkill 2, one environment at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INSTALL = (
     "git clone --recurse-submodules https://github.com/simpler-env/SimplerEnv && "
     "pip install -e SimplerEnv/ManiSkill2_real2sim -e SimplerEnv"
 )
-"""What brings SimplerEnv with its assets."""
+"""Command that installs SimplerEnv with its assets."""
 
 
 class Simpler(Benchmark):

@@ -1,6 +1,6 @@
 """Simulators in another process or on another machine, with a Python and packages of their own; and real robots.
 
-`simulator` is our side. `serve` is the other one: a single file, which needs numpy and Python 3.8 and nothing of ours.
+`client` is our side. `serve` is the other one: a single file, which needs numpy and Python 3.8 and nothing of ours.
 """
 
 from typing import Any

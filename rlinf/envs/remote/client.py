@@ -1,11 +1,9 @@
-"""A simulator of rlinf's own kind, served to another process: tensors inside, arrays outside.
+"""Our side of a remote simulator: a program that this process starts, or a server at an address.
 
-Our side of a remote simulator: a program that this one starts, or a server at an address.
-
-In and out: what `Simulator` says. Each call waits for its answer, with a deadline. Where the other side dies, hangs or
-is cut off, the episodes are lost (`SimulatorLost`), and the next reset or restored state connects, or starts the
-program, anew; environments that neither was for stay without an episode. What travels is told in `serve.py`, which is
-the other side.
+`Remote` is a `Simulator`: tensors for us, arrays on the wire, in the protocol that `serve.py`, the other side,
+describes. Each call waits for its answer, with a deadline. Where the other side dies, hangs or is cut off, the episodes
+are lost (`SimulatorLost`), and the next reset or restored state connects, or starts the program, anew; environments
+that neither was for stay without an episode.
 """
 
 from __future__ import annotations
@@ -106,7 +104,7 @@ _END_SECONDS = 5.0
 """How long a program may take to end by itself once nobody speaks to it."""
 _BOOL = ArraySpec((), torch.bool)
 _ROWS = {"reward": ArraySpec((), torch.float32), "terminated": _BOOL, "truncated": _BOOL}
-"""What an answer to a step says of each environment besides its observation."""
+"""Arrays in an answer to a step besides its observation, one row for each environment."""
 _REFUSALS = ("PermissionError", "Garbled", "Busy")
 """Answers after which the other side has closed the connection."""
 
@@ -257,7 +255,7 @@ class Remote(Simulator):
         return torch.from_numpy(array).to(spec.dtype)
 
     def _instructions_in(self, told: Any) -> list[str] | None:
-        """What an answer says that each environment is to do.
+        """Instructions in an answer, one for each environment; None where it has none.
 
         Raises:
             RemoteError: not one text for each of them.

@@ -60,7 +60,7 @@ _say = functools.partial(print, flush=True)
 
 
 class Garbled(Exception):
-    """What came is no frame of this protocol."""
+    """The bytes that came are no frame of this protocol."""
 
 
 class Closed(Exception):
@@ -177,7 +177,7 @@ def _exactly(read: Callable[[int], bytes], size: int) -> bytes:
 
 
 def found(make: str) -> Any:
-    """What "module:name", "file.py:name" or "package.module.name" names.
+    """Return the object that "module:name", "file.py:name" or "package.module.name" names.
 
     Raises:
         ImportError: there is none.
@@ -211,7 +211,7 @@ class Session:
 
     @property
     def known(self) -> bool:
-        """Whether it has said hello."""
+        """True once the other side has said hello."""
         return self._simulator is not None
 
     def answer(self, asked: Any) -> Any:

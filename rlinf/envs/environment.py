@@ -38,7 +38,7 @@ HELD_OUT = (1 << 31) - (1 << 21)
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How episodes begin and end, and how much of them is seen."""
+    """Rules by which episodes begin and end, and how much of them is seen."""
 
     seed: int = 0
     """Seed of all starts."""

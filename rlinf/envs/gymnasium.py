@@ -60,7 +60,7 @@ _FLAT = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
 def observations_of(space: spaces.Space[Any], name: str) -> tuple[dict[str, ArraySpec], Read]:
-    """How observations are read.
+    """Return the specification of an observation space, and the function that reads its elements.
 
     Pictures (uint8 or floats from 0 to 1 or to 255; [H, W], [H, W, C] or [C, H, W], with one channel or 3 k), wherever
     they are in the space, become "rgb", one behind the other along the channels; all else becomes "state", flat, in the
@@ -108,7 +108,7 @@ def observations_of(space: spaces.Space[Any], name: str) -> tuple[dict[str, Arra
 
 
 def actions_of(space: spaces.Space[Any], name: str) -> tuple[ActionSpec, Write]:
-    """How actions are written.
+    """Return the specification of an action space, and the function that writes its elements.
 
     Each choice (Discrete, MultiDiscrete, MultiBinary) is one number from -1 to 1, whose range is cut into as many equal
     parts, so that any policy can act; one that knows of `ActionSpec.choices` has a probability for each.

@@ -83,7 +83,7 @@ class _Description:
 
 
 def _ignore(*said: Any, **named: Any) -> None:
-    """In the place of a setter."""
+    """Stand-in for a setter, which does nothing."""
 
 
 def can_draw() -> bool:

@@ -559,7 +559,7 @@ class MetaWorld(SerialSimulator):
         return row
 
     def _put(self, env: int, task: str, snapshot: Snapshot) -> None:
-        """From now on an environment is in this state."""
+        """Put an environment into this state."""
         if self._inside.get(self._names[env]) == env:
             self._inside[self._names[env]] = None
         self._names[env], self._left[env] = task, snapshot

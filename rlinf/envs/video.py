@@ -28,7 +28,7 @@ _EVEN = 2
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Which episodes are kept, and where."""
+    """Settings of videos: which episodes, and where they are written."""
 
     directory: str
     """Made if it is not there."""
@@ -56,7 +56,7 @@ class Recorder:
         self._names: dict[int, str] = {}
 
     def watch(self, envs: Sequence[int]) -> None:
-        """From now on keep videos of these environments, counted over all workers and slices; () for none."""
+        """Keep videos of these environments from now on, counted over all workers and slices; () for none."""
         self._recording = replace(self._recording, envs=tuple(envs))
         self._frames.clear()
 

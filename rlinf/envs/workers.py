@@ -66,7 +66,7 @@ def told_by(name: str, error: Exception) -> EnvironmentLost:
 
 
 class Caller(Protocol):
-    """Where a `Program` runs: a `Worker`, or a thread."""
+    """Interface to the place where a `Program` runs: a `Worker`, or a thread."""
 
     name: str
 

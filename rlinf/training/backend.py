@@ -1,10 +1,9 @@
 """The protocol between trainers and back ends that train a language model: FSDP2, and others beside it.
 
-A trainer gives micro-batches and losses of the model's outputs; a back end takes optimizer steps, and makes weights
-under the names of Hugging Face checkpoints, and checkpoints. It knows nothing of reinforcement
-learning, and a trainer nothing of process groups: it asks which share of a round each rank computes, and calls every
-method on all ranks, in one order, since each may be a collective. All methods but `make` block; they run in the actor's
-compute thread.
+A trainer gives micro-batches and losses of the model's outputs; a back end takes optimizer steps, and gives weights
+under the names of Hugging Face checkpoints, and checkpoints. It knows nothing of reinforcement learning, and a trainer
+nothing of process groups: it asks which share of a round each rank computes, and calls every method on all ranks, in
+one order, since each may be a collective. All methods but `make` block; they run in the actor's compute thread.
 
 Sums are un-normalised until `Optimization.step`, which divides once, by the weight of everything that came to all
 ranks. So a back end never averages: neither over micro-batches nor over ranks.

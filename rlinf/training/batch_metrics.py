@@ -62,7 +62,7 @@ def token_rows(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
 
 
 def read_spans(sample: Sample, text: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Where a response is text that the model only read: tool output, users' turns, templates.
+    """Spans of a response that the model only read: tool output, users' turns, templates.
 
     Args:
         sample: of any kind; only of a conversation there can be such text.
@@ -230,7 +230,7 @@ def _parts(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def describe_values(groups: Sequence[Group], rows: Sequence[Sequence[Row]]) -> dict[str, float]:
-    """How good the values were that a batch came with.
+    """Metrics of how good the values were that a batch came with.
 
     Args:
         groups: the batch.

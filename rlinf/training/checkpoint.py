@@ -275,7 +275,7 @@ class Restored:
 
 
 class Source(Protocol):
-    """Where a state is read from: the files of a checkpoint, or the memory of the hosts that it leaves."""
+    """Source that a state is read from: the files of a checkpoint, or the memory of the hosts that it leaves."""
 
     name: str
     """For messages."""
@@ -588,7 +588,7 @@ READ_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Where in its whole tensor a kept shard lies."""
+    """Place of a kept shard in its whole tensor."""
 
     offset: tuple[int, ...]
     """The place of its first element."""

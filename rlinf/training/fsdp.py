@@ -199,7 +199,7 @@ class FsdpBackEnd:
 
     @property
     def words(self) -> str:
-        """How the model is run, for people; empty where that is as usual."""
+        """Words for people on how the model is run; empty where that is as usual."""
         return self.module.unusual
 
     @property
@@ -283,7 +283,7 @@ class FsdpBackEnd:
 
 
 async def laid_out(ranks: Ranks, sharding: Sharding, parallel: ParallelConfig | None = None, *, mixed: bool) -> Layout:
-    """How a model lies on its ranks.
+    """Make the layout of a model on its ranks; a collective.
 
     Args:
         ranks: the ranks; each calls this.

@@ -235,7 +235,7 @@ class InOrder:
 
     @property
     def state(self) -> list[int | None]:
-        """All that the order of later steps depends on."""
+        """State on which the order of later steps depends."""
         return [self.first, self._began]
 
     def begin(self) -> None:
@@ -292,7 +292,7 @@ async def token_batches(
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How rows are cut into micro-batches."""
+    """Settings by which rows are cut into micro-batches."""
 
     ranks: int
     """Micro-batches in a round: one for each share of the ranks."""

@@ -160,7 +160,7 @@ def _row(sample: Sample, columns: Mapping[str, np.ndarray]) -> Row:
 
 
 def _weights(sample: Sample) -> np.ndarray:
-    """How much each learned token counts, float32 [learned]."""
+    """Weight of each learned token, float32 [learned]."""
     return sample.column(WEIGHT) if WEIGHT in sample.per_token else np.ones(sample.learned_tokens, np.float32)
 
 

@@ -174,7 +174,7 @@ class Scattered:
 
     @property
     def device(self) -> torch.device:
-        """Where rectangles are sent from."""
+        """Device that rectangles are sent from."""
         return torch.device(self.mesh.device_type if self.mesh is not None else "cpu")
 
     @torch.no_grad()
@@ -232,7 +232,7 @@ class Scattered:
 
 
 def _rows(held: Held, start: int, count: int) -> tuple[slice, ...]:
-    """Where some rows of a rectangle are in the whole."""
+    """Slices of the whole for some rows of a rectangle."""
     first, *others = (slice(begun, begun + size) for begun, size in zip(held.offset, held.shape, strict=True))
     return slice(first.start + start, first.start + start + count), *others
 

@@ -209,7 +209,7 @@ REFUSALS = (AttributeError, ImportError, IndexError, NotImplementedError, Runtim
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Where the sequences of a packed micro-batch lie."""
+    """Layout of a packed micro-batch: where its sequences lie."""
 
     longest: int
     """Tokens of the longest sequence."""

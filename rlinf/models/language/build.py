@@ -277,7 +277,7 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where texts of a model end."""
+    """Limits of a model's texts: context length and end tokens."""
 
     length: int | None = None
     """See `context_length`."""
@@ -289,7 +289,7 @@ class Limits:
 
 
 def limits(source: ModelSource) -> Limits:
-    """Where the texts of a model end.
+    """Read the limits of a model's texts from its configuration.
 
     A model that cannot be read says nothing: loading it tells why.
 

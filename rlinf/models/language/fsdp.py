@@ -162,7 +162,7 @@ class Layout:
 
     @property
     def first_copy(self) -> bool:
-        """This rank's copy is the one that is saved and published."""
+        """True if this rank's copy is the one that is saved and published."""
         return self.copies is None or self.copies.get_local_rank() == 0
 
     @property

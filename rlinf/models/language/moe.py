@@ -48,7 +48,7 @@ from rlinf.models.language.tensor_parallel import Share, exchanged, local
 
 
 def load(counts: Tensor, chances: Tensor) -> dict[str, Metric]:
-    """How evenly tokens are spread over experts.
+    """Metrics of how evenly tokens are spread over experts.
 
     Args:
         counts: choices that each expert got, [layers, experts].
@@ -79,7 +79,7 @@ def _of_load(sums: Tensor) -> dict[str, float]:
 
 
 def drift(apart: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """How often the trainer's gates would have chosen other experts than the engine's did.
+    """Metrics of how often the trainer's gates would have chosen other experts than the engine's did.
 
     Args:
         apart: whether the sets of experts differ, bool [layers, tokens].
@@ -111,7 +111,7 @@ def nowhere(routes: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routed:
-    """How a micro-batch was routed, at the tokens that predict learned ones."""
+    """Routing of a micro-batch at the tokens that predict learned ones."""
 
     counts: Tensor
     """Tokens that went to each expert, float64 [layers, experts]."""
@@ -186,7 +186,7 @@ class Routers:
         return whole.to(torch.uint8 if compact_type(self.experts) is np.uint8 else torch.int16)
 
     def routed(self) -> Routed:
-        """How the tokens `at` of the last pass were routed."""
+        """Routing of the tokens `at` of the last pass."""
         assert self.at is not None
         nothing = torch.zeros(self.experts, dtype=torch.float64, device=self.at.device)
         none = _Seen(nothing, nothing, torch.zeros_like(self.at, dtype=torch.bool), None)  # of one not understood
@@ -349,7 +349,7 @@ class Mixture:
         return (*found, routed if share is None else _whole(routed, share))
 
     def load_of(self, rows: Sequence[Row]) -> np.ndarray:
-        """Which share of all choices each expert has in the rows of an optimizer step, float32 [layers, experts].
+        """Share of all choices that each expert has in the rows of an optimizer step, float32 [layers, experts].
 
         Raises:
             ValueError: rows do not say where their tokens went.
@@ -408,7 +408,7 @@ class Mixture:
 
 
 def _whole(routed: Routed, share: Share) -> Routed:
-    """How all learned tokens were routed, from what each rank says of its own."""
+    """Routing of all learned tokens, from each rank's part of it."""
     counts, chances = (part.clone() for part in (routed.counts, routed.chances))
     dist.all_reduce(counts, group=share.group)
     dist.all_reduce(chances, group=share.group)

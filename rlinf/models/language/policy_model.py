@@ -455,7 +455,7 @@ class PolicyModel(nn.Module):
 
     @property
     def words(self) -> str:
-        """How it is run, for people."""
+        """Words for people on how the model is run."""
         if not self.packs:
             said = "sequences padded to one length"
         else:
@@ -657,7 +657,7 @@ class ScoreModel(ValueModel):
         self.head.requires_grad_(True)
 
     def start_head(self) -> None:
-        """It was drawn, or read, with the rest."""
+        """Leave the head as it is: it was initialised, or read, with the rest."""
 
 
 def without_head(model: PreTrainedModel) -> None:

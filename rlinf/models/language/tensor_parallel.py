@@ -252,7 +252,7 @@ class Division:
 
 
 def zigzag(tokens: int, shares: int, parts: int) -> np.ndarray:
-    """Which tokens each share has, int64 [shares, tokens of a share]; numbers from `tokens` on are padding.
+    """Tokens of each share, int64 [shares, tokens of a share]; numbers from `tokens` on are padding.
 
     Args:
         tokens: of the micro-batch.

@@ -42,7 +42,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 class PublishedForm:
-    """How a policy corresponds to the directories that its authors publish; a part of `Policy`.
+    """Mixin of `Policy` that maps it to and from the directories that its authors publish.
 
     A policy that sets `published` can be read from such a directory, and every checkpoint has it in that form, besides
     `policy.json` (its whole configuration) and `extra.safetensors` (what is `own`). Where names are the authors', that

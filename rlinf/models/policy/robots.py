@@ -174,7 +174,7 @@ PI05_PROMPT = "Task: {instruction}, State: {state};\nAction: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embodiment:
-    """How one model meets one simulator."""
+    """Requirements of one model in one simulator."""
 
     prompt: str
     """Text with {instruction}."""
@@ -509,7 +509,7 @@ class RobotActions:
 def chosen_statistics(
     stats: Mapping[str, Any], row: Embodiment, wanted: str | None, key: str = "policy.settings.statistics"
 ) -> str | None:
-    """Which of a checkpoint's statistics count.
+    """Choose one of a checkpoint's statistics.
 
     Args:
         stats: of the checkpoint, by data set.

@@ -275,7 +275,7 @@ class SoftPolicy(Policy):
         self.critic: nn.Module = self._ensemble(self.config.state_size)
 
     def _head(self, features: int) -> nn.Sequential:
-        """From features to means and spreads of all numbers of a chunk."""
+        """Return a new network from features to means and spreads of all numbers of a chunk."""
         numbers, (low, high) = self.config.chunk * self.config.action_size, _LOG_STD
         made = perceptron(features, self.config.hidden, 2 * numbers, gain=0.01, activation=nn.ReLU)
         last: Any = made[-1]

@@ -234,7 +234,7 @@ one that has blocks."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """How a policy is made ready to learn."""
+    """Settings by which a policy is made ready to learn."""
 
     dtype: str = "float32"
     """Dtype to compute in, "float32" or "bfloat16"; what learns is kept in float32 whatever this is."""

@@ -411,7 +411,7 @@ def several_steps(outcome: Rows, last: Tensor, count: int) -> Rows:
 
 
 def _in_solved(part: Trajectory) -> Tensor:
-    """Which decisions belong to episodes that ended here and were solved, bool [T, N]."""
+    """Mask of the decisions that belong to episodes that ended here and were solved, bool [T, N]."""
     ended = ((part.chunks.terminated | part.chunks.truncated) & part.chunks.valid).bool().any(-1)
     solved: dict[int, list[bool]] = defaultdict(list)
     for episode in part.episodes:  # in each environment in the order of time

@@ -41,7 +41,7 @@ from rlinf.training.optimizer import minimize, share_of
 
 
 class SacModule(nn.Module):
-    """All that soft actor-critic trains.
+    """Module of all that soft actor-critic trains.
 
     Args:
         policy: with critics.

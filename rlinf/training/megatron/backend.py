@@ -122,7 +122,7 @@ class MegatronBackEnd:
 
     @property
     def words(self) -> str:
-        """How the model is run, for people."""
+        """Words for people on how the model is run."""
         split = {name: size for name, size in vars(self._groups.grid.parallel).items() if size > 1}
         how = " x ".join(f"{name} {size}" for name, size in split.items()) or "whole"
         return f"by Megatron-core, {how}, {self._groups.grid.shares} shares of the data"

@@ -38,7 +38,7 @@ ALONE = Alone()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is in each direction, from 0."""
+    """Coordinates of a rank in each direction, from 0."""
 
     tensor: int
     context: int
@@ -69,7 +69,7 @@ class Grid:
         """Number of shares of the data."""
 
     def place(self, rank: int) -> Place:
-        """Where a rank is."""
+        """Coordinates of a rank."""
         sizes = (self.parallel.tensor, self.parallel.context, self.shares)
         tensor, rest = rank % sizes[0], rank // sizes[0]
         context, rest = rest % sizes[1], rest // sizes[1]
@@ -130,7 +130,7 @@ class Groups:
         return ALONE if mesh is None else mesh.get_group()
 
     def collection(self) -> Any:
-        """All that Megatron-core asks for."""
+        """Process groups as Megatron-core asks for them."""
         from megatron.core.process_groups_config import ProcessGroupCollection
 
         names = {

@@ -181,7 +181,7 @@ class Pipeline:
 
     @property
     def last(self) -> bool:
-        """This rank has the outputs."""
+        """True if this rank has the outputs."""
         return self.stages[-1].last
 
     def reading(self, batch: Packed) -> Reading:

@@ -292,7 +292,7 @@ class _Rectangle:
 
     @staticmethod
     def of(name: str, pieces: list[Piece]) -> _Rectangle:
-        """That of all pieces of a tensor."""
+        """Return the rectangle that all pieces of a tensor make up."""
         first = tuple(map(min, zip(*(piece.offset for piece in pieces), strict=True)))
         ends = ([a + b for a, b in zip(piece.offset, piece.shape, strict=True)] for piece in pieces)
         size = tuple(last - start for last, start in zip(map(max, zip(*ends, strict=True)), first, strict=True))
@@ -315,7 +315,7 @@ class _Rectangle:
             piece.put(into(piece), local[self._place(piece)])
 
     def _place(self, piece: Piece) -> tuple[slice, ...]:
-        """Where in it a piece is."""
+        """Place of a piece in the rectangle."""
         places = zip(piece.offset, self.first, piece.shape, strict=True)
         return tuple(slice(a - b, a - b + size) for a, b, size in places)
 

@@ -95,7 +95,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Denoising:
-    """How a chain is made: the table above."""
+    """Settings of a chain of denoising steps: method, steps and noise; see the table at the top of the module."""
 
     method: Method
     """Method of drawing."""

@@ -72,7 +72,7 @@ class Steady:
 
     @property
     def seconds(self) -> float:
-        """Of a step, on average."""
+        """Seconds of a step, on average."""
         return max(self.busiest, self.loop)
 
 
@@ -130,7 +130,7 @@ def load(leaf: Leaf, chunks: int, staleness: int, *, alone: bool) -> float:
 
 
 def _meet(name: str, other: str, where: Mapping[str, tuple[int, ...]], parts: Mapping[str, Leaf], at: int = -1) -> bool:
-    """Whether another stage has devices of this one; with `at`: whether it has its first."""
+    """True if another stage has devices of this one; with `at`: whether it has its first."""
     own, theirs = where[name], where[other]
     if not own or not theirs or parts[name].option.kind != parts[other].option.kind:
         return False
@@ -170,7 +170,7 @@ class Part:
 
     @property
     def kind(self) -> str:
-        """Of its devices."""
+        """The kind of its devices."""
         return self.leaves[0].option.kind
 
     @property
@@ -240,7 +240,8 @@ def _partitions(workload: Workload) -> Iterator[tuple[tuple[Stage, ...], ...]]:
 
 
 def _sizes(stages: Sequence[Stage], workload: Workload, chunks: int, staleness: int) -> list[Part]:
-    """What a part may be: with each number of devices, every stage at its quickest; only what more devices improve."""
+    """Return the sizes that a part may have: with each number of devices, every stage at its quickest; only what more
+    devices improve."""
     found: list[Part] = []
     for kind in workload.devices:
         own = [[one for one in workload.usable(stage) if one.kind == kind] for stage in stages]
@@ -376,7 +377,7 @@ class Stale:
 
 @dataclass(frozen=True, slots=True)
 class Recommended:
-    """What each staleness brings."""
+    """The seconds of a step at several values of staleness, and the recommended one."""
 
     rows: tuple[Stale, ...]
     """In ascending order, the first of them synchronous."""

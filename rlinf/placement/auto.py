@@ -119,7 +119,7 @@ def finalists(workload: Workload, per_mode: int = 3, *, sizes: int | None = None
 
 
 def fits(plan: Plan, workload: Workload) -> bool:
-    """Whether no device is given more than it holds."""
+    """True if no device is given more than it holds."""
     kinds = [kind for kind, count in workload.devices.items() for _ in range(count)]
     limited = workload.memory if workload.memory else {}
     return all(
@@ -147,7 +147,7 @@ def _neighbours(found: Found, workload: Workload) -> Iterator[Found]:
 
 
 def _resized(tree: Tree, workload: Workload) -> Iterator[Tree]:
-    """The same structure with one stage a size larger or smaller, or one larger and another smaller."""
+    """Yield plans of the same structure with one stage a size larger or smaller, or one larger and another smaller."""
     names = [leaf.stage.name for leaf in leaves(tree)]
     for name in names:
         for step in (-1, 1):
@@ -268,7 +268,7 @@ class Chosen:
         return _firsts(self.rows)
 
     def numbered(self, fleet: Fleet) -> Chosen:
-        """The same with devices by the numbers that a job gives them; see `Fleet.numbered`."""
+        """Return this choice with devices by the numbers that a job gives them; see `Fleet.numbered`."""
         return replace(self, rows=tuple(replace(row, plan=fleet.numbered(row.plan)) for row in self.rows))
 
 
@@ -531,7 +531,7 @@ WORTH = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What came of planning."""
+    """The outcome of planning: a plan to follow, if any, and a line that says why."""
 
     plan: Plan | None
     """Where to go; None stays."""
@@ -579,7 +579,8 @@ class AutoPlacement:
 
     @property
     def _typical(self) -> float:
-        """Of the last steps; the first one somewhere warms up, so it counts only if it is all there is."""
+        """Return the median seconds of the last steps; the first one somewhere warms up, so it counts only if it is all
+        there is."""
         return statistics.median(list(self._seconds)[1 if len(self._seconds) > 1 else 0 :][-WINDOW:])
 
     async def decide(self, profile: Profile, plan: Plan) -> Decision:

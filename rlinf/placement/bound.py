@@ -358,7 +358,7 @@ class Losses:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """What one device did during a step; seconds after its start."""
+    """Activity of one device during a step; seconds after its start."""
 
     work: Spans
     """It did a stage's work, `[spans, 2]`; in order, apart, like the others."""

@@ -102,7 +102,7 @@ THE_FLOW = "flow"
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """What one stage took of one step."""
+    """The time of one stage in one step."""
 
     members: tuple[str, ...]
     """Its roles: one, or those of a loop."""
@@ -116,7 +116,7 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """What was measured of one step, per device and per stage."""
+    """Measurements of one step, per device and per stage."""
 
     seconds: float
     """Of the step."""
@@ -247,7 +247,7 @@ def observed(
 
 
 def _kind(devices: Iterable[int], kinds: Sequence[str]) -> str:
-    """Of some devices; of several kinds all their names."""
+    """Return the kind of some devices; of several kinds all their names."""
     found = {kinds[number] if number < len(kinds) else KIND for number in devices}
     return "+".join(sorted(found)) or BESIDE
 
@@ -302,13 +302,13 @@ def _graph(roles: Sequence[str], flows: Iterable[Flow]) -> tuple[dict[str, tuple
 
 
 def _after(groups: Mapping[str, tuple[str, ...]], whole: Mapping[str, Spans], edge: Edge) -> bool:
-    """Whether a stage began only when the one that feeds it was done: promises may also be passed one by one."""
+    """True if a stage began only when the one that feeds it was done: promises may also be passed one by one."""
     ends = [whole[role][-1, 1] for role in groups[edge.source]]
     return bool(min(whole[role][0, 0] for role in groups[edge.target]) >= max(ends))
 
 
 def _leads(edges: Mapping[tuple[str, str], Edge], source: str, target: str) -> bool:
-    """Whether a way leads from one role to another."""
+    """True if a way leads from one role to another."""
     reached, ahead = {source}, [source]
     while ahead:
         here = ahead.pop()
@@ -417,7 +417,7 @@ class Ledger:
 
     @property
     def profile(self) -> Profile | None:
-        """What this run measured, with what was known before; None before the first step."""
+        """The profile measured by this run, merged with what was known before; None before the first step."""
         own = pooled(self._steps) if self._steps else None
         return own if own is None or self._known is None else self._known.merged(own)
 
@@ -550,7 +550,7 @@ class Efficiency:
         return self.limit.efficiency(self.seconds)
 
     def metrics(self) -> dict[str, float]:
-        """As metrics of the step: `bound/…` and `lost/…`, in seconds but for efficiency and devices."""
+        """Return metrics of the step: `bound/…` and `lost/…`, in seconds but for efficiency and devices."""
         found = {"bound/seconds": self.limit.seconds, "bound/efficiency": self.value}
         found |= {f"bound/{name}": float(getattr(self.limit, name)) for name in ("area", "saturation", "network")}
         found["bound/devices"] = float(self.devices)

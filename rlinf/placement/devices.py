@@ -21,7 +21,7 @@ from rlinf.config.common import Placing
 
 
 def first_on_same(processes: int, gpus: int) -> tuple[int, ...]:
-    """Of each process of the job the first one on the same GPU; () where each has its own, or there is none.
+    """Return for each process of the job the first one on the same GPU; () where each has its own, or there is none.
 
     Args:
         processes: of the job.
@@ -101,7 +101,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """What one resource rank of a placement stands for: a device, or a whole node."""
+    """The resource that one rank of a placement stands for: a device, or a whole node."""
 
     node: int
     """Number of the node."""

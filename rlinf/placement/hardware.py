@@ -1,4 +1,4 @@
-"""What the devices of a job are: their kinds by node group, what one of each kind holds, and how fast it is.
+"""The devices of a job: their kinds by node group, what one of each kind holds, and how fast it is.
 
 In: the section `placement`, the size of the job. Out: a `Cluster`, which placement strings count through, and a
 `Fleet`, which the planner counts. No device is touched: what is not declared is not known, but for a few cards by name.
@@ -112,7 +112,7 @@ def fleet_of(wanted: Placing, hosts: int) -> Fleet:
 
 
 def hardware_of(wanted: Placing) -> dict[str, Hardware]:
-    """What is known of the kinds that node groups name: what `placement.devices` says, or else a card's own figures.
+    """Return the hardware of the kinds that node groups name: from `placement.devices`, or else a card's own figures.
 
     Raises:
         PlacementError: with every mistake; each begins with its key.

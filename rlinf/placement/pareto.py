@@ -212,7 +212,7 @@ _PER_CHUNK[[start + own for start in (HEAD.start, TAIL.start) for own in (PERIOD
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What labels must have in common to be compared."""
+    """Properties that labels must have in common to be compared."""
 
     single: bool
     """There is one phase only, in the columns of the head."""
@@ -456,7 +456,7 @@ def best_of(block: Block, seconds: float, chunks: int) -> Block:
 
 
 def _covered(by: Array, these: Array, slack: Array) -> NDArray[np.bool_]:
-    """Whether a label is at least as good as another in every column: `[columns, a]`, `[columns, b]` to `[a, b]`."""
+    """True where a label is at least as good as another in every column: `[columns, a]`, `[columns, b]` to `[a, b]`."""
     covered: NDArray[np.bool_] = by[0][:, None] <= these[0] + slack[0]
     for one, other, least in zip(by[1:], these[1:], slack[1:], strict=True):
         covered &= one[:, None] <= other + least

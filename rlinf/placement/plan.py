@@ -59,7 +59,7 @@ class EdgePlan:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the planner expects of the plan; seconds of one step."""
+    """The planner's prediction for the plan, in seconds of one step."""
 
     step_seconds: float
     """Of the whole step, weight synchronisation included."""
@@ -87,7 +87,8 @@ class Plan:
 
     @property
     def mode(self) -> Mode:
-        """What users call it: all roles that have devices on the same ones, on disjoint ones, or a mixture."""
+        """Name of the placement's kind: all roles that have devices on the same ones, on disjoint ones, or a
+        mixture."""
         sets = [frozenset(role.devices) for role in self.roles.values() if role.devices]
         if len(set(sets)) <= 1:
             return "collocated"

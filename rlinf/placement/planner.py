@@ -501,7 +501,7 @@ class Search:
         )
 
     def _crowded(self) -> bool:
-        """Whether all stages together may be too much for a device; if not, nothing is ever parked."""
+        """True if all stages together may be too much for a device; if not, nothing is ever parked."""
         for kind in self.kinds:
             most = sum(max((o.active_bytes for o in own if o.kind == kind), default=0) for own in self.options)
             if most > self.workload.memory.get(kind, np.inf):
@@ -656,7 +656,7 @@ def best_of_each_mode(workload: Workload, **how: Any) -> dict[Mode, Found]:
 
 
 def _thinned(options: Sequence[Option], workload: Workload, size: int) -> list[Option]:
-    """Of each kind of device keep about `size` counts, densest where they are small; the most that fits among them."""
+    """For each kind of device keep about `size` counts, densest where they are small; the most that fits among them."""
     kept: list[Option] = []
     for kind in sorted({option.kind for option in options}):
         own = [option for option in options if option.kind == kind]

@@ -1,4 +1,4 @@
-"""What stages cost on this machine: the measured input of the planner.
+"""Costs of stages on this machine: the measured input of the planner.
 
 Flows in: timings of ordinary steps, read off their spans by `costs.py`. Flows out: `profile.json`, merged over
 runs; estimates with error bars; the release curve of generation. Nothing waits here.
@@ -186,7 +186,7 @@ class Timing:
             raise ValueError(f"busy must lie between 0 and seconds: {self}")
 
     def slowed(self, factor: float) -> Timing:
-        """The same where everything takes so many times as long."""
+        """Return this timing as if everything took so many times as long."""
         busy = None if self.busy is None else self.busy * factor
         return replace(self, seconds=self.seconds * factor, spread=self.spread * factor, busy=busy)
 
@@ -251,7 +251,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a stage holds and what moving it takes, per device, on one number of devices."""
+    """Memory that a stage holds and the cost of moving it, per device, on one number of devices."""
 
     devices: int
     """Devices that the stage is spread over."""

@@ -72,7 +72,7 @@ _ANY = 4096
 
 @dataclass(frozen=True, slots=True)
 class RoleKind:
-    """What has to be known of a role to place it."""
+    """Facts about a role that are needed to place it."""
 
     name: str
     """Of the role."""
@@ -205,7 +205,7 @@ class Placed:
         return {number: own for number, own in known.items() if own is not None} or None
 
     def spawning(self, role: str, active_bytes: int = 0, parked_bytes: int = 0) -> dict[str, Any]:
-        """What `system.spawn` takes to put a role where it belongs.
+        """Return the arguments of `system.spawn` that put a role where it belongs.
 
         Args:
             role: its name.
@@ -220,7 +220,7 @@ class Placed:
         return found
 
     def _shares(self, role: str) -> bool:
-        """Whether another role has one of its devices; alone there, it need not ask for them."""
+        """True if another role has one of its devices; alone there, it need not ask for them."""
         mine = self._by_gpu(*self.seats[role].devices)
         return any(mine & self._by_gpu(*seat.devices) for name, seat in self.seats.items() if name != role)
 
@@ -271,7 +271,7 @@ def place(
 
 
 def placed_by(plan: Plan, before: Placed, kinds: Sequence[RoleKind]) -> Placed:
-    """The same roles where a plan wants them; those beside the devices stay."""
+    """Return the same roles placed where a plan wants them; those beside the devices stay."""
     chosen = by_role(plan)
     seats = {kind.name: _seat(kind, before.seats[kind.name], chosen.get(kind.name)) for kind in kinds}
     return Placed(seats, before.devices, True, before.memory, plan, before.first, before.fleet)

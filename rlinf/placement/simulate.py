@@ -92,7 +92,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """What a flow asks of its roles, found by a trial that takes no time; the same for every plan."""
+    """The calls that a flow makes to its roles, found by a trial that takes no time; the same for every plan."""
 
     flow: Flow
     """The real one."""
@@ -332,7 +332,7 @@ async def _spawn(
 
 
 def _in_flight(flow: Flow, items: int, staleness: int) -> InFlight:
-    """What is in flight between the steps of a rehearsal."""
+    """Return the work in flight between the steps of a rehearsal."""
     if _acts(flow):
         return InFlight(Rules(staleness, between=True))
     number = itertools.count()

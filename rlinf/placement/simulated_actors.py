@@ -86,7 +86,8 @@ def endpoints_of(role: str, actors: Mapping[str, type[Actor]]) -> dict[str, Endp
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What flows: it stands for as many prompts, groups or trajectories as a step has per item of the rehearsal."""
+    """A unit of a rehearsal's flow; it stands for as many prompts, groups or trajectories as a step has per item of the
+    rehearsal."""
 
     id: int
     """Which, from 0."""
@@ -97,13 +98,13 @@ class Item:
 
     @property
     def prompt(self) -> Item:
-        """What it is an answer to, which has the same id."""
+        """The prompt that this answers, which has the same id."""
         return self
 
 
 @dataclass(slots=True)
 class Asked:
-    """What one role was asked in a step, by endpoint."""
+    """Calls and items that one role got in a step, by endpoint."""
 
     calls: Counter[str] = field(default_factory=Counter)
     """How often, over all ranks."""

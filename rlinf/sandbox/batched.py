@@ -33,7 +33,7 @@ _START = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What became of one call."""
+    """Outcome of one call: its value or an error."""
 
     value: str | None
     """`repr` of what was returned, cut at 1,000 characters; None: it returned nothing."""
@@ -85,7 +85,7 @@ class Batched:
         """How many were used."""
 
     async def returned(self, code: str, calls: Sequence[str]) -> list[Returned]:
-        """What calls return once a program has run.
+        """Return the results of calls once a program has run.
 
         Args:
             code: of the program; it defines what is called.
@@ -168,7 +168,7 @@ _shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Batched] = weakref
 
 
 async def returned(code: str, calls: Sequence[str]) -> list[Returned]:
-    """What calls return once a program has run, in sandboxes that this event loop shares; see `Batched.returned`."""
+    """Return the results of calls once a program has run, in sandboxes shared by this event loop; see `Batched`."""
     mine = _shared.setdefault(asyncio.get_running_loop(), Batched())
     return await mine.returned(code, calls)
 

@@ -1,4 +1,4 @@
-"""What a program in the sandbox may use, and what became of it. Data only.
+"""Limits of a program in the sandbox, and its result. Data only.
 
 A program that runs in a sandbox, seen from outside: what became of it, and a channel to talk to it.
 
@@ -25,7 +25,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use, all of its processes together unless said otherwise.
+    """Limits on what one program may use, all of its processes together unless said otherwise.
 
     Raises:
         ValueError: a limit is not above 0.
@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one program."""
+    """Outcome of one program, with its output."""
 
     outcome: Outcome
     """How it ended."""
@@ -171,7 +171,7 @@ class Program:
         return self._channel
 
     async def result(self) -> Result:
-        """What became of it, once it has ended.
+        """Return the program's result, once it has ended.
 
         Raises:
             SandboxError: it could not be started, or its supervisor is gone.

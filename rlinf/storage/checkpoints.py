@@ -84,7 +84,7 @@ class Best:
         return f"{self.metric} {best}; no better in {self.since} evaluations (patience {self.patience})"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """Return the state that a checkpoint keeps, as JSON."""
         known = {} if self.step is None else {"step": self.step, "value": self.value}
         return {"metric": self.metric, "mode": self.mode, "since": self.since, **known}
 
@@ -109,7 +109,7 @@ class Best:
 
 
 def best_of(wanted: CheckpointConfig, headline: str, patience: int) -> Best | None:
-    """What a run compares its evaluations by; None where its configuration does not ask for it.
+    """Return the tracker of a run's best evaluation; None where its configuration does not ask for it.
 
     Args:
         wanted: the section `checkpoint`.
@@ -239,7 +239,7 @@ class Checkpoints:
             await self._written(step, naming.result())
 
     def _not_written(self, step: int, error: OSError) -> RunFailure:
-        """What ends a run whose checkpoint cannot be written."""
+        """Return the error that ends a run whose checkpoint cannot be written."""
         whole, place = self._directory.latest, self._directory.checkpoints
         if place.is_dir():
             kept = f"the last whole one is {whole.resolve()}" if whole.exists() else "there is no earlier one"

@@ -65,7 +65,7 @@ class Held(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who holds a lock."""
+    """The process that holds a lock."""
 
     pid: int
     """Its process."""
@@ -210,7 +210,7 @@ class Lock:
         return file
 
     def _is_ours(self, file: int) -> bool:
-        """Whether the name still leads to an open file."""
+        """True if the name still leads to an open file."""
         try:
             return os.path.samestat(os.fstat(file), os.stat(self.path))
         except OSError:
@@ -250,7 +250,7 @@ def _held_by(owner: Owner | None, path: Path, age: float) -> str:
 
 
 def _flock(file: int) -> bool | None:
-    """Whether the kernel gives us the lock of a file; None where the file system has no locks."""
+    """True if the kernel gives us the lock of a file; None where the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -263,7 +263,7 @@ def _flock(file: int) -> bool | None:
 
 
 def _owner(path: Path) -> Owner | None:
-    """Who has signed a lock; None if nobody has, or nobody can read it."""
+    """Return the owner that has signed a lock; None if nobody has, or nobody can read it."""
     try:
         said = parse_json(path.read_bytes())
         return Owner(int(said.pop("pid")), **{str(name): str(value) for name, value in said.items()})
@@ -470,7 +470,7 @@ class RunDirectory:
         return there
 
     def damage(self, files: Iterable[JsonLines], *, saved: bool = False) -> str | None:
-        """What somebody has done to the directory, as its name shows it; None if what was written is there.
+        """Return the damage done to the directory, as its name shows it; None if what was written is there.
 
         Args:
             files: open ones, to which lines are added.
@@ -715,7 +715,7 @@ def size_of(directory: Path) -> int:
 
 
 def _came_to_nothing(path: Path) -> bool:
-    """Whether a run took no step, left no checkpoint, and did not come to its end, which writes a report."""
+    """True if a run took no step, left no checkpoint, and did not come to its end, which writes a report."""
     directory = RunDirectory(path)
     if not directory.resolved.exists() or directory.report.exists() or any(_checkpoints_in(directory.checkpoints)):
         return False
@@ -723,7 +723,7 @@ def _came_to_nothing(path: Path) -> bool:
 
 
 def _holds_results(path: Path, besides: Collection[str] = ()) -> bool:
-    """Whether more is there than what a run that failed at its start leaves: its configuration, and on what it ran.
+    """True if more is there than what a run that failed at its start leaves: its configuration, and on what it ran.
 
     Args:
         path: of a run.

@@ -161,7 +161,7 @@ def _parsed(told: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def _manifest_plain(name: str) -> bool:
-    """Whether a name leads to a file of the checkpoint, and to nowhere else."""
+    """True if a name leads to a file of the checkpoint, and to nowhere else."""
     return not name.startswith("/") and ".." not in name.split("/")
 
 
@@ -224,7 +224,7 @@ class JsonLines:
         self._size += len(lines)
 
     def damage(self) -> str | None:
-        """What somebody has done to the file, as its name shows it; None if all lines are there.
+        """Return the damage done to the file, as its name shows it; None if all lines are there.
 
         The file that is open goes on without its name, and takes lines that nobody will ever read.
         """

@@ -57,7 +57,7 @@ class Appended:
         """Lines that were longer than `LONGEST`."""
 
     def blocks(self) -> Iterator[tuple[int, bytes]]:
-        """What has been added since the last call: (offset in the file, whole lines).
+        """Yield what has been added since the last call: (offset in the file, whole lines).
 
         A last line without its end waits until that is written. Lines longer than `LONGEST` are left out.
         """
@@ -102,7 +102,7 @@ class Appended:
         self._reached(block, len(block))
 
     def _goes_on(self, file: int) -> bool:
-        """Whether an open file begins with what was read."""
+        """True if an open file begins with what was read."""
         now = os.fstat(file)
         same, self._identity = self._identity in (None, (now.st_dev, now.st_ino)), (now.st_dev, now.st_ino)
         if not same or now.st_size < self._offset:
@@ -153,12 +153,12 @@ class MetricRows(Sequence[Row]):
 
     @property
     def names(self) -> list[str]:
-        """Of all metrics that some row has, in the order of their alphabet."""
+        """Names of all metrics that some row has, in alphabetical order."""
         return sorted(name for name in self._columns if not np.isnan(self.column(name)).all())
 
     @property
     def steps(self) -> list[int]:
-        """Of the rows."""
+        """Steps of the rows."""
         return self._steps[: self._count].tolist()
 
     def column(self, name: str) -> Column:
@@ -282,7 +282,7 @@ def _number(value: Any) -> float:
 
 
 def _means(column: Column, starts: NDArray[np.int64]) -> Column:
-    """Of the parts of a column that begin there, of the values that there are."""
+    """Return the mean of each part of a column that begins at `starts`, over its values that are not NaN."""
     known = ~np.isnan(column)
     counts = np.add.reduceat(known.astype(np.int64), starts)
     sums = np.add.reduceat(np.where(known, column, 0.0), starts)
@@ -290,7 +290,7 @@ def _means(column: Column, starts: NDArray[np.int64]) -> Column:
 
 
 def _plain(column: Column) -> list[float | None]:
-    """As JSON, in a few digits."""
+    """Return a column as JSON values, in a few digits; None for NaN."""
     size = np.abs(np.where(np.isnan(column), 0.0, column))
     shown = (size > 1e-290) & (size < 1e290)  # beyond, powers of ten end
     places = DIGITS - 1 - np.floor(np.log10(np.where(shown, size, 1.0)))

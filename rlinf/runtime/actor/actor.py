@@ -54,7 +54,7 @@ COMPUTING = "computing"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What `@endpoint` says about a method."""
+    """Properties that `@endpoint` gives to a method."""
 
     name: str
     streams: bool
@@ -277,7 +277,7 @@ class Cell:
         return "" if call is None else call.name.rpartition(".")[2]
 
     def processor_seconds(self) -> float:
-        """What its computations have used."""
+        """Return the processor seconds that its computations have used."""
         return 0.0 if self._thread is None else self._thread.processor_seconds()
 
     def stop_computing(self) -> None:
@@ -347,7 +347,7 @@ def name_on(error: BaseException, host: Host, cell: Cell, call: Call) -> None:
 
 
 class Moving(Running):
-    """The same for a call by which the lease manager loads or parks the actor."""
+    """A running call by which the lease manager loads or parks the actor."""
 
     __slots__ = ()
     kind: ClassVar[Kind] = "move"

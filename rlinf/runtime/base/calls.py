@@ -141,7 +141,7 @@ else:  # there it is written in Python, and every call asks it
 
 
 def lease_here() -> DeviceLease | None:
-    """What the running code's call holds its actor's devices by, if it does so."""
+    """Return the lease by which the running code's call holds its actor's devices, if any."""
     call = current_call.get()
     return None if call is None else call.lease
 
@@ -200,7 +200,8 @@ def enter(host: Host, scope: Scope | None) -> None:
 
 
 def waiter() -> str:
-    """Who the running code is, in reports: its call, or "flow"; with the task's name if that is not the call's own."""
+    """Return the name of the running code in reports: its call, or "flow"; with the task's name if that is not the
+    call's own."""
     call = current_call.get()
     if call is not None:
         name, own = call.label, call.task

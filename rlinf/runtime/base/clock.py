@@ -113,7 +113,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     @property
     def outside(self) -> list[str]:
-        """What holds virtual time still at the moment."""
+        """Return what holds virtual time still at the moment."""
         return list(self._outside.values())
 
     def run_in_executor(
@@ -122,7 +122,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         func: Callable[[*Ts], T],
         *args: *Ts,
     ) -> asyncio.Future[T]:
-        """As on any loop; virtual time stands still until the job has ended, even if its awaiter is cancelled."""
+        """Run as on any loop; virtual time stands still until the job has ended, even if its awaiter is cancelled."""
         if executor is None:
             if self._executor is None:
                 self.set_default_executor(concurrent.futures.ThreadPoolExecutor(thread_name_prefix="asyncio"))

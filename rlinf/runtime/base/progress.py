@@ -68,7 +68,7 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 def listener() -> Listener | None:
-    """Who hears of work in this process; None: nobody."""
+    """Return the listener that hears of work in this process; None: nobody."""
     return _Process.listener
 
 
@@ -86,7 +86,7 @@ def begun(what: str, total: float | None = None, unit: str = "") -> Work:
 
 @contextmanager
 def work(what: str, total: float | None = None, unit: str = "") -> Iterator[Work]:
-    """The same for a block of code, whose end is the work's.
+    """Report a block of code as work, like `begun`; its end is the work's.
 
     Args:
         what, total, unit: see `begun`.
@@ -101,7 +101,7 @@ def work(what: str, total: float | None = None, unit: str = "") -> Iterator[Work
 
 
 def counted(items: Iterable[T], what: str, total: float | None = None, unit: str = "") -> Iterator[T]:
-    """The same items; each is done when the next one is asked for.
+    """Yield the same items and count them as work; each is done when the next one is asked for.
 
     Args:
         items: any; what is left of them when nobody goes on is told as broken off.

@@ -292,7 +292,7 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]], seconds: float | None =
 
 
 async def together(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """What all of these come to; the first failure cancels the others, without waiting for their ends."""
+    """Return the results of all awaitables; the first failure cancels the others, without waiting for their ends."""
     if len(awaitables) < 2:
         return [await each for each in awaitables]
     futures = [asyncio.ensure_future(each) for each in awaitables]
@@ -320,8 +320,8 @@ async def all_or_none(work: Sequence[Awaitable[Any]]) -> None:
 
 
 async def few_at_once(count: int, function: Callable[[S], Awaitable[T]], items: Iterable[S]) -> list[T]:
-    """What `function` comes to for every item, in their order, with at most `count` of them running; the first failure
-    cancels the others."""
+    """Return the result of `function` for every item, in their order, with at most `count` of them running; the first
+    failure cancels the others."""
     results: dict[int, T] = {}
     left = iter(list(enumerate(items)))
 
@@ -404,7 +404,7 @@ CLOCK_OF_THREAD = "pthread_getcpuclockid"
 
 
 def computing() -> bool:
-    """Whether an actor of this process computes at this moment."""
+    """True if an actor of this process computes at this moment."""
     return bool(_at_work)
 
 
@@ -417,7 +417,7 @@ class _Work:
         self.turn = [True]
 
     def claim(self) -> bool:
-        """Whether the caller, on whatever thread, is the first to decide what becomes of it: run, or cancelled."""
+        """True if the caller, on whatever thread, is the first to decide what becomes of it: run, or cancelled."""
         try:
             return self.turn.pop()
         except IndexError:

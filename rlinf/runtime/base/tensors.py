@@ -106,7 +106,7 @@ def work_on(device: torch.device | None) -> None:
 
 
 def device_id() -> str:
-    """What no other GPU has: the UUID of this process's GPU; "cpu" where it has none."""
+    """Return an id that no other GPU has: the UUID of this process's GPU; "cpu" where it has none."""
     device = own_device()
     return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device.index).uuid)
 

@@ -42,7 +42,7 @@ WORTH = 10.0
 
 
 class DeviceLease:
-    """Whether a call of a device endpoint, or a map stage over one, holds its actor's devices right now.
+    """State of a call of a device endpoint, or a map stage over one: whether it holds its actor's devices right now.
 
     Args:
         gang: a group call, with all ranks of which it takes its devices; None takes them alone.
@@ -282,7 +282,7 @@ class DeviceLease:
 
     @property
     def _idle(self) -> bool:
-        """What does not compute needs no devices."""
+        """True if it need not hold devices now: what does not compute needs no devices."""
         return self.stage or self._late or self._waiting > 0
 
 

@@ -1,4 +1,4 @@
-"""Who may use which devices, and in which order.
+"""Decides which actors may use which devices, and in which order.
 
 Flows in: tenants (roles, or ranks of them) with the devices and bytes that they need; requests for leases; releases.
 Flows out: leases, each at its turn and with its tenants loaded; calls of `offload` and `onload` for tenants that have

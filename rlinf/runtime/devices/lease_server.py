@@ -199,7 +199,7 @@ class LeaseService(Actor):
 
     @endpoint
     async def lease_devices(self) -> dict[int, DeviceMemory]:
-        """What each device holds."""
+        """Return the memory that each device holds."""
         return self.manager.statistics().devices
 
     # Tickets -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Who passed what to whom: the edges of a flow's graph, as a host saw them.
+"""Data flow between endpoints: the edges of a flow's graph, as a host saw them.
 
 Flows in: items put into streams and taken from them, promises passed as arguments; each with who made it and who gets
 it, such as "rollout.generate" and "judge.score". Flows out: counts, and when items left. Nobody is woken.
@@ -110,7 +110,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Passages:
-    """What a host knows of a step."""
+    """Items and promises that a host saw pass in a step."""
 
     items: tuple[Passage, ...]
     """Of streams."""
@@ -119,7 +119,7 @@ class Passages:
 
 
 class FlowBook:
-    """What one host saw.
+    """Record of the items and promises that one host saw pass.
 
     Args:
         now: its clock, seconds.
@@ -133,7 +133,8 @@ class FlowBook:
         self._passed: deque[tuple[float, str, str, Key]] = deque(maxlen=PASSED)
 
     def counter(self, origin: Origin, target: str | None = None) -> Counter | None:
-        """What counts items of this origin where this target takes them, or where they are put; None: nothing does."""
+        """Return the counter of items of this origin where this target takes them, or where they are put; None: nothing
+        does."""
         if not self.enabled:
             return None
         counter = self._counters.get((origin[1], target))
@@ -155,7 +156,7 @@ class FlowBook:
             self._passed.append((self.now(), source, target, key))
 
     def between(self, start: float, end: float) -> Passages:
-        """What happened in these seconds of this host's clock."""
+        """Return what passed in these seconds of this host's clock."""
         items = tuple(
             Passage(counter.origin, counter.target, points)
             for counter in self._counters.values()
@@ -175,7 +176,7 @@ class FlowBook:
 
 @dataclass(slots=True)
 class Edge:
-    """What went from one endpoint to another."""
+    """Items and promises that went from one endpoint to another."""
 
     items: int = 0
     """Of streams, and promises."""
@@ -184,7 +185,8 @@ class Edge:
 
 
 def edges(told: Iterable[tuple[float, Passages]]) -> dict[tuple[str, str], Edge]:
-    """What went from whom to whom; what an endpoint keeps to itself is left out.
+    """Return the edge of each pair of endpoints with anything between them; what an endpoint keeps to itself is left
+    out.
 
     Args:
         told: for each host, the seconds to add to its clock, and what it knows.

@@ -65,7 +65,7 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class Extract:
-    """What of a host's spans goes into a file."""
+    """The part of a host's spans that goes into a file."""
 
     host: int
     """Its number."""
@@ -78,14 +78,14 @@ class Extract:
 
 
 def outline(spans: Sequence[Span]) -> Outline:
-    """What whoever writes a file has to know of all of them first; spans are in order of their ends."""
+    """Return what whoever writes a file has to know of all of them first; spans are in order of their ends."""
     step = max(1, -(-len(spans) // MARKS))
     marks = tuple((spans[at].end, min(step, at + 1)) for at in range(len(spans) - 1, -1, -step))
     return Outline(min((span.start for span in spans), default=float("inf")), marks)
 
 
 def extracts(outlines: dict[int, tuple[float, Outline]], most: int) -> list[Extract]:
-    """What of each host's spans goes into one file: the newest of all, at most `most`.
+    """Return the part of each host's spans that goes into one file: the newest of all, at most `most`.
 
     Args:
         outlines: by host, the seconds to add to its clock, and what it told.
@@ -135,7 +135,7 @@ def _lines(extract: Extract, spans: Sequence[Span], left_out: int) -> Iterator[s
 
 
 def _arguments(span: Span) -> str:
-    """What a click on it shows, and what reads it back needs beside its name."""
+    """Return the arguments that a click on a span shows, and what reads it back needs beside its name."""
     if span.kind == "payload":
         return f'"bytes": {span.bytes}'
     told = f'"actor": {_quoted(span.actor)}, "endpoint": {_quoted(span.endpoint)}'
@@ -161,7 +161,7 @@ def read_span(event: Mapping[str, Any]) -> Span | None:
 
 
 def name_of(span: Span) -> str:
-    """What is written on it in a picture."""
+    """Return the text on a span in a picture."""
     if span.kind in ("call", "item", "move"):
         return span.endpoint
     return f"wait for {span.what}" if span.kind == "wait" else span.what
@@ -324,7 +324,7 @@ class Exports:
         self._open: dict[Key, Iterator[bytes]] = {}
 
     async def outline(self) -> Outline:
-        """What it has."""
+        """Return an outline of this host's spans."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(None, lambda: outline(self._host.tracer.dump()))
 

@@ -1,4 +1,4 @@
-"""What happened when: typed spans of calls, computations, waits, leases, moves and payloads.
+"""Trace of what happened when: typed spans of calls, computations, waits, leases, moves and payloads.
 
 Flows in: finished spans, a tuple appended to a ring each. Flows out: the spans of a step, or all of them. Nobody waits.
 
@@ -51,7 +51,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as intervals in order that neither overlap nor touch."""
+    """Return the same time as intervals in order that neither overlap nor touch."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -62,7 +62,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(intervals: Iterable[Interval], others: Sequence[Interval]) -> Iterator[Interval]:
-    """What is left of `intervals` outside `others`; both in order and apart, so that one pass over both is enough."""
+    """Yield what is left of `intervals` outside `others`; both in order and apart, so that one pass over both is
+    enough."""
     position = 0
     for start, end in intervals:
         while position < len(others) and others[position][1] <= start:
@@ -79,7 +80,7 @@ def without(intervals: Iterable[Interval], others: Sequence[Interval]) -> Iterat
 
 
 def clip(intervals: Iterable[Interval], start: float, end: float, ahead: float = 0.0) -> tuple[Interval, ...]:
-    """What lies between two times, once `ahead` is added."""
+    """Return what lies between two times, once `ahead` is added."""
     moved = ((max(begin + ahead, start), min(finish + ahead, end)) for begin, finish in intervals)
     return tuple((begin, finish) for begin, finish in moved if begin < finish)
 
@@ -154,7 +155,7 @@ class Tracer:
         return [Span._make(span) for span in self.plain_since(since, LOOK_BACK)]
 
     def plain_since(self, since: float, count: int) -> list[tuple[Any, ...]]:
-        """The same as plain tuples, which take a third of the time.
+        """Return spans as plain tuples, which take a third of the time.
 
         Each span is appended at its end, so the ring is in order of their ends.
 
@@ -202,7 +203,7 @@ def busy(spans: Iterable[Span]) -> list[Busy]:
 def sorted_out(
     spans: Iterable[tuple[Any, ...]],
 ) -> tuple[dict[tuple[str, str], dict[Kind, list[Interval]]], dict[str, list[Interval]]]:
-    """What spans tell of work, by actor and endpoint and by kind; and when each actor waited.
+    """Return what spans tell of work, by actor and endpoint and by kind; and when each actor waited.
 
     Args:
         spans: as `Span` or plain tuples.
@@ -245,7 +246,7 @@ Seen = dict[tuple[str, str], Kind]
 
 
 def recent(spans: Iterable[tuple[Any, ...]], start: float, end: float, seen: Seen) -> list[Busy]:
-    """Who was busy between two times, and when there were calls of each actor at all.
+    """Return which endpoints were busy between two times, and when there were calls of each actor at all.
 
     Args:
         spans: that reach into that time, as `Span` or plain tuples.
@@ -275,7 +276,7 @@ def recent(spans: Iterable[tuple[Any, ...]], start: float, end: float, seen: See
 
 
 def closed(intervals: Iterable[Interval], gap: float = GAP) -> list[Interval]:
-    """The same time as intervals in order, those that are less than a gap apart as one."""
+    """Return the same time as intervals in order, those that are less than a gap apart as one."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and (start <= joined[-1][1] or start - joined[-1][1] < gap):
@@ -288,7 +289,7 @@ def closed(intervals: Iterable[Interval], gap: float = GAP) -> list[Interval]:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What went from one endpoint to another in a step, on all hosts and from all ranks together.
+    """Items and promises that went from one endpoint to another in a step, on all hosts and from all ranks together.
 
     Arguments are seen, and streams wherever they are read. A value that the flow function awaited and passed on is a
     value like any other, and is not.

@@ -1,4 +1,4 @@
-"""Who waits on whom, since when: the stall report.
+"""The stall report: who waits on whom, and since when.
 
 Flows in: what every host already keeps about its calls, queues and leases; a lock that says who holds it. Flows out: a
 graph of waits, its cycles, and its picture in text. Nobody is woken: reports are made when nothing has moved for too
@@ -150,7 +150,7 @@ class Progress:
         """Every wait, and since when it is there."""
 
     def stopped(self, reports: Iterable[HostReport], now: float) -> str | None:
-        """What has stopped for too long, for the first line of the report; or None.
+        """Return what has stopped for too long, for the first line of the report; or None.
 
         Args:
             reports: of all hosts, from one time.
@@ -185,7 +185,7 @@ class Progress:
 
 
 def _pictures(ahead: Graph, notes: dict[str, Any]) -> dict[str, int]:
-    """Of each name, a hash of all that it stands on, as it is now.
+    """Return for each name a hash of all that it stands on, as it is now.
 
     A knot has the hash of its members and of what they lead to, which is known by then: one pass for all names.
     """

@@ -35,7 +35,7 @@ class ImportWatch(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """What the others find; its loader tells of what it does."""
+        """Return the spec that the other finders give; its loader tells of what it does."""
         if self._loading or threading.current_thread() is not threading.main_thread():
             return None  # within another load; or the messages of two threads would mix
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))

@@ -1,4 +1,4 @@
-"""What runs on the far side of `supervisor.py`: the keeper of a child, and the child's own start when it is Python.
+"""The far side of `supervisor.py`: the keeper of a child, and the child's own start when it is Python.
 
 Flows in: a command line, and for Python children one pickled description over a socket. Flows out: the keeper's report
 (`pid N`, `exit N`) and a worker's answers. Who wakes whom: the keeper sleeps until its child exits or its parent is
@@ -107,7 +107,7 @@ def keep(parent: int, control: int, channel: int, argv: list[str]) -> None:
 
 
 def _become(argv: list[str], keeper: int, blocked: set[signal.Signals], prctl: Callable[..., int]) -> None:
-    """What the fork of the keeper does: turn into the child, with signals as a new process has them; never returns."""
+    """Run in the fork of the keeper: turn into the child, with signals as a new process has them; never returns."""
     import signal
 
     try:

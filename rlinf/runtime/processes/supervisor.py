@@ -393,7 +393,7 @@ class Child:
 
     @property
     def up(self) -> bool:
-        """Whether a life is up and healthy at this moment."""
+        """True if a life is up and healthy at this moment."""
         return self._task is not None and self._ready.done() and self._ready.exception() is None
 
     @property

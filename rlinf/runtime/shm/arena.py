@@ -170,7 +170,7 @@ class SlotRef:
 
 
 def inside(tensor: torch.Tensor, base: int, size: int) -> bool:
-    """Whether a tensor's memory begins in the `size` bytes from address `base`, which are shared memory."""
+    """True if a tensor's memory begins in the `size` bytes from address `base`, which are shared memory."""
     if tensor.device.type != "cpu" or torch._C._is_cow_tensor(tensor):  # type: ignore[attr-defined]
         return False  # to ask for the address would copy it; and what torch shares so is its own memory
     return 0 <= tensor.untyped_storage().data_ptr() - base < size
@@ -206,7 +206,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class ArenaReader:
-    """What one host has mapped of others' arenas. Every method may be called from any thread.
+    """The memory that one host has mapped of others' arenas. Every method may be called from any thread.
 
     Args:
         on_free: called with (owner, slot) once per `open`, when nothing refers to that tensor's storage any more. It
@@ -247,7 +247,7 @@ class ArenaReader:
         return tensor
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in memory that is mapped here."""
+        """True if the tensor lies in memory that is mapped here."""
         return any(inside(tensor, base, size) for base, size in self._ranges.values())
 
     def forget(self, owner: int) -> None:
@@ -362,7 +362,7 @@ class Arena:
     @staticmethod
     @functools.cache
     def available() -> bool:
-        """Whether this platform has what the arena needs (Linux, memfd, a readable /proc)."""
+        """True if this platform has what the arena needs (Linux, memfd, a readable /proc)."""
         try:
             fd = os.memfd_create("rlinf-probe")
             try:
@@ -429,7 +429,7 @@ class Arena:
         return ref
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's memory is this arena's."""
+        """True if the tensor's memory is this arena's."""
         return self._segment is not None and not self._closed and inside(tensor, self._base, self._segment.size)
 
     def lend(self, tensor: torch.Tensor, holder: int) -> SlotRef | None:

@@ -77,7 +77,7 @@ async def opened(value: Any, host: Host) -> Any:
 
 
 def is_kept(value: Any) -> bool:
-    """Whether opening it means fetching it from its producer."""
+    """True if opening it means fetching it from its producer."""
     if type(value) is list:
         return any(type(each) is Sealed and each.ref is not None for each in value)
     return type(value) is Sealed and value.ref is not None
@@ -155,7 +155,7 @@ class QueueRegistry:
         self.feeding[id] = UNANSWERED
 
     def may_feed(self, id: Key) -> bool:
-        """Whether an item may be put without waiting for an answer."""
+        """True if an item may be put without waiting for an answer."""
         left = self.feeding.get(id)
         if left is None:
             return False
@@ -232,7 +232,7 @@ class QueueHandle:
         return queues_of(self.host).find(self.id, self.name)
 
     def rebind(self, host: Host) -> QueueHandle:
-        """The same queue, seen from another host of this process."""
+        """Return a handle of the same queue, seen from another host of this process."""
         if host is self.host:
             return self
         return QueueHandle(host, self.owner, self.id, self.name, self.capacity, self.origin)
@@ -261,8 +261,8 @@ class QueueHandle:
         return bool(self.host.codec.by_reference(self.owner))
 
     def seal(self, value: Any) -> tuple[Any, ValueRef | None]:
-        """What goes to the queue on another host instead of a value: the value itself if `plain`; or bytes; or where
-        it is kept, until its `Sealed` at the queue is dropped."""
+        """Return what goes to the queue on another host instead of a value: the value itself if `plain`; or bytes; or
+        where it is kept, until its `Sealed` at the queue is dropped."""
         if self.plain:
             return (value, None)
         blob = self.host.codec.seal(value)
@@ -317,7 +317,7 @@ class QueueHandle:
         self._cast("requeue", token, None if ids is None else list(ids))
 
     def insist(self, token: Token, more: bool = False) -> None:
-        """What was asked for as spare is needed now."""
+        """Tell the queue that what was asked for as spare is needed now."""
         self._cast("insist", token, more)
 
     def close(self) -> None:

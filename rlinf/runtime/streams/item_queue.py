@@ -123,7 +123,7 @@ class ItemQueue:
 
     @property
     def has_space(self) -> bool:
-        """Whether `put` would not wait."""
+        """True if `put` would not wait."""
         return not self._waiting.putters and self._space_for(None)
 
     async def space(self, name: str = "?") -> None:
@@ -331,7 +331,7 @@ class ItemQueue:
                         break
 
     def _offer(self, taker: Taker) -> bool:
-        """Whether it waits no more."""
+        """Serve a waiting taker if possible; True if it waits no more."""
         if taker.future.done():  # cancelled, and not yet told
             return self._waiting.remove_taker(taker)
         taken = self.take_nowait(taker.token, taker.most, **taker.wishes)

@@ -1,4 +1,4 @@
-"""What is in an item queue, and what may be asked of it. Flows in: nothing; out: types. Nobody is woken.
+"""State of an item queue: its items, its waiting takers and putters, and what may be asked of it.
 
 Those who wait for a queue: takers by key, kind of wish and token, putters by key.
 
@@ -86,7 +86,7 @@ class Running:
         return len(self.by_token)
 
     def has(self, key: Hashable) -> bool:
-        """Whether items of this key are held."""
+        """True if items of this key are held."""
         return key in self._counts
 
     def add(self, token: Token, key: Hashable, items: list[Item]) -> None:
@@ -127,7 +127,7 @@ class PutIds(set[Hashable]):
 
 
 class Wishes(TypedDict, total=False):
-    """What a taker wants, beside how many items at most."""
+    """Wishes of a taker, beside how many items at most."""
 
     least: int
     """Fewer than these are only given at the end of the queue. Default 1."""
@@ -157,7 +157,7 @@ class _Waiter:
 
     @property
     def served(self) -> bool:
-        """Whether it got what it waited for."""
+        """True if it got what it waited for."""
         return self.future.done() and not self.future.cancelled() and self.future.exception() is None
 
     def fail(self, error: BaseException) -> None:
@@ -179,7 +179,7 @@ class Taker(_Waiter):
 
     @property
     def kind(self) -> Hashable:
-        """Of takers of one kind and key, none can be served while the oldest cannot."""
+        """Class of wishes: of takers of one kind and key, none can be served while the oldest cannot."""
         wishes = self.wishes
         return (wishes.get("least", 1), wishes.get("weight"), wishes.get("more", False), self.peeks)
 
@@ -203,7 +203,7 @@ _ByKey = dict[Hashable, dict[Hashable, "OrderedDict[Taker, None]"]]
 
 
 class Waiting:
-    """Who waits to take from a queue, and who to put into it. First come, first served, by `OrderedDict`: its first
+    """Takers and putters that wait at a queue. First come, first served, by `OrderedDict`: its first
     entry is found at once however many were removed before it."""
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class Waiting:
         return list(self._wishes[True])
 
     def is_needed(self, key: Hashable) -> bool:
-        """Whether somebody waits for this key, not only for items to spare."""
+        """True if somebody waits for this key, not only for items to spare."""
         return key in self._wishes[False]
 
     # Putters -----------------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ class Stream(Generic[T]):
 
     @property
     def name(self) -> str:
-        """What it carries and where it was made, e.g. "rollout.generate@0.12"."""
+        """Name of what it carries and where it was made, e.g. "rollout.generate@0.12"."""
         return self.handle.name
 
     @property
@@ -337,7 +337,7 @@ class Consumer(AsyncIterator[T]):
 
     @property
     def at_hand(self) -> bool:
-        """Whether the next `take` would not wait."""
+        """True if the next `take` would not wait."""
         return len(self._ready) >= self.most
 
     async def take(self, *, acknowledge: bool = True) -> list[tuple[Hashable, T]]:
@@ -429,7 +429,8 @@ class Consumer(AsyncIterator[T]):
         return await ahead
 
     def _insist(self, more: bool) -> None:
-        """What was asked for ahead is needed now. Told behind the question, which its task may not have sent yet."""
+        """Tell the queue that what was asked for ahead is needed now. Told behind the question, which its task may not
+        have sent yet."""
         self._handle.host.loop.call_soon(self._handle.insist, self._token, more)
 
     def _look_ahead(self) -> None:

@@ -185,7 +185,7 @@ def _fence(host: Host, number: int) -> None:
 
 
 def _hosts_lost(host: Host) -> HostLost:
-    """Who was lost, with what, why; and how to go on."""
+    """Return an error that says which hosts were lost, with which actors, why; and how to go on."""
     lost = [where(host, number) for number in sorted(host.lost_hosts)]
     actors = [ref._name for group in host.system.service.groups() for ref in group if ref._host in host.lost_hosts]
     when = f"{'were' if len(lost) > 1 else 'was'} lost at {time.strftime('%H:%M:%S')}"

@@ -120,7 +120,7 @@ class EndpointOf:
         self._capacity = capacity
 
     def bounded(self, capacity: int | None) -> EndpointOf:
-        """The same endpoint; streams from it hold at most so many items before their producers pause."""
+        """Return the endpoint with a bound: streams from it hold at most so many items before their producers pause."""
         if capacity is not None and capacity < 1:
             raise ValueError(f"bounded needs a capacity >= 1, or None for no bound; got {capacity}")
         return EndpointOf(self._refs, self._spec, one=self._one, capacity=capacity)
@@ -295,7 +295,8 @@ class ActorGroup:
         return iter(self._refs)
 
     def __reduce__(self) -> Any:
-        """As columns: a spawn on n hosts sends n handles to n hosts, and handles one by one would cost n² of a call."""
+        """Pickle handles as columns: a spawn on n hosts sends n handles to n hosts, and handles one by one would cost
+        n² of a call."""
         if not self._refs:
             return ActorGroup, (self._group_name, [])
         columns = [(ref._name, ref._host, ref._actor) for ref in self._refs]

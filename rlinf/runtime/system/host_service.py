@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ActorState:
-    """What an actor is doing at this moment."""
+    """State of an actor at this moment."""
 
     actor: str
     """Such as "rollout[0]"."""
@@ -95,7 +95,7 @@ class MemoryState:
 
 @dataclass(frozen=True, slots=True)
 class LookBack:
-    """What a host does now, and what it did between two times of its clock."""
+    """State of a host: what it does now, and what it did between two times of its clock."""
 
     __plain__: ClassVar[bool] = True  # holds no promise: the runtime need not look for one in its many parts
 
@@ -114,7 +114,7 @@ class LookBack:
 
 
 def look_at(host: Host) -> tuple[list[ActorState], list[QueueState]]:
-    """What this host's actors and queues are doing."""
+    """Return the states of this host's actors and queues."""
     waits: dict[str, str] = {}
     queues = []
     for queue in host.system.queues.all():
@@ -167,12 +167,12 @@ _OF_QUEUES = (".take", ".put_one")
 
 
 def spans_since(host: Host, since: float) -> list[tuple[Any, ...]]:
-    """What ended then or later, and what is under way now, as if it ended now; as plain tuples."""
+    """Return the spans that ended then or later, and what is under way now, as if it ended now; as plain tuples."""
     return [*host.tracer.plain_since(since, FEW), *_under_way(host)]
 
 
 def looked_back(host: Host, since: float, until: float, busy: Sequence[Busy]) -> LookBack:
-    """What this host does now, with what it did.
+    """Return what this host does now, with what it did.
 
     Args:
         host: which.
@@ -241,7 +241,7 @@ def _machine_memory() -> int | None:
 
 
 def report_host(host: Host, service: Service) -> HostReport:
-    """What waits on this host, and for what."""
+    """Return a report of what waits on this host, and for what."""
     now = host.now()
     report = HostReport(host.rank)
     for promise in list(host.sent.values()):
@@ -560,8 +560,8 @@ class Service(QueueService, StageService, LeaseService):
 
     @endpoint
     async def between(self, start: float, end: float) -> tuple[list[Busy], Passages, list[Move], list[Span]]:
-        """What happened between two times of this host's clock, seconds: who was busy, also beyond these times; what
-        went from whom to whom; on the controller, who was moved; and of what parts of their work actors told."""
+        """Return what happened between two times of this host's clock, seconds: who was busy, also beyond these times;
+        what went from whom to whom; on the controller, who was moved; and of what parts of their work actors told."""
         host = self._cell.host
         moves = [move for move in getattr(self, "moved", ()) if move[3] >= start and move[2] <= end]
         spans = host.tracer.ended_since(start)
@@ -578,7 +578,7 @@ class Service(QueueService, StageService, LeaseService):
 
     @endpoint
     async def look_back(self, since: float) -> LookBack:
-        """What this host does, and did since a time of its clock, seconds."""
+        """Return what this host does, and did since a time of its clock, seconds."""
         host = self._cell.host
         now, spans = host.now(), spans_since(host, since)
         if len(spans) > READ_ON_LOOP:  # actors and queues are the loop's, so spans alone are read in a thread

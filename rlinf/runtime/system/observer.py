@@ -1,4 +1,4 @@
-"""What all hosts do, seen from the controller: where the time of a step went, who is at what right now, who waits.
+"""Activity of all hosts, seen from the controller: where the time of a step went, who is at what right now, who waits.
 
 Flows in: the spans, calls and queues that every host keeps anyway. Flows out: the intervals in which each actor was
 busy, a picture of this moment, and the reports of those that wait. Nobody is woken: the actor that every host has
@@ -94,7 +94,7 @@ class Watch:
         return {number: self._host.places[number].node for number in self._ahead}
 
     async def look_back(self, number: int, since: float) -> LookBack:
-        """What one host does now, and what it did since a time; in seconds of the controller's clock.
+        """Return what one host does now, and what it did since a time; in seconds of the controller's clock.
 
         Raises:
             ActorDied: it is lost.
@@ -110,7 +110,7 @@ class Watch:
         return replace(found, start=found.start + ahead, end=found.end + ahead, busy=tuple(moved))
 
     async def look(self) -> Moment:
-        """What everybody does now."""
+        """Return the states of all actors and queues now."""
         answers: list[Any] = await asyncio.gather(*(ask(self._host, number, "look") for number in self._ahead))
         actors = tuple(state for states, _ in answers for state in states)
         return Moment(actors, tuple(state for _, states in answers for state in states))

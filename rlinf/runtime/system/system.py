@@ -45,7 +45,7 @@ from rlinf.runtime.values.promise import Promise
 
 
 class Closable(Protocol):
-    """What ends itself: a scope, a device mesh."""
+    """Anything with a `close`: a scope, a device mesh."""
 
     async def close(self) -> None: ...
 
@@ -435,7 +435,7 @@ class ActorSystem:
         await self.answers(stops, 1.5 * CALLS_DEADLINE)
 
     async def answers(self, calls: Mapping[K, Promise[Any]], seconds: float) -> dict[K, Any]:
-        """What each call returned or raised; those that took longer are cancelled and left out."""
+        """Return what each call returned or raised; those that took longer are cancelled and left out."""
         patient = [call for call in calls.values() if call.target not in self._silent]
         if patient:
             await asyncio.wait(patient, timeout=seconds)
@@ -502,11 +502,11 @@ class ActorSystem:
         await write_trace(self._host, path, self.living(), most)
 
     async def device_memory(self) -> dict[int, DeviceMemory]:
-        """What each device holds by the book of the lease manager, and the most that it ever held."""
+        """Return the memory that each device holds by the book of the lease manager, and the most that it ever held."""
         return dict(await self._control("lease_devices"))
 
     async def stall_report(self) -> str:
-        """Who waits on whom, since when, on all hosts; deadlocks first."""
+        """Return a text of who waits on whom, since when, on all hosts; deadlocks first."""
         return render(await reports(self, REPORT_DEADLINE))
 
     def living(self) -> list[int]:
@@ -558,7 +558,7 @@ class LocalNetwork:
         return complaint
 
     def reports(self) -> list[HostReport]:
-        """What waits on all hosts, in the instant."""
+        """Return reports of what waits on all hosts, in the instant."""
         return [report_host(system._host, system.service) for system in self.systems.values()]
 
     async def close(self) -> None:
@@ -591,7 +591,7 @@ def here(number: int, *, process: str | None = None, device: str = "cpu") -> Pla
 
 
 async def reports(system: ActorSystem, seconds: float) -> list[HostReport]:
-    """What waits on each living host; of one that does not answer in so many seconds, that it does not."""
+    """Report what waits on each living host; of one that does not answer in so many seconds, that it does not."""
     host = system.service._cell.host
     calls: dict[int, Promise[Any]] = {}
 

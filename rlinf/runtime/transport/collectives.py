@@ -264,7 +264,8 @@ class Collectives:
     # Making ------------------------------------------------------------------------------------------------------
 
     async def _once(self, name: str, what: str, make: Callable[[], Any]) -> Any:
-        """What was made under this name; a failure stays too, since the store holds what is left of the attempt."""
+        """Make a thing once per name, and return it; a failure stays too, since the store holds what is left of the
+        attempt."""
         if name not in self._made:
             self._made[name] = what, asyncio.create_task(make(), name=f"make {name}")
         before, task = self._made[name]

@@ -73,7 +73,7 @@ class Alertness:
                 self._loop.call_soon(self._turn)
 
     def rest(self) -> None:
-        """What was waited for is here."""
+        """Stop watching closely: what was waited for is here."""
         self._until = 0.0
 
     def _turn(self) -> None:
@@ -99,7 +99,7 @@ logger = logging.getLogger(__name__)
 
 
 def wanted() -> bool:
-    """Whether lanes are to be made, by `RLINF_TRANSPORT`.
+    """True if lanes are to be made, by `RLINF_TRANSPORT`.
 
     Raises:
         UserError: it is neither `lane` nor `rpc`.

@@ -96,7 +96,7 @@ def _tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Ten
 
 
 def carries_tensors(messages: list[Message]) -> bool:
-    """Whether a payload (bytes, references, parts) among the messages' entries has tensors."""
+    """True if a payload (bytes, references, parts) among the messages' entries has tensors."""
     for message in messages:
         for part in message:
             is_payload = type(part) is tuple and len(part) == 3 and type(part[0]) is bytes
@@ -145,7 +145,7 @@ LAZY_SECONDS = 5e-3
 
 
 class Receiver(Protocol):
-    """What a transport delivers to."""
+    """Interface that a transport delivers to."""
 
     def receive(self, source: int, frame: Frame, respond: Respond) -> None:
         """Take a frame from host `source`; call `respond` exactly once, soon, with a frame to send back or None."""
@@ -235,7 +235,7 @@ class Link:
                 self._loop.call_later(LAZY_SECONDS, self._flush)
 
     def hold_back(self, ready: asyncio.Future[None]) -> None:
-        """What is posted from now on leaves once `ready` is done: memory that the next message speaks of is being
+        """Let what is posted from now on leave once `ready` is done: memory that the next message speaks of is being
         filled. If it is cancelled, nothing leaves any more."""
         if not self._dead:
             self._held.append((ready, []))

@@ -90,7 +90,7 @@ def bind_interface(interface: str | None, world: int) -> None:
 
 
 def on_one_machine(world: int) -> bool:
-    """Whether all processes of the job are on this machine: torchrun started all, or they meet on the loopback."""
+    """True if all processes of the job are on this machine: torchrun started all, or they meet on the loopback."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return local == world or _is_loopback(os.environ.get("MASTER_ADDR", ""))
 

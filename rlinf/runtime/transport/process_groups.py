@@ -80,7 +80,7 @@ SPARE = 4
 
 
 class WaitingThreads:
-    """As many threads as there are functions under way, so that none waits for another one's end.
+    """A pool of as many threads as there are functions under way, so that none waits for another one's end.
 
     Used from one event loop's thread at a time, which does all the counting.
 
@@ -148,7 +148,7 @@ class Line(Protocol):
     """First come, first served: what is posted next."""
 
     def mark(self) -> Any:
-        """What has been enqueued on the device until now; called on the loop when the operation is."""
+        """Mark what has been enqueued on the device until now; called on the loop when the operation is."""
 
     def post(self, tensor: torch.Tensor, operation: Operation, writes: bool, after: Any) -> Wait:
         """Begin an operation; what waits for its end. Both may block, and raise what the backend raises.
@@ -283,7 +283,7 @@ class GlooLine:
         return wait
 
     def abort(self) -> None:
-        """What is under way in gloo cannot be ended; it fails when the connections go."""
+        """Leave the group: what is under way in gloo cannot be ended; it fails when the connections go."""
         self.leave()
 
     def leave(self) -> None:
@@ -650,7 +650,7 @@ class Group:
             raise failure from error
 
     async def _end_of(self, inside: asyncio.Future[T], operation: str, begun: float) -> T:
-        """What a call of the backend comes to, unless the group or the time for the operation ends before it."""
+        """Return the result of a call of the backend, unless the group or the time for the operation ends before it."""
         left = begun + self._deadline - time.monotonic()
         either: list[asyncio.Future[Any]] = [inside, self._over]
         await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)

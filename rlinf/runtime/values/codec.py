@@ -125,7 +125,7 @@ class Codec:
         return "rpc"
 
     def _shares(self) -> bool:
-        """Whether CUDA memory of this process can be opened by others; it says why not, once."""
+        """True if CUDA memory of this process can be opened by others; it says why not, once."""
         if self._unshareable is not None and not self._complained:
             self._complained = True
             self.host.complain(
@@ -135,7 +135,7 @@ class Codec:
         return self._unshareable is None
 
     def by_reference(self, host: int) -> bool:
-        """Whether `host` lives in this process, so that values need not be encoded at all."""
+        """True if `host` lives in this process, so that values need not be encoded at all."""
         return self.places[host].process == self.place.process
 
     def encode(self, value: Any, host: int) -> Payload:
@@ -176,11 +176,11 @@ class Codec:
             self.bulk.send(tensor, ref, host, filled)
 
     def as_it_is(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What may be read later in the place of a tensor; None if only a copy will do."""
+        """Return what may be read later in the place of a tensor; None if only a copy will do."""
         return tensor if self.is_shared(tensor) else copies.snapshot(tensor)
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in shared memory, of whichever host."""
+        """True if a tensor lies in shared memory, of whichever host."""
         return any(memory is not None and memory.holds(tensor) for memory in (self.arena, self.reader))
 
     async def _filled(self, begun: list[asyncio.Future[None]], parts: list[Any], host: int) -> None:
@@ -220,14 +220,14 @@ class Codec:
         return load(self, blob, (), ())
 
     def duplicate(self, value: Any) -> Any:
-        """The same value in containers of its own, over the same tensors."""
+        """Return the same value in containers of its own, over the same tensors."""
         file = io.BytesIO()
         pickler = Pickler(file, self, HERE)
         pickler.dump(value)
         return load(self, file.getvalue(), (), pickler.parts)
 
     async def into_arena(self, value: Any) -> Any:
-        """The same value with its big CPU tensors in shared memory, as far as that has room."""
+        """Return the same value with its big CPU tensors in shared memory, as far as that has room."""
         file = io.BytesIO()
         pickler = Pickler(file, self, HERE)
         pickler.dump(value)
@@ -243,7 +243,7 @@ class Codec:
         return load(self, file.getvalue(), (), pickler.parts)
 
     def ready(self, payload: Payload) -> bool:
-        """Whether `decode_now` can read it: nothing to wait for."""
+        """True if `decode_now` can read it: nothing to wait for."""
         if len(payload) < 3:
             return len(payload) == 2 or not holds_promise(payload[0])
         return not payload[1] and not any(map(_comes_later, payload[2]))
@@ -301,7 +301,7 @@ class Codec:
                 self.handles.refuse(part)
 
     def open_part(self, part: Any) -> Any:
-        """What a part of a payload stands for; a tensor, unless reading it must wait."""
+        """Return what a part of a payload stands for; a tensor, unless reading it must wait."""
         if type(part) is IpcRef:
             return self.handles.open(part)
         if type(part) is SlotRef:
@@ -315,7 +315,7 @@ class Codec:
 
 
 def _comes_later(part: Any) -> bool:
-    """Whether reading it must wait: for a process group, or for a copy that is too big for the loop."""
+    """True if reading it must wait: for a process group, or for a copy that is too big for the loop."""
     return type(part) is GroupRef or (
         type(part) is Staged and part.tensor.nbytes > COPY_BYTES and torch.cuda.is_available()
     )

@@ -29,7 +29,7 @@ _GONE = "a promised value is gone: its handle was dropped, or the host that had 
 
 
 class Values:
-    """What one host keeps for others, and holds of theirs.
+    """Store of the values that one host keeps for others, and holds of theirs.
 
     Args:
         places: where every host lives.
@@ -65,7 +65,7 @@ class Values:
 
     @contextlib.contextmanager
     def lending_to(self, promise: Promise[Any]) -> Iterator[None]:
-        """What is encoded in it are the arguments of this call: promises among them are lent until its reply."""
+        """Encode the arguments of this call within the context: promises among them are lent until its reply."""
         lends: list[Any] = []
         self._lending, self._borrower = lends, promise.name
         try:

@@ -68,7 +68,7 @@ class GroupBulk:
         """By source and tag of a transfer: whether the other host has its GPU."""
 
     def announce(self, tensor: torch.Tensor) -> GroupRef:
-        """What the receiver needs to know of a tensor that will be sent."""
+        """Return a reference with what the receiver needs to know of a tensor that will be sent."""
         return GroupRef(self._host.rank, next(self._tags), tensor.device.type, tensor.dtype, tuple(tensor.shape))
 
     def send(self, tensor: torch.Tensor, ref: GroupRef, host: int, after: asyncio.Future[None] | None) -> None:

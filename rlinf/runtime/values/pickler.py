@@ -113,7 +113,7 @@ class Bulk(Protocol):
 
 
 def unpicklable(value: Any, error: Exception) -> Exception:
-    """What to raise when pickling `value` has raised `error`."""
+    """Return the error to raise when pickling `value` has raised `error`."""
     if isinstance(error, RuntimeFault):  # it says itself what to do
         return error
     where, culprit = _culprit(value)
@@ -172,7 +172,7 @@ SEALED, HERE = -1, -2
 
 
 class Encoder(Protocol):
-    """What a pickler asks of its host's codec; see `codec.py`."""
+    """Interface that a pickler needs of its host's codec; see `codec.py`."""
 
     arena: Arena | None
     bulk: Any
@@ -341,14 +341,14 @@ class Pickler(pickle.Pickler):
 
 
 class TooBig(Exception):
-    """What is being sealed is too big to ride along."""
+    """Raised where a value that is being sealed is too big to ride along."""
 
 
 _PLAIN = frozenset({int, float, bool, type(None)})
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a call's (args, kwargs) or result is nothing but short atoms, which need no encoding of their own."""
+    """True if a call's (args, kwargs) or result is nothing but short atoms, which need no encoding of their own."""
     kind = type(value)
     if kind in _PLAIN:
         return True

@@ -256,12 +256,12 @@ class Gathered(asyncio.Future[Any]):
 
 
 def _first(values: list[Any]) -> Any:
-    """What a joint call comes to on its receiver's host, where the ranks' values have arrived."""
+    """Return the value of a joint call on its receiver's host, where the ranks' values have arrived."""
     return values[0]
 
 
 class Sent:
-    """What the caller's host remembers of a call that nobody awaits, until its reply; of others it has the promise."""
+    """Record that the caller's host has of a call that nobody awaits, until its reply; of others it has the promise."""
 
     __slots__ = ("finish", "lends", "name", "promise", "target")
 
@@ -282,7 +282,7 @@ ATOMS = frozenset({int, float, str, bytes, bool, type(None), torch.Tensor, np.nd
 
 
 def holds_promise(value: Any) -> bool:
-    """Whether a promise sits anywhere in `value`. A class that says `__plain__ = True` has none in its objects, and is
+    """True if a promise sits anywhere in `value`. A class that says `__plain__ = True` has none in its objects, and is
     not searched."""
     kind = type(value)
     if kind in ATOMS:

@@ -42,7 +42,7 @@ Site = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an owner says to a host that asked for a value."""
+    """Answer of an owner to a host that asked for a value."""
 
     value: Any = None
     """The value, unless another host gives it."""
@@ -54,12 +54,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What a host says that was asked for a copy and has none."""
+    """Answer of a host that was asked for a copy and has none."""
 
 
 @dataclass(slots=True)
 class _Tree:
-    """Who has a value, as its owner knows it."""
+    """Hosts that have a value, as its owner knows it."""
 
     on_gpu: bool
     """Each GPU wants a copy."""
@@ -97,7 +97,7 @@ class Relay:
     # At the owner ------------------------------------------------------------------------------------------------
 
     def answer(self, key: Key, value: Any, asker: int, without: int | None) -> Answer:
-        """Who gives a kept value to `asker`, which is on another machine or has another GPU.
+        """Say which host gives a kept value to `asker`, which is on another machine or has another GPU.
 
         Args:
             without: the host that was named before, and had nothing.
@@ -227,7 +227,7 @@ def _seen(task: asyncio.Task[Any]) -> None:
 
 
 def is_big(value: Any) -> bool:
-    """Whether there are `RELAY_BYTES` in the tensors and arrays of plain containers and dataclasses."""
+    """True if there are `RELAY_BYTES` in the tensors and arrays of plain containers and dataclasses."""
     found = 0
     for each in arrays(value):
         found += each.nbytes
@@ -237,7 +237,7 @@ def is_big(value: Any) -> bool:
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether it lies in the memory of a GPU."""
+    """True if it lies in the memory of a GPU."""
     return tensor.is_cuda
 
 

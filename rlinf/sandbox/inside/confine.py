@@ -73,7 +73,7 @@ _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _MODE_FILTER = 22, 38, 2
 
 
 def available() -> bool:
-    """Whether there is a filter for this machine's kind of processor."""
+    """True if there is a filter for this machine's kind of processor."""
     return platform.machine() in _MACHINES
 
 
@@ -127,7 +127,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def version() -> int:
-    """Of the kernel's Landlock; 0 where there is none."""
+    """Return the version of the kernel's Landlock; 0 where there is none."""
     return max(0, int(_libc.syscall(_CREATE, None, 0, _VERSION)))
 
 

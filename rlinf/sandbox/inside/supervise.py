@@ -105,7 +105,7 @@ groups, which most containers may not write; a program that is done sooner is ne
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What all runs share."""
+    """State that all runs share."""
 
     proc: int
     """A descriptor of the machine's /proc."""
@@ -121,7 +121,7 @@ class Server:
 
 @dataclass(slots=True)
 class _Run:
-    """What is known of a run."""
+    """State of one run: its request, output and outcome."""
 
     request: dict[str, Any]
     """See `Sandbox`: code, files, args, limits. The program has a copy in its memory, so nothing else may be in it."""
@@ -343,7 +343,7 @@ def _keep(run: _Run, descriptor: int, data: bytes, most: int) -> None:
 
 
 def _drain(run: _Run, descriptors: list[int], most: int) -> None:
-    """What is still in the pipes of a program whose processes are all dead."""
+    """Read what is still in the pipes of a program whose processes are all dead."""
     for descriptor in descriptors:
         os.set_blocking(descriptor, False)
         try:
@@ -354,7 +354,7 @@ def _drain(run: _Run, descriptors: list[int], most: int) -> None:
 
 
 def _exceeds(server: Server, run: _Run, root: int) -> bool:
-    """Whether all processes together use more than they may; then `run.outcome` says what."""
+    """True if all processes together use more than they may; then `run.outcome` says what."""
     limits = run.request["limits"]
     clock, memory = used(server.proc, root, 0 if server.weak else 2)  # holder and first are ours
     if memory > limits["memory_bytes"]:

@@ -1,7 +1,7 @@
-"""Seconds of a step in the long run, where generation for later steps overlaps learning of this one.
+"""Plans and step times of asynchronous training, where generation for later steps overlaps learning of this one.
 
 Flows in: a plan as a tree, its workload, and how many steps ahead generation may be. Flows out: seconds of a step, and
-what sets them. Nothing waits here.
+what sets them.
 
 Batch k + s + 1 is begun once batch k is learned from and its weights are published (s: the staleness). So a step takes,
 on average, the most of
@@ -19,22 +19,13 @@ it, that must fit into the s + 1 steps until its batch is learned from: (s + 1)Â
 
 The best plan of a flow with work in flight between steps: which stages share devices, and how many each has.
 
-Flows in: a workload and the staleness. Flows out: plans as trees with their seconds in the long run, the best of each
-mode. Nothing waits here.
-
 In the long run only loads and the way of one batch count (`Steady`), so a plan is a partition: stages of one part
 take turns on its devices, parts are side by side. Sizes come from bisection: of the least seconds for which every part
 finds enough devices; then they are moved from part to part while that helps. Where there are few, all are tried.
 
-Which staleness pays: the best plan's seconds at several, and a sentence.
+The staleness that pays: the best plan's seconds at several, and a sentence.
 
-Flows in: a workload whose costs were measured in synchronous steps. Flows out: a row per staleness, and which of them
-to take. Nothing waits here.
-
-What it brings that devices change hands within a step: learning goes on wherever answers are done.
-
-Flows in: a plan, its workload, the items of a step. Flows out: seconds of a synchronous step whose last stage takes
-over each device of the source as soon as that has nothing left to generate. Nothing waits here.
+The gain from devices that change hands within a step: learning goes on wherever answers are done.
 
 A device of the source is free once all of its items have left: with m items on each, of which a share F(t) has left, a
 share F(t)^m of the devices is (items are taken to be independent). What learns is divided among all devices that it

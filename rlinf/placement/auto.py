@@ -1,7 +1,7 @@
 """`placement.mode: auto`: measure a few steps, plan, and plan anew when steps no longer take what was expected.
 
 In: the seconds of every step, and what the stages of the flow were measured to cost. Out: now and then a plan, with a
-sentence of why. Who wakes whom: nobody; choosing computes in a thread while the run waits for it.
+sentence of why.
 
 How a role's time depends on its devices cannot be known from one size, so two placements are measured before the first
 plan: everybody on all devices, then each role on a share of them. What lies between the two is interpolated. Where
@@ -11,24 +11,18 @@ How much longer a plan is expected to take because stage costs are not known exa
 
 Stages that take turns average their errors out; where stages overlap, the slowest one decides.
 
-Flows in: a plan as a tree, and by how much its stages' seconds may be wrong. Flows out: by which factor it is expected
-to take longer than calculated. Nothing waits here.
-
 Devices that were divided by wrong costs wait for each other, so of two plans with equal predicted time one may be the
 worse choice. A plan is weighed by its mean time over costs drawn around the known ones.
 
 Candidate plans for rehearsal: the best of each mode by formula, and its neighbours.
-
-Flows in: a workload. Flows out: plans as trees with calculated seconds, best first. Nothing waits here.
 
 A formula ranks structures well, and near neighbours badly: a chunk more or less, a node more here and less there. So
 the neighbours of each mode's best are listed, as far as they fit, for the rehearsal to tell apart.
 
 Which plan to follow: the planner's best of each mode, rehearsed with the real flow, and the quickest of them.
 
-Flows in: a profile (or a workload), devices, the flow. Flows out: the plan, a row per mode, one sentence of why. All
-seconds are simulated, none is measured. Nothing waits here, but it computes for a while: `choose` says for how long.
-From a coroutine: `await asyncio.to_thread(choose, ...)`.
+All seconds are simulated, none is measured. Nothing waits here, but it computes for a while: `choose` says for how
+long. From a coroutine: `await asyncio.to_thread(choose, ...)`.
 """
 
 from __future__ import annotations

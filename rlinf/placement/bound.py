@@ -1,16 +1,11 @@
-"""Lower bound on the seconds of a step, over all placements, with its parts.
+"""Lower bound on the seconds of a step, over all placements, and the causes of the time above it.
 
-Flows in: a workload, and what is known of its longest item. Flows out: the bound, and which part of it binds. Nothing
-waits here. Where the time above the bound went is `Losses`.
+Flows in: a workload, and what is known of its longest item. Flows out: the bound, and which part of it binds. Where the
+time above the bound went is `Losses`.
 
 Stretches of time as arrays: what a device did during a step may be 100,000 of them, read in a few milliseconds.
 
-Flows in: starts and ends. Flows out: the same time without overlaps, lengths, and fair shares. Nothing waits here.
-
 Split the time of a step above its lower bound into causes; the parts add up to T - T_LB.
-
-Flows in: what each device did during a step, and what its work should have cost. Flows out: the parts, in seconds of
-the step. Nothing waits here.
 
 N devices have N·T device-seconds. Each of them is work, a switch, a synchronisation, or idle; work is the least there
 is (B1), what the chosen sizes cost above that, or what was measured above the profile. Divided by N this is T - B1

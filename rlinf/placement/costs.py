@@ -1,7 +1,7 @@
-"""Seconds and device-seconds of each stage in one step, read off the runtime's spans.
+"""Costs of each stage and accounts of each step, read off the runtime's spans.
 
 Flows in: a `Lap` (who was busy when, what flowed where, what was loaded and parked) and the devices of every actor.
-Flows out: per device what it did, per stage its time (`Seen`), and a `Profile` of this one step. Nothing waits here.
+Flows out: per device what it did, per stage its time (`Seen`), and a `Profile` of this one step.
 
 A stage is a role, all its endpoints together; roles that feed each other in a loop, such as environment and policy, are
 one stage of the name "env+policy". Time of an actor without devices is beside the devices: it is known, and costs none.
@@ -9,8 +9,6 @@ Without leases two roles may be busy on one device at the same time; each second
 so that the roles of a device never add up to more than the time that it worked.
 
 Accounts of a run's steps: the profile pooled over them, and the efficiency of each step against its lower bound.
-
-Flows in: the `Lap` of every step. Flows out: metrics of the step, the profile, `profile.json`. Nobody is woken.
 
 What is possible, E = T_LB / T, is judged by what stages cost on the sizes that were ever measured, and by no more than
 they cost in this very step: a step that was quicker than its profile proves that it can be. So no part is negative and

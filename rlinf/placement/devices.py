@@ -1,13 +1,11 @@
-"""Nodes, the devices on them, and groups of nodes: what a placement may point at.
+"""Nodes, their devices and groups of nodes, and processes that share a GPU.
+
+Nodes, the devices on them, and groups of nodes: what a placement may point at.
 
 Flows in: a declaration (how many nodes, what each holds) or facts gathered from hosts. Flows out: a `Cluster`, which
-numbers devices through all nodes in order, and lists the resources that the ranks of a placement string count. Nothing
-waits here.
+numbers devices through all nodes in order, and lists the resources that the ranks of a placement string count.
 
 Processes that share a GPU, because torchrun started more of them on a machine than it has GPUs.
-
-In: how many processes and GPUs there are, and where roles sit. Out: which processes share one, and what cannot be done
-there. Pure logic; nobody waits here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Flows in: `"0-1:0-3,3-5,7-10:7-14"` and the like, as users of RLinf write them, with the number of resources there are.
 Flows out: per process its resource ranks; or every mistake, each with its position and what to write instead. The
-reading of one string is here, that of the table of roles in `assign`. Nothing waits here.
+reading of one string is here, that of the table of roles in `assign`.
 
     placement  := segment ("," segment)*
     segment    := resources [":" processes]
@@ -14,9 +14,6 @@ A segment without processes gives one process to each of its resources, counted 
 segment either number is a multiple of the other: more processes than resources share them, fewer have several each.
 
 Which resources every role gets: a table of placement strings, read against a cluster.
-
-Flows in: the mapping under `placement:` (roles to a string, or to a node group and a string) and the cluster. Flows
-out: an `Assignment` per role; or one error that lists every mistake of the whole table. Nothing waits here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Pareto labels of the planner: the costs of a partial plan that anything composed with it depends on, as arrays.
+"""Pareto labels of partial plans, and starting points of the planner's search.
 
-Flows in: labels of two parts. Flows out: labels of the two composed, and the ones worth keeping. Nothing waits here.
+Pareto labels of the planner: the costs of a partial plan that anything composed with it depends on, as arrays.
+
+Flows in: labels of two parts. Flows out: labels of the two composed, and the ones worth keeping.
 
 A part is a sequence of phases. Whatever is put around it can change its first and its last phase only, so a label holds
 these two, the sum of everything between, and devices and memory by kind: one row of an array `[labels, columns]`.
@@ -12,8 +14,6 @@ these two, the sum of everything between, and devices and memory by kind: one ro
     15 …      per kind: devices; bytes that stay on each of them; the most bytes on any of them
 
 Starting points of a search: sizes that balance stages side by side, in the best sequence of such phases.
-
-Flows in: a workload. Flows out: one size per stage. Nothing waits here.
 
 A phase is a set of stages side by side on all devices of their kind, each just large enough to take no longer than the
 slowest: that time is found by bisection. Phases follow each other; the best sequence is the shortest way from no stage

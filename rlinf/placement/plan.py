@@ -1,12 +1,9 @@
 """A plan: per role its devices and what stays on them, per edge its granularity. Its mode is derived, never stated.
 
-Flows in: what the planner chose, or a file that a person edited (`from_yaml`). Flows out: the mode, the bytes of
-each device in each phase, and every reason why a cluster could not run it. Nothing waits here.
+Flows in: what the planner chose, or a file that a person edited (`from_yaml`). Flows out: the mode, the bytes of each
+device in each phase, and every reason why a cluster could not run it.
 
 `plan.yaml`: a plan that people read, edit and load again.
-
-Flows in: a `Plan`, or the text of a file. Flows out: text that says what was chosen; or the plan, or one error with
-everything that is wrong with the file. Nothing waits here.
 """
 
 from __future__ import annotations

@@ -1,24 +1,17 @@
 """The planner: which stages share devices, which have their own, in which order and how finely data moves.
 
-Flows in: a `Workload`. Flows out: the best plan, and the best of each mode, as trees with their seconds. Nothing waits
-here.
+Flows in: a `Workload`. Flows out: the best plan, and the best of each mode, as trees with their seconds.
 
-One search over all structures is in `search.py`. Here is which sizes it is given: all of them if they are few.
+The sizes that a search is given: all of them if they are few.
 Otherwise those that balance stages (`pareto.py`), then a thinned set, and each time, round by round, those around the
 best so far. The best plan so far bounds the next search.
 
 A plan as a tree: stages one after the other on the same devices, or side by side on devices of their own.
 
-Flows in: a tree that the planner found, with its workload. Flows out: its phases, its time by replaying every chunk,
-the memory of every device, and the `Plan` that people read. Nothing waits here.
-
 Every tree is a sequence of phases with barriers between, each a pipeline of stages on disjoint devices. Side by side,
 the last phase of the left part and the first of the right one become one phase, unless a barrier edge runs between.
 
 One search over all structures of a plan, with given sizes per stage.
-
-Flows in: a workload, the sizes to try, the best plan so far. Flows out: a better plan, if there is one. Nothing waits
-here.
 
 The search goes over sets of stages, smallest first. A set is cut into a part that needs nothing of the rest (an order
 ideal) and the rest, in every possible way; the parts follow each other on the same devices or stand side by side on

@@ -1,12 +1,9 @@
 """Costs of stages on this machine: the measured input of the planner.
 
-Flows in: timings of ordinary steps, read off their spans by `costs.py`. Flows out: `profile.json`, merged over
-runs; estimates with error bars; the release curve of generation. Nothing waits here.
+Flows in: timings of ordinary steps, read off their spans by `costs.py`. Flows out: `profile.json`, merged over runs;
+estimates with error bars; the release curve of generation.
 
 Interpolate measured times over batch size and device count, with error bars.
-
-Flows in: seconds at some (batch, devices). Flows out: an `Estimate` anywhere between, and outside if asked for. Nothing
-waits here.
 
 Between two measured batches the usual cost models disagree: a stage with a fixed part grows as a + b·batch, a stage
 that saturates as batch^c. Between two measured numbers of devices likewise: Amdahl's s + p/n, or n^-c. We take the

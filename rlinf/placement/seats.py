@@ -5,8 +5,7 @@ mistake. No process or device is touched, and torch is not imported.
 
 Devices of each role for a placement mode when nothing was measured: rules of thumb.
 
-Flows in: a mode, the roles that compute on devices, the number of these. Flows out: the devices of each. Nothing waits
-here. A planner with a profile does better; these rules fit any flow and are easy to predict.
+A planner with a profile does better; these rules fit any flow and are easy to predict.
 """
 
 from __future__ import annotations

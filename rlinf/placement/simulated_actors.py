@@ -1,17 +1,16 @@
-"""Endpoints of the roles of this package as a table, so that a rehearsal need not import torch.
+"""Modelled actors of a rehearsal: endpoints of real ones, which sleep for the time that the work would take.
 
-Flows in: a role's name, or the class of an actor. Flows out: its endpoints as the runtime sees them. Nothing waits
-here. `tests/placement/simulator/test_simulate.py` holds this table against the classes.
+Endpoints of the roles of this package as a table, so that a rehearsal need not import torch.
 
-What the modelled ranks of a role share: its cost, how a step divides over its endpoints, and a record of its work.
+Flows in: a role's name, or the class of an actor. Flows out: its endpoints as the runtime sees them.
+`tests/placement/simulator/test_simulate.py` holds this table against the classes.
 
-Flows in: the role's cost, and what a trial of the flow showed that the role is asked. Flows out: seconds for each piece
-of work; when who worked and moved. Who wakes whom: an order of rank 0 wakes the ranks that work in step with it.
+State that the modelled ranks of a role share: its cost, how a step divides over its endpoints, and a record of its
+work.
+
+Who wakes whom: an order of rank 0 wakes the ranks that work in step with it.
 
 Modelled actors: they have the endpoints of real ones and sleep for the time that the work would take.
-
-Flows in: calls and items from the real flow, over the real runtime. Flows out: the same items, later. Who wakes whom:
-items and leases, as for a real actor; the ranks of a gang work on what rank 0 orders.
 """
 
 from __future__ import annotations

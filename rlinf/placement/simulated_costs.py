@@ -9,7 +9,7 @@ leave by its release curve.
 
 Seconds and bytes of each role of a plan, for any share of a step.
 
-Flows in: a plan and the workload that it was made for. Flows out: a `RoleCost` per role. Nothing waits here.
+Flows in: a plan and the workload that it was made for. Flows out: a `RoleCost` per role.
 
 Times are of shares of a step, so that an item of a rehearsal may stand for many: of 131,072 groups in 64 chunks, 256
 items tell all that matters.

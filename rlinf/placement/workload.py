@@ -1,17 +1,11 @@
 """The planner's input: stages with their possible sizes and costs, the edges between them, and the devices.
 
 Flows in: a profile with the flow's edges, or costs from elsewhere. Flows out: a `Workload`, checked, for the planner
-and the bound. One step is M items; all seconds here are of one step unless they say otherwise. Nothing waits here.
+and the bound. One step is M items; all seconds here are of one step unless they say otherwise.
 
 Loops in a flow's graph, such as environment and policy: found, and condensed to one node.
 
-Flows in: roles and the edges between them. Flows out: groups of roles that feed each other; the edges with each group
-as one node, which is measured and planned as one stage. Nothing waits here.
-
 From a profile to what can be planned: every size that a stage may have, the flow's edges, its chunks.
-
-Flows in: a profile, and devices that there are or might be. Flows out: a `Workload` for the planner. Nothing waits
-here.
 """
 
 from __future__ import annotations

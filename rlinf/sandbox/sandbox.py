@@ -11,8 +11,7 @@ process, or with `close`.
 docs/sandbox.md says what holds and what does not.
 
 The fork server of a sandbox, seen from its owner: started, asked how far it keeps programs apart, ended.
-
-In: what programs may see. Out: a socket to ask for programs with. All of it blocks; `sandbox.py` calls it in a thread.
+All of it blocks, so it is called in a thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The lock of a run directory: one live run at a time goes by its name, on this machine and on others.
 
 In: the path of a run directory. Out: it is held until the `with` block ends, or an error that says by whom it is held.
-Who wakes whom: nobody. A thread gives a sign of life every `HEARTBEAT` seconds; it ends when the lock is given back.
+A thread gives a sign of life every `HEARTBEAT` seconds; it ends when the lock is given back.
 
 The lock is a file beside the directory, `.<name>.lock`, since a new run moves the directory of an earlier one. It names
 its owner. On one machine the kernel decides (`flock`): what a dead process held is free. An owner on another machine,

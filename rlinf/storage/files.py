@@ -1,12 +1,13 @@
-"""metrics.jsonl, samples.jsonl and ledger.jsonl: what a run leaves for programs, one JSON object per line.
+"""Files of a run: JSON lines for programs, and the manifest of a checkpoint.
+
+metrics.jsonl, samples.jsonl and ledger.jsonl: what a run leaves for programs, one JSON object per line.
 
 In: a step's metrics, or some of its samples. Out: lines on disk before the next step starts: a crash loses none.
 
 The manifest of a checkpoint: every file with its size and checksum, so that damage is found before anything is used.
 
-In: a directory that is complete, or one that may be damaged. Out: `manifest.json`, with everything on the disk; or what
-is wrong, in words. All of it blocks; files are read by a few threads at once, which leave the interpreter's lock to
-others. Checksums are CRC-32, which any tool can compute again; they find damage, not forgery.
+All of it blocks; files are read by a few threads at once, which leave the interpreter's lock to others. Checksums are
+CRC-32, which any tool can compute again; they find damage, not forgery.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""Lines that a file has got since one looked last.
+"""Reads a run's metrics.jsonl while it grows: new lines, rows and curves.
 
-In: a file to which a run adds lines, which may be cut, replaced or removed. Out: blocks of whole lines, each once. Who
-wakes whom: nobody; whoever watches the file calls `blocks` when it has changed.
+Lines that a file has got since the last look.
+
+In: a file to which a run adds lines, which may be cut, replaced or removed. Out: blocks of whole lines, each once.
 
 metrics.jsonl as columns: small, and quickly made into curves.
 
-In: rows of metrics, in the order of their steps. Out: a sequence of rows, the column of a metric, and curves of as many
-points as a chart can show.
-
 metrics.jsonl while a run writes it.
-
-In: the file. Out: its rows, as columns in memory. Who wakes whom: nobody; `update` reads what was added.
 """
 
 from __future__ import annotations

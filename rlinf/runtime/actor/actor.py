@@ -6,8 +6,6 @@ whom: every call is a task of its own on the host's loop, so endpoints of one ac
 Life cycle: made by `ActorSystem.spawn`, which awaits `setup(**kwargs)`; serving; `close()` when its scope ends.
 
 Where the running code is: on which host, in which call; and what every file of the runtime needs to say so.
-
-Flows in: the start of a call. Flows out: its host, name and scope to whatever runs inside it.
 """
 
 from __future__ import annotations

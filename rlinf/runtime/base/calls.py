@@ -1,12 +1,9 @@
 """Calls: what runs on behalf of whom. Every room above asks this file who the running code is.
 
 Flows in: the start and end of calls. Flows out: their names, for errors, traces and stall reports, and the host that
-the running code is on. Nobody is woken.
+the running code is on.
 
 How finely an actor that shares its devices takes them: the two numbers that a plan sets.
-
-Flows in: a plan's wish, at `spawn`. Flows out: when `devices/lease.py` asks for devices and offers them. Nobody is
-woken.
 
 What the lower rooms know of the upper ones: protocols of a host, the system, a group, a scope, a lease.
 

@@ -1,8 +1,7 @@
 """How far long work is: told by whoever does it, heard by whoever shows it in this process.
 
 In: calls from any thread, next to the work itself. Out: the same calls, at the one listener of this process, if there
-is one. Who wakes whom: nobody; without a listener a call costs nothing and says nothing, so that low rooms can tell of
-their work without knowing of terminals.
+is one.
 
 The listener belongs to the process and not to a context: files are read and downloaded by threads of libraries, which
 inherit no context. In a job rank 0 alone has one, so ranks and child processes are silent by themselves.

@@ -6,9 +6,6 @@ of the last task wakes who waits for all of them.
 Threads and temporary directories of the runtime, and the end of their process: no thread is inside torch when the
 interpreter finalises, and no directory outlives the next start by more than a minute.
 
-Flows in: blocking functions; how `run` ended. Flows out: their threads; the process's exit code. Who wakes whom: this
-is the last thing that a process does, and wakes nobody.
-
 A thread that asks for the interpreter while that finalises is ended by it. Inside torch's C++ this aborts the process
 ("terminate called without an active exception", exit code 134; at times a segmentation fault), whatever exit code was
 meant. So threads are interrupted first: one that computes ends as soon as the call of torch that it is in returns. One
@@ -18,9 +15,7 @@ is flushed.
 
 One thread in which an actor's blocking work runs, so that its host's loop only ever does bookkeeping.
 
-Flows in: functions from `Actor.compute`. Flows out: their results, posted back to the loop. Who wakes whom: the queue
-wakes the thread, the thread wakes the awaiting call. Functions whose actor says that they are brief run on the loop
-itself, for as long as that is measured to be true.
+Functions whose actor says that they are brief run on the loop itself, for as long as that is measured to be true.
 """
 
 from __future__ import annotations

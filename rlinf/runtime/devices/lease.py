@@ -9,9 +9,6 @@ call; a late one only while it computes. A map stage uses them while it works on
 own producer, and a call may await another one that needs the same devices.
 
 Leases as the hosts see them: asked for around device endpoints, granted by the manager on the controller.
-
-Flows in: endpoint calls marked `device=True`. Flows out: tickets to the manager on host 0 and back. Who wakes whom:
-the manager's grant wakes the endpoint; somebody else's wish for the devices tells the holder that it is wanted.
 """
 
 from __future__ import annotations

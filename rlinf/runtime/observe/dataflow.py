@@ -1,7 +1,7 @@
 """Data flow between endpoints: the edges of a flow's graph, as a host saw them.
 
 Flows in: items put into streams and taken from them, promises passed as arguments; each with who made it and who gets
-it, such as "rollout.generate" and "judge.score". Flows out: counts, and when items left. Nobody is woken.
+it, such as "rollout.generate" and "judge.score". Flows out: counts, and when items left.
 
 A stream's items are counted where they are taken, and timed where they first came into a queue. So whatever passes them
 on unchanged in between (`tee`, `batch`, `take`, `deal`) is no node of the graph.

@@ -2,13 +2,12 @@
 opens it.
 
 Flows in: the spans of a host, on that host. Flows out: compressed pieces of text, which whoever writes the file appends
-as they come, so that nobody ever holds more than a few of them. Nobody waits here.
+as they come, so that nobody ever holds more than a few of them.
 
 Spans of all hosts in one file, and the clocks of all hosts beside one's own.
 
-Flows in: outlines and compressed pieces, which hosts make of their spans when asked. Flows out: `trace.json`. Only a
-few hosts are asked at once, and each piece is written before the next one is asked for, so this host's memory does not
-grow with the number of hosts. Nobody is woken.
+Only a few hosts are asked at once, and each piece is written before the next one is asked for, so this host's memory
+does not grow with the number of hosts.
 """
 
 from __future__ import annotations

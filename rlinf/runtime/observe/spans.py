@@ -2,16 +2,13 @@
 
 Flows in: finished spans, a tuple appended to a ring each. Flows out: the spans of a step, or all of them. Nobody waits.
 
-Comparing the clocks of two machines. Flows in: answers with the other one's time. Nobody is woken.
+Comparing the clocks of two machines, from answers with the other one's time.
 
 Sets of time as intervals in order: united, taken apart, cut. Pure.
 
 When each actor was busy with which endpoint, read off the spans of a host. Pure; flows and metrics build on it.
 
 What the actors of a host did since a moment ago, what they are still at included. Pure.
-
-Flows in: spans that ended since then, and spans of what is under way, which end now. Flows out: times by actor and
-endpoint. Nobody is woken.
 
 One step of a flow as it was seen on all hosts: who was busy, what went from whom to whom, who was loaded and parked.
 

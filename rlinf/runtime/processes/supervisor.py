@@ -11,9 +11,6 @@ here forks, so threads of torch are safe.
 
 One life of a child process: its keeper, its output, its end, and the channel to it if it is Python.
 
-Flows in: a command line. Flows out: lines of output, an exit status, messages. Who wakes whom: the keeper's report, and
-the end of file when it exits, resolve `started` and `exited`; arriving output only fills a ring.
-
 `supervisor.py` decides when a life begins and ends; `keeper.py` is what runs on the other side.
 """
 

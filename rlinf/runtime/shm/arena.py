@@ -14,15 +14,9 @@ peers' mappings stay valid, and nothing is ever mapped again.
 Exported memory is shared, not sent. A sender must not write to a tensor from `Arena.empty` while a holder has it, and
 a receiver that writes to what it opened writes to what every other holder sees.
 
-Where in an address range the next tensor goes: best fit, with neighbouring holes merged.
-
-Flows in: sizes to place (`take`) and places that are free again (`give`). Flows out: offsets, and which whole pages
-nobody uses (`free_pages`), for those who want to return them to the kernel. Nobody is woken; not thread-safe.
+Places of tensors in an address range: best fit, with neighbouring holes merged. Not thread-safe.
 
 Tensors in another process's memory: what travels, and what the receiver makes of it.
-
-Flows in: `SlotRef`s, a few dozen bytes each, made by the owner's `Arena`. Flows out: tensors over the owner's memory.
-Who wakes whom: the last tensor, view or numpy array over an opened slot, when it is collected, calls `on_free`.
 """
 
 from __future__ import annotations

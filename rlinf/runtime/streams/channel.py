@@ -6,13 +6,7 @@ between; big ones stay where they were made until their consumer fetches them.
 
 Queue items that their queue's host does not open: small ones ride along as bytes, big ones stay at their producer.
 
-Flows in: bytes, or where a value is kept. Flows out: the value, on the host that consumes it. Who wakes whom: the end
-of an item at its queue tells the producer's host that it need not be kept any more.
-
 The queues that live on one host, by id, and how many handles elsewhere hold each.
-
-Flows in: queues as streams and channels are made; word from other hosts that a handle came or went. Flows out: the
-queue of an id. Nobody is woken.
 
 A host that has put into a queue without bound may feed it from then on: its items are on their way when `put` returns,
 without an answer, but for every `UNANSWERED`-th. To close such a queue, its host tells all feeders so, and closes it

@@ -8,9 +8,6 @@ of whoever got it as a result), or any is closed, the stages that feed the strea
 
 One consumer of a stream: what it has in hand, what it asks for ahead, and what becomes of both when it stops.
 
-Flows in: items of a stream's queue, wherever that lives. Flows out: the same, each once; word of those that are done.
-Who wakes whom: an item wakes its consumer; where that is a device call which gave its devices away, enough items do.
-
 Why ahead, and not only several at a time: a round trip between batches, however many a queue grants in one, adds to the
 time of items of 1 to 10 ms several times what asking beside the work does, and big items travel beside the work.
 

@@ -4,9 +4,6 @@ Flows in: calls from `ActorSystem` on any host. Flows out: actors, values, spans
 beside what they serve.
 
 What one host is doing at this moment: its waits for the stall report, its actors and queues for whoever looks.
-
-Flows in: what the host keeps anyway about its calls, values, queues, locks and leases. Flows out: a `HostReport`, the
-states of actors and queues, what was done since a moment ago, and how full its memory is. Nobody is woken.
 """
 
 from __future__ import annotations

@@ -14,9 +14,7 @@ The end of a lane without a farewell is the death of the peer.
 
 Keeps a loop awake for a moment when an answer is likely to come at once: to fall asleep and be woken costs a quiet
 core more than the answer does.
-
-Flows in: frames sent and answered on lanes. Flows out: empty turns of the loop, for less than `MOMENT` after each.
-Nobody is woken: that is the point.
+So the loop makes empty turns, for less than `MOMENT` after each frame that is sent or answered.
 """
 
 from __future__ import annotations

@@ -10,9 +10,6 @@ the same. `LocalTransport` is the in-process twin of the torch RPC transport in 
 
 What goes over the wire: kinds of messages, the flags and outcomes in them, frames of them, and frames as bytes.
 
-Flows in: frames from a `Link`. Flows out: bytes, and tensors beside them where the transport has a way of its own for
-these. Nobody is woken.
-
 Messages are tuples whose first entry is their kind:
     (CALL, number, actor, method, payload, flags, name, parent, gang)    a reply is expected
     (REPLY, number, outcome, payload)

@@ -1,4 +1,6 @@
-"""Which network interface a job listens on: the loopback on one machine, between machines the one to MASTER_ADDR.
+"""The network of a job: interface, meeting store, packet filters, and whether the other hosts live.
+
+Which network interface a job listens on: the loopback on one machine, between machines the one to MASTER_ADDR.
 
 Flows in: torchrun's environment, and what the user named. Flows out: `TP_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME` and
 `NCCL_SOCKET_IFNAME`, before any of the three starts; or one error that names what to set.
@@ -19,8 +21,8 @@ each machine has its own, and one that has taken another's place begins at 0.
 
 Who may connect to the ports that torch RPC opens: the other machines of the job, and nobody else.
 
-Flows in: the sockets that `init_rpc` made listen; the store. Flows out: a packet filter on each of them. Who wakes
-whom: processes of one machine wait in the store until all of them have reached each other, and then let none in.
+Who wakes whom: processes of one machine wait in the store until all of them have reached each other, and then let none
+in.
 
 One stray connection to TensorPipe's port ends a job: bytes that are not its protocol abort the process
 (`std::bad_alloc`), and a connection that closes at once makes the port deaf. Neither can be configured away, and the
@@ -31,10 +33,8 @@ machines are let in by address, because at 1,000 machines not everybody can call
 
 Only Linux has this. What it cannot keep out is in docs/security.md.
 
-Whether the other hosts live: each is asked again and again, and counts as lost after too long a silence.
-
-Flows in: which hosts matter now, and their answers. Flows out: questions, at most one unanswered per host; who has not
-answered for too long. Who wakes whom: a timer; a silent host is reported once.
+Liveness of the other hosts: each is asked again and again, one question at a time, and counts as lost after too long
+a silence.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""Collectives of torch that have had two names, under one.
+"""Process groups of torch for asyncio: awaited operations with deadlines, and the threads that wait for them.
+
+Collectives of torch that have had two names, under one.
 
 In: tensors of one shape on all ranks of a group. Out: what they make of each other, in a tensor that the caller gives.
 
 Threads that wait inside torch's backends, whose waits block: one for each operation under way, used again and again.
 
-Flows in: blocking functions. Flows out: their results, as futures of the loop. Who wakes whom: the queue wakes a thread
-that is free, which posts the result to the loop.
+Who wakes whom: the queue wakes a thread that is free, which posts the result to the loop.
 
 The lines that a group's operations take: one for all over gloo; over NCCL one per direction between two hosts, and
 one for what all members do together.
-
-Flows in: a tensor, and what is to be done with it. Flows out: a function that waits for its end. Who wakes whom: both
-run in waiting threads, one operation of a line being posted at a time; a stream's event ends the wait.
 
 NCCL has no tags: the n-th receive takes what the n-th send of the same communicator sent, and its kernels occupy their
 stream until the other side's kernel runs. So each direction has a communicator of its own, and each line a stream of
@@ -21,15 +19,11 @@ default stream itself waits for nothing.
 
 NCCL's communicators: how they are made, and what of torch's own handling of failures is left on.
 
-Flows in: a store, the members' ranks, a deadline. Flows out: `ProcessGroupNCCL` objects. Nobody is woken here.
-
 Torch watches over NCCL with threads of its own, which by default end the process: at an operation's timeout, and when
 they are stuck themselves. A process that is ended so says nothing of the actor, call or host that failed. So the
 runtime's deadline comes first, and the settings here leave torch what is needed beyond it.
 
 The default process group of torch.distributed, reduced to what a device mesh needs it for: this process's rank.
-
-Flows in: rank and size of the job. Flows out: errors, for whoever wants to communicate over it. Nobody waits here.
 
 A process can have one default group but may be a member of several meshes (an actor and a critic on the same devices),
 so no mesh can be the default group, and a real one over all hosts would let roles that share a process mix up their
@@ -37,13 +31,10 @@ collectives. `DeviceMesh` and `get_rank()` only ask it who this process is.
 
 A process group as an asyncio citizen: operations that are awaited, have a deadline and name what went wrong.
 
-Flows in: tensors. Flows out: the same tensors, on another host. Who wakes whom: a waiting thread hands an operation to
-the backend, one at a time on each line and in the order of calling; a waiting thread posts its end to the loop; one
-member's failure ends what waits on all members.
-
-Posting and waiting are apart so that an operation under way holds up no other: a member may wait to receive while
-another member needs it to take part in a broadcast first. What of a backend would hold up others all the same is kept
-apart by its lines.
+Operations of a line reach the backend one at a time, in the order of calling; one member's failure ends what waits on
+all members. Posting and waiting are apart so that an operation under way holds up no other: a member may wait to
+receive while another member needs it to take part in a broadcast first. What of a backend would hold up others all the
+same is kept apart by its lines.
 """
 
 from __future__ import annotations

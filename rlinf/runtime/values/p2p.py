@@ -14,10 +14,6 @@ higher host, so that no ring of waits can close, however many transfers there ar
 
 CUDA tensors between processes of one GPU: handles of their memory, and who still has one.
 
-Flows in: tensors to hand out, handles to open or to refuse. Flows out: `IpcRef`s, tensors over the sender's memory.
-Who wakes whom: the end of an opened tensor's memory calls `on_free`, as for shared memory; told of it, the sender has
-torch free its own.
-
 Torch counts the receivers of each handle in shared memory, and frees what the sender has let go of when the count is 0
 and it comes to look. Only a receiver that has opened the handle, and lets go of the tensor, lowers the count. So a
 handle that nobody opens, and one whose holder is killed, would keep the sender's memory for ever. Here every handle is

@@ -3,13 +3,10 @@
 Flows in: a value, or bytes and what was beside them. Flows out: bytes, references, and what is still to be done before
 they may leave: copies, sends, handles to be made. Nobody waits here; user code runs (its `__reduce__`).
 
-What stands in a message for something that travels beside it, and where hosts live. Knows how nothing of it moves.
+References that stand in a message for something that travels beside it, and where hosts live. Knows how nothing of it
+moves.
 
-Flows in: what a codec finds in a value. Flows out: small picklable references. Nobody waits here.
-
-Which part of a value cannot be sent, for an error that says so.
-
-Flows in: a value that did not pickle. Flows out: an error that names the part and its place. Nobody waits here.
+Errors that say which part of a value cannot be sent.
 """
 
 from __future__ import annotations

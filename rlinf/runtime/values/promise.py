@@ -1,4 +1,4 @@
-"""A value to come.
+"""Promises: values to come of calls, passed on or awaited.
 
 Flows in: a call that was just queued. Flows out: its value, to whoever awaits; or, passed on un-awaited, a reference
 by which the consumer fetches the value straight from the producer. Who wakes whom: the reply of a call wakes those
@@ -8,10 +8,8 @@ A `Promise` is an asyncio future that knows where its value is. Until the end of
 "I am awaited", and the value comes with the reply; otherwise the value stays at the producer until someone asks for it
 or the last handle is dropped.
 
-Promises inside values that go by reference: find them, and put what they promised in their place.
-
-Flows in: arguments, results and items that may hold promises in nested lists, tuples, sets, dicts and dataclasses.
-Flows out: the same with values. Who wakes whom: the last of the promises wakes `resolve`.
+Promises inside values that go by reference: find them, and put what they promised in their place; `resolve` waits for
+the last.
 """
 
 from __future__ import annotations

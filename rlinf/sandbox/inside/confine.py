@@ -7,14 +7,12 @@ as another user, whom limits on processes hold. Facts about the calls are in man
 
 A filter of system calls: what no program for a task needs, and kernel bugs are reached through.
 
-In: nothing. Out: the calling process, and all that it starts, get EPERM for these calls. A filter is a program of
-classic BPF over the call's number and arguments; the kernel's Documentation/userspace-api/seccomp_filter.rst has more.
+A filter is a program of classic BPF over the call's number and arguments; the kernel's
+Documentation/userspace-api/seccomp_filter.rst has more.
 
 Walls around files where there are no namespaces: Landlock, which any process may set for itself (Linux 5.13).
 
-In: directories that may be read, and one that may be written. Out: the calling process, and all that it starts, can
-open nothing else; from Linux 6.12 on, they cannot signal processes outside either. The kernel's
-Documentation/userspace-api/landlock.rst describes the interface.
+The kernel's Documentation/userspace-api/landlock.rst describes the interface.
 """
 
 from __future__ import annotations

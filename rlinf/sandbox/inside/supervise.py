@@ -9,8 +9,6 @@ process of the namespace buries orphans; with its end the kernel kills whatever 
 namespaces (`weak`), the supervisor starts the program itself and adopts its orphans.
 
 What processes use: read from /proc, whose descriptor is all that the supervisor has of the machine's files.
-
-In: a process. Out: it and those below it, their processor time, their memory.
 """
 
 from __future__ import annotations

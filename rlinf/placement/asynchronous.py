@@ -349,7 +349,7 @@ def _near(part: Part, own: Sequence[Part], ratio: float, *, down: bool = False) 
 
 
 TRIED = (0, 1, 2, 4)
-"""Of which staleness the best plan is looked for."""
+"""Values of staleness for which the best plan is looked for."""
 PAYS = 0.05
 """By how much more staleness must quicken a step: weights that are older teach less per sample."""
 
@@ -363,7 +363,7 @@ class Stale:
     found: Found
     """The plan, with its seconds in the long run."""
     bound: Bound
-    """What no plan could beat."""
+    """Lower bound that no plan could beat."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,7 @@ class Chosen:
     rows: tuple[Row, ...]
     """All plans that were looked at, the one expected to be the quickest first."""
     bound: Bound
-    """What no plan could beat."""
+    """Lower bound that no plan could beat."""
     reason: str
     """One sentence: why the first."""
     took: float
@@ -247,7 +247,7 @@ class Chosen:
     staleness: int = 0
     """Versions by which weights that generate may be behind."""
     recommended: Recommended | None = None
-    """What each staleness would bring; None where the profile cannot tell."""
+    """The gain of each staleness; None where the profile cannot tell."""
     handed_over: Mapping[Mode, HandedOver] = field(default_factory=dict)
     """By mode: what it would bring if devices changed hands within a synchronous step, where that can be told."""
 

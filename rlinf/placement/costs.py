@@ -117,15 +117,15 @@ class Seen:
     """Measurements of one step, per device and per stage."""
 
     seconds: float
-    """Of the step."""
+    """Seconds of the step."""
     lanes: Mapping[int, Lane]
-    """What each device did."""
+    """Activity of each device."""
     stages: Mapping[str, StageTime]
     """By name."""
     edges: tuple[Edge, ...] = ()
-    """Of the flow's graph, loops condensed."""
+    """Edges of the flow's graph, loops condensed."""
     published: tuple[tuple[str, str], ...] = ()
-    """Who published weights to whom."""
+    """Pairs of roles, of which the first published weights to the second."""
     sync: float = 0.0
     """Seconds in which weights were published or taken anywhere."""
     source: str | None = None

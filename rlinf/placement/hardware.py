@@ -65,7 +65,7 @@ class Fleet:
     kinds: tuple[str, ...]
     """Of each device, in the order of their numbers."""
     hardware: Mapping[str, Hardware] = field(default_factory=dict)
-    """What is known of a kind."""
+    """Hardware of each kind, as far as known."""
 
     @property
     def counts(self) -> dict[str, int]:

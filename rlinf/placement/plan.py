@@ -59,9 +59,9 @@ class Prediction:
     """The planner's prediction for the plan, in seconds of one step."""
 
     step_seconds: float
-    """Of the whole step, weight synchronisation included."""
+    """Seconds of the whole step, weight synchronisation included."""
     bound_seconds: float
-    """What no plan could beat."""
+    """Lower bound that no plan could beat."""
 
     @property
     def efficiency(self) -> float:

@@ -373,9 +373,9 @@ class Profile:
     """Measurements of one model on one kind of machine."""
 
     model: str
-    """What was trained: its name and what changes its speed, such as "Qwen3-8B bfloat16"."""
+    """The model that was trained: its name and what changes its speed, such as "Qwen3-8B bfloat16"."""
     machine: str
-    """What it ran on, such as "8x NVIDIA H100 80GB"."""
+    """The hardware that it ran on, such as "8x NVIDIA H100 80GB"."""
     stages: Mapping[str, StageProfile] = field(default_factory=dict)
     """By role."""
     transfers: Mapping[tuple[str, str], float] = field(default_factory=dict)

@@ -74,7 +74,7 @@ class RoleKind:
     """Facts about a role that are needed to place it."""
 
     name: str
-    """Of the role."""
+    """Name of the role."""
     on_devices: bool = True
     """It computes on devices; otherwise beside them, on cores or in processes of its own."""
     learns: bool = False

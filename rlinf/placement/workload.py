@@ -89,9 +89,9 @@ class Sync:
     """Publishing weights at the end of a step."""
 
     source: str
-    """Who has the new weights: the trainer."""
+    """The role that has the new weights: the trainer."""
     target: str
-    """Who needs them: the rollout."""
+    """The role that needs them: the rollout."""
     together: float = 0.0
     """Seconds if both take turns on the same devices."""
     apart: float = 0.0

@@ -59,9 +59,9 @@ class Result:
     outcome: Outcome
     """How it ended."""
     stdout: str
-    """What it printed, up to the limit; bytes that are no UTF-8 are replaced."""
+    """Its standard output, up to the limit; bytes that are no UTF-8 are replaced."""
     stderr: str
-    """What it printed there: the traceback, if an exception ended it."""
+    """Its standard error: the traceback, if an exception ended it."""
     exit_code: int | None
     """Its status; minus the signal's number if one ended it; None if it was killed for a limit."""
     seconds: float

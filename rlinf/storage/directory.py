@@ -54,7 +54,7 @@ HEARTBEAT = 10.0
 SILENT_AFTER = 6 * HEARTBEAT
 """Seconds of silence after which the owner on another machine counts as dead: as `system.host_timeout`'s default."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""What file systems say that know no `flock`."""
+"""Error numbers of file systems that know no `flock`."""
 ATTEMPTS = 5
 """How often to begin anew when the file changes hands meanwhile; each time somebody else has got on."""
 

@@ -26,7 +26,7 @@ from rlinf.config.reading import open_regular, parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Of the manifest; a reader refuses what is newer."""
+"""Version of the manifest's format; a reader refuses what is newer."""
 READERS = 4
 """Files that are read at once: a CRC-32 takes 2-3 GB/s of one core, and disks give a few GB/s."""
 CHUNK = 4 << 20

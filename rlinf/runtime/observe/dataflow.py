@@ -103,7 +103,7 @@ class Passage:
     origin: Origin
     """Of the items."""
     target: str | None
-    """Who took them; None where they were put."""
+    """The endpoint that took them; None where they were put."""
     points: list[tuple[float, int]]
     """Time, seconds of that host's clock, and items; ascending."""
 

@@ -87,7 +87,7 @@ RING = 200_000
 LOOK_BACK = 1024
 """Spans that are looked at first for the last ones; twice as many each time until they reach the time asked for."""
 DEVICES = "lease"
-"""What a call waits for that waits for its actor's devices."""
+"""Name of the wait of a call that waits for its actor's devices."""
 
 
 Kind = Literal["call", "item", "move", "compute", "wait", "lease", "payload", "part", "flow"]

@@ -214,7 +214,7 @@ class QueueHandle:
         self.name = name
         self.capacity = capacity
         self.origin = origin
-        """Who makes the items of a stream."""
+        """The endpoint that makes the items of a stream."""
 
     def __reduce__(self) -> Any:
         return _arrived, (self.owner, self.id, self.name, self.capacity, self.origin)

@@ -31,7 +31,7 @@ from rlinf.runtime.transport.network import SCHEME
 
 NOTHING: Packed = (b"", [])
 PULSE = torch.zeros(())
-"""What `probe` sends there and back."""
+"""The tensor that `probe` sends there and back."""
 THREADS = 16
 """Of each process's agent, however many hosts there are: handlers only hand over to the loop. Torch's own joining once
 hung beyond 18 workers with fewer threads than workers (pytorch#85607); 40 processes with 4 threads each join and end

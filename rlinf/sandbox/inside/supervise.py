@@ -124,7 +124,7 @@ class _Run:
     request: dict[str, Any]
     """See `Sandbox`: code, files, args, limits. The program has a copy in its memory, so nothing else may be in it."""
     output: dict[int, bytearray] = field(default_factory=dict)
-    """What came out, by descriptor: standard output first."""
+    """Output, by descriptor: standard output first."""
     outcome: str = ""
     """The limit that it exceeded."""
     status: bytes = b""

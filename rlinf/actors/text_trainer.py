@@ -42,7 +42,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlinf.actors.async_replicas import AsyncReplicas
+from rlinf.actors.async_replicas import AsyncReplicas, SyncPoint
 from rlinf.actors.base import BaseTrainer
 from rlinf.algos.loss_sum import LossSum
 from rlinf.data.sample import Group
@@ -69,7 +69,6 @@ from rlinf.training.micro_batches import (
 )
 from rlinf.training.schedule import Groups, LogprobPass, gathered
 from rlinf.training.weight_sync import has_room, publish
-from rlinf.training.work_queue import SyncPoint
 
 Commands = AsyncGenerator[tuple[Command, ...], None]
 """For every round, what each share of the ranks does."""

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _ELSEWHERE = {
     "train": ("rlinf.cli.main.main", "train by a configuration; --dry-run shows what would run, and what could not"),
     "plan": ("rlinf.cli.plan.main", "find the best placement of a profiled flow on any number of devices"),
-    "record": ("rlinf.cli.demonstrations.record", "record demonstrations of a policy or of a script"),
+    "record": ("rlinf.cli.demonstrations.record_demonstrations", "record demonstrations of a policy or of a script"),
     "convert": (
         "rlinf.cli.convert.main",
         "a configuration of verl's or RLinf's as ours; demonstrations in another format",

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
             sys.stdout.write(f"{_parser().format_help()}\n")
         from rlinf.cli import demonstrations
 
-        return demonstrations.convert(arguments)
+        return demonstrations.convert_demonstrations(arguments)
     options = _parser().parse_intermixed_args(arguments)
     source, target = Path(options.source), Path(options.target)
     try:

@@ -107,9 +107,8 @@ _MOVED = {
     ),
     "rlinf.models.policy.vla.openvla": (
         "models.policy.vla.openvla.config models.policy.vla.openvla.network models.policy.vla.openvla.oft "
-        "models.policy.vla.openvla.policy models.policy.vla.openvla.prompts"
+        "models.policy.vla.openvla.policy models.policy.vla.openvla.prompts models.policy.vla.openvla.vision"
     ),
-    "rlinf.models.policy.vla.openvla_vision": "models.policy.vla.openvla.vision",
     "rlinf.models.policy.vla.pi0": (
         "models.policy.vla.flow.checkpoint models.policy.vla.flow.pi0 models.policy.vla.flow.pi05 "
         "models.policy.vla.flow.prompts"

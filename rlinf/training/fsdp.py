@@ -41,14 +41,7 @@ from rlinf.training.checkpoint import (
     set_hyperparameters,
 )
 from rlinf.training.export import ADAPTER, MODEL, copy_adapter, copy_model
-from rlinf.training.optimizer import (
-    SCHEDULES,
-    adamw,
-    forget_gradients,
-    lr_factor,
-    optimizer_step,
-    sum_over_copies,
-)
+from rlinf.training.optimizer import SCHEDULES, adamw, forget_gradients, lr_factor, optimizer_step, sum_over_copies
 from rlinf.training.weight_sync import exported, reshard
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.config.aliases import _OURS, GONE, ours
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import looks_local
-from rlinf.config.load import ConfigError, InputError
+from rlinf.config.load import _OURS, GONE, ConfigError, InputError, ours
 from rlinf.config.schema import leaves
 from rlinf.config.text import RunConfig
 from rlinf.runs.rules import is_embodied, load_any, load_config, load_embodied

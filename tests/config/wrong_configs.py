@@ -18,9 +18,8 @@ from typing import Any
 
 import yaml
 
-from rlinf.config.aliases import _OURS
 from rlinf.config.embodied import EmbodiedConfig
-from rlinf.config.load import ConfigError
+from rlinf.config.load import _OURS, ConfigError
 from rlinf.config.schema import Leaf, leaves, sections
 from rlinf.config.text import RunConfig
 from rlinf.runs.rules import config_of, load_config, load_embodied

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rlinf.runtime.base.errors import RuntimeFault
-from rlinf.runtime.shm.arena import PAGE, Arena, ArenaFull, ArenaReader, Holes, SlotRef
+from rlinf.runtime.transport.arena import PAGE, Arena, ArenaFull, ArenaReader, Holes, SlotRef
 
 pytestmark = pytest.mark.skipif(not Arena.available(), reason="needs memfd")
 

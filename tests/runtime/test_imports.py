@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from rlinf.runtime.processes.imports import ImportWatch
+from rlinf.rewards.base import ImportWatch
 
 MODULES = {
     "told_outer.py": "import told_inner, told_package.part\nVALUE = told_inner.VALUE\n",

@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.shm import copies
+from rlinf.runtime.transport import copies
 from rlinf.runtime.values.p2p import Handles, unshareable
 from rlinf.runtime.values.pickler import BULK_BYTES, INLINE_BYTES, IpcRef, reading_codec
 from tests.runtime.worlds import until

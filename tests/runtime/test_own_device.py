@@ -18,8 +18,8 @@ from rlinf.runs.start import train
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.tasks import ComputeThread, InThreads, in_thread
 from rlinf.runtime.base.tensors import choose_device, device_id, device_of_threads, enter_device, own_device
-from rlinf.runtime.shm import copies
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.runtime.transport import copies
 from tests.cards import pretend
 from tests.launching import QUICKSTART, ROOT, TINY
 

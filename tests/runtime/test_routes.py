@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import ActorDied, RuntimeFault, UserError
-from rlinf.runtime.shm import copies
-from rlinf.runtime.shm.arena import Arena
+from rlinf.runtime.transport import copies
+from rlinf.runtime.transport.arena import Arena
 from rlinf.runtime.transport.link import Frame, Link, LocalTransport, Respond
 from rlinf.runtime.values.p2p import GroupBulk
 from rlinf.runtime.values.pickler import COPY_BYTES, GroupRef

@@ -18,17 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from rlinf.agents.endpoint.endpoint import Endpoint, EndpointSession
-from rlinf.agents.endpoint.requests import (
-    ApiError,
-    Asked,
-    Fields,
-    Said,
-    ask,
-    invalid,
-    message_of,
-    refused,
-    template_of,
-)
+from rlinf.agents.endpoint.requests import ApiError, Asked, Fields, Said, ask, invalid, message_of, refused, template_of
 from rlinf.runtime.base.tasks import cancel_all
 
 logger = logging.getLogger(__name__)

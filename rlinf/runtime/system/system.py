@@ -30,12 +30,12 @@ from rlinf.runtime.devices.lease import LeaseClient
 from rlinf.runtime.devices.memory import DeviceMemory, Tenant
 from rlinf.runtime.observe.perfetto import MOST_SPANS, SMALL, ask, write_trace
 from rlinf.runtime.observe.stalls import HostReport, Progress, render
-from rlinf.runtime.shm.arena import Arena
 from rlinf.runtime.streams.channel import Channel, QueueHandle, QueueRegistry
 from rlinf.runtime.streams.item_queue import ItemQueue
 from rlinf.runtime.system.ending import Preemption
 from rlinf.runtime.system.handles import ActorGroup, ActorRef
 from rlinf.runtime.system.host_service import CALLS_DEADLINE, CLOSE_DEADLINE, MOMENT, Service, report_host
+from rlinf.runtime.transport.arena import Arena
 from rlinf.runtime.transport.collectives import Collectives
 from rlinf.runtime.transport.link import Frame, LocalTransport, check_hosts, pack, unpack
 from rlinf.runtime.transport.network import job_store

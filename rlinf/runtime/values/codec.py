@@ -33,8 +33,8 @@ import torch
 
 from rlinf.runtime.base.errors import RuntimeFault
 from rlinf.runtime.base.tasks import together
-from rlinf.runtime.shm import copies
-from rlinf.runtime.shm.arena import Arena, ArenaFull, ArenaReader, SlotRef
+from rlinf.runtime.transport import copies
+from rlinf.runtime.transport.arena import Arena, ArenaFull, ArenaReader, SlotRef
 from rlinf.runtime.values.p2p import Handles, unshareable
 from rlinf.runtime.values.pickler import (
     BULK_BYTES,

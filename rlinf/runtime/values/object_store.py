@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf.runtime.base.calls import SERVICE, Key, waiter
 from rlinf.runtime.base.errors import ActorDied, UserError
-from rlinf.runtime.shm.arena import Arena, ArenaReader
+from rlinf.runtime.transport.arena import Arena, ArenaReader
 from rlinf.runtime.values.codec import Codec
 from rlinf.runtime.values.p2p import Handles
 from rlinf.runtime.values.pickler import Place, ValueRef

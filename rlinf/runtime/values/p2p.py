@@ -35,7 +35,7 @@ import torch
 
 from rlinf.runtime.base.calls import SERVICE
 from rlinf.runtime.base.tensors import own_device
-from rlinf.runtime.shm.arena import ArenaFull
+from rlinf.runtime.transport.arena import ArenaFull
 from rlinf.runtime.transport.collectives import Collectives
 from rlinf.runtime.transport.process_groups import Group
 from rlinf.runtime.values.pickler import GroupRef, IpcRef

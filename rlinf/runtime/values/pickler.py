@@ -26,8 +26,8 @@ import torch
 from rlinf.runtime.base.calls import Key
 from rlinf.runtime.base.errors import RuntimeFault, UserError
 from rlinf.runtime.base.tensors import flat_bytes
-from rlinf.runtime.shm import copies
-from rlinf.runtime.shm.arena import Arena, ArenaFull, SlotRef
+from rlinf.runtime.transport import copies
+from rlinf.runtime.transport.arena import Arena, ArenaFull, SlotRef
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.calls import Host

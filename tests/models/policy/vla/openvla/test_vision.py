@@ -5,7 +5,7 @@ import torch
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel, SiglipVisionConfig, SiglipVisionModel
 
 from rlinf.models.policy.published import matches
-from rlinf.models.policy.vla.openvla_vision import Vit, VitSizes, sizes_of
+from rlinf.models.policy.vla.openvla import Vit, VitSizes, sizes_of
 
 DINO = VitSizes(width=32, depth=3, heads=4, mlp=64, image=42, registers=4)
 SIGLIP = VitSizes(width=36, depth=3, heads=3, mlp=50, image=42)

@@ -195,6 +195,8 @@ def type_name(annotation: Any) -> str:
     """An annotation as documentation says it: `int`, `list[int]`, `str or null`, `"a" or "b"`."""
     if annotation is type(None):
         return "null"
+    if annotation is Ellipsis:
+        return "..."
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(type_name(each) for each in get_args(annotation))
     if get_origin(annotation) is Literal:

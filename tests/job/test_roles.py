@@ -7,7 +7,7 @@ import pytest
 from rlinf.config.load import ConfigError
 from rlinf.placement.seats import TEXT, place
 from rlinf.placement.simulate import trial
-from rlinf.runs.prepare import algorithm_of, prepare
+from rlinf.runs.prepare import prepare
 from rlinf.runs.roles import Teachers, collected, with_teachers
 from rlinf.runs.rules import load_config
 from rlinf.runs.text_roles import rollout_settings, trainer_settings
@@ -173,7 +173,7 @@ def test_a_flow_that_takes_a_teacher_gets_several_as_one_also_in_a_rehearsal():
 )
 def test_weights_leave_the_trainer_in_the_widest_dtype_of_those_who_take_them_over(overrides, published):
     prepared = prepare(load_config(None, overrides, 1), 1)
-    assert trainer_settings(prepared.config, prepared.algorithm).publishes == published
+    assert trainer_settings(prepared.config, prepared.algorithm, sharding="shard").publishes == published
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def test_weights_leave_the_trainer_in_the_widest_dtype_of_those_who_take_them_ov
     ],
 )
 def test_a_schedule_lasts_as_many_optimizer_steps_as_the_policy_takes(overrides, steps):
-    config = load_config(None, overrides, 1)
-    assert trainer_settings(config, algorithm_of(config)).total_steps == steps
+    plan = prepare(load_config(None, overrides, 1), 1)
+    assert trainer_settings(plan.config, plan.algorithm, sharding="shard").total_steps == steps
 
 
 def test_the_rollout_answers_by_the_keys_of_the_run():

@@ -330,7 +330,7 @@ if [ {top} != /usr ]; then mount -t tmpfs -o mode=755 none {top}; mkdir -p {sys.
 export PYTHONPATH=/mnt HOME=/
 exec setpriv --reuid 65534 --regid 65534 --clear-groups {sys.base_prefix}/bin/python3 - <<'PY'
 import asyncio, os
-from rlinf.sandbox import server as module
+from rlinf.sandbox import sandbox as module
 from rlinf.sandbox.sandbox import Sandbox
 from rlinf.sandbox.limits import Limits, SandboxError
 async def main():

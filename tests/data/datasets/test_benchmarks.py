@@ -159,7 +159,7 @@ def test_a_file_that_is_not_there_is_told_with_the_key(tokenizer, tmp_path):
 
 
 def test_a_key_below_a_text_is_refused_and_does_not_replace_it():
-    with pytest.raises(ConfigError, match=r"evaluation\.named\.aime24.*text"):
+    with pytest.raises(ConfigError, match=r"command line.*evaluation\.named\.aime24"):
         load_config(None, ["evaluation.named.aime24=a.jsonl", "evaluation.named.aime24.samples=3"])
     mapping = load_config(None, ["evaluation.named.aime24.data=a.jsonl", "evaluation.named.aime24.samples=3"])
     assert mapping.evaluation.named == {"aime24": {"data": "a.jsonl", "samples": 3}}

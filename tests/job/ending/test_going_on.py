@@ -177,11 +177,19 @@ told()
 """
 
 
+def listening():
+    """What a shell ignores for jobs in the background, these processes do not ignore."""
+    for number in ENDS:
+        signal.signal(signal.Signals[number], signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", ENDS)
 def test_a_process_that_is_for_a_run_answers_signals_from_its_first_moment_to_its_last(number):
     codes = {}
     for when in ("imports", "after", "finalising", "long after"):
-        done = subprocess.run([sys.executable, "-c", PROCESS, number, when], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", PROCESS, number, when], capture_output=True, text=True, preexec_fn=listening
+        )
         codes[when] = done.returncode
         assert "Traceback" not in done.stderr
     assert codes == {"imports": ENDS[number], "after": 0, "finalising": 0, "long after": -signal.Signals[number]}

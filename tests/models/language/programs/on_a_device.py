@@ -77,7 +77,7 @@ def rows(spec: Any) -> list[Row]:
 def learned(policy: Any, spec: Any, given: list[Row]) -> Counter[str]:
     learner = Learner(policy, LearningSettings(lr=0.0))
     with Counted() as counted:
-        learn_policy(learner, pack(given), spec, version=3, compare=True, kept={})
+        learn_policy(learner, pack(given), spec, version=3, compare=True, cached_columns={})
     return counted.seen
 
 

@@ -67,17 +67,17 @@ _HERE = ("evaluate", "report", "compare", "config")
 @quiet_when_unread
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, importing no more than it needs; returns the exit code, as `rlinf.cli.main` does."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0] in _ELSEWHERE:
-        command: Callable[[Sequence[str]], int] = resolve(_ELSEWHERE[given[0]][0])
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in _ELSEWHERE:
+        command: Callable[[Sequence[str]], int] = resolve(_ELSEWHERE[words[0]][0])
         with shown():
-            return command(given[1:])
-    if given and not given[0].startswith("-") and given[0] not in _HERE:
-        near = nearest(given[0], known := [*_ELSEWHERE, *_HERE])
-        advice = f"did you mean {near}?" if near else f"there is {', '.join(known)}"
-        print(f"error: rlinf {given[0]}: no such command; {advice}", file=sys.stderr)
+            return command(words[1:])
+    if words and not words[0].startswith("-") and words[0] not in _HERE:
+        near = nearest(words[0], commands := [*_ELSEWHERE, *_HERE])
+        advice = f"did you mean {near}?" if near else f"there is {', '.join(commands)}"
+        print(f"error: rlinf {words[0]}: no such command; {advice}", file=sys.stderr)
         return 2
-    options = _parsed(given or ["--help"])
+    options = _parsed(words or ["--help"])
     try:
         with shown():
             options.run(options)
@@ -89,14 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parsed(given: Sequence[str]) -> argparse.Namespace:
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
     """The arguments; overrides and directories may stand on both sides of an option, which argparse alone would refuse
     below a command."""
     parser = _parser()
-    options, rest = parser.parse_known_args(given)
+    options, rest = parser.parse_known_args(words)
     several = next((name for name in ("overrides", "directories") if hasattr(options, name)), None)
     strays = [] if several is None or any(each.startswith("-") for each in rest) else rest
-    together = list(given)
+    together = list(words)
     for each in strays:
         del together[len(together) - 1 - together[::-1].index(each)]
     options = parser.parse_args(together)  # it complains of the rest
@@ -195,8 +195,8 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _resolved_of(model: str) -> Path | None:
     """The configuration of the run that a model is of, where it lies in a run's directory."""
     place = Path(model).expanduser().absolute()
-    found = [each / "resolved.yaml" for each in (place, *place.parents[:3]) if (each / "checkpoints").is_dir()]
-    return next((path for path in found if path.is_file()), None)
+    candidates = [each / "resolved.yaml" for each in (place, *place.parents[:3]) if (each / "checkpoints").is_dir()]
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def _saved_model(named: str) -> str:
@@ -241,22 +241,24 @@ def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
     model, outputs = Path(config.policy.path or options.model), Path(config.output_dir).expanduser()
 
     async def main(system: ActorSystem) -> None:
-        with new_evaluation(model, outputs) if output is None else nullcontext(output.absolute().parent) as beside:
-            await evaluate_in(system, beside)
+        with new_evaluation(model, outputs) if output is None else nullcontext(output.absolute().parent) as directory:
+            await evaluate_in(system, directory)
 
-    async def evaluate_in(system: ActorSystem, beside: Path) -> None:
-        videos = beside / "videos"
+    async def evaluate_in(system: ActorSystem, directory: Path) -> None:
+        videos = directory / "videos"
         tried = await try_policy(system, config, videos if config.trials.videos else None)
         metrics = measured(tried)
         print(f"{options.model}: {in_words(metrics)}")
         for line in success_table(None, metrics):
             print(line)
         about = {"policy": config.policy.path, "configuration": options.config, "overrides": options.overrides}
-        told = {"evaluation": (beside / "evaluation.json", written(tried, **about))}
+        files = {"evaluation": (directory / "evaluation.json", written(tried, **about))}
         if output is not None:
-            rows = [json.dumps({"suite": name, **asdict(each)}) for name, found in tried.items() for each in found]
-            told["episodes"] = (output, "".join(f"{row}\n" for row in rows))
-        for what, (path, text) in told.items():
+            rows = [
+                json.dumps({"suite": name, **asdict(each)}) for name, episodes in tried.items() for each in episodes
+            ]
+            files["episodes"] = (output, "".join(f"{row}\n" for row in rows))
+        for what, (path, text) in files.items():
             await asyncio.to_thread(path.write_text, text, encoding="utf-8")
             print(f"{what}: {path}")
         if config.trials.videos:
@@ -288,8 +290,8 @@ def _compare(options: argparse.Namespace) -> None:
 def _run_directory(named: str) -> Path:
     directory = Path(named)
     if not (directory / "metrics.jsonl").is_file():
-        beside = directory.parent.iterdir() if directory.parent.is_dir() else ()
-        runs = [each.name for each in beside if (each / "metrics.jsonl").is_file()]
+        siblings = directory.parent.iterdir() if directory.parent.is_dir() else ()
+        runs = [each.name for each in siblings if (each / "metrics.jsonl").is_file()]
         near = nearest(directory.name, runs)
         advice = f"; did you mean {directory.parent / near}?" if near else ""
         raise InputError(f"{directory} is no run's directory: it has no metrics.jsonl{advice}")

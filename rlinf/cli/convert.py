@@ -116,10 +116,10 @@ def _lacking(conversion: Conversion) -> str:
     if not lacking:
         return ""
     near = [match for key in lacking.values() if (match := nearest(key, conversion.absent))]
-    meant = f"; meant by {' and '.join(near)}?" if near else "."
+    hint = f"; meant by {' and '.join(near)}?" if near else "."
     nothing = {"model.path": "no model was", "data.train": "no data was"}
     what = "neither a model nor data was" if len(lacking) == 2 else nothing[next(iter(lacking))]
-    return f"{what} found ({' and '.join(lacking.values())}){meant} Or write {' and '.join(lacking)}"
+    return f"{what} found ({' and '.join(lacking.values())}){hint} Or write {' and '.join(lacking)}"
 
 
 # From their keys to ours ---------------------------------------------------------------------------------------------
@@ -477,11 +477,11 @@ def _rows(conversion: Conversion) -> Iterator[str]:
 
 def _report(conversion: Conversion, source: str) -> Iterator[str]:
     """How many keys became what, and what is left to be done."""
-    origin, beside = conversion.origin, len(conversion.defaults)
+    origin, defaults = conversion.origin, len(conversion.defaults)
     yield (
         f"{conversion.keys} keys of {origin}: {len(conversion.written)} written, {len(conversion.same)} done anyway, "
         f"{len(conversion.absent)} without a counterpart ({conversion.translated:.0%} translated)"
-        + (f"; {beside} of {origin}'s defaults beside" if beside else "")
+        + (f"; {defaults} of {origin}'s defaults beside" if defaults else "")
     )
     yield from (f"  {key}: {why}" for key, why in conversion.absent.items())
     yield from (f"  to be looked at: {key}: {how}" for key, how in conversion.remarks.items())

@@ -88,7 +88,7 @@ class Recording:
 
 
 async def record_episodes(
-    system: ActorSystem, config: EmbodiedConfig, wanted: Recording, told: Callable[[int, int], None]
+    system: ActorSystem, config: EmbodiedConfig, wanted: Recording, on_episode: Callable[[int, int], None]
 ) -> int:
     """Record a data set, in episodes that neither training nor trials begin with.
 
@@ -96,7 +96,7 @@ async def record_episodes(
         system: where.
         config: the environments, and the policy by `policy.path`.
         wanted: what.
-        told: called with how many episodes are kept, and how many were played.
+        on_episode: called with how many episodes are kept, and how many were played.
 
     Returns:
         How many were played.
@@ -111,7 +111,7 @@ async def record_episodes(
     try:
         played = await record(
             roles[TRIALS], roles["policy"], rounds, wanted.episodes, greedy=wanted.greedy, solved=wanted.solved,
-            patience=_PATIENCE, told=told,
+            patience=_PATIENCE, told=on_episode,
         )  # fmt: skip
         await asyncio.to_thread(_moved, rounds, wanted)
     except NothingToKeep as error:
@@ -159,10 +159,10 @@ async def _started(system: ActorSystem, config: EmbodiedConfig, expert: str | No
 
 def _moved(rounds: Path, wanted: Recording) -> None:
     """Save what was recorded, in its format and at its place."""
-    found = open_episodes(rounds)
+    episodes = open_episodes(rounds)
     save_demonstrations(
         wanted.directory,
-        chosen_of(found, counted(range(len(found)), f"writing {wanted.directory}", unit="episodes")),
+        chosen_of(episodes, counted(range(len(episodes)), f"writing {wanted.directory}", unit="episodes")),
         wanted.form,
         fps=wanted.fps,
         videos=wanted.videos,
@@ -187,8 +187,8 @@ def convert_demonstrations(arguments: Sequence[str]) -> int:
     try:
         episodes = open_episodes(Path(options.source), options.source_format, names_of(options.names))
         places = episodes.chosen(options.solved)[: options.episodes]
-        made = _statistics if options.statistics else _converted
-        sys.stdout.write(made(options, episodes, places) + "\n")
+        convert = _statistics if options.statistics else _converted
+        sys.stdout.write(convert(options, episodes, places) + "\n")
     except (InputError, *UNREADABLE) as error:
         sys.stderr.write(f"error: rlinf convert: {error}\n")
         return 2
@@ -239,15 +239,15 @@ def add_format_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", default="unknown", help="name of the environment (maniskill)")
 
 
-def names_of(given: Sequence[str] | None) -> dict[str, str] | None:
+def names_of(words: Sequence[str] | None) -> dict[str, str] | None:
     """Our names by theirs.
 
     Raises:
         InputError: one is not THEIRS=OURS.
     """
-    if given is None:
+    if words is None:
         return None
-    pairs = [each.partition("=") for each in given]
+    pairs = [each.partition("=") for each in words]
     if odd := [f"{theirs}{sign}{ours}" for theirs, sign, ours in pairs if not (theirs and sign)]:
         raise InputError(f"--names {odd[0]}: write THEIRS=OURS, such as observation.state=state")
     return {theirs: ours for theirs, _, ours in pairs}
@@ -262,48 +262,48 @@ def _converted(options: argparse.Namespace, episodes: Episodes, places: Sequence
         videos=not options.png,
         task=options.task,
     )
-    left = len(episodes) - written
-    return f"{options.target}: {written} episodes as {options.format}" + (f", {left} left out" if left else "")
+    omitted = len(episodes) - written
+    return f"{options.target}: {written} episodes as {options.format}" + (f", {omitted} left out" if omitted else "")
 
 
 def _statistics(options: argparse.Namespace, episodes: Episodes, places: Sequence[int]) -> str:
-    found = statistics_of(episodes, places)
-    found[ACTIONS] = found[ACTIONS].masked(options.unmasked)
+    statistics = statistics_of(episodes, places)
+    statistics[ACTIONS] = statistics[ACTIONS].masked(options.unmasked)
     if options.statistics == "openvla":
-        content: Mapping[str, object] = as_openvla(found, options.name, len(places))
+        content: Mapping[str, object] = as_openvla(statistics, options.name, len(places))
     elif options.statistics == "openpi":
-        content = as_openpi(found)
+        content = as_openpi(statistics)
     else:
-        shown = episodes.read(places[0]).observation
-        pictures = shown[RGB][0].split(3, -1) if RGB in shown else ()
+        observation = episodes.read(places[0]).observation
+        pictures = observation[RGB][0].split(3, -1) if RGB in observation else ()
         cameras = {f"camera_{number}": tuple(each.shape) for number, each in enumerate(pictures)}
-        content = as_groot(found, options.name, cameras=cameras, fps=rate_of(options, episodes))
+        content = as_groot(statistics, options.name, cameras=cameras, fps=rate_of(options, episodes))
     path = Path(options.target).expanduser() / FILES[options.statistics]
     write_statistics(path, content)
     foreign = options.statistics == "groot" and options.name not in GROOT_TAGS
     remark = f"; NVIDIA's own loader takes {', '.join(GROOT_TAGS)} alone: --name new_embodiment" if foreign else ""
-    return f"{path}: of {found[ACTIONS].count} actions in {len(places)} episodes{remark}"
+    return f"{path}: of {statistics[ACTIONS].count} actions in {len(places)} episodes{remark}"
 
 
 def rate_of(options: argparse.Namespace, episodes: Episodes) -> float:
     """Rows per second: as asked for, as the data set says, or 10."""
-    said = getattr(getattr(episodes, "info", None), "fps", 10.0)
-    return float(said if options.fps is None else options.fps)
+    fps = getattr(getattr(episodes, "info", None), "fps", 10.0)
+    return float(fps if options.fps is None else options.fps)
 
 
 def whole_number(text: str) -> int:
     """A number of things from the command line, at least 1."""
-    found = int(text)
-    if found < 1:
+    number = int(text)
+    if number < 1:
         raise argparse.ArgumentTypeError("it must be at least 1")
-    return found
+    return number
 
 
 def _rate(text: str) -> float:
-    found = float(text)
-    if not 0 < found < 1e6:
+    rate = float(text)
+    if not 0 < rate < 1e6:
         raise argparse.ArgumentTypeError("it must be above 0")
-    return found
+    return rate
 
 
 def record_demonstrations(arguments: Sequence[str]) -> int:
@@ -391,7 +391,7 @@ def _run(options: argparse.Namespace, config: EmbodiedConfig, out: Path) -> None
 
     async def recorded(system: ActorSystem) -> None:
         with work("recording", options.episodes, "episodes") as recording:
-            played = await record_episodes(system, config, wanted, lambda kept, _: recording.at(kept))
+            played = await record_episodes(system, config, wanted, lambda count, _: recording.at(count))
         dated = f"; rows dated {wanted.fps:g} per second (--fps)" if options.format.startswith("lerobot") else ""
         sys.stdout.write(
             f"{options.out}: {options.episodes} episodes as {options.format}, of {played} that were played{dated}\n"

@@ -61,9 +61,9 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
     if not (data.held_out or data.named):
         raise InputError("evaluation.data: name problems to evaluate on")
     agent = None if data.named else _checked_agent(config, data)
-    kept = None
+    answers = None
     if data.named and output is not None:
-        kept = KeptAnswers(output, model_mark(str(config.model.path)), config.seed)
+        answers = KeptAnswers(output, model_mark(str(config.model.path)), config.seed)
     # a mode or a plan is for training: here nobody else is on a device
     as_written = replace(config.placement, mode=None, plan=None)
     starting = roles_to_start(config, data)
@@ -74,7 +74,7 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
         if data.named:
             for note in data.notes:
                 print(note)
-            outcome = beside(None, await evaluate_named(data, roles, config, model, kept))
+            outcome = beside(None, await evaluate_named(data, roles, config, model, answers))
         else:
             outcome = await _evaluated(data, roles, config, agent)
     except (NotScored, RewardError) as error:
@@ -83,7 +83,7 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
     scored = Scored.total(await roles["judge"].scored())
     if scored.failed:
         print(scored)
-    if kept is not None:
+    if answers is not None:
         print(f"answers: {output}")
     elif output is not None:
         saved = answers_of(outcome)
@@ -122,22 +122,24 @@ def _print_named(config: RunConfig, outcome: Evaluation, seconds: float) -> None
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     console.print(f"{config.model.path}: {counted(len(outcome.named), 'benchmark')}, {seconds:.1f} s")
     table = Table()
-    told = {name for each in outcome.named.values() for name in each.metrics if re.fullmatch(r"(pass|maj)@\d+", name)}
-    at_k = sorted(told - {PASS, "maj@1"}, key=lambda name: (int(name.partition("@")[2]), name))
+    measures = {
+        name for each in outcome.named.values() for name in each.metrics if re.fullmatch(r"(pass|maj)@\d+", name)
+    }
+    at_k = sorted(measures - {PASS, "maj@1"}, key=lambda name: (int(name.partition("@")[2]), name))
     for heading in ("benchmark", "problems", "each", PASS, "±", *at_k, "cut", "tokens"):
         table.add_column(heading, justify="left" if heading == "benchmark" else "right", no_wrap=True)
     for name, each in outcome.named.items():
-        found = each.metrics
-        error = found.get(f"{PASS}/stderr")
+        metrics = each.metrics
+        error = metrics.get(f"{PASS}/stderr")
         table.add_row(
             name,
-            f"{found['problems']:.0f}",
-            f"{found['samples']:.0f}",
-            f"{found[PASS]:.2%}",
+            f"{metrics['problems']:.0f}",
+            f"{metrics['samples']:.0f}",
+            f"{metrics[PASS]:.2%}",
             "" if error is None else f"{error:.2%}",
-            *(f"{found[each]:.2%}" if each in found else "" for each in at_k),
-            f"{found['truncated']:.1%}",
-            f"{found['response_length/mean']:.0f}",
+            *(f"{metrics[each]:.2%}" if each in metrics else "" for each in at_k),
+            f"{metrics['truncated']:.1%}",
+            f"{metrics['response_length/mean']:.0f}",
         )
     console.width = max(console.width, 80 + 11 * len(at_k))  # else each column is cut where there are many
     console.print(table)

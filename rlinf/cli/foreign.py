@@ -67,8 +67,8 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Read:
     if wrong := [each for each in overrides if not _OVERRIDE.fullmatch(each)]:
         raise InputError(f"{wrong[0]!r} is no override of theirs: write key=value, such as data.train_batch_size=256")
     if path.suffix == ".sh":
-        base, given = _of_script(path, missing)
-        whole = _overridden(base, [*given, *overrides])
+        base, in_script = _of_script(path, missing)
+        whole = _overridden(base, [*in_script, *overrides])
     else:
         whole = _overridden(_composed(path, missing, ()), overrides)
     try:
@@ -255,9 +255,9 @@ def _command(text: str) -> list[str]:
         while words and (match := _ASSIGNMENT.fullmatch(words[0])):
             variables.assign(match[1], match[3], bool(match[2]))
             del words[0]
-        given = variables.expanded(words)
-        if sum(map(_is_override, given)) > sum(map(_is_override, command)):
-            command = given
+        plain_words = variables.expanded(words)
+        if sum(map(_is_override, plain_words)) > sum(map(_is_override, command)):
+            command = plain_words
     return command
 
 
@@ -318,8 +318,8 @@ class _Variables:
         match = _PARAMETER.fullmatch(inner)
         if match is None:
             return f"${inner}"  # without braces, which would be an interpolation of theirs
-        if known := self._of.get(match[1]):
-            return known[0]
+        if value := self._of.get(match[1]):
+            return value[0]
         return f"${inner}" if match[2] is None else self._word(match[2])
 
     def _computed(self, text: str) -> str:

@@ -69,18 +69,18 @@ def from_own_code(trace: TracebackType | None) -> TracebackType | None:
     return None
 
 
-def told(error: BaseException) -> bool:
+def print_own_error(error: BaseException) -> bool:
     """Print an exception that went through code of the user's own, and say whether it did.
 
     Args:
         error: it, caught.
     """
-    begun = from_own_code(error.__traceback__)
-    if begun is None:
+    own_trace = from_own_code(error.__traceback__)
+    if own_trace is None:
         return False
-    left_out = len(traceback.extract_tb(error.__traceback__)) - len(traceback.extract_tb(begun))
+    left_out = len(traceback.extract_tb(error.__traceback__)) - len(traceback.extract_tb(own_trace))
     print(f"error: in code of your own; the {left_out} calls of rlinf that led there are left out", file=sys.stderr)
-    traceback.print_exception(type(error), error, begun)
+    traceback.print_exception(type(error), error, own_trace)
     return True
 
 
@@ -111,9 +111,9 @@ def _is_unread() -> bool:
         stdout = sys.stdout.fileno()
     except OSError:  # a stand-in for stdout, which is no file
         return False
-    told = select.poll()
-    told.register(stdout, 0)  # errors are reported unasked, and the end of a pipe's reader is one
-    if not told.poll(0):
+    poll = select.poll()
+    poll.register(stdout, 0)  # errors are reported unasked, and the end of a pipe's reader is one
+    if not poll.poll(0):
         return False
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stdout)
@@ -145,13 +145,13 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int, *, whole: bool = Fa
     prepared = prepare(config, hosts)
     refuse_idle(config.placement, prepared)
     placed = prepared.placed
-    held = prepared.held if isinstance(config, RunConfig) else held_by(config, placed)
+    memory = prepared.held if isinstance(config, RunConfig) else held_by(config, placed)
     lines = [
         *_roles(config, placed),
         *(f"Left to the devices: {line}" for line in prepared.became),
         *(f"Warning: {line}" for line in prepared.warnings),
         *_to_be_named(config),
-        *_memory(placed, held, cuda=isinstance(config, RunConfig) and device_kind(config.placement) == "cuda"),
+        *_memory(placed, memory, cuda=isinstance(config, RunConfig) and device_kind(config.placement) == "cuda"),
         *_prediction(prepared, config),
     ]
     if isinstance(config, RunConfig):
@@ -187,17 +187,17 @@ def _roles(config: RunConfig | EmbodiedConfig, placed: Placed) -> Iterator[str]:
         yield f"  {role:<{width}} {where} {listed(seat.hosts)}"
 
 
-def _memory(placed: Placed, held: Mapping[str, tuple[int, int]], *, cuda: bool) -> Iterator[str]:
+def _memory(placed: Placed, footprints: Mapping[str, tuple[int, int]], *, cuda: bool) -> Iterator[str]:
     """Describe the memory that each role takes on a device by its model's shape; what cannot fit was refused before."""
-    if not held:
+    if not footprints:
         return
     limit = f"of {placed.memory / GB:.3g}" if placed.memory is not None else "no limit"
-    parts = ", ".join(f"{role} {_gigabytes(active)}" for role, (active, _) in held.items() if active)
+    parts = ", ".join(f"{role} {_gigabytes(active)}" for role, (active, _) in footprints.items() if active)
     turns = "; roles of a device take turns, and are parked where they do not fit" if placed.turns else ""
     bound = "at the peak" if cuda else "at least"
     yield f"Memory of a device, GB, {bound}: {parts} ({limit}{turns})"
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if placed.memory is None and (most := max(active for active, _ in held.values())) > machine:
+    if placed.memory is None and (most := max(active for active, _ in footprints.values())) > machine:
         yield f"  which is more than the {machine / GB:.3g} GB of this machine: {most / GB:.3g} GB will not fit here"
 
 
@@ -205,15 +205,15 @@ def _prediction(prepared: RunPlan, config: RunConfig | EmbodiedConfig) -> Iterat
     from rlinf.runs.dry_run.embodied import seconds_of
     from rlinf.runs.dry_run.estimate import modelled, plans
 
-    chosen, placed = prepared.chosen, prepared.placed
-    if chosen is None and isinstance(config, RunConfig) and prepared.algorithm is not None and placed.fleet.hardware:
+    choice, placed = prepared.chosen, prepared.placed
+    if choice is None and isinstance(config, RunConfig) and prepared.algorithm is not None and placed.fleet.hardware:
         again, roles = prepared.algorithm.needs_recomputed_logprobs, prepared.roles
         yield from modelled(prepared.config, prepared.model_config, placed, prepared.flow, roles, recomputes=again)
         return
-    if chosen is None and isinstance(config, EmbodiedConfig) and (lines := [*seconds_of(config, placed)]):
+    if choice is None and isinstance(config, EmbodiedConfig) and (lines := [*seconds_of(config, placed)]):
         yield from lines
         return
-    if chosen is None:
+    if choice is None:
         modelled_by_card = isinstance(config, RunConfig) and config.placement.device_kind == "cuda"
         card = "; placement.devices={gpu: h100} has it modelled" if modelled_by_card else ""
         yield f"Time: not known without a profile; every run leaves a profile.json, for placement.profile{card}"
@@ -222,20 +222,20 @@ def _prediction(prepared: RunPlan, config: RunConfig | EmbodiedConfig) -> Iterat
     assert predicted is not None  # of every plan that was chosen
     yield (
         f"Time, simulated from the profile: {predicted.step_seconds:.3g} s a step, {predicted.efficiency:.0%} of what "
-        f"is possible ({predicted.bound_seconds:.3g} s, {chosen.bound.binding})"
+        f"is possible ({predicted.bound_seconds:.3g} s, {choice.bound.binding})"
     )
-    yield from plans(chosen)
+    yield from plans(choice)
 
 
-def _gigabytes(held: int) -> str:
-    return f"{float(f'{held / GB:.2g}'):,g}" if held >= GB / 1000 else "0.001"
+def _gigabytes(size: int) -> str:
+    return f"{float(f'{size / GB:.2g}'):,g}" if size >= GB / 1000 else "0.001"
 
 
 def _named_devices(config: RunConfig | EmbodiedConfig) -> int:
     """How many devices the placement counts on, as far as plain numbers tell."""
     roles = [kind.name for kind in (*TEXT, *CONTROL)]
-    given = (value for name, value in vars(config.placement).items() if name in roles)
-    texts = [str(value) for value in given if isinstance(value, str | int)]
+    values = (value for name, value in vars(config.placement).items() if name in roles)
+    texts = [str(value) for value in values if isinstance(value, str | int)]
     numbers = [int(part) for text in texts for part in text.replace("-", ",").split(",") if part.isdigit()]
     return 1 + max(numbers, default=0)
 
@@ -321,7 +321,7 @@ def main(arguments: Sequence[str] | None = None, starting: Starting | None = Non
         if _descriptors_used_up(error):
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             print(f"error: too many open files: this process may have {limit} (ulimit -n); allow more", file=sys.stderr)
-        elif not told(error):
+        elif not print_own_error(error):
             raise
         return _have_torchrun_say(FURTHER_UP, FAILED)
 
@@ -349,7 +349,7 @@ def parse(arguments: Sequence[str]) -> Request:
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     parser.add_argument("--resume", default="auto" if restarted else "never")
     parser.add_argument("overrides", nargs="*")
-    known, unknown = parser.parse_known_intermixed_args(list(arguments))
+    options, unknown = parser.parse_known_intermixed_args(list(arguments))
     for option in unknown:
         name = option.partition("=")[0]
         near, key = nearest(name, _OPTIONS), name.lstrip("-")
@@ -358,12 +358,12 @@ def parse(arguments: Sequence[str]) -> Request:
             f"did you mean {near}?" if near and not is_key else f"write {key}=VALUE to set a key of the configuration"
         )
         raise InputError(f"{option}: unknown option; {hint}")
-    if known.config is None and not known.help:
+    if options.config is None and not options.help:
         raise InputError("no configuration: add --config configs/quickstart.yaml, or --help to see what there is")
-    if known.verbose and not known.dry_run:
+    if options.verbose and not options.dry_run:
         raise InputError("--verbose: goes with --dry-run; a run writes its configuration to resolved.yaml")
-    config = None if known.config is None else shipped(known.config)
-    return Request(config, tuple(known.overrides), known.dry_run, known.verbose, known.help, known.resume)
+    config = None if options.config is None else shipped(options.config)
+    return Request(config, tuple(options.overrides), options.dry_run, options.verbose, options.help, options.resume)
 
 
 def _serve(request: Request, rank: int, hosts: int, starting: Starting) -> int:
@@ -385,19 +385,19 @@ def _report(error: InputError | RunFailure, rank: int) -> int:
     """Print what went wrong once: rank 0 does, the others wait to be ended and speak only if that does not happen."""
     if rank != 0:
         threading.Event().wait(_TURN_SECONDS)
-    told = f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}"
-    print(told, file=sys.stderr, flush=True)
-    return _have_torchrun_say(told, WRONG_INPUT if isinstance(error, InputError) else FAILED)
+    line = f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}"
+    print(line, file=sys.stderr, flush=True)
+    return _have_torchrun_say(line, WRONG_INPUT if isinstance(error, InputError) else FAILED)
 
 
-def _have_torchrun_say(told: str, code: int) -> int:
+def _have_torchrun_say(text: str, code: int) -> int:
     """Let torchrun's own report, whose end is the last that is printed, end with this; returns the exit code.
 
     A rank that has failed makes torchrun fail with a traceback of its own, whatever the rank leaves behind.
     """
     if report_of_torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         gc.freeze()  # torchrun speaks when this process has ended, which looks for garbage for seconds otherwise
-        message = {"message": told, "extraInfo": {"timestamp": int(time.time())}}
+        message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
         Path(report_of_torchrun).write_text(json.dumps({"message": message}), encoding="utf-8")
     return code
 

@@ -115,11 +115,11 @@ def _run(options: argparse.Namespace) -> None:
             raise PlanError(f"--{name.replace('_', '-')} {value:g}: it must be more than 0")
     if options.staleness is not None and options.staleness < 0:
         raise PlanError(f"--staleness {options.staleness}: it must be at least 0, which is synchronous")
-    known = {kind: own.memory for kind in devices if (own := KNOWN.get(kind)) is not None and own.memory is not None}
-    memory = known or None if options.memory_gb is None else dict.fromkeys(devices, int(options.memory_gb * GB))
+    by_kind = {kind: own.memory for kind in devices if (own := KNOWN.get(kind)) is not None and own.memory is not None}
+    memory = by_kind or None if options.memory_gb is None else dict.fromkeys(devices, int(options.memory_gb * GB))
     flow = _flow(options.flow, profile) if finalists > 0 else None
     try:
-        chosen = choose(
+        choice = choose(
             profile,
             devices,
             memory,
@@ -135,9 +135,9 @@ def _run(options: argparse.Namespace) -> None:
     except PlacementError as error:
         text = "; ".join(str(complaint) for complaint in error.complaints)
         raise PlanError(text.replace("allow extrapolation,", "add --extrapolate,")) from None
-    _show(chosen, profile, devices, options)
+    _show(choice, profile, devices, options)
     if output is not None:
-        save(chosen.plan, output)
+        save(choice.plan, output)
         _tell(f"plan: {output}")
 
 
@@ -162,21 +162,21 @@ def _devices(text: str, profile: Profile) -> dict[str, int]:
                 f"{','.join(f'{kind}={text}' for kind in kinds)}"
             )
         parts = [(kinds[0], "=", text)]
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for kind, _, number in parts:
         if not number.strip().isdigit() or int(number) < 1:
             raise PlanError(f"--devices {text}: {number or kind!r} is no number of devices; write one of at least 1")
-        found[kind.strip()] = int(number)
-    if unknown := [kind for kind in found if kind not in kinds and kind not in KNOWN]:
+        counts[kind.strip()] = int(number)
+    if unknown := [kind for kind in counts if kind not in kinds and kind not in KNOWN]:
         raise PlanError(
             f"--devices {text}: nothing was profiled on {unknown[0]!r}; there is: {', '.join(kinds)}; and known by "
             f"their speed are {', '.join(KNOWN)}"
         )
-    return found
+    return counts
 
 
-def _flow(given: str | None, profile: Profile) -> Flow:
-    path = given or profile.flow
+def _flow(named: str | None, profile: Profile) -> Flow:
+    path = named or profile.flow
     if not path:
         raise PlanError("the profile does not name its flow: add --flow rlinf.flows.grpo, or --rehearse 0")
     if mistake := mistake_in(path, must_be_async=True):
@@ -185,17 +185,17 @@ def _flow(given: str | None, profile: Profile) -> Flow:
     return flow
 
 
-def _actors(given: Sequence[str]) -> dict[str, type[Actor]]:
+def _actors(entries: Sequence[str]) -> dict[str, type[Actor]]:
     from rlinf.runtime.actor.actor import Actor
 
-    found: dict[str, type[Actor]] = {}
-    for entry in given:
+    actors: dict[str, type[Actor]] = {}
+    for entry in entries:
         role, _, path = entry.partition("=")
         cls = _resolved("--actor", path) if path else None
         if not (inspect.isclass(cls) and issubclass(cls, Actor)):
             raise PlanError(f"--actor {entry}: write ROLE=package.module.Class, a subclass of rlinf.Actor")
-        found[role] = cls
-    return found
+        actors[role] = cls
+    return actors
 
 
 def _resolved(key: str, path: str) -> Any:
@@ -205,10 +205,10 @@ def _resolved(key: str, path: str) -> Any:
         raise PlanError(f"{key} {path}: importing it failed: {type(error).__name__}: {error}") from error
 
 
-def _show(chosen: Chosen, profile: Profile, devices: Mapping[str, int], options: argparse.Namespace) -> None:
+def _show(choice: Chosen, profile: Profile, devices: Mapping[str, int], options: argparse.Namespace) -> None:
     count = sum(devices.values())
     items = options.items or profile.items
-    early = f", begun up to {chosen.staleness} steps early," if chosen.staleness else ""
+    early = f", begun up to {choice.staleness} steps early," if choice.staleness else ""
     title = (
         f"{options.flow or profile.flow}: a step of {items:,} items{early} on {count:,} devices, SIMULATED from the "
         "profile"
@@ -216,20 +216,20 @@ def _show(chosen: Chosen, profile: Profile, devices: Mapping[str, int], options:
     table = Table(title=title)
     for name in ("mode", "devices per role", "calculated s", "rehearsed s", "of bound", "bubble", "peak GB", "chunks"):
         table.add_column(name, justify="left" if name in ("mode", "devices per role") else "right")
-    for row in chosen.best_of_modes:
-        table.add_row(*_cells(row, chosen))
+    for row in choice.best_of_modes:
+        table.add_row(*_cells(row, choice))
     Console(width=max(120, Console().width)).print(table)
-    _tell(f"bound: {chosen.bound.seconds:,.3f} s, set by {chosen.bound.binding}")
-    _tell(chosen.reason)
+    _tell(f"bound: {choice.bound.seconds:,.3f} s, set by {choice.bound.binding}")
+    _tell(choice.reason)
     wanted = options.rehearse is None or options.rehearse > 0
-    if chosen.staleness and wanted and chosen.rows[0].rehearsed is None:
+    if choice.staleness and wanted and choice.rows[0].rehearsed is None:
         _tell("calculated only: the flow works on one step at a time; add --flow rlinf.flows.grpo_async, or its like")
-    if chosen.handed_over:
-        gains = (f"{mode} {one.seconds:,.3f} s, {one.gain:.0%} quicker" for mode, one in chosen.handed_over.items())
+    if choice.handed_over:
+        gains = (f"{mode} {one.seconds:,.3f} s, {one.gain:.0%} quicker" for mode, one in choice.handed_over.items())
         _tell(f"if trainers took devices over as these run out of answers (calculated, at most): {'; '.join(gains)}")
-    if chosen.recommended is not None:
-        _tell(_recommended(chosen.recommended))
-    used = len(chosen.plan.devices)
+    if choice.recommended is not None:
+        _tell(_recommended(choice.recommended))
+    used = len(choice.plan.devices)
     most = max((timing.devices for stage in profile.stages.values() for timing in stage.timings), default=0)
     if used < count and most < count and not options.extrapolate:
         _tell(f"{count - used} devices stay idle: nothing was measured on more than {most}; --extrapolate guesses")
@@ -239,27 +239,27 @@ def _show(chosen: Chosen, profile: Profile, devices: Mapping[str, int], options:
         _tell("Extrapolated: sizes that were not measured are a guess, at scale a bold one.")
     _tell(
         f"All seconds are simulated from {profile.machine}, not measured on {count:,} devices "
-        f"(took {chosen.took:.1f} s here)."
+        f"(took {choice.took:.1f} s here)."
     )
 
 
-def _recommended(found: Recommended) -> str:
+def _recommended(advice: Recommended) -> str:
     """Describe the gain of each staleness, and the best split at the one to take."""
-    row = next(row for row in found.rows if row.staleness == found.staleness)
+    row = next(row for row in advice.rows if row.staleness == advice.staleness)
     sizes = ", ".join(f"{leaf.stage.name} {leaf.option.devices or 'beside'}" for leaf in leaves(row.found.tree))
     share = row.bound.efficiency(row.found.seconds)
-    return f"{found.said} ({sizes}: {row.found.seconds:,.3f} s a step, calculated, {share:.0%} of its bound)"
+    return f"{advice.said} ({sizes}: {row.found.seconds:,.3f} s a step, calculated, {share:.0%} of its bound)"
 
 
 def _tell(line: str) -> None:
     sys.stdout.write(f"{line}\n")
 
 
-def _cells(row: Row, chosen: Chosen) -> list[str]:
+def _cells(row: Row, choice: Chosen) -> list[str]:
     sizes = ", ".join(f"{name} {_place(role.devices)}" for name, role in row.plan.roles.items())
     rehearsed = "-" if row.rehearsed is None else f"{row.rehearsed:,.3f}"
     peak = f"{row.peak_bytes / GB:.1f}" if row.peak_bytes else "-"
-    shares = (f"{chosen.bound.efficiency(row.seconds):.0%}", f"{row.bubble:.0%}")
+    shares = (f"{choice.bound.efficiency(row.seconds):.0%}", f"{row.bubble:.0%}")
     return [row.mode, sizes, f"{row.calculated:,.3f}", rehearsed, *shares, peak, str(row.chunks)]
 
 

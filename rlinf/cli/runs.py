@@ -137,13 +137,13 @@ def ledger(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     options = parser.parse_args(arguments)
     try:
-        found = account(Path(options.directory))
+        result = account(Path(options.directory))
     except (InputError, OSError) as error:
         sys.stderr.write(f"error: rlinf ledger: {error}\n")
         return 2
-    told = json.dumps(found.plain(), indent=1) if options.json else "\n".join(found.words(options.directory))
-    sys.stdout.write(f"{told}\n")
-    return 0 if found.balances else 1
+    text = json.dumps(result.plain(), indent=1) if options.json else "\n".join(result.words(options.directory))
+    sys.stdout.write(f"{text}\n")
+    return 0 if result.balances else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Account:
     """Balance of all lines."""
     checkpoint: int | None = None
     """The step of the newest checkpoint; None where there is none, or none that can be read."""
-    kept: Balance | None = None
+    in_checkpoint: Balance | None = None
     """Balance of the lines up to there, held against what that checkpoint has in flight; None where it keeps no
     ledger."""
     note: str = ""
@@ -163,8 +163,12 @@ class Account:
     @property
     def problems(self) -> list[str]:
         """Sentences on what is wrong."""
-        kept = [] if self.kept is None else [each for each in self.kept.problems if each not in self.whole.problems]
-        return [*self.whole.problems, *(f"at the checkpoint of step {self.checkpoint}: {each}" for each in kept)]
+        later = (
+            []
+            if self.in_checkpoint is None
+            else [each for each in self.in_checkpoint.problems if each not in self.whole.problems]
+        )
+        return [*self.whole.problems, *(f"at the checkpoint of step {self.checkpoint}: {each}" for each in later)]
 
     @property
     def balances(self) -> bool:
@@ -173,9 +177,11 @@ class Account:
 
     def plain(self) -> dict[str, Any]:
         """Return the account as JSON."""
-        kept = {} if self.kept is None else {"step": self.checkpoint, "in_flight": self.kept.in_flight}
+        checkpoint = (
+            {} if self.in_checkpoint is None else {"step": self.checkpoint, "in_flight": self.in_checkpoint.in_flight}
+        )
         whole = replace(self.whole, dropped=dict(self.whole.dropped), tokens=dict(self.whole.tokens))  # type: ignore[arg-type]
-        return {**asdict(whole), "checkpoint": kept or None, "balances": self.balances, "problems": self.problems}
+        return {**asdict(whole), "checkpoint": checkpoint or None, "balances": self.balances, "problems": self.problems}
 
     def words(self, name: str) -> Iterator[str]:
         """Yield the account as lines for people."""
@@ -191,8 +197,8 @@ class Account:
         rows += [("trained", whole.trained, "")]
         rows += [(f"dropped: {reason}", count, "") for reason, count in sorted(whole.dropped.items())]
         rows += [("in flight", whole.in_flight, "")] if whole.in_flight or not whole.unknown else []
-        if self.kept is not None:
-            rows += [("in its newest checkpoint", self.kept.in_flight, f"of step {self.checkpoint}")]
+        if self.in_checkpoint is not None:
+            rows += [("in its newest checkpoint", self.in_checkpoint.in_flight, f"of step {self.checkpoint}")]
         if whole.unknown or whole.elsewhere:
             rows += [
                 ("unknown", whole.unknown, "the flow is the user's own, and has not trained them"),
@@ -232,16 +238,16 @@ def account(path: Path) -> Account:
     try:
         whole = balance(lines)
         try:
-            begun = find_checkpoint(path)
+            checkpoint = find_checkpoint(path)
         except ValueError as error:
             return Account(whole, note=str(error))
-        if begun is None or begun.step not in {line["step"] for line in lines}:
+        if checkpoint is None or checkpoint.step not in {line["step"] for line in lines}:
             return Account(whole)
-        state: Any = begun.queue.get("ledger")
+        state: Any = checkpoint.queue.get("ledger")
         if state is None:
-            return Account(whole, begun.step, note=f"{begun.path} keeps no ledger")
-        before = [line for line in lines if line["step"] <= begun.step]
-        return Account(whole, begun.step, balance(before, held_by(begun), state["since"]))
+            return Account(whole, checkpoint.step, note=f"{checkpoint.path} keeps no ledger")
+        before = [line for line in lines if line["step"] <= checkpoint.step]
+        return Account(whole, checkpoint.step, balance(before, held_by(checkpoint), state["since"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{directory.ledger} is no ledger that this version can read: {error!r}") from error
 
@@ -300,12 +306,12 @@ def _summary(options: argparse.Namespace) -> None:
         console.print(_table(device_lanes(Path(path), options.step, whole=options.step is None)))
 
 
-def _table(read: Lanes) -> Table:
-    shares = read.shares()
+def _table(lanes: Lanes) -> Table:
+    shares = lanes.shares()
     roles = dict.fromkeys(name for _, own in shares for name in own if name not in ("moves", "idle"))
     names = [*roles, *(["moves"] if any(own["moves"] for _, own in shares) else []), "idle"]
-    what = f"step {read.step}" if read.step is not None else "all steps"
-    table = Table("host", *names, title=f"{read.title}: {what}, {read.seconds:.2f} s")
+    what = f"step {lanes.step}" if lanes.step is not None else "all steps"
+    table = Table("host", *names, title=f"{lanes.title}: {what}, {lanes.seconds:.2f} s")
     for host, own in shares:
         table.add_row(str(host), *(f"{own[name]:.1%}" if own.get(name) else "" for name in names))
     return table

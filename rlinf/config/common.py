@@ -1,6 +1,4 @@
-"""The keys that every kind of run has, and what may not stand in them.
-
-The keys of `placement`: which role runs on which devices, by hand, by a rule, by a plan, or by measurement.
+"""Keys that every kind of run has, `placement` among them, and rules on them.
 
 One process of `torchrun` is one device: a GPU, or on a CPU the share of the cores that the process computes with.
 """
@@ -158,7 +156,7 @@ def best_mistakes(checkpoint: CheckpointConfig, patience: int, every: int, secti
 
 @dataclass(config=CLOSED)
 class Placing:
-    """What the placement of every kind of run has."""
+    """Keys of placement that every kind of run has."""
 
     __together__: ClassVar[bool] = True
     """`"rollout,judge": 0` is short for the same value under both names."""

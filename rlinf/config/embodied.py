@@ -343,11 +343,11 @@ def task_names(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
     Args:
         tasks: entries of `env.tasks`.
     """
-    found = []
+    names = []
     for index, task in enumerate(tasks):
         texts = [value for value in task.get("options", {}).values() if isinstance(value, str)]
-        found.append(str(task.get("name") or " ".join(texts) or f"task {index}"))
-    return found
+        names.append(str(task.get("name") or " ".join(texts) or f"task {index}"))
+    return names
 
 
 @dataclass(config=CLOSED)

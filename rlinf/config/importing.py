@@ -1,4 +1,4 @@
-"""Dotted paths in configuration: `package.module.name` to the object, and what is wrong with one without importing it.
+"""Dotted paths in configuration: `package.module.name` to the object, and a check of one without importing it.
 
 A path that ends at a module means the thing in it that bears the module's own name, so `rlinf.flows.grpo` is
 `rlinf.flows.grpo.grpo`. The check reads the source instead of running it: it costs milliseconds and starts nothing.
@@ -140,7 +140,7 @@ def look_in_working_directory() -> None:
 
 
 def looks_local(path: str) -> bool:
-    """Whether a name can only be that of a file or directory here: what hubs have is called `name` or `owner/name`."""
+    """True if a name can only be that of a file or directory here: what hubs have is called `name` or `owner/name`."""
     name = path.partition(":")[0]  # owner/name:subset
     owner = os.path.dirname(name)
     return name.startswith((".", "/", "~", "outputs/")) or name.count("/") > 1 or (owner != "" and os.path.isdir(owner))
@@ -177,14 +177,14 @@ def resolve(path: str) -> Any:
     module, names = _split(path)
     if module is None:
         raise ImportError(f"no module named {path}")
-    found: Any = importlib.import_module(module.name)
+    value: Any = importlib.import_module(module.name)
     for name in names or [module.name.rpartition(".")[2]]:
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def mistake_in(path: str, *, must_be_async: bool = False) -> str | None:
-    """What is wrong with the dotted path of a function, as advice; None if it names one, or may do."""
+    """Advice on the dotted path of a function that names none; None if it names one, or may do."""
     if path.startswith(_SCRIPT):
         return None if hasattr(sys.modules["__main__"], path.removeprefix(_SCRIPT)) else "the script that runs has none"
     try:
@@ -228,19 +228,19 @@ def _split(path: str) -> tuple[ModuleSpec | None, list[str]]:
     parts = path.split(".")
     if not all(part.isidentifier() for part in parts):
         return None, []
-    found: tuple[ModuleSpec | None, list[str]] = (None, [])
+    result: tuple[ModuleSpec | None, list[str]] = (None, [])
     for length in range(1, len(parts) + 1):
         spec = importlib.util.find_spec(".".join(parts[:length]))  # imports the packages above, never a module itself
         if spec is None:
             break
-        found = spec, parts[length:]
+        result = spec, parts[length:]
         if spec.submodule_search_locations is None:  # a module: the rest are names in it
             break
-    return found
+    return result
 
 
 def _binds(node: ast.stmt, name: str) -> bool:
-    """Whether a top-level statement gives `name` a value by import, assignment or as a class."""
+    """True if a top-level statement gives `name` a value by import, assignment or as a class."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return any((alias.asname or alias.name.partition(".")[0]) in (name, "*") for alias in node.names)
     if isinstance(node, ast.ClassDef):

@@ -1,8 +1,5 @@
-"""Keys of how models learn from text: the algorithm, its optimizer, and the models beside the policy.
-
-The text under a field is what `--help` and docs/config.md print. A key stands here only if something reads it.
-
-Keys of runs that learn from given texts: `algorithm: sft`, `dpo` or `reward_model`.
+"""Keys of how models learn from text: the algorithm, its optimizer, the models beside the policy, and the section
+`supervised` of runs that learn from given texts (`algorithm: sft`, `dpo` or `reward_model`).
 
 The text under a field is what `--help` and docs/config.md print. A key stands here only if something reads it.
 """
@@ -128,7 +125,7 @@ class ReferenceConfig:
 
     @property
     def inside(self) -> str | None:
-        """What the trainer itself computes it with: no adapters, or those in a directory; None: it has its own role."""
+        """Adapters that the trainer itself computes it with: none, or a directory; None: a role of its own does."""
         return self.adapter or ("adapters_off" if self.kind == "adapters_off" else None)
 
 

@@ -2,11 +2,8 @@
 
 The file and the overrides are walked key by key against the schema, which finds the keys that there are not, and the
 line of each. OmegaConf reads YAML and resolves `${key}`; pydantic checks the values, all at once. Every mistake becomes
-a `Problem` with the place in the file that made it.
-
-Keys that are not ours: what other frameworks call ours (`learning_rate`, `num_generations`), and ours that went.
-
-In: a key that there is not. Out: ours, for the advice; a similar spelling would find another key, or none.
+a `Problem` with the place in the file that made it. A key that there is not is answered by the one that was most likely
+meant: by other frameworks' names for ours (`learning_rate`, `num_generations`), then by spelling.
 """
 
 from __future__ import annotations
@@ -104,20 +101,20 @@ OF_TORCHRUN = {
 """By the last part of a key of others: what says it here."""
 
 
-def ours(key: str, known: Iterable[str]) -> str | None:
+def ours(key: str, keys: Iterable[str]) -> str | None:
     """The key of ours that another framework calls like the last part of `key`; None if there is none.
 
     Args:
         key: that there is not.
-        known: keys that there are; of several that fit, that of the same section is meant.
+        keys: keys that there are; of several that fit, that of the same section is meant.
     """
     section, _, name = key.rpartition(".")
-    there = {*known}
+    there = {*keys}
     outer, _, inner = section.partition(".")
     if name == "lr" and bool(outer) == bool(inner):  # as in `optimiser.lr`, a section is one of ours, misspelt
         return next((key for key in (f"{outer}.lr", "optimizer.lr") if key in there), None)
-    found = [key for key, names in _OURS.items() if name.lower() in names and key in there]
-    return next((key for key in found if key.rpartition(".")[0] == section), next(iter(found), None))
+    candidates = [key for key, names in _OURS.items() if name.lower() in names and key in there]
+    return next((key for key in candidates if key.rpartition(".")[0] == section), next(iter(candidates), None))
 
 
 T = TypeVar("T")
@@ -156,8 +153,8 @@ class Problem:
     """What is wrong, and what to write instead."""
 
     def __str__(self) -> str:
-        shown = "" if self.value is MISSING else f" = {_short(self.value)}"
-        return f"{self.place}: {self.key}{shown}: {self.advice}"
+        value = "" if self.value is MISSING else f" = {_short(self.value)}"
+        return f"{self.place}: {self.key}{value}: {self.advice}"
 
 
 class ConfigError(InputError):
@@ -176,7 +173,7 @@ def load(
     path: str | Path | None,
     overrides: Sequence[str] = (),
     check: Callable[[T], Iterator[tuple[str, str]]] = lambda config: iter(()),
-    given: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | None = None,
     who: str = COMMAND_LINE,
 ) -> T:
     """Read a file and overrides into `schema`.
@@ -185,7 +182,7 @@ def load(
         schema: the dataclass that says which keys there are.
         path: YAML file; None takes the defaults alone.
         overrides: `a.b=value`, later ones win; values are read as YAML.
-        given: values by dotted key, as Python objects; they win over the file.
+        values: by dotted key, as Python objects; they win over the file.
         who: gave them, for errors.
         check: yields (key, advice) for what types and limits cannot say; asked once every single value is right.
 
@@ -196,7 +193,7 @@ def load(
     loader = _Loader(schema)
     if path is not None:
         loader.read_file(Path(path))
-    for key, value in (given or {}).items():
+    for key, value in (values or {}).items():
         loader.take(key, value, who)
     for override in overrides:
         loader.read_override(override)
@@ -226,8 +223,8 @@ class _Loader:
             text = read_bytes(path).decode("utf-8")
         except OSError as error:
             near = near_shipped(str(path)) if isinstance(error, FileNotFoundError) else None
-            meant = f"; did you mean {near}?" if near else ""
-            raise InputError(f"{path}: the config file cannot be read: {error.strerror or error}{meant}") from None
+            hint = f"; did you mean {near}?" if near else ""
+            raise InputError(f"{path}: the config file cannot be read: {error.strerror or error}{hint}") from None
         except UnicodeDecodeError:
             raise InputError(f"{path}: the config file is not UTF-8 text") from None
         except ValueError as error:  # a null character in its name
@@ -246,24 +243,24 @@ class _Loader:
 
     def read_override(self, text: str) -> None:
         """Take one `a.b=value` of the command line, or note what is wrong with it."""
-        key, equals, given = text.partition("=")
+        key, equals, value = text.partition("=")
         key = key.strip()
         if not equals or not key:
             self._note(COMMAND_LINE, text, MISSING, "write overrides as key=value, such as steps=10")
             return
         is_text = key in self.leaves and self.leaves[key].is_text
         try:
-            tree, content = _parsed(f"value: {given}")
+            tree, content = _parsed(f"value: {value}")
         except _UNREADABLE as error:
             if is_text:  # a text may look like anything: `data.template=Question: {question}`
-                self._take(key, given, lambda key: COMMAND_LINE, given)
+                self._take(key, value, lambda key: COMMAND_LINE, value)
             else:
-                self._note(COMMAND_LINE, key, given, f"the value is not valid YAML: {_one_line(error)}")
+                self._note(COMMAND_LINE, key, value, f"the value is not valid YAML: {_one_line(error)}")
             return
         assert isinstance(tree, yaml.MappingNode)  # of the one key that was just written
         ((_, node),) = tree.value
         plain = not isinstance(node, yaml.ScalarNode) or node.style is None
-        written = given if plain and is_text and _written(node) is not None else _written(node)
+        written = value if plain and is_text and _written(node) is not None else _written(node)
         self._take(key, content["value"], lambda key: COMMAND_LINE, written)
 
     def take(self, key: str, value: Any, place: str) -> None:
@@ -280,11 +277,11 @@ class _Loader:
         self._resolve()
         config = self._checked()
         wrong = {problem.key for problem in self.problems}
-        for key, said in check(config):
+        for key, complaint in check(config):
             if key not in wrong:
                 leaf = self._leaf_of(key)  # which a key below a mapping is not itself
                 place = self.places.get(key if leaf is None else leaf.key, DEFAULT)
-                self._note(place, key, attrgetter(key)(config) if key in self.leaves else MISSING, said)
+                self._note(place, key, attrgetter(key)(config) if key in self.leaves else MISSING, complaint)
         if self.problems:
             raise ConfigError(self.problems)
         return config
@@ -328,8 +325,8 @@ class _Loader:
         self.places[leaf.key] = place
         references = (match for text in _texts(value) for match in _REFERENCE.finditer(text))
         if any(match[2] is None and len(match[1]) % 2 == 0 for match in references):
-            told = "only ${key} is followed: the file alone says what runs; write the value (\\${ is plain text)"
-            self._note(place, key, value, told)
+            advice = "only ${key} is followed: the file alone says what runs; write the value (\\${ is plain text)"
+            self._note(place, key, value, advice)
             return
         *above, name = key.removeprefix(leaf.key).split(".")
         if not above:
@@ -356,8 +353,8 @@ class _Loader:
                 value = OmegaConf.select(whole, key)
                 self.values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             except (OmegaConfBaseException, RecursionError) as error:  # the latter of keys that refer to each other
-                told = f"{_one_line(error)}; expected {self.leaves[key].expectation}"
-                self._note(self.places[key], key, self.values.pop(key), told)
+                advice = f"{_one_line(error)}; expected {self.leaves[key].expectation}"
+                self._note(self.places[key], key, self.values.pop(key), advice)
 
     def _checked(self) -> Any:
         """The section with these values; a wrong one is noted and has its default, so that rules are asked, too."""
@@ -365,13 +362,13 @@ class _Loader:
         for key, value in [*values.items()]:
             numbers = value if isinstance(value, list) else [value]
             if not all(math.isfinite(each) for each in numbers if isinstance(each, float)):
-                told = f"this is not a finite number; expected {self.leaves[key].expectation}"
-                self._note(self.places[key], key, values.pop(key), told)
+                complaint = f"this is not a finite number; expected {self.leaves[key].expectation}"
+                self._note(self.places[key], key, values.pop(key), complaint)
         try:
             return self.schema(**_nested(values))
         except ValidationError as error:
-            found = error.errors(include_url=False)
-        for each in found:
+            errors = error.errors(include_url=False)
+        for each in errors:
             leaf = leaf_at(each, self.leaves)
             inner = [
                 str(part) for part in each["loc"][leaf.key.count(".") + 1 :] if leaf.is_mapping and part != "[key]"

@@ -92,16 +92,16 @@ def measure(node: yaml.Node) -> int:
     return _measured(node, {}, 0)
 
 
-def _measured(node: yaml.Node, known: dict[int, int], depth: int) -> int:
+def _measured(node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
     if depth > DEEPEST:
         raise ValueError(f"nested more than {DEEPEST} levels deep, at line {node.start_mark.line + 1}")
-    if id(node) not in known:
+    if id(node) not in sizes:
         pairs = isinstance(node, yaml.MappingNode)
         inner = [each for pair in node.value for each in pair] if pairs else node.value
-        each = (_measured(child, known, depth + 1) for child in inner) if isinstance(inner, list) else ()
-        known[id(node)] = 1 + sum(each)
-    if known[id(node)] > LARGEST:
+        each = (_measured(child, sizes, depth + 1) for child in inner) if isinstance(inner, list) else ()
+        sizes[id(node)] = 1 + sum(each)
+    if sizes[id(node)] > LARGEST:
         raise ValueError(
             f"more than {LARGEST:,} values with its aliases written out, at line {node.start_mark.line + 1}"
         )
-    return known[id(node)]
+    return sizes[id(node)]

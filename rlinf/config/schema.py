@@ -52,7 +52,7 @@ class Leaf:
     """Values that one would not guess, for errors."""
 
     def chosen(self, value: Any, written: Any) -> Any:
-        """What a key takes of a value of YAML: a text is the characters that stand there, whatever YAML makes of such
+        """A value of YAML as the key takes it: a text is the characters that stand there, whatever YAML makes of such
         words (`no`, `1e3`, `0x10`, `2024-01-01`, `12:30:45`), and so are those of lists and mappings of texts.
 
         Args:
@@ -84,7 +84,7 @@ class Leaf:
 
     @property
     def expectation(self) -> str:
-        """What a value must be, in words: `a whole number (int), at least 1`."""
+        """Description of the values that it takes: `a whole number (int), at least 1`."""
         if get_origin(self.type) is Literal:
             words = f"one of {', '.join(map(_choice, get_args(self.type)))}"
         elif get_origin(self.type) is tuple:
@@ -96,7 +96,7 @@ class Leaf:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the key holds a free mapping, or may hold one, into which dotted keys may reach."""
+        """True if the key holds a free mapping, or may hold one, into which dotted keys may reach."""
         return get_origin(self.type) is dict or self.type is Any
 
 
@@ -143,7 +143,7 @@ def _limits(annotation: Any, metadata: Iterable[Any]) -> Iterator[str]:
         yield from _limits(inner, getattr(inner, "__metadata__", ()))
 
 
-def settings(schema: type[T], given: Mapping[str, Any], who: str) -> T:
+def settings(schema: type[T], values: Mapping[str, Any], who: str) -> T:
     """A section from keyword arguments; what is not given has its default.
 
     So a role takes the keys of a section as arguments of its `setup`, documented and limited in one place:
@@ -153,7 +153,7 @@ def settings(schema: type[T], given: Mapping[str, Any], who: str) -> T:
 
     Args:
         schema: the section.
-        given: values by name; of a section within it, a mapping or the section itself.
+        values: by name; of a section within it, a mapping or the section itself.
         who: whose settings these are, for the errors.
 
     Raises:
@@ -162,28 +162,28 @@ def settings(schema: type[T], given: Mapping[str, Any], who: str) -> T:
     from pydantic import ValidationError
 
     try:
-        return schema(**given)
+        return schema(**values)
     except ValidationError as error:
-        known = {leaf.key: leaf for leaf in leaves(schema)}
-        problems = [_problem(each, known) for each in error.errors(include_url=False)]
+        by_key = {leaf.key: leaf for leaf in leaves(schema)}
+        problems = [_problem(each, by_key) for each in error.errors(include_url=False)]
     raise ValueError(f"{who}: {'; '.join(problems)}")
 
 
-def _problem(error: ErrorDetails, known: Mapping[str, Leaf]) -> str:
+def _problem(error: ErrorDetails, by_key: Mapping[str, Leaf]) -> str:
     key = ".".join(map(str, error["loc"]))
     if error["type"] != "unexpected_keyword_argument":
-        return f"{key}={error['input']!r}: {advice(error, leaf_at(error, known))}"
-    near = nearest(key, known)
-    return f"{key}: unknown setting; " + (f"did you mean {near}?" if near else f"take {', '.join(known)}")
+        return f"{key}={error['input']!r}: {advice(error, leaf_at(error, by_key))}"
+    near = nearest(key, by_key)
+    return f"{key}: unknown setting; " + (f"did you mean {near}?" if near else f"take {', '.join(by_key)}")
 
 
-def leaf_at(error: ErrorDetails, known: Mapping[str, Leaf]) -> Leaf:
+def leaf_at(error: ErrorDetails, by_key: Mapping[str, Leaf]) -> Leaf:
     """The key whose value, or something in it, an error of pydantic is about."""
-    return next(known[key] for key in accumulate(map(str, error["loc"]), "{}.{}".format) if key in known)
+    return next(by_key[key] for key in accumulate(map(str, error["loc"]), "{}.{}".format) if key in by_key)
 
 
 def advice(error: ErrorDetails, leaf: Leaf) -> str:
-    """What was expected where pydantic found an error; of what lies within a mapping it says that itself."""
+    """Advice on an error of pydantic: what the key takes, or, within a mapping, pydantic's own words."""
     if leaf.is_mapping and len(error["loc"]) > leaf.key.count(".") + 1:
         unknown = error["type"] in ("extra_forbidden", "unexpected_keyword_argument")
         return "there is no such key" if unknown else error["msg"].replace("Input should be", "expected")
@@ -211,7 +211,7 @@ def _choice(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def nearest(key: str, known: Iterable[str]) -> str | None:
+def nearest(key: str, candidates: Iterable[str]) -> str | None:
     """The known key that `key` was most likely meant to be, or None where nothing is close."""
     section, _, name = key.rpartition(".")
 
@@ -221,5 +221,5 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
         last = SequenceMatcher(None, name, its_name).ratio()
         return max(whole, last if section == its_section else 0.9 * last)
 
-    best = max(known, key=closeness, default=None)
+    best = max(candidates, key=closeness, default=None)
     return best if best is not None and closeness(best) >= _CLOSE_ENOUGH else None

@@ -50,7 +50,7 @@ class LoraConfig:
 
     @property
     def settings(self) -> dict[str, Any] | None:
-        """What `add_adapters` takes; None trains all weights."""
+        """Arguments of `add_adapters`; None trains all weights."""
         return vars(self).copy() if self.on else None
 
 
@@ -121,7 +121,7 @@ class TaskConfig:
 
 @dataclass(config=CLOSED)
 class RewardConfig:
-    """What scores an answer."""
+    """Functions that score an answer."""
 
     function: str | None = "rlinf.rewards.exact.exact"
     """Dotted path of the function: `reward(response, answer, **row) -> float`, plain or async; it takes what it names
@@ -141,7 +141,7 @@ class RewardConfig:
 
     @property
     def source(self) -> str | dict[str, Any]:
-        """What scores: the parts, or the function, or one that gives 0."""
+        """The scoring functions: the parts, or the function, or one that gives 0."""
         return self.parts or self.function or "rlinf.rewards.base.nothing"
 
 

@@ -94,13 +94,13 @@ def algorithm_of(config: RunConfig, parts: Mapping[str, Any] = MappingProxyType(
     values = {place: getattr(algorithm, place) for place in PLACES}
     changes = {place: value for place, value in values.items() if value != _AS_IN_THE_RECIPE.get(place, {})}
     changes.update(parts)
-    chosen = recipes.get(algorithm.name, _whole(algorithm.name, changes, longest), resolve=_found)
-    if chosen.shaping is not None and not _sets(changes, "shaping", "longest"):
-        cache = chosen.shaping.cache
+    spec = recipes.get(algorithm.name, _whole(algorithm.name, changes, longest), resolve=_found)
+    if spec.shaping is not None and not _sets(changes, "shaping", "longest"):
+        cache = spec.shaping.cache
         if not _sets(changes, "shaping", "cache"):
-            cache = max(1, round(longest * chosen.shaping.cache / chosen.shaping.longest))
-        chosen = algorithms.override(chosen, {"shaping": {"longest": longest, "cache": min(cache, longest)}})
-    return chosen
+            cache = max(1, round(longest * spec.shaping.cache / spec.shaping.longest))
+        spec = algorithms.override(spec, {"shaping": {"longest": longest, "cache": min(cache, longest)}})
+    return spec
 
 
 def for_older_answers(algorithm: AlgorithmSpec, config: RunConfig) -> AlgorithmSpec:
@@ -252,11 +252,13 @@ def mistakes_ahead(config: RunConfig, flow: Any) -> Iterator[tuple[str, Any, str
         if rollout.extra is not None and rollout.extra > most:
             yield "rollout.extra", rollout.extra, f"more than staleness.max batches, {most}, never helps: at most that"
         return
-    given = {f"staleness.{key}": (getattr(stale, key), getattr(plain.staleness, key)) for key in ("max", "mode", "kv")}
+    of_staleness = {
+        f"staleness.{key}": (getattr(stale, key), getattr(plain.staleness, key)) for key in ("max", "mode", "kv")
+    }
     own = {
         f"rollout.{key}": (getattr(rollout, key), getattr(plain.rollout, key)) for key in ("carry", "extra", "groups")
     }
-    for key, (value, default) in {**given, **own}.items():
+    for key, (value, default) in {**of_staleness, **own}.items():
         if value != default:
             name = getattr(flow, "__qualname__", flow)
             advice = f"the flow {name} begins nothing early: take rlinf.flows.grpo_async or its like, or leave it out"
@@ -383,16 +385,16 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     algorithm = for_older_answers(algorithm, config) if works_ahead(flow) else algorithm
     model, items = _described_text(config, algorithm), config.algorithm.prompts_per_step
     mistaken = (*mistakes_in_models(config), *mistakes_in_own(config, flow), *mistakes_ahead(config, flow))
-    beside = [_problem(*each) for each in mistaken]
-    own = own_roles(config) if not beside else {}
-    flow, asked = with_teachers(flow, config.named_teachers), flow
-    staleness = config.staleness.max if works_ahead(asked) else 0
+    problems_so_far = [_problem(*each) for each in mistaken]
+    own = own_roles(config) if not problems_so_far else {}
+    flow, own_flow = with_teachers(flow, config.named_teachers), flow
+    staleness = config.staleness.max if works_ahead(own_flow) else 0
     costs: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
     placed, planned = _planned(config.placement, kinds, hosts, own=own, **costs)
-    model_config, fitted, problems = _fitted(config, placed, needed, beside)
+    model_config, fitted, problems = _fitted(config, placed, needed, problems_so_far)
     config = fitted.config
     problems = [
-        *_flow_problems(path, asked, (*ALWAYS, "session", *config.roles), collected(needed), OPTIONAL),
+        *_flow_problems(path, own_flow, (*ALWAYS, "session", *config.roles), collected(needed), OPTIONAL),
         *_algorithm_problems(config, algorithm),
         *_reward_problems(config.reward, objects.reward),
         *problems,
@@ -403,7 +405,7 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
         problems.append(_problem("rollout.engine", config.rollout.engine, lacks))
     if (other := unable(config.rollout.engine, config.staleness.kv)) is not None:
         problems.append(_problem("staleness.kv", config.staleness.kv, other))
-    agent, mistakes = configured_agent(config, asked, objects.agent)
+    agent, mistakes = configured_agent(config, own_flow, objects.agent)
     problems += [_problem(*each) for each in mistakes]
     callbacks = Callbacks.of((*config.callbacks, *objects.callbacks), problems)
     if problems:
@@ -438,10 +440,10 @@ def refuse_idle(placement: Placing, plan: RunPlan) -> None:
     idle, count = plan.placed.idle, plan.placed.devices
     if not idle or placement.idle_processes or plan.chosen is not None:
         return
-    shown = ", ".join(map(str, idle[:8])) + (", …" if len(idle) > 8 else "")
+    ranks = ", ".join(map(str, idle[:8])) + (", …" if len(idle) > 8 else "")
     started = f"start {idle[0]}" if idle == [*range(idle[0], count)] else "start fewer"
     advice = (
-        f"{len(idle)} of {count} processes have no role ({shown}) and would idle: {started}, give a role more "
+        f"{len(idle)} of {count} processes have no role ({ranks}) and would idle: {started}, give a role more "
         "in `placement` (mode=collocated: trainer and rollout get all), or set this to true"
     )
     raise ConfigError([_problem("placement.idle_processes", False, advice)])
@@ -505,7 +507,7 @@ def _planned(
         if problems := profile.mismatch(model, machine(), path):
             raise PlacementError(problems)
         actors = {name: role.actor for name, role in own.items()}
-        chosen = choose(
+        choice = choose(
             profile, placed.fleet.counts, placed.memory_by_kind, flow, items, extrapolate=wanted.extrapolate,
             actors=actors, staleness=staleness, hardware=placed.fleet.hardware,
         ).numbered(placed.fleet)  # fmt: skip
@@ -513,19 +515,19 @@ def _planned(
         advice = f"it cannot be read: {error.strerror or error}; a run leaves one in its directory"
         raise ConfigError([_problem("placement.profile", wanted.profile, advice)]) from None
     except PlacementError as error:
-        said = (each.replace("allow extrapolation", "set placement.extrapolate=true") for each in error.complaints)
-        raise ConfigError([_problem("placement.profile", wanted.profile, each) for each in said]) from None
+        advices = (each.replace("allow extrapolation", "set placement.extrapolate=true") for each in error.complaints)
+        raise ConfigError([_problem("placement.profile", wanted.profile, each) for each in advices]) from None
     except ValueError as error:
         raise ConfigError([_problem("placement.profile", wanted.profile, str(error))]) from None
     free = wanted.mode in (None, "auto")
-    rows = [row for row in chosen.best_of_modes if free or row.mode == wanted.mode]
+    rows = [row for row in choice.best_of_modes if free or row.mode == wanted.mode]
     if not rows:
-        there = ", ".join(f"{row.mode} ({row.seconds:.3g} s)" for row in chosen.best_of_modes)
+        there = ", ".join(f"{row.mode} ({row.seconds:.3g} s)" for row in choice.best_of_modes)
         advice = f"by {wanted.profile} there is no such plan that fits {hosts} devices; there is {there}: take that"
         if not wanted.extrapolate:
             advice += ", or set placement.extrapolate=true, to guess sizes that were not profiled"
         raise ConfigError([_problem("placement.mode", wanted.mode, advice)])
-    return placed_by(rows[0].plan, placed, kinds), chosen
+    return placed_by(rows[0].plan, placed, kinds), choice
 
 
 def _placed(wanted: Placing, kinds: Sequence[RoleKind], hosts: int) -> Placed:
@@ -535,8 +537,8 @@ def _placed(wanted: Placing, kinds: Sequence[RoleKind], hosts: int) -> Placed:
     try:
         return place(wanted, kinds, hosts, gpu_memory=gpu_memory, gpus=gpus)
     except PlacementError as error:
-        found = (split_complaint(complaint) for complaint in error.complaints)
-        values = ((key, getattr(wanted, key.rpartition(".")[2], MISSING), advice) for key, advice in found)
+        complaints = (split_complaint(complaint) for complaint in error.complaints)
+        values = ((key, getattr(wanted, key.rpartition(".")[2], MISSING), advice) for key, advice in complaints)
         raise ConfigError([_problem(*each) for each in values]) from None
 
 
@@ -626,10 +628,10 @@ def prepare_embodied(config: EmbodiedConfig, hosts: int) -> RunPlan:
         raise ConfigError(problems)
     staleness = config.algorithm.staleness if works_ahead(flow) else 0
     costs: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
-    placed, chosen = _planned(config.placement, CONTROL, hosts, **costs)
+    placed, choice = _planned(config.placement, CONTROL, hosts, **costs)
     check_memory(config, placed)
     return RunPlan(
-        **costs, algorithm=algorithm, kinds=CONTROL, placed=placed, chosen=chosen, held={}, callbacks=callbacks
+        **costs, algorithm=algorithm, kinds=CONTROL, placed=placed, chosen=choice, held={}, callbacks=callbacks
     )
 
 
@@ -733,9 +735,9 @@ def problems_of(config: RunConfig, *, own: bool) -> Iterator[Problem]:
     yield from _unread("evaluation", config.evaluation, blank.evaluation, _READ_OF_EVALUATION, name)
     unread = {"template", "max_prompt_tokens"}
     yield from _unread("data", config.data, blank.data, {each.name for each in fields(config.data)} - unread, name)
-    read = {"batch_size", "epochs", "max_tokens"} | ({"dpo"} if name == DPO else set())
-    read |= {"reward_model"} if name == REWARD_MODEL else {"learn"}
-    yield from _unread("supervised", config.supervised, blank.supervised, read, name)
+    keys = {"batch_size", "epochs", "max_tokens"} | ({"dpo"} if name == DPO else set())
+    keys |= {"reward_model"} if name == REWARD_MODEL else {"learn"}
+    yield from _unread("supervised", config.supervised, blank.supervised, keys, name)
     kind = config.reference.kind
     if name != DPO and config.reference != blank.reference:
         yield from _unread("reference", config.reference, blank.reference, set(), name)
@@ -749,9 +751,9 @@ def problems_of(config: RunConfig, *, own: bool) -> Iterator[Problem]:
         yield _problem(f"placement.{key}", getattr(config.placement, key), advice)
 
 
-def _unread(section: str, given: Any, blank: Any, read: set[str], algorithm: str) -> Iterator[Problem]:
+def _unread(section: str, values: Any, blank: Any, read_keys: set[str], algorithm: str) -> Iterator[Problem]:
     """Keys of a section that were set, and that nothing reads."""
-    for each in fields(given):
-        value = getattr(given, each.name)
-        if each.name not in read and value != getattr(blank, each.name):
+    for each in fields(values):
+        value = getattr(values, each.name)
+        if each.name not in read_keys and value != getattr(blank, each.name):
             yield _problem(f"{section}.{each.name}", value, f"algorithm {algorithm} does not read it: remove it")

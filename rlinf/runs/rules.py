@@ -1,8 +1,7 @@
 """Reads and checks a configuration: `load_config(path, overrides)` gives a `RunConfig`, or one error with all mistakes.
 
-The keys themselves are in `text.py`. Here is what types and limits of single keys cannot say: the suites of
-environments that `trials` names, and which keys runs read that learn from a replay buffer, an expert or demonstrations,
-and which may not be together. Mistakes are listed by key. Nothing heavy is imported: checking a configuration is quick.
+Types and limits of single keys stand beside the keys in `rlinf.config`; here are rules that they cannot say. Mistakes
+are listed by key. Nothing heavy is imported: checking a configuration is quick.
 """
 
 from __future__ import annotations
@@ -158,11 +157,11 @@ def _unread(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
     name, usual = config.algorithm.name, EmbodiedConfig()
     alone = name in (*OFF_POLICY, DAGGER, IMITATION)
     for section, read_by in _OTHERS_READ_BY.items() if alone else (("off_policy", READ_BY),):
-        given, first = getattr(config, section), getattr(usual, section)
-        keys = read_by if section == "policy" else [key.name for key in fields(given) if key.name != "name"]
+        values, first = getattr(config, section), getattr(usual, section)
+        keys = read_by if section == "policy" else [key.name for key in fields(values) if key.name != "name"]
         for key in keys:
             readers = read_by.get(key, ())
-            if name not in readers and getattr(given, key) != getattr(first, key):
+            if name not in readers and getattr(values, key) != getattr(first, key):
                 others = f", but {', '.join(readers)}" if readers else ""
                 yield f"{section}.{key}", f"{name} does not read it{others}: remove it"
 
@@ -371,11 +370,11 @@ def _reward_model_mistakes(reward: RewardConfig, model: RewardModelConfig) -> It
 
 def _named_mistakes(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield mistakes in entries of `roles` and `teachers`, as (key, advice)."""
-    taken = {kind.name for kind in TEXT} | {"step", *(f"teacher_{name}" for name in config.teachers)}
+    names = {kind.name for kind in TEXT} | {"step", *(f"teacher_{name}" for name in config.teachers)}
     for name, entry in config.roles.items():
         key = f"roles.{name}"
-        if not str(name).isidentifier() or name in taken:
-            yield key, "there is a role of that name: take another" if name in taken else "write a Python name"
+        if not str(name).isidentifier() or name in names:
+            yield key, "there is a role of that name: take another" if name in names else "write a Python name"
         if not isinstance(entry, Mapping) or "class" not in entry:
             yield key, "write {class: my_module.MyActor}, and hosts or devices, settings, memory_gb where it has them"
             continue
@@ -400,14 +399,14 @@ def _named_mistakes(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _teacher_mistakes(name: str, entry: Any) -> Iterator[str]:
-    known = [field.name for field in dataclasses.fields(NamedTeacher)]
+    keys = [field.name for field in dataclasses.fields(NamedTeacher)]
     if not name.isidentifier():
         yield "write a Python name"
     if not isinstance(entry, Mapping) or not isinstance(entry.get("model"), str):
         yield "write {model: DIR}, and weight, dtype or devices if they differ"
         return
-    if unknown := sorted(entry.keys() - set(known)):
-        yield f"it has no {unknown[0]}; its keys are {', '.join(known)}"
+    if unknown := sorted(entry.keys() - set(keys)):
+        yield f"it has no {unknown[0]}; its keys are {', '.join(keys)}"
     weight = entry.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
         yield f"weight: {weight!r}: write a number above 0"
@@ -435,9 +434,9 @@ def _evaluation_mistakes(evaluation: EvaluationConfig, data: DataConfig) -> Iter
 
 
 def _recipe_mistakes(name: str) -> Iterator[tuple[str, str]]:
-    if name not in (known := (*RECIPES, *SUPERVISED)):
-        near = nearest(name, (*known, *OFF_POLICY, DAGGER, IMITATION))
-        advice = f"did you mean {near}?" if near else f"take {', '.join(known)}"
+    if name not in (names := (*RECIPES, *SUPERVISED)):
+        near = nearest(name, (*names, *OFF_POLICY, DAGGER, IMITATION))
+        advice = f"did you mean {near}?" if near else f"take {', '.join(names)}"
         yield "algorithm.name", f"there is no such recipe; {advice}"
 
 
@@ -530,11 +529,11 @@ def _trials_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
 
 def _experts_mistakes(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield keys that ask for experts where the model has none, or engine or back end cannot replay their routes."""
-    made, key = config.model.config, "trainer.router_replay"
-    asked = [key] if config.trainer.router_replay is True else []
-    asked += ["algorithm.router_aux_loss"] if config.algorithm.router_aux_loss else []
-    for each in asked:
-        if made and not any("expert" in str(name) for name in made):
+    shape, key = config.model.config, "trainer.router_replay"
+    keys = [key] if config.trainer.router_replay is True else []
+    keys += ["algorithm.router_aux_loss"] if config.algorithm.router_aux_loss else []
+    for each in keys:
+        if shape and not any("expert" in str(name) for name in shape):
             yield each, "the model has no experts: leave the key out"
         elif config.rollout.engine == "vllm" or config.trainer.backend == "megatron":
             yield each, "it needs an engine that tells of experts and a back end that replays them: transformers, fsdp"

@@ -28,7 +28,7 @@ def failing(tmp_path, monkeypatch):
 
 
 def test_the_calls_before_ones_own_code_are_left_out_and_those_behind_it_are_not(failing, capsys):
-    assert main.told(failing(reached=True))
+    assert main.print_own_error(failing(reached=True))
     first, _, begun, line, *rest = capsys.readouterr().err.splitlines()
     assert first == "error: in code of your own; the 3 calls of rlinf that led there are left out"
     assert "mine.py" in begun
@@ -38,7 +38,7 @@ def test_the_calls_before_ones_own_code_are_left_out_and_those_behind_it_are_not
 
 
 def test_a_mistake_of_ours_is_not_shortened(failing, capsys):
-    assert not main.told(failing(reached=False))
+    assert not main.print_own_error(failing(reached=False))
     assert capsys.readouterr().err == ""
 
 

@@ -99,7 +99,7 @@ def test_a_text_is_the_characters_that_were_written(yaml_file, word, key):
         "quotes": load(Outer, yaml_file(f"inner:\n  {key}: '{word}'\n")),
         "the command line": load(Outer, None, [f"inner.{key}={word}"]),
         "a section on the command line": load(Outer, None, [f"inner={{{key}: {word}}}"]),
-        "Python": load(Outer, None, given={f"inner.{key}": word}),
+        "Python": load(Outer, None, values={f"inner.{key}": word}),
         "a reference": load(Outer, yaml_file(f"inner: {{text: {word}, maybe: '${{inner.text}}'}}")),
     }
     for way, config in ways.items():

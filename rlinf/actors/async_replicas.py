@@ -291,7 +291,7 @@ class AsyncReplicas:
                     lease.take_among(team)
         finally:
             if lease is not None and team is not None:
-                trainer.system.leases.gone(team, trainer.group.names[trainer.rank])
+                trainer.system.leases.rank_over(team, trainer.group.names[trainer.rank])
 
     async def _take_rounds(self, gang: Gang, steps: int, rounds: int, handler: CommandHandler) -> tuple[int, bool]:
         """Take this copy's devices and compute rounds while there are any.

@@ -54,7 +54,7 @@ from rlinf.runs.embodied_roles import TRIALS, _cause, _simulation, _trials, lear
 from rlinf.runs.roles import Role, Roles, spawn_roles
 from rlinf.runs.rules import is_embodied, load_embodied, suites_of
 from rlinf.runtime.base.errors import HostLost, UserError
-from rlinf.runtime.base.progress import counted, work
+from rlinf.runtime.base.progress import track, work
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.system.system import ActorSystem
 
@@ -162,7 +162,7 @@ def _moved(rounds: Path, wanted: Recording) -> None:
     episodes = open_episodes(rounds)
     save_demonstrations(
         wanted.directory,
-        chosen_of(episodes, counted(range(len(episodes)), f"writing {wanted.directory}", unit="episodes")),
+        chosen_of(episodes, track(range(len(episodes)), f"writing {wanted.directory}", unit="episodes")),
         wanted.form,
         fps=wanted.fps,
         videos=wanted.videos,
@@ -256,7 +256,7 @@ def names_of(words: Sequence[str] | None) -> dict[str, str] | None:
 def _converted(options: argparse.Namespace, episodes: Episodes, places: Sequence[int]) -> str:
     written = save_demonstrations(
         Path(options.target).expanduser(),
-        chosen_of(episodes, counted(places, f"converting {options.source}", unit="episodes")),
+        chosen_of(episodes, track(places, f"converting {options.source}", unit="episodes")),
         options.format,
         fps=rate_of(options, episodes),
         videos=not options.png,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
-from rlinf.runtime.base.progress import Work, begun, listener
+from rlinf.runtime.base.progress import Work, begin_work, listener
 
 _UNITS = {"B": "bytes", "it": ""}
 """Ours by theirs."""
@@ -132,4 +132,4 @@ def _begun(desc: str | None, total: float | None, unit: str | None) -> Work:
     if named.split()[0] in _SENTENCES:
         named = named[0].lower() + named[1:]
     unit = (unit or "it").strip()
-    return begun(named, total, _UNITS.get(unit, unit))
+    return begin_work(named, total, _UNITS.get(unit, unit))

@@ -164,7 +164,7 @@ def _roles(moment: Moment, most: int) -> list[Text]:
 
 def _role_line(role: str, doing: Text, longest: int, queues: Iterable[QueueState]) -> Text:
     text = Text(f" {role}  ").append_text(doing)
-    ready, taken = sum(queue.ready for queue in queues), sum(queue.taken for queue in queues)
+    ready, taken = sum(queue.ready for queue in queues), sum(queue.running for queue in queues)
     if ready or taken:
         text.append(" " * (longest - len(doing))).append(f"   {ready} ready, {taken} taken", style="dim")
     return text

@@ -26,7 +26,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from rlinf.runtime.base.progress import heard_by, listener
+from rlinf.runtime.base.progress import listener, report_to
 
 WINDOW_SECONDS = 20.0
 """Seconds over which the rate is taken: caches, warm-up and other hosts make work begin unlike it goes on."""
@@ -43,7 +43,7 @@ class Ongoing:
     """Work under way, as `rlinf.runtime.base.progress` tells of it.
 
     Args:
-        what, total, unit: see `progress.begun`.
+        what, total, unit: see `progress.begin_work`.
         began: seconds of the clock by which it is asked later.
         over: called once with this and whether it was broken off, when it ends.
     """
@@ -424,7 +424,7 @@ def shown() -> Iterator[None]:
     progress = Progress(sys.stderr, terminal=terminal)
     with ExitStack() as stack:
         stack.callback(progress.close)
-        stack.enter_context(heard_by(progress))
+        stack.enter_context(report_to(progress))
         for name in ("stdout", "stderr") if terminal else ():
             stream = getattr(sys, name)
             if stream.isatty():

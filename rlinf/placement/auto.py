@@ -51,7 +51,7 @@ from rlinf.placement.simulate import Cast, Flow, Rehearsal, rehearse, trial
 from rlinf.placement.workload import Option, Workload
 from rlinf.placement.workload import workload as workload_of
 from rlinf.runtime.actor.actor import Actor
-from rlinf.runtime.base.progress import counted, work
+from rlinf.runtime.base.progress import track, work
 
 DRAWS = 32
 """Costs that are drawn: the mean then is within about a percent at an error of 40 %."""
@@ -369,7 +369,7 @@ def choose_for(
             _row(one, workload, items, flow if per_mode else None, limit, cast, staleness),
             risk=risk(one, workload, cost_error, staleness),
         )
-        for one in counted(found, "rehearsing plans", unit="plans")
+        for one in track(found, "rehearsing plans", unit="plans")
     ]
     rows.sort(key=lambda row: row.expected)
     why = _why(_firsts(rows), limit, cost_error)

@@ -8,7 +8,7 @@ import torch
 from rlinf.data.library_progress import fold_datasets, fold_transformers
 from rlinf.data.tokenizer import character_tokenizer
 from rlinf.models.language.build import build_model
-from rlinf.runtime.base.progress import heard_by
+from rlinf.runtime.base.progress import report_to
 from tests.runtime.test_progress import Notes
 
 TINY = {
@@ -37,7 +37,7 @@ def datasets_bars():
 def test_loading_a_model_tells_of_its_weights(tmp_path, capsys):
     tokenizer, notes = character_tokenizer("01"), Notes()
     build_model(TINY, tokenizer).save_pretrained(tmp_path)
-    with heard_by(notes):
+    with report_to(notes):
         loaded = build_model(str(tmp_path), tokenizer)
     assert isinstance(loaded, torch.nn.Module)
     begins = next(told for told in notes.told if isinstance(told, tuple) and told[0] == "loading weights")
@@ -50,7 +50,7 @@ def test_loading_a_model_tells_of_its_weights(tmp_path, capsys):
 
 def test_a_download_tells_its_bytes_and_whether_it_is_whole(hub_bars, capsys):
     notes = Notes()
-    with heard_by(notes):
+    with report_to(notes):
         with hub_bars(desc="model.safetensors", total=100, initial=40, unit="B", unit_scale=True) as bar:
             bar.update(60)
         with hub_bars(total=None, desc="Fetching", unit="it") as bar:
@@ -65,7 +65,7 @@ def test_a_download_tells_its_bytes_and_whether_it_is_whole(hub_bars, capsys):
 
 def test_going_through_items_tells_of_each(datasets_bars, capsys):
     notes = Notes()
-    with heard_by(notes):
+    with report_to(notes):
         assert list(datasets_bars(["a", "b"], desc="Generating train split", unit=" examples")) == ["a", "b"]
     assert notes.told == [
         ("generating train split", 2, "examples"), (0, None), (1, 2), (2, 2), "done",

@@ -230,7 +230,7 @@ def test_a_slot_returns_only_when_nobody_holds_it() -> None:
     arena.release(1, [slot])
     del tensor
     arena.release(2, [slot, slot])
-    assert arena.statistics().held == {1: 64}
+    assert arena.statistics().holders == {1: 64}
     arena.release(1, [slot])
     assert arena.statistics().slots == 0
 
@@ -239,10 +239,10 @@ def test_a_dead_holder_gives_everything_back_and_late_word_from_it_is_harmless()
     arena = Arena(0, MB)
     slots = [arena.export(torch.ones(10), holder).slot for holder in (1, 1, 2)]
     arena.forget(1)
-    assert arena.statistics().held == {2: 64}
+    assert arena.statistics().holders == {2: 64}
     fresh = arena.export(torch.ones(10), 2)
     arena.release(1, slots)
-    assert arena.statistics().held == {2: 128}
+    assert arena.statistics().holders == {2: 128}
     arena.release(2, [slots[2], fresh.slot])
     assert arena.statistics().slots == 0
 
@@ -517,7 +517,7 @@ def test_two_processes_share_memory_and_each_outlives_the_other() -> None:
     freed = pipe.recv()
     assert sorted(freed) == [0, 1]
     arena.release(7, freed)
-    assert arena.statistics().held == {}
+    assert arena.statistics().holders == {}
     pipe.send(arena.export(torch.ones(MB), 7))
     assert pipe.recv() == 2 * MB
 
@@ -528,7 +528,7 @@ def test_two_processes_share_memory_and_each_outlives_the_other() -> None:
     process.join()
 
     arena.forget(7)
-    assert (arena.statistics().slots, arena.statistics().held) == (1, {})
+    assert (arena.statistics().slots, arena.statistics().holders) == (1, {})
     assert torch.equal(reader.open(second), torch.ones(5))
     assert gone == [(7, second.slot)]
     reader.forget(7)
@@ -646,7 +646,7 @@ class Program(RuleBasedStateMachine):
         for _, tensor, mark, _ in self.open:
             assert (tensor == mark).all()
         statistics = self.arena.statistics()
-        assert set(statistics.held) == {holder for _, holder in self.held}
+        assert set(statistics.holders) == {holder for _, holder in self.held}
         assert max(statistics.in_use, statistics.mapped) <= self.arena.limit
         assert statistics.slots >= len({slot for slot, _ in self.held})
         assert statistics.slots <= len({slot for slot, _ in self.held}) + len(self.local)
@@ -656,7 +656,7 @@ class Program(RuleBasedStateMachine):
             self.forget(holder)
         self.local.clear()
         statistics = self.arena.statistics()
-        assert (statistics.slots, statistics.in_use, statistics.held) == (0, 0, {})
+        assert (statistics.slots, statistics.in_use, statistics.holders) == (0, 0, {})
         self.arena.trim()
         assert self.arena.statistics().mapped == 0
         self.arena.close()

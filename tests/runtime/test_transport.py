@@ -221,7 +221,7 @@ def test_no_channel_for_cuda_is_started(way, gpu, monkeypatch):
     ],
 )
 def test_a_broken_connection_is_told_without_places_in_torch(reason, said):
-    words = torch_rpc._in_words(reason)
+    words = torch_rpc._described(reason)
     assert words.startswith(said)
     assert "tensorpipe" not in words
     assert "more" not in words

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rlinf.data.demonstrations.episode import ACTIONS, STATE, Demonstration, Episodes
-from rlinf.runtime.base.progress import counted
+from rlinf.runtime.base.progress import track
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def statistics_of(episodes: Episodes, places: Sequence[int], *, keep: int = KEEP
         ValueError: there are none, or a file is broken.
     """
     found: dict[str, Accumulator] = {}
-    for place in counted(places, f"statistics of {episodes.path}", unit="episodes"):
+    for place in track(places, f"statistics of {episodes.path}", unit="episodes"):
         for name, rows in features_of(episodes.read(place, pictures=False)).items():
             try:
                 found.setdefault(name, Accumulator(keep)).add(rows)

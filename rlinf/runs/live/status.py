@@ -112,7 +112,7 @@ class Moments:
                         "name": queue.name,
                         "host": number,
                         "ready": queue.ready,
-                        "taken": queue.taken,
+                        "taken": queue.running,
                         "put": queue.put,
                         "capacity": queue.capacity,
                         "waiting_to_take": queue.waiting_to_take,

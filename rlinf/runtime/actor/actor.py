@@ -242,7 +242,7 @@ class Cell:
         endpoint = self._endpoint_of(call)
         async with lease.computing() if lease is not None else contextlib.nullcontext():
             start = self.host.now()  # not before: to wait for a device is not to compute
-            self.under_way[begun := object()] = ("compute", endpoint, name, start)
+            self.under_way[entry := object()] = ("compute", endpoint, name, start)
             if call is not None:
                 call.doing = f"{COMPUTING} {name}"
                 call.moves += 1
@@ -251,7 +251,7 @@ class Cell:
                     return await self._thread.run_briefly(name, fn, *args, **kwargs)
                 return await self._thread.run(fn, *args, **kwargs)
             finally:
-                del self.under_way[begun]
+                del self.under_way[entry]
                 if call is not None:
                     call.doing = None
                 self.host.tracer.span("compute", self.name, endpoint, name, start, self.host.now())
@@ -260,11 +260,11 @@ class Cell:
     async def working(self) -> AsyncIterator[None]:
         lease, endpoint = lease_here(), self._endpoint_of(current_call.get())
         async with lease.computing() if lease is not None else contextlib.nullcontext():
-            self.under_way[begun := object()] = ("compute", endpoint, ELSEWHERE, self.host.now())
+            self.under_way[entry := object()] = ("compute", endpoint, ELSEWHERE, self.host.now())
             try:
                 yield
             finally:
-                *_, start = self.under_way.pop(begun)
+                *_, start = self.under_way.pop(entry)
                 self.host.tracer.span("compute", self.name, endpoint, ELSEWHERE, start, self.host.now())
 
     def _endpoint_of(self, call: Call | None) -> str:
@@ -356,6 +356,6 @@ def show_wait(host: Host, what: str, start: float) -> None:
     end = host.now()
     if end - start > SHOWN_WAIT:
         call = current_call.get()
-        told = host_here() or host  # the stream may live on another host of this process
+        recorder = host_here() or host  # the stream may live on another host of this process
         actor, _, method = call.name.rpartition(".") if call is not None else (FLOW, "", "")
-        told.tracer.span("wait", actor, method, what, start, end)
+        recorder.tracer.span("wait", actor, method, what, start, end)

@@ -52,12 +52,12 @@ async def serve(host: Host, call: Call, actor: ActorId, method: str, payload: Pa
 
 
 def _reply(host: Host, key: Key, status: int, result: Any, flags: int, name: str) -> None:
-    kept = host.values.kept.get(key) if flags & KEEP else None
-    if kept is not None and not kept.done():
+    future = host.values.kept.get(key) if flags & KEEP else None
+    if future is not None and not future.done():
         if status == OK:
-            kept.set_result(result)
+            future.set_result(result)
         else:
-            kept.set_exception(result if status == ERROR else asyncio.CancelledError())
+            future.set_exception(result if status == ERROR else asyncio.CancelledError())
     caller = key[0]
     if caller in host.lost_hosts:
         return

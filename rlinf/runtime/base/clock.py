@@ -308,5 +308,5 @@ def _look_into(awaited: Any) -> tuple[Any, Any]:
             return awaited.ag_frame, awaited.ag_await
     # The objects between (a step of an async generator, the iterator of a future) have no attribute that says what
     # they stand for, but the garbage collector knows.
-    known = (CoroutineType, GeneratorType, AsyncGeneratorType, asyncio.Future)
-    return None, next((one for one in gc.get_referents(awaited) if isinstance(one, known)), None)
+    awaitables = (CoroutineType, GeneratorType, AsyncGeneratorType, asyncio.Future)
+    return None, next((one for one in gc.get_referents(awaited) if isinstance(one, awaitables)), None)

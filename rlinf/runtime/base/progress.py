@@ -33,7 +33,7 @@ class Listener(Protocol):
     """Whoever shows work; any thread may call, and none may be held up."""
 
     def begin(self, what: str, total: float | None, unit: str) -> Work:
-        """Some work begins; see `begun`."""
+        """Some work begins; see `begin_work`."""
 
 
 class _Unheard:
@@ -57,7 +57,7 @@ _UNHEARD = _Unheard()
 
 
 @contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
+def report_to(listener: Listener) -> Iterator[None]:
     """Work that begins meanwhile is told to `listener`, in this whole process."""
     before, _Process.listener = _Process.listener, listener
     try:
@@ -71,7 +71,7 @@ def listener() -> Listener | None:
     return _Process.listener
 
 
-def begun(what: str, total: float | None = None, unit: str = "") -> Work:
+def begin_work(what: str, total: float | None = None, unit: str = "") -> Work:
     """Tell that some work begins, and be told how to say more; the caller ends it.
 
     Args:
@@ -85,12 +85,12 @@ def begun(what: str, total: float | None = None, unit: str = "") -> Work:
 
 @contextmanager
 def work(what: str, total: float | None = None, unit: str = "") -> Iterator[Work]:
-    """Report a block of code as work, like `begun`; its end is the work's.
+    """Report a block of code as work, like `begin_work`; its end is the work's.
 
     Args:
-        what, total, unit: see `begun`.
+        what, total, unit: see `begin_work`.
     """
-    under_way = begun(what, total, unit)
+    under_way = begin_work(what, total, unit)
     try:
         yield under_way
     except BaseException:
@@ -99,12 +99,12 @@ def work(what: str, total: float | None = None, unit: str = "") -> Iterator[Work
     under_way.end()
 
 
-def counted(items: Iterable[T], what: str, total: float | None = None, unit: str = "") -> Iterator[T]:
+def track(items: Iterable[T], what: str, total: float | None = None, unit: str = "") -> Iterator[T]:
     """Yield the same items and count them as work; each is done when the next one is asked for.
 
     Args:
         items: any; what is left of them when nobody goes on is told as broken off.
-        what, total, unit: see `begun`; a `total` of None takes the number of items, if they know it.
+        what, total, unit: see `begin_work`; a `total` of None takes the number of items, if they know it.
     """
     if total is None and isinstance(items, Sized):
         total = len(items)

@@ -318,10 +318,10 @@ async def few_at_once(count: int, function: Callable[[S], Awaitable[T]], items: 
     """Return the result of `function` for every item, in their order, with at most `count` of them running; the first
     failure cancels the others."""
     results: dict[int, T] = {}
-    left = iter(list(enumerate(items)))
+    pending = iter(list(enumerate(items)))
 
     async def work() -> None:
-        for index, item in left:
+        for index, item in pending:
             results[index] = await function(item)
 
     await all_or_none([work() for _ in range(count)])

@@ -180,14 +180,14 @@ class PinnedSlab:
 
     def part(self, start: int, size: int) -> list[Tensor]:
         """The bytes from `start` on, uint8, as one tensor for each piece that they lie in."""
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for piece in self._pieces:
             if size > 0 and start < piece.size:
-                found.append(piece.bytes[start : start + size])
-                size -= len(found[-1])
+                tensors.append(piece.bytes[start : start + size])
+                size -= len(tensors[-1])
                 start = piece.size
             start -= piece.size
-        return found
+        return tensors
 
 
 class _Piece:

@@ -86,7 +86,7 @@ class DeviceLease:
     # Taking and giving -------------------------------------------------------------------------------------------
 
     @property
-    def away(self) -> bool:
+    def released(self) -> bool:
         """It does not hold the devices, and is not over."""
         return self._ticket is None and not self._over
 
@@ -158,7 +158,7 @@ class DeviceLease:
         self._hand += items
         self._stir()
         try:
-            while self.away and not self._worth and (missing := self._cell.granularity.items - self._hand) > 0:
+            while self.released and not self._worth and (missing := self._cell.granularity.items - self._hand) > 0:
                 self._more = self._more or asyncio.get_running_loop().create_future()
                 looking = asyncio.ensure_future(look(missing))
                 try:
@@ -168,7 +168,7 @@ class DeviceLease:
                         break
                 finally:
                     await cancel_all([looking])
-            self._worth = self.away
+            self._worth = self.released
             self._stir()
         finally:
             self._hand -= items
@@ -326,9 +326,9 @@ class LeaseClient:
         """A rank's part of a group call has ended, however far it came: the others need not wait for it."""
         if call.gang is not None:
             gang, call.gang = call.gang, None
-            self.gone(gang, call.name.rpartition(".")[0])
+            self.rank_over(gang, call.name.rpartition(".")[0])
 
-    def gone(self, gang: Gang, rank: str) -> None:
+    def rank_over(self, gang: Gang, rank: str) -> None:
         """A rank of a group call needs its devices no more."""
         self._host.cast(CONTROLLER, SERVICE, "lease_over", gang, rank)
 

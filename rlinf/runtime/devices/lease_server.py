@@ -49,7 +49,7 @@ class GroupLease:
         self.who = ""
         """Its name in reports."""
         self.ranks = ranks
-        self.gone: set[str] = set()
+        self.ended: set[str] = set()
         """Ranks whose part of the call is over."""
         self.asking: dict[Key, _Rank] = {}
         self.holding: dict[Key, _Rank] = {}
@@ -79,15 +79,15 @@ class GroupLease:
 
     def over(self, name: str) -> bool:
         """A rank's part of the call is over; says whether all are."""
-        self.gone.add(name)
+        self.ended.add(name)
         self._proceed()
-        return len(self.gone) >= self.ranks
+        return len(self.ended) >= self.ranks
 
     @property
     def missing(self) -> int:
         """Ranks that neither need the devices now nor are over."""
         here = (rank.name for ranks in (self.asking, self.holding) for rank in ranks.values())
-        return self.ranks - len(self.gone.union(here))
+        return self.ranks - len(self.ended.union(here))
 
     def _proceed(self) -> None:
         if self._lease is not None:
@@ -95,7 +95,7 @@ class GroupLease:
         elif (
             self._taking is None
             and self.asking
-            and len(self.asking) + len(self.gone) >= self.ranks  # tells in most cases, and at once
+            and len(self.asking) + len(self.ended) >= self.ranks  # tells in most cases, and at once
             and not self.missing
         ):
             self._taking = asyncio.create_task(self._take())
@@ -233,11 +233,11 @@ class LeaseService(Actor):
 
     def lease_release(self, ticket: Key) -> None:
         """The holder of a ticket is done with it, or does not wait for it any more."""
-        held = self._tickets.pop(ticket, None)
-        if isinstance(held, Lease):
-            self.manager.release(held)
-        elif held is not None:
-            held.leave(ticket)
+        lease = self._tickets.pop(ticket, None)
+        if isinstance(lease, Lease):
+            self.manager.release(lease)
+        elif lease is not None:
+            lease.leave(ticket)
 
     def lease_over(self, gang: Gang, name: str) -> None:
         """A rank's part of a group call is over: the others need not wait for it."""

@@ -80,11 +80,11 @@ class Counter:
             points = [*points, (self.last, self.count)]
         first = bisect_left(points, start, key=_time)
         before = points[first - 1][1] if first else 0
-        told = []
+        passages = []
         for time, count in points[first : bisect_right(points, end, key=_time)]:
-            told.append((time, count - before))
+            passages.append((time, count - before))
             before = count
-        return told
+        return passages
 
 
 def _time(point: tuple[float, int]) -> float:
@@ -184,29 +184,29 @@ class Edge:
     """When items of streams left the source, seconds; ascending, at most `MOST_TIMES` of them."""
 
 
-def edges(told: Iterable[tuple[float, Passages]]) -> dict[tuple[str, str], Edge]:
+def edges(hosts: Iterable[tuple[float, Passages]]) -> dict[tuple[str, str], Edge]:
     """Return the edge of each pair of endpoints with anything between them; what an endpoint keeps to itself is left
     out.
 
     Args:
-        told: for each host, the seconds to add to its clock, and what it knows.
+        hosts: for each host, the seconds to add to its clock, and what it knows.
     """
     put: dict[Key, list[tuple[float, int]]] = defaultdict(list)
     queues: dict[tuple[str, str], set[Key]] = defaultdict(set)
-    found: dict[tuple[str, str], Edge] = defaultdict(Edge)
-    for ahead, passages in told:
+    result: dict[tuple[str, str], Edge] = defaultdict(Edge)
+    for ahead, passages in hosts:
         for edge, count in passages.promises.items():
-            found[edge].items += count
+            result[edge].items += count
         for passage in passages.items:
             source, queue, _ = passage.origin
             if passage.target is None:
                 put[queue] += [(time + ahead, count) for time, count in passage.points]
             else:
                 queues[source, passage.target].add(queue)
-                found[source, passage.target].items += sum(count for _, count in passage.points)
+                result[source, passage.target].items += sum(count for _, count in passage.points)
     for edge, keys in queues.items():
-        found[edge].released = quantiles([point for key in keys for point in put[key]])
-    return {edge: what for edge, what in sorted(found.items()) if edge[0] != edge[1]}
+        result[edge].released = quantiles([point for key in keys for point in put[key]])
+    return {edge: what for edge, what in sorted(result.items()) if edge[0] != edge[1]}
 
 
 def quantiles(points: Iterable[tuple[float, int]], most: int = MOST_TIMES) -> tuple[float, ...]:

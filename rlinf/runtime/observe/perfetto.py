@@ -89,14 +89,14 @@ def extracts(outlines: dict[int, tuple[float, Outline]], most: int) -> list[Extr
     Args:
         outlines: by host, the seconds to add to its clock, and what it told.
     """
-    marks = [(end + ahead, count) for ahead, told in outlines.values() for end, count in told.marks]
+    marks = [(end + ahead, count) for ahead, each in outlines.values() for end, count in each.marks]
     after = float("-inf")
     for end, count in sorted(marks, reverse=True):
         most -= count
         if most < 0:
             after = end  # the spans of this mark, and all that ended before, are left out
             break
-    origin = min((told.first + ahead for ahead, told in outlines.values()), default=0.0)
+    origin = min((each.first + ahead for ahead, each in outlines.values()), default=0.0)
     return [Extract(host, ahead, origin, after) for host, (ahead, _) in outlines.items()]
 
 
@@ -107,8 +107,8 @@ def pieces(extract: Extract, spans: Sequence[Span]) -> Iterator[bytes]:
     each track is therefore laid out in as many lanes as it needs.
     """
     after = extract.after - extract.ahead
-    kept = sorted((span for span in spans if span.end > after), key=lambda span: span.start)
-    lines = _lines(extract, kept, len(spans) - len(kept))
+    newest = sorted((span for span in spans if span.end > after), key=lambda span: span.start)
+    lines = _lines(extract, newest, len(spans) - len(newest))
     while several := list(itertools.islice(lines, PIECE)):
         yield zlib.compress(",\n".join(several).encode(), 1)
 
@@ -137,11 +137,11 @@ def _arguments(span: Span) -> str:
     """Return the arguments that a click on a span shows, and what reads it back needs beside its name."""
     if span.kind == "payload":
         return f'"bytes": {span.bytes}'
-    told = f'"actor": {_quoted(span.actor)}, "endpoint": {_quoted(span.endpoint)}'
+    names = f'"actor": {_quoted(span.actor)}, "endpoint": {_quoted(span.endpoint)}'
     if span.kind == "part":
-        return f'{told}, "bytes": {span.bytes}'
+        return f'{names}, "bytes": {span.bytes}'
     key = _WHAT.get(span.kind)
-    return told if key is None else f'{told}, "{key}": {_quoted(span.what)}'
+    return names if key is None else f'{names}, "{key}": {_quoted(span.what)}'
 
 
 def read_span(event: Mapping[str, Any]) -> Span | None:
@@ -150,13 +150,13 @@ def read_span(event: Mapping[str, Any]) -> Span | None:
         return None
     try:
         kind: Kind = event["cat"]
-        told = {"actor": "", "endpoint": "", "bytes": 0, **event["args"]}
-        texts = told["actor"], told["endpoint"], told[_WHAT[kind]] if kind in _WHAT else event["name"]
+        fields = {"actor": "", "endpoint": "", "bytes": 0, **event["args"]}
+        texts = fields["actor"], fields["endpoint"], fields[_WHAT[kind]] if kind in _WHAT else event["name"]
         actor, endpoint, what = map(sys.intern, texts)
         start, lasts = event["ts"] / 1e6, event["dur"] / 1e6
     except (KeyError, TypeError):
         return None
-    return Span(kind, actor, endpoint, what, start, start + lasts, told["bytes"])
+    return Span(kind, actor, endpoint, what, start, start + lasts, fields["bytes"])
 
 
 def name_of(span: Span) -> str:
@@ -282,15 +282,15 @@ async def offsets(host: Host, hosts: Iterable[int]) -> dict[int, float]:
             return 0.0
         return await best_offset(host.now, lambda: ask(host, machines[machine][0], "clock"))
 
-    found = zip(machines.values(), await few_at_once(SMALL, compare, machines), strict=True)
-    return {number: ahead for numbers, ahead in found for number in numbers}
+    answers = zip(machines.values(), await few_at_once(SMALL, compare, machines), strict=True)
+    return {number: ahead for numbers, ahead in answers for number in numbers}
 
 
 async def write_trace(host: Host, path: str | Path, hosts: list[int], most: int) -> None:
     """Write the newest spans of these hosts, at most so many in all."""
     ahead = await offsets(host, hosts)
-    told = await few_at_once(SMALL, lambda number: _outline(host, number), hosts)
-    outlines = {number: (ahead[number], each) for number, each in zip(hosts, told, strict=True)}
+    answers = await few_at_once(SMALL, lambda number: _outline(host, number), hosts)
+    outlines = {number: (ahead[number], each) for number, each in zip(hosts, answers, strict=True)}
     loop, writing = asyncio.get_running_loop(), asyncio.Lock()
     with TraceFile(path) as file:
 
@@ -306,13 +306,13 @@ async def write_trace(host: Host, path: str | Path, hosts: list[int], most: int)
         parts = extracts(outlines, most)
         await few_at_once(WRITERS, copy, parts)
     if parts and parts[0].after > float("-inf"):
-        there = sum(each.spans for each in told)
+        there = sum(each.spans for each in answers)
         logger.warning("%s has the newest %d of %d spans: a file takes %d at most", path, file.spans, there, most)
 
 
 async def _outline(host: Host, number: int) -> Outline:
-    found: Outline = await ask(host, number, "trace_outline")
-    return found
+    answer: Outline = await ask(host, number, "trace_outline")
+    return answer
 
 
 class Exports:
@@ -331,8 +331,8 @@ class Exports:
         """The next piece for a file; empty: that was all."""
         if export not in self._open:
             self._open[export] = self._pieces(extract)
-        made = self._open[export]
-        return await asyncio.get_running_loop().run_in_executor(None, next, made, b"")
+        iterator = self._open[export]
+        return await asyncio.get_running_loop().run_in_executor(None, next, iterator, b"")
 
     def end(self, export: Key) -> None:
         """The file is written, or given up."""

@@ -36,10 +36,10 @@ async def best_offset(now: Callable[[], float], ask: Callable[[], Awaitable[floa
     """
     tries = []
     for _ in range(PINGS):
-        asked = now()
+        sent = now()
         theirs = await ask()
         answered = now()
-        tries.append((answered - asked, (asked + answered) / 2 - theirs))
+        tries.append((answered - sent, (sent + answered) / 2 - theirs))
     return min(tries)[1]
 
 
@@ -242,34 +242,35 @@ Seen = dict[tuple[str, str], Kind]
 """By actor and endpoint, the finest kind of its spans so far."""
 
 
-def recent(spans: Iterable[tuple[Any, ...]], start: float, end: float, seen: Seen) -> list[Busy]:
+def recent(spans: Iterable[tuple[Any, ...]], start: float, end: float, finest_kinds: Seen) -> list[Busy]:
     """Return which endpoints were busy between two times, and when there were calls of each actor at all.
 
     Args:
         spans: that reach into that time, as `Span` or plain tuples.
         start, end: seconds of the host's clock.
-        seen: kept by the caller from one time to the next. A call of an endpoint that computes waits while it does not
-            compute, as `busy` has it; within a second it may not have computed once, so that must be remembered.
+        finest_kinds: kept by the caller from one time to the next. A call of an endpoint that computes waits while it
+            does not compute, as `busy` has it; within a second it may not have computed once, so that must be
+            remembered.
 
     Returns:
         Times by actor and endpoint, and for each actor those under `CALLED`.
     """
     times, waited = sorted_out(spans)
-    found: list[Busy] = []
+    parts: list[Busy] = []
     called: dict[str, list[Interval]] = defaultdict(list)
     for (actor, endpoint), kinds in times.items():
-        finest = seen.get((actor, endpoint), "call")
+        finest = finest_kinds.get((actor, endpoint), "call")
         for kind in _FINEST:
             if kind in kinds and _FINEST.index(kind) > _FINEST.index(finest):
-                seen[actor, endpoint] = finest = kind
+                finest_kinds[actor, endpoint] = finest = kind
         for intervals in kinds.values():
             called[actor] += intervals
-        known = {kind: own for kind, own in kinds.items() if kind in ("move", finest)}
-        if known:
-            busy = busy_times(known, waited.get(actor, []))
-            found.append(Busy(actor, endpoint, clip(closed(busy), start, end)))
-    found += [Busy(actor, CALLED, clip(closed(intervals), start, end)) for actor, intervals in called.items()]
-    return [part for part in found if part.intervals]
+        exact = {kind: own for kind, own in kinds.items() if kind in ("move", finest)}
+        if exact:
+            busy = busy_times(exact, waited.get(actor, []))
+            parts.append(Busy(actor, endpoint, clip(closed(busy), start, end)))
+    parts += [Busy(actor, CALLED, clip(closed(intervals), start, end)) for actor, intervals in called.items()]
+    return [part for part in parts if part.intervals]
 
 
 def closed(intervals: Iterable[Interval], gap: float = GAP) -> list[Interval]:

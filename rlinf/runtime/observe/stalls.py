@@ -166,13 +166,13 @@ class Progress:
                 key, picture = (wait.who, wait.on), pictures.get(wait.on, hash(notes.get(wait.on)))
                 same = key in before and before[key][0] == picture
                 self._seen[key] = (picture, before[key][1] if same else now)
-        found = [(True, now - since, "deadlock") for since in self._stuck(waits, now)]
-        found += [
+        stops = [(True, now - since, "deadlock") for since in self._stuck(waits, now)]
+        stops += [
             (False, now - since, f"stall: {who} waits on {on}")
             for (who, on), (_, since) in self._seen.items()
             if now - since >= self._patience
         ]
-        _, lasted, what = max(found, default=(False, 0.0, None))
+        _, lasted, what = max(stops, default=(False, 0.0, None))
         return None if what is None else f"{what}: nothing has moved for {lasted:.1f} s"
 
     def _stuck(self, waits: Iterable[Wait], now: float) -> list[float]:
@@ -189,17 +189,21 @@ def _pictures(ahead: Graph, notes: dict[str, Any]) -> dict[str, int]:
 
     A knot has the hash of its members and of what they lead to, which is known by then: one pass for all names.
     """
-    found: dict[str, int] = {}
+    pictures: dict[str, int] = {}
     for knot in _knots(ahead):
         members = set(knot)
         picture = hash(
             tuple(
-                (name, notes.get(name), tuple((on, None if on in members else found[on]) for on in ahead.get(name, ())))
+                (
+                    name,
+                    notes.get(name),
+                    tuple((on, None if on in members else pictures[on]) for on in ahead.get(name, ())),
+                )
                 for name in sorted(knot)
             )
         )
-        found.update(dict.fromkeys(knot, picture))
-    return found
+        pictures.update(dict.fromkeys(knot, picture))
+    return pictures
 
 
 def render(reports: Iterable[HostReport], most: int = MOST_SHOWN) -> str:
@@ -220,9 +224,9 @@ def render(reports: Iterable[HostReport], most: int = MOST_SHOWN) -> str:
     lines = _first(most, "hosts", [f"host {report.host} {report.trouble}" for report in reports if report.trouble])
     cycles = find_cycles(waits)
     for cycle in cycles[:most]:
-        shown = cycle[:most] + ([f"({len(cycle) - most} more)"] if len(cycle) > most else [])
-        lines.append("deadlock: " + " -> ".join([*shown, cycle[0]]))
-        lines.extend(f"    {name}: {about(name)}" for name in shown if name in notes)
+        names = cycle[:most] + ([f"({len(cycle) - most} more)"] if len(cycle) > most else [])
+        lines.append("deadlock: " + " -> ".join([*names, cycle[0]]))
+        lines.extend(f"    {name}: {about(name)}" for name in names if name in notes)
     lines += _first(most, "deadlocks", cycles)[most:]
     lines += _first(most, "queues", [silent for report in reports for silent in report.silent])
     timed = [wait for wait in waits if wait.age is not None]

@@ -169,13 +169,13 @@ def _descendants(root: int) -> list[int]:
             except OSError:
                 continue
             children.setdefault(parent, []).append(int(entry))
-    found = []
+    result = []
     todo = [root]
     while todo:
         below = children.get(todo.pop(), [])
-        found += below
+        result += below
         todo += below
-    return found
+    return result
 
 
 # Python children -------------------------------------------------------------------------------------------------
@@ -273,10 +273,10 @@ def _resolve(target: str) -> Callable[..., Any]:
     import importlib
 
     module, _, name = target.partition(":")
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+        value = getattr(value, part)
+    return value  # type: ignore[no-any-return]
 
 
 def _channel(descriptor: int) -> socket.socket:

@@ -33,7 +33,6 @@ from typing import Any, Self
 
 from rlinf.runtime.base.errors import RuntimeFault, UserError
 from rlinf.runtime.processes import keeper
-from rlinf.runtime.processes import keeper as far_side
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +94,10 @@ class Process:
             else:
                 self._output, stdout = -1, theirs.enter_context(log.open("ab")).fileno()
             words = [str(passed[-1]) if word == CHANNEL else word for word in argv]
-            keeper = [sys.executable, "-I", "-S", far_side.__file__, "keep", str(os.getpid()), str(passed[0])]
+            keeping = [sys.executable, "-I", "-S", keeper.__file__, "keep", str(os.getpid()), str(passed[0])]
             try:
                 self._popen = subprocess.Popen(
-                    [*keeper, str(passed[1] if channel else -1), *words],
+                    [*keeping, str(passed[1] if channel else -1), *words],
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=subprocess.STDOUT,
@@ -202,7 +201,7 @@ class Process:
 
 async def send(channel: socket.socket, message: bytes) -> None:
     """Send one length-prefixed message to a Python child."""
-    for part in far_side.framed(message):
+    for part in keeper.framed(message):
         await asyncio.get_running_loop().sock_sendall(channel, part)
 
 
@@ -214,7 +213,7 @@ async def receive(channel: socket.socket, most: int | None = None) -> bytearray:
         TooLong: the message has more than `most` bytes.
     """
     loop = asyncio.get_running_loop()
-    size = int.from_bytes(await _exactly(loop, channel, far_side.HEADER), "big")
+    size = int.from_bytes(await _exactly(loop, channel, keeper.HEADER), "big")
     if most is not None and size > most:
         raise TooLong(f"a message of {size} bytes, where at most {most} are taken")
     return await _exactly(loop, channel, size)

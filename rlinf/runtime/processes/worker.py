@@ -134,18 +134,18 @@ class Worker(Child):
         """The answer to a call. While the child says that it pauses, its deadline stands still: for as long in all as
         it may take to start."""
         loop = asyncio.get_running_loop()
-        spare, left, since = self._start_deadline, None, 0.0
+        spare, rest, since = self._start_deadline, None, 0.0
         while True:
             message = await receive(channel, _MOST if self._role == "json" else None)
             end = limit.when()
-            if message == PAUSE and left is None and end is not None:
+            if message == PAUSE and rest is None and end is not None:
                 since = loop.time()
-                left = end - since
+                rest = end - since
                 limit.reschedule(since + spare)
-            elif message == RESUME and left is not None:
+            elif message == RESUME and rest is not None:
                 spare -= loop.time() - since
-                limit.reschedule(loop.time() + left)
-                left = None
+                limit.reschedule(loop.time() + rest)
+                rest = None
             elif message not in (PAUSE, RESUME):
                 return message
 
@@ -156,8 +156,8 @@ class Worker(Child):
             self._ask(0.0)
 
     async def _read(self, reply: bytearray) -> Any:
-        read = _from_json if self._role == "json" else pickle.loads
-        return read(reply) if len(reply) < _LARGE else await asyncio.to_thread(read, reply)
+        loads = _from_json if self._role == "json" else pickle.loads
+        return loads(reply) if len(reply) < _LARGE else await asyncio.to_thread(loads, reply)
 
     def _remote_error(self, method: str, pickled: bytes | None, kind: str, text: str, trace: str) -> Exception:
         try:

@@ -26,7 +26,7 @@ from rlinf.runtime.actor.dispatch import travelling
 from rlinf.runtime.base.calls import SERVICE, Key, current_call, current_scope, waiter
 from rlinf.runtime.base.errors import QueueClosed
 from rlinf.runtime.observe.dataflow import Origin
-from rlinf.runtime.streams.item_queue import ItemQueue, Taken, Token
+from rlinf.runtime.streams.item_queue import ItemQueue, Pairs, Token
 from rlinf.runtime.values.codec import ValueRef, reading_codec
 from rlinf.runtime.values.promise import Promise, holds_promise, resolve
 
@@ -150,11 +150,11 @@ class QueueRegistry:
 
     def may_feed(self, id: Key) -> bool:
         """True if an item may be put without waiting for an answer."""
-        left = self.feeding.get(id)
-        if left is None:
+        credit = self.feeding.get(id)
+        if credit is None:
             return False
-        self.feeding[id] = left - 1 if left else UNANSWERED
-        return left > 0
+        self.feeding[id] = credit - 1 if credit else UNANSWERED
+        return credit > 0
 
     def close(self, host: Host, id: Key) -> None:
         """Close a queue of this host, once all that was put has arrived."""
@@ -262,7 +262,7 @@ class QueueHandle:
         blob = self.host.codec.seal(value)
         return (blob, None) if blob is not None else (None, self.host.values.keep(value))
 
-    async def take(self, token: Token, most: int = 1, *, unread: bool = False, **wishes: Any) -> Taken:
+    async def take(self, token: Token, most: int = 1, *, unread: bool = False, **wishes: Any) -> Pairs:
         """Take items as `ItemQueue.take` does, and open them.
 
         Args:
@@ -271,14 +271,14 @@ class QueueHandle:
         queue = self.local()
         if queue is None:
             return await self.open(await self.ask(token, most, **wishes))
-        taken = await queue.take(token, most, name=waiter(), **wishes)
-        return taken if unread else await self.open(taken)
+        pairs = await queue.take(token, most, name=waiter(), **wishes)
+        return pairs if unread else await self.open(pairs)
 
-    def ask(self, token: Token, most: int, **wishes: Any) -> Promise[Taken]:
+    def ask(self, token: Token, most: int, **wishes: Any) -> Promise[Pairs]:
         """Ask a queue on another host for items; they come unopened."""
-        asked: Promise[Taken] = self._call("queue_take", self.id, token, most, wishes)
-        asked.want()
-        return asked
+        answer: Promise[Pairs] = self._call("queue_take", self.id, token, most, wishes)
+        answer.want()
+        return answer
 
     async def at_hand(self, token: Token, least: int) -> None:
         """Wait until so many items are there for whoever has this token, or all that will ever be; take nothing."""
@@ -288,12 +288,12 @@ class QueueHandle:
         else:
             await queue.take(token, 0, least=least, peek=True, name=waiter())
 
-    async def open(self, taken: Taken) -> Taken:
+    async def open(self, pairs: Pairs) -> Pairs:
         """Open what was taken, wherever its values are."""
-        if sum(is_kept(value) for _, value in taken) > 1:
-            values = await asyncio.gather(*(opened(value, self.host) for _, value in taken))
-            return [(id, value) for (id, _), value in zip(taken, values, strict=True)]
-        return [(id, await opened(value, self.host)) for id, value in taken]
+        if sum(is_kept(value) for _, value in pairs) > 1:
+            values = await asyncio.gather(*(opened(value, self.host) for _, value in pairs))
+            return [(id, value) for (id, _), value in zip(pairs, values, strict=True)]
+        return [(id, await opened(value, self.host)) for id, value in pairs]
 
     def hold(self, change: int) -> None:
         """One more handle that was sent away keeps the queue, or one fewer; the last to go stops the producers."""
@@ -405,7 +405,7 @@ class QueueService(Actor):
         queues_of(self._cell.host).drained(id, feeder)
 
     @endpoint
-    async def queue_take(self, id: Key, token: Token, most: int, wishes: dict[str, Any]) -> Taken:
+    async def queue_take(self, id: Key, token: Token, most: int, wishes: dict[str, Any]) -> Pairs:
         return await queues_of(self._cell.host).find(id).take(token, most, name=_asker(), **wishes)
 
     @endpoint
@@ -472,10 +472,10 @@ class Channel:
         Raises:
             QueueClosed: the channel is closed and this key is empty.
         """
-        taken = await self._take(1, key=key)
-        if not taken:
+        values = await self._take(1, key=key)
+        if not values:
             raise QueueClosed(f"{self.name} is closed and empty")
-        return taken[0]
+        return values[0]
 
     async def get_batch(self, weight: float, *, key: Hashable = None) -> list[Any]:
         """Take as many values as reach this total weight; at the end of the channel, all that are left (or [])."""
@@ -501,12 +501,12 @@ class Channel:
         """
         queue = self._own("get")
         token = self._handle.host.number()
-        taken = queue.take_nowait(token, key=key)
-        if taken is None:
+        pairs = queue.take_nowait(token, key=key)
+        if pairs is None:
             raise asyncio.QueueEmpty
-        if not taken:
+        if not pairs:
             raise QueueClosed(f"{self.name} is closed and empty")
-        value = taken[0][1]
+        value = pairs[0][1]
         if type(value) is Sealed:
             if value.blob is None:
                 queue.requeue(token)
@@ -527,13 +527,13 @@ class Channel:
         host = self._handle.host
         token, start = host.number(), host.now()
         try:
-            taken = await self._handle.take(token, most, **wishes)
+            pairs = await self._handle.take(token, most, **wishes)
         except BaseException:  # cancelled, or it cannot be opened here: it stays in the channel
             self._handle.requeue(token)
             raise
         show_wait(host, self.name, start)
         self._handle.ack(token)
-        return [value for _, value in taken]
+        return [value for _, value in pairs]
 
     def close(self) -> None:
         """No more values may be put; those who wait to put get `QueueClosed`."""

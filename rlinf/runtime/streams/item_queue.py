@@ -18,9 +18,9 @@ from typing import Any, Unpack
 
 from rlinf.runtime.base.errors import QueueClosed, again
 from rlinf.runtime.observe.dataflow import Counter
-from rlinf.runtime.streams.queue_state import Item, Items, PutIds, Putter, Running, Taken, Taker, Token, Waiting, Wishes
+from rlinf.runtime.streams.queue_state import Item, Items, Pairs, PutIds, Putter, Running, Taker, Token, Waiting, Wishes
 
-__all__ = ["ItemQueue", "Taken", "Token"]
+__all__ = ["ItemQueue", "Pairs", "Token"]
 
 
 class ItemQueue:
@@ -207,7 +207,7 @@ class ItemQueue:
         spare: bool = False,
         more: bool = False,
         peek: bool = False,
-    ) -> Taken | None:
+    ) -> Pairs | None:
         """Take up to `most` items of `key` now; [] at the end of the queue; None if it would wait.
 
         Args:
@@ -242,7 +242,7 @@ class ItemQueue:
         there = len(self._queued.get(key, ()))
         return there >= least or (self.closed and (there > 0 or token in self._running or self._at_end(key)))
 
-    def _hand_out(self, token: Token, queued: Items, count: int, key: Hashable) -> Taken:
+    def _hand_out(self, token: Token, queued: Items, count: int, key: Hashable) -> Pairs:
         items = queued.next(count)
         self._running.add(token, key, items)
         if not queued:
@@ -253,11 +253,11 @@ class ItemQueue:
                     self._offer(taker)
         return [(item.id, item.value) for item in items]
 
-    async def take(self, token: Token, most: int = 1, *, name: str = "?", **wishes: Unpack[Wishes]) -> Taken:
+    async def take(self, token: Token, most: int = 1, *, name: str = "?", **wishes: Unpack[Wishes]) -> Pairs:
         """Like `take_nowait`, waiting. Cancelled, it has taken nothing."""
-        taken = self.take_nowait(token, most, **wishes)  # nobody waits for what is there
-        if taken is not None:
-            return self._note(token, name, taken)
+        pairs = self.take_nowait(token, most, **wishes)  # nobody waits for what is there
+        if pairs is not None:
+            return self._note(token, name, pairs)
         taker = Taker(token, most, wishes, name)
         self._waiting.add_taker(taker)
         self._wake_putters()  # for a taker that needs more than may be queued
@@ -270,10 +270,10 @@ class ItemQueue:
         finally:
             del taker  # it leads to the error, and the error's traceback here
 
-    def _note(self, token: Token, name: str, taken: Taken) -> Taken:
-        if taken:
+    def _note(self, token: Token, name: str, pairs: Pairs) -> Pairs:
+        if pairs:
             self._running.holders[token] = name
-        return taken
+        return pairs
 
     def ack(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
         """The consumer is done with these items (default: all that it holds): they are gone."""
@@ -334,11 +334,11 @@ class ItemQueue:
         """Serve a waiting taker if possible; True if it waits no more."""
         if taker.future.done():  # cancelled, and not yet told
             return self._waiting.remove_taker(taker)
-        taken = self.take_nowait(taker.token, taker.most, **taker.wishes)
-        if taken is None:
+        pairs = self.take_nowait(taker.token, taker.most, **taker.wishes)
+        if pairs is None:
             return False
         self._waiting.remove_taker(taker)
-        taker.future.set_result(taken)
+        taker.future.set_result(pairs)
         return True
 
     def _wake_putters(self) -> None:

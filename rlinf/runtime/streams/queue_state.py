@@ -19,7 +19,7 @@ Token = Hashable
 """Under which a consumer holds items."""
 REMEMBERED = 1024
 """Ids that are remembered beside those that may be put again: many times what a map has on its way at a time."""
-Taken = list[tuple[Hashable, Any]]
+Pairs = list[tuple[Hashable, Any]]
 """(id, value) of items, in order; [] at the end of a queue."""
 
 
@@ -96,13 +96,13 @@ class Running:
 
     def remove(self, token: Token, ids: Iterable[Hashable] | None = None) -> list[Item]:
         """Which of these ids (default: all) the token held; it does not any more."""
-        held = self.by_token[token]
-        items = [item for id in (list(held) if ids is None else ids) if (item := held.pop(id, None)) is not None]
+        own = self.by_token[token]
+        items = [item for id in (list(own) if ids is None else ids) if (item := own.pop(id, None)) is not None]
         for item in items:
             self._counts[item.key] -= 1
             if not self._counts[item.key]:
                 del self._counts[item.key]
-        if not held:
+        if not own:
             del self.by_token[token]
             self.holders.pop(token, None)
         return items

@@ -40,7 +40,7 @@ def drive(host: Host, sink: Stream[Any], calls: Sequence[Promise[Any]], source: 
             and by nothing that a traceback might keep.
     """
     queue = sink._owned
-    left, finished = len(calls), False
+    running, finished = len(calls), False
 
     def fail(error: BaseException) -> None:
         queue.fail(error)
@@ -48,16 +48,16 @@ def drive(host: Host, sink: Stream[Any], calls: Sequence[Promise[Any]], source: 
             source.handle.fail(error)
 
     def ended(call: Promise[Any]) -> None:
-        nonlocal left, finished, source
-        left -= 1
+        nonlocal running, finished, source
+        running -= 1
         queue.producers.pop(f"{call.name}#{host.rank}.{call.number}", None)
         if call.cancelled():
             queue.fail(QueueClosed(f"{queue.name} ends unfinished: {call.name} was cancelled"))
         elif (error := call.exception()) is None:
             finished = True
-        elif source is None or not isinstance(error, ActorDied) or (left == 0 and not finished):
+        elif source is None or not isinstance(error, ActorDied) or (running == 0 and not finished):
             fail(error)
-        if left == 0:
+        if running == 0:
             queue.close()
             source = None
 
@@ -266,56 +266,56 @@ class _Map:
     async def run(self, call: Call) -> None:
         consumer: Consumer[Any] = Consumer(self.source, prefetch=True, most=self.batch or 1)
         try:
-            while taken := await consumer.take(acknowledge=False):
+            while batch := await consumer.take(acknowledge=False):
                 self.emitter.forget(consumer.forgotten())
-                async with call.lease.use(len(taken), consumer.look) if call.lease is not None else nullcontext():
-                    await self._one(call, consumer, taken)
+                async with call.lease.use(len(batch), consumer.look) if call.lease is not None else nullcontext():
+                    await self._one(call, consumer, batch)
         except BaseException:
             self.emitter.stop()  # before others get what is given back here
             raise
         finally:
             consumer.give_back()
 
-    async def _one(self, call: Call, consumer: Consumer[Any], taken: list[tuple[Hashable, Any]]) -> None:
+    async def _one(self, call: Call, consumer: Consumer[Any], items: list[tuple[Hashable, Any]]) -> None:
         host = self.cell.host
-        values = [value for _, value in taken]
+        values = [value for _, value in items]
         argument = values if self.batch else values[0]
         start = host.now()
         method = getattr(self.cell.actor, self.method)
-        self.cell.under_way[begun := object()] = ("item", self.method, call.label, start)
+        self.cell.under_way[entry := object()] = ("item", self.method, call.label, start)
         try:
             if self.streams:
-                await self._emit_all(consumer, taken, method(argument, **self.kwargs))
+                await self._emit_all(consumer, items, method(argument, **self.kwargs))
             else:
                 result = await method(argument, **self.kwargs)
         finally:
-            del self.cell.under_way[begun]
+            del self.cell.under_way[entry]
         host.tracer.span("item", self.cell.name, self.method, call.label, start, host.now())
         if self.streams:
             return
         results = result if self.batch else [result]
-        if self.batch and (not isinstance(result, (list, tuple)) or len(result) != len(taken)):
+        if self.batch and (not isinstance(result, (list, tuple)) or len(result) != len(items)):
             what = f"{len(result)}" if isinstance(result, (list, tuple)) else f"a {type(result).__name__}"
             raise UserError(
-                f"{call.name} was mapped with batch={self.batch}: it gets a list of {len(taken)} items and must "
+                f"{call.name} was mapped with batch={self.batch}: it gets a list of {len(items)} items and must "
                 f"return a list of as many results, but returned {what}"
             )
-        for (id, _), value in zip(taken, results, strict=True):
+        for (id, _), value in zip(items, results, strict=True):
             await self.emitter.put(value, id, partial(consumer.ack, [id], [id]))
 
     async def _emit_all(
-        self, consumer: Consumer[Any], taken: list[tuple[Hashable, Any]], items: AsyncIterator[Any]
+        self, consumer: Consumer[Any], inputs: list[tuple[Hashable, Any]], items: AsyncIterator[Any]
     ) -> None:
         """A generator endpoint may make any number of items of one; their ids say of which one, and which of it.
 
         So what it makes again, after a death, counts once. Of a batch that is so if it is made up as before, which
         it is as long as all of it comes back together.
         """
-        source = tuple(id for id, _ in taken)
-        made: list[Hashable] = []
+        source = tuple(id for id, _ in inputs)
+        outputs: list[Hashable] = []
         async with aclosing(items):  # type: ignore[type-var]
             async for item in items:
-                made.append((source, len(made)))
-                await self.emitter.put(item, made[-1])
+                outputs.append((source, len(outputs)))
+                await self.emitter.put(item, outputs[-1])
         await self.emitter.flush()
-        consumer.ack(list(source), made)
+        consumer.ack(list(source), outputs)

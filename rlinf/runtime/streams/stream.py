@@ -39,7 +39,7 @@ from rlinf.runtime.base.calls import SERVICE, Call, DeviceLease, current_call, c
 from rlinf.runtime.base.errors import QueueClosed
 from rlinf.runtime.observe.dataflow import Counter, Origin, amount
 from rlinf.runtime.streams.channel import QueueHandle, queues_of
-from rlinf.runtime.streams.item_queue import ItemQueue, Taken, Token
+from rlinf.runtime.streams.item_queue import ItemQueue, Pairs, Token
 from rlinf.runtime.transport.link import CAST, Message
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ class Consumer(AsyncIterator[T]):
         self._prefetch = prefetch
         self._unread = unread
         self.most = most
-        self._ahead: asyncio.Task[Taken] | None = None
+        self._ahead: asyncio.Task[Pairs] | None = None
         self._acks = Acks(stream.handle, self._token)
         self._in_hand = 0  # items handed out and not acknowledged
         self._made: list[Hashable] = []
@@ -327,10 +327,10 @@ class Consumer(AsyncIterator[T]):
         return self
 
     async def __anext__(self) -> T:
-        taken = await self.take()
-        if not taken:
+        pairs = await self.take()
+        if not pairs:
             raise StopAsyncIteration
-        return taken[0][1]
+        return pairs[0][1]
 
     @property
     def at_hand(self) -> bool:
@@ -356,19 +356,19 @@ class Consumer(AsyncIterator[T]):
             await self._offer(call, done)
         if len(self._ready) < self.most and not self._ended:
             await self._fetch(lease, works)
-        elif lease is not None and lease.away and not lease.stage:
+        elif lease is not None and lease.released and not lease.stage:
             async with lease.waiting():
                 await lease.enough(0, self.look)
-        taken = [self._ready.popleft() for _ in range(min(self.most, len(self._ready)))]
+        pairs = [self._ready.popleft() for _ in range(min(self.most, len(self._ready)))]
         if acknowledge:
-            self._last = [id for id, _ in taken]
-        self._in_hand += len(taken)
-        if self._counter is not None and taken:
+            self._last = [id for id, _ in pairs]
+        self._in_hand += len(pairs)
+        if self._counter is not None and pairs:
             depth = self._depth
-            self._counter.add(amount((value for _, value in taken), depth) if depth else len(taken))
+            self._counter.add(amount((value for _, value in pairs), depth) if depth else len(pairs))
         self._given = self._handle.host.now()
         self._look_ahead()
-        return taken
+        return pairs
 
     async def _offer(self, call: Call | None, done: int) -> None:
         """So many items are done, and the next are not begun: a moment to give devices to others."""
@@ -413,13 +413,13 @@ class Consumer(AsyncIterator[T]):
         self._ready.extend(opened)
         show_wait(handle.host, handle.name, start)
 
-    async def _next(self) -> Taken:
+    async def _next(self) -> Pairs:
         handle, ahead, more = self._handle, self._ahead, bool(self._ready)
         if ahead is None:
-            made, self._made = self._made, []
-            taken = await handle.take(self._token, self.most, unread=self._unread, least=self.most, more=more)
-            self._forgotten += made
-            return taken
+            outputs, self._made = self._made, []
+            pairs = await handle.take(self._token, self.most, unread=self._unread, least=self.most, more=more)
+            self._forgotten += outputs
+            return pairs
         self._ahead = None
         if not ahead.done():
             self._insist(more)
@@ -440,20 +440,20 @@ class Consumer(AsyncIterator[T]):
         times = min(int(AHEAD_SECONDS / max(self._busy, 1e-6)), WINDOW // self.most)
         window = max(times, 1) * self.most
         if len(self._ready) <= window // 2:
-            made, self._made = self._made, []
-            self._ahead = handle.host.own(_take_ahead(handle, self._token, window, self.most, made, self._forgotten))
+            outputs, self._made = self._made, []
+            self._ahead = handle.host.own(_take_ahead(handle, self._token, window, self.most, outputs, self._forgotten))
 
-    def ack(self, ids: list[Hashable], made: Iterable[Hashable] = ()) -> None:
+    def ack(self, ids: list[Hashable], outputs: Iterable[Hashable] = ()) -> None:
         """These items are done.
 
         Args:
-            made: ids of what was made of them, for `forgotten`.
+            outputs: ids of what was made of them, for `forgotten`.
         """
         self._in_hand -= len(ids)
         capacity = self._handle.capacity
         busy = self._in_hand > 0 or bool(self._ready)  # so nobody waits for the end of the stream yet
         self._acks.add(ids, lazily=busy and (capacity is None or capacity >= LAZY_FROM))
-        self._made += made
+        self._made += outputs
 
     def forgotten(self) -> list[Hashable]:
         """Ids, each told once, that nobody will put any more: of what was made of items that are gone for good.
@@ -528,18 +528,18 @@ class Acks:
 
 
 async def _take_ahead(
-    handle: QueueHandle, token: Token, most: int, least: int, made: list[Hashable], forgotten: list[Hashable]
-) -> Taken:
+    handle: QueueHandle, token: Token, most: int, least: int, outputs: list[Hashable], forgotten: list[Hashable]
+) -> Pairs:
     try:
-        asked = await handle.ask(token, most, least=least, spare=True)
-        forgotten += made
-        return await handle.open(asked)
+        pairs = await handle.ask(token, most, least=least, spare=True)
+        forgotten += outputs
+        return await handle.open(pairs)
     except asyncio.CancelledError:
         handle.requeue(token)  # said once more after the wish was withdrawn: it may just have been met
         raise
 
 
-def _leave(handle: QueueHandle, token: Token, done: list[Hashable], ahead: asyncio.Task[Taken] | None) -> None:
+def _leave(handle: QueueHandle, token: Token, done: list[Hashable], ahead: asyncio.Task[Pairs] | None) -> None:
     """Word of a consumer that stops: items that are done, a wish to be forgotten, and all else to be given back."""
     if ahead is not None and not ahead.cancel() and not ahead.cancelled():
         ahead.exception()  # seen: nobody will ask any more
@@ -609,15 +609,15 @@ async def feed(items: Any, sink: ItemQueue) -> None:
 
 async def batch(source: Consumer[Any], sink: ItemQueue, n: int) -> None:
     source.most = n
-    while taken := await source.take():
-        await sink.put([value for _, value in taken], name=waiter())
+    while pairs := await source.take():
+        await sink.put([value for _, value in pairs], name=waiter())
 
 
 async def batch_by_weight(source: Consumer[Any], sink: ItemQueue, weight: Callable[[Any], float], limit: float) -> None:
     gathered: list[Any] = []
     total = 0.0
-    while taken := await source.take():
-        item = taken[0][1]
+    while pairs := await source.take():
+        item = pairs[0][1]
         heavy = weight(item)
         if gathered and total + heavy > limit:
             await sink.put(gathered, name=waiter())
@@ -630,18 +630,18 @@ async def batch_by_weight(source: Consumer[Any], sink: ItemQueue, weight: Callab
 
 async def take(source: Consumer[Any], sink: ItemQueue, n: int) -> None:
     for _ in range(n):
-        taken = await source.take()
-        if not taken:
+        pairs = await source.take()
+        if not pairs:
             return
-        await sink.put(taken[0][1], name=waiter())
+        await sink.put(pairs[0][1], name=waiter())
     source.leave()
     source.abandon()  # whoever else holds the stream
 
 
 async def tee(source: Consumer[Any], sinks: Sequence[ItemQueue]) -> None:
-    while taken := await source.take():
+    while pairs := await source.take():
         for sink in sinks:
-            _put(sink, taken[0][1])
+            _put(sink, pairs[0][1])
         await _space_in_any(sinks)
 
 
@@ -649,17 +649,17 @@ async def deal(
     source: Consumer[Any], sinks: Sequence[ItemQueue], weight: Callable[[Any], float] | None, pad: Any
 ) -> None:
     source.most = len(sinks)
-    dealt = [0.0] * len(sinks)
-    while taken := await source.take():
+    totals = [0.0] * len(sinks)
+    while pairs := await source.take():
         weighed = sorted(
-            ((weight(v) if weight else 1.0, i) for i, (_, v) in enumerate(taken)), key=lambda w: (-w[0], w[1])
+            ((weight(v) if weight else 1.0, i) for i, (_, v) in enumerate(pairs)), key=lambda w: (-w[0], w[1])
         )
-        lightest_first = sorted(range(len(sinks)), key=lambda i: (dealt[i], i))
+        lightest_first = sorted(range(len(sinks)), key=lambda i: (totals[i], i))
         for position, sink in enumerate(lightest_first):
             if position < len(weighed):
                 heavy, index = weighed[position]
-                dealt[sink] += heavy
-                _put(sinks[sink], taken[index][1])
+                totals[sink] += heavy
+                _put(sinks[sink], pairs[index][1])
             else:
                 _put(sinks[sink], pad)
         await _space_in_any(sinks)

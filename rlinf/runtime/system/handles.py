@@ -29,9 +29,9 @@ def find_endpoint(cls: type[Actor], name: str) -> Endpoint:
     Raises:
         AttributeError: there is none; the text says what is near, or that the method lacks its mark.
     """
-    found = cls.endpoints.get(name)
-    if found is not None:
-        return found
+    spec = cls.endpoints.get(name)
+    if spec is not None:
+        return spec
     if callable(getattr(cls, name, None)) and not name.startswith("_"):
         raise AttributeError(
             f"{cls.__name__}.{name} is not an endpoint: mark the method with @endpoint to call it from outside"
@@ -58,9 +58,9 @@ class ActorRef:
         if name.startswith("__"):
             raise AttributeError(name)
         spec = find_endpoint(self._cls, name)
-        found = EndpointOf([self], spec, one=True) if spec.streams else EndpointOfOne(self, spec)
-        self.__dict__[name] = found  # the next call finds it without coming here
-        return found
+        endpoint = EndpointOf([self], spec, one=True) if spec.streams else EndpointOfOne(self, spec)
+        self.__dict__[name] = endpoint  # the next call finds it without coming here
+        return endpoint
 
     def __reduce__(self) -> Any:
         return _ref_arrived, (self._cls, self._name, self._host, self._actor)
@@ -92,7 +92,7 @@ class ActorRef:
     def _finished(self, gang: Gang | None = None) -> None:
         self._load -= 1
         if gang is not None and self._host in self._owner.lost_hosts:
-            self._owner.system.leases.gone(gang, self._name)  # it cannot say so itself
+            self._owner.system.leases.rank_over(gang, self._name)  # it cannot say so itself
 
 
 def _ref_arrived(cls: type[Actor], name: str, host: int, actor: ActorId) -> ActorRef:

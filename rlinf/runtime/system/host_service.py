@@ -64,7 +64,7 @@ class QueueState:
     """Such as "rollout.generate@0.41"."""
     ready: int
     """Items that nobody has taken yet."""
-    taken: int
+    running: int
     """Items that somebody works on."""
     put: int
     """Items that ever came."""
@@ -120,9 +120,9 @@ def look_at(host: Host) -> tuple[list[ActorState], list[QueueState]]:
             waits[who.partition("/")[0]] = _plain(queue.name)
         for who, _ in facts["waiting_to_put"]:
             waits[who.partition("/")[0]] = f"space in {_plain(queue.name)}"
-        ready, taken, put = (int(facts[key]) for key in ("queued", "running", "put"))
+        ready, running, put = (int(facts[key]) for key in ("queued", "running", "put"))
         takers, putters = (_actors(facts[key]) for key in ("waiting_to_take", "waiting_to_put"))
-        queues.append(QueueState(queue.name, ready, taken, put, queue.capacity, takers, putters))
+        queues.append(QueueState(queue.name, ready, running, put, queue.capacity, takers, putters))
     for sent, queue_name in _remote_waits(host):
         waits[sent.parent.partition("/")[0]] = _plain(queue_name)
     now = host.now()
@@ -244,17 +244,17 @@ def report_host(host: Host, service: Service) -> HostReport:
     for promise in list(host.sent.values()):
         if isinstance(promise, Promise) and not promise.done() and promise.name != OURS:
             report.waits.append(Wait(promise.parent, promise.label, now - promise.since))
-    kept: dict[Any, str] = {}
+    labels: dict[Any, str] = {}
     for cell in host.cells.values():
         for call in cell.calls:
             if call.name == OURS:
                 continue
-            kept[call.caller, call.number] = call.label
+            labels[call.caller, call.number] = call.label
             _report_call(report, call, host, now)
             if call.doing is not None and call.doing.startswith(COMPUTING):
                 report.moves[call.label] += cell.processor_seconds()
     for who, value, since in host.values.awaited.values():
-        on = value if isinstance(value, str) else kept.get(value, f"the value of call {value[0]}.{value[1]}")
+        on = value if isinstance(value, str) else labels.get(value, f"the value of call {value[0]}.{value[1]}")
         report.waits.append(Wait(who, on, now - since))
     for queue in host.system.queues.all():
         _report_queue(report, queue, now)
@@ -566,8 +566,8 @@ class Service(QueueService, StageService, LeaseService):
             parts = await asyncio.get_running_loop().run_in_executor(None, busy, spans)
         else:
             parts = busy(spans)
-        told = [span for span in reversed(spans) if span.kind == "part" and span.end <= end]
-        return parts, host.flows.between(start, end), moves, told
+        parts_of_work = [span for span in reversed(spans) if span.kind == "part" and span.end <= end]
+        return parts, host.flows.between(start, end), moves, parts_of_work
 
     @endpoint
     async def look(self) -> tuple[list[ActorState], list[QueueState]]:
@@ -579,8 +579,8 @@ class Service(QueueService, StageService, LeaseService):
         host = self._cell.host
         now, spans = host.now(), spans_since(host, since)
         if len(spans) > READ_ON_LOOP:  # actors and queues are the loop's, so spans alone are read in a thread
-            read = partial(recent, spans, since, now, self._seen)
-            return looked_back(host, since, now, await asyncio.get_running_loop().run_in_executor(None, read))
+            reading = partial(recent, spans, since, now, self._seen)
+            return looked_back(host, since, now, await asyncio.get_running_loop().run_in_executor(None, reading))
         return looked_back(host, since, now, recent(spans, since, now, self._seen))
 
     @endpoint

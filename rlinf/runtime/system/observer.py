@@ -63,28 +63,28 @@ class Watch:
         """The step that began last ends now; it gets a span of this name on the flow's track."""
         start, end = self._start, self._host.now()
         self._host.tracer.span("flow", FLOW, "", name, start, end)
-        asked = [ask(self._host, number, "between", start - a, end - a) for number, a in self._ahead.items()]
-        told: list[Any] = await asyncio.gather(*asked)
-        found = list(zip(self._ahead.values(), told, strict=True))
+        calls = [ask(self._host, number, "between", start - a, end - a) for number, a in self._ahead.items()]
+        answers: list[Any] = await asyncio.gather(*calls)
+        hosts = list(zip(self._ahead.values(), answers, strict=True))
         parts = [
             Busy(part.actor, part.endpoint, clipped)
-            for ahead, (parts, *_) in found
+            for ahead, (parts, *_) in hosts
             for part in parts
             if (clipped := clip(part.intervals, start, end, ahead))
         ]
         flows = [
             Flow(*ends, edge.items, tuple(time - start for time in edge.released))
-            for ends, edge in edges((ahead, passages) for ahead, (_, passages, *_) in found).items()
+            for ends, edge in edges((ahead, passages) for ahead, (_, passages, *_) in hosts).items()
         ]
         moves = [
             Moved(actor, what, max(begin + ahead, start), min(finish + ahead, end))
-            for ahead, (_, _, moves, _) in found
+            for ahead, (_, _, moves, _) in hosts
             for actor, what, begin, finish in moves
         ]
         noted = [
             span._replace(start=span.start + ahead, end=span.end + ahead)
-            for ahead, (*_, told) in found
-            for span in told
+            for ahead, (*_, notes) in hosts
+            for span in notes
         ]
         return Lap(start, end, tuple(parts), tuple(flows), tuple(moves), tuple(noted))
 
@@ -100,14 +100,14 @@ class Watch:
             ActorDied: it is lost.
         """
         ahead = self._ahead[number]
-        found: LookBack = await ask(self._host, number, "look_back", since - ahead)
+        answer: LookBack = await ask(self._host, number, "look_back", since - ahead)
         if not ahead:
-            return found
+            return answer
         moved = (
             Busy(part.actor, part.endpoint, tuple((start + ahead, end + ahead) for start, end in part.intervals))
-            for part in found.busy
+            for part in answer.busy
         )
-        return replace(found, start=found.start + ahead, end=found.end + ahead, busy=tuple(moved))
+        return replace(answer, start=answer.start + ahead, end=answer.end + ahead, busy=tuple(moved))
 
     async def look(self) -> Moment:
         """Return the states of all actors and queues now."""

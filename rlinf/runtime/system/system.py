@@ -85,10 +85,10 @@ class Scope:
 
     def groups(self) -> list[ActorGroup]:
         """All groups in it and in its scopes, the oldest first."""
-        found: list[ActorGroup] = []
+        result: list[ActorGroup] = []
         for what in self._owned:
-            found += what.groups() if isinstance(what, Scope) else [what] if isinstance(what, ActorGroup) else []
-        return found
+            result += what.groups() if isinstance(what, Scope) else [what] if isinstance(what, ActorGroup) else []
+        return result
 
     async def __aenter__(self) -> Scope:
         self._owner = current_scope.get() or self._system.root
@@ -396,7 +396,7 @@ class ActorSystem:
             await self._host.call(ref._host, SERVICE, "create", f"{ref._name}.setup", args, {}, gang)
         finally:
             if gang is not None and ref._host in self._host.lost_hosts:
-                self.leases.gone(gang, ref._name)  # it cannot say so itself
+                self.leases.rank_over(gang, ref._name)  # it cannot say so itself
 
     def _control(self, method: str, *args: Any) -> Any:
         return self._host.call(CONTROLLER, SERVICE, method, f"system.{method}", args, {})
@@ -463,10 +463,10 @@ class ActorSystem:
         Raises:
             UserError: there is none.
         """
-        found = await self._control("look_up", name)
-        if found is None:
+        what = await self._control("look_up", name)
+        if what is None:
             raise UserError(f"no group or channel is called {name!r}")
-        return found
+        return what
 
     async def channel(self, name: str, *, capacity: int | None = None) -> Channel:
         """Make a channel on this host; it ends with the current scope.
@@ -617,7 +617,7 @@ async def fail_when_stalled(system: ActorSystem, stall_after: float) -> None:
     progress = Progress(stall_after)
     while True:
         await asyncio.sleep(stall_after / 4)
-        found = await reports(system, stall_after / 4)
+        hosts = await reports(system, stall_after / 4)
         progress = Progress(stall_after) if system.paused else progress
-        if (what := progress.stopped(found, system.service._cell.host.now())) is not None:
-            raise StallError(f"{what}\n{render(found)}")
+        if (what := progress.stopped(hosts, system.service._cell.host.now())) is not None:
+            raise StallError(f"{what}\n{render(hosts)}")

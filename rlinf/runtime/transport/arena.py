@@ -92,12 +92,12 @@ class Holes:
 
     def free_pages(self) -> list[tuple[bool, int, int, int]]:
         """(cold, -bytes, hole, first page) of all whole free pages below `warm`, in the order to give them back."""
-        found = []
+        pages = []
         for start, end in self._ends.items():
             first, last = -(-start // PAGE) * PAGE, min(end, -(-self.warm // PAGE) * PAGE) // PAGE * PAGE
             if first < last:
-                found.append((start in self._cold, first - last, start, first))
-        return sorted(found)
+                pages.append((start in self._cold, first - last, start, first))
+        return sorted(pages)
 
     def cool(self, hole: int) -> None:
         """The pages of the hole that starts at `hole` went back to the kernel."""
@@ -180,11 +180,11 @@ class Watch(weakref.ref[np.ndarray[Any, Any]]):
 
 
 def view(
-    memory: mmap.mmap, ref: SlotRef, gone: Callable[[weakref.ref[np.ndarray[Any, Any]]], None]
+    memory: mmap.mmap, ref: SlotRef, on_free: Callable[[weakref.ref[np.ndarray[Any, Any]]], None]
 ) -> tuple[torch.Tensor, Watch]:
-    """A tensor over `ref`, and what calls `gone` when its storage is freed."""
+    """A tensor over `ref`, and what calls `on_free` when its storage is freed."""
     array: np.ndarray[Any, Any] = np.ndarray((ref.nbytes,), np.uint8, memory, ref.offset)
-    watch = Watch(array, gone)
+    watch = Watch(array, on_free)
     watch.owner, watch.slot = ref.segment.owner, ref.slot
     # `frombuffer` makes the storage own this very array, and so do all views, of torch and numpy, through the storage.
     return torch.frombuffer(array, dtype=ref.dtype).as_strided(ref.shape, ref.stride), watch
@@ -307,8 +307,8 @@ class ArenaStatistics:
     """How many are live."""
     local: int
     """Used by tensors of `Arena.empty` in this process."""
-    held: dict[int, int]
-    """Held by each host; a slot with several holders counts for each."""
+    holders: dict[int, int]
+    """Bytes that each host holds; a slot with several holders counts for each."""
     allocations: int
     reused: int
     """Allocations served from pages that were warm."""
@@ -502,7 +502,7 @@ class Arena:
                 segments=int(self._segment is not None and not self._closed),
                 slots=len(self._slots),
                 local=sum(slot.size for slot in self._slots.values() if slot.local),
-                held=self._held(),
+                holders=self._holders(),
                 allocations=self._allocations,
                 reused=self._reused,
             )
@@ -592,16 +592,16 @@ class Arena:
                 backed = self._backed()
         return before - backed
 
-    def _held(self) -> dict[int, int]:
-        held: dict[int, int] = {}
+    def _holders(self) -> dict[int, int]:
+        by_host: dict[int, int] = {}
         for slot in self._slots.values():
             for holder in slot.holders:
-                held[holder] = held.get(holder, 0) + slot.size
-        return held
+                by_host[holder] = by_host.get(holder, 0) + slot.size
+        return by_host
 
     def _full(self, size: int) -> str:
-        by_size = sorted(self._held().items(), key=lambda item: -item[1])
-        holders = [f"host {holder} {held / 1e6:.1f} MB" for holder, held in by_size]
+        by_size = sorted(self._holders().items(), key=lambda item: -item[1])
+        holders = [f"host {holder} {nbytes / 1e6:.1f} MB" for holder, nbytes in by_size]
         local = sum(slot.size for slot in self._slots.values() if slot.local)
         return (
             f"the shared-memory arena of host {self.owner} is full: {size / 1e6:.1f} MB asked, "

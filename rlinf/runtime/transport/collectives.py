@@ -134,8 +134,8 @@ class Collectives:
             tell = functools.partial(self._tell_others, name, members)
             return Group(name, members, self.rank, lines, limit, self._threads, tell)
 
-        made: Group = await self._once(name, f"hosts {list(members)} over {backend}", make)
-        return made
+        result: Group = await self._once(name, f"hosts {list(members)} over {backend}", make)
+        return result
 
     async def mesh(
         self,
@@ -192,8 +192,8 @@ class Collectives:
 
         if name not in self._made and (scope := current_scope.get()) is not None:
             scope.add(_Held(self, name))
-        made: DeviceMesh = await self._once(name, f"a {device_type} mesh {lengths} of hosts {list(members)}", make)
-        return made
+        result: DeviceMesh = await self._once(name, f"a {device_type} mesh {lengths} of hosts {list(members)}", make)
+        return result
 
     async def release(self, name: str) -> None:
         """Leave the group or mesh of this name, on this host; nothing if there is none. The name stays taken.
@@ -205,11 +205,11 @@ class Collectives:
             return
         self._made[name] = what, None
         task.cancel()
-        made = task.result() if task.done() and not task.cancelled() and task.exception() is None else None
-        if isinstance(made, Group):
-            await made.close()
-        elif made is not None:
-            made._pg_registry.clear()  # torch's caches may hold the mesh for ever
+        thing = task.result() if task.done() and not task.cancelled() and task.exception() is None else None
+        if isinstance(thing, Group):
+            await thing.close()
+        elif thing is not None:
+            thing._pg_registry.clear()  # torch's caches may hold the mesh for ever
         self._leave(name)
 
     def failed(self, name: str, why: str, *, tell: bool = True) -> None:
@@ -222,11 +222,11 @@ class Collectives:
         _, task = self._made.get(name, ("", None))
         if task is None or not task.done() or task.cancelled() or task.exception() is not None:
             return
-        made = task.result()
+        member = task.result()
         if tell:
-            self._tell_others(name, made.ranks if isinstance(made, Group) else made.mesh.flatten().tolist(), why)
-        if isinstance(made, Group):
-            made.fail(why)
+            self._tell_others(name, member.ranks if isinstance(member, Group) else member.mesh.flatten().tolist(), why)
+        if isinstance(member, Group):
+            member.fail(why)
         else:
             groups = list(self._lines.get(name, ()))
             self._take_leave(lambda: abort(groups))

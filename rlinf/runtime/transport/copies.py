@@ -47,24 +47,24 @@ def start(copies: Iterable[Copy]) -> list[Future[None]]:
 
     A source on a GPU is read once what its current stream has to do by now is done.
     """
-    begun: list[Future[None]] = []
+    futures: list[Future[None]] = []
     batch: list[Copy] = []  # small ones go together
     size = 0
     for to, source in copies:
         if source.is_cuda:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(source.device))
-            begun.append(_threads().submit(_run, [_from_device, to, source, event]))
+            futures.append(_threads().submit(_run, [_from_device, to, source, event]))
             continue
         for piece in _pieces(to, source):
             batch.append(piece)
             size += piece[1].nbytes
             if size >= PIECE // 2:
-                begun.append(_threads().submit(_run, [_copy_all, batch]))
+                futures.append(_threads().submit(_run, [_copy_all, batch]))
                 batch, size = [], 0
     if batch:
-        begun.append(_threads().submit(_run, [_copy_all, batch]))
-    return begun
+        futures.append(_threads().submit(_run, [_copy_all, batch]))
+    return futures
 
 
 def copy(copies: Sequence[Copy]) -> None:

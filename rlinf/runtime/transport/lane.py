@@ -43,7 +43,7 @@ WEIGHT = 0.2
 """Of the newest frame in the share of frames that were worth staying awake for."""
 
 
-class Alertness:
+class BusyPoll:
     """Decides after each frame whether to stay awake, by what came of the frames before.
 
     A host with an actor that computes never does, nor one on a machine with fewer cores than hosts: who has work gets
@@ -102,10 +102,10 @@ def wanted() -> bool:
     Raises:
         UserError: it is neither `lane` nor `rpc`.
     """
-    asked = os.environ.get("RLINF_TRANSPORT", "lane")
-    if asked not in ("lane", "rpc"):
-        raise UserError(f"RLINF_TRANSPORT is {asked!r}; it can be lane (the default) or rpc")
-    return asked == "lane" and hasattr(socket, "AF_UNIX")
+    choice = os.environ.get("RLINF_TRANSPORT", "lane")
+    if choice not in ("lane", "rpc"):
+        raise UserError(f"RLINF_TRANSPORT is {choice!r}; it can be lane (the default) or rpc")
+    return choice == "lane" and hasattr(socket, "AF_UNIX")
 
 
 class Inner(Transport, Protocol):
@@ -279,8 +279,8 @@ class Lane(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._rest = bytearray()  # of a message that has not come whole
         self._answered: dict[int, Callable[[Frame | None], None]] = {}
-        self._asking = Alertness(owner.loop)  # after a frame: its answer brings replies
-        self._asked = Alertness(owner.loop)  # after an answer: the next frame comes at once
+        self._asking = BusyPoll(owner.loop)  # after a frame: its answer brings replies
+        self._asked = BusyPoll(owner.loop)  # after an answer: the next frame comes at once
         self._said = 0.0
         self._made = self._farewell = False
         self._late: asyncio.TimerHandle | None = None

@@ -324,7 +324,7 @@ class Link:
         Calls among it are made into messages all the same: from then on the host knows that they wait for a reply.
         """
         self._dead = True
-        for entry in (*self._outbox, *(entry for _, held in self._held for entry in held)):
+        for entry in (*self._outbox, *(entry for _, entries in self._held for entry in entries)):
             if type(entry) is not tuple:
                 entry.message()
         self._outbox.clear()
@@ -403,10 +403,10 @@ class LocalTransport:
                 asyncio.get_running_loop().call_soon(peer._tell_lost, self.host)
 
 
-def check_hosts(hosts: Sequence[int], known: int) -> str | None:
+def check_hosts(hosts: Sequence[int], count: int) -> str | None:
     """The complaint about host numbers outside 0 … known-1, or None."""
-    wrong = sorted({h for h in hosts if not 0 <= h < known})
+    wrong = sorted({h for h in hosts if not 0 <= h < count})
     if not wrong:
         return None
-    have = "host 0 only" if known == 1 else f"hosts 0 to {known - 1}"
+    have = "host 0 only" if count == 1 else f"hosts 0 to {count - 1}"
     return f"unknown host {', '.join(map(str, wrong))}: this system has {have}"

@@ -76,17 +76,15 @@ def bind_interface(interface: str | None, world: int) -> None:
     Raises:
         UserError: there is no such interface, or there are several machines and none is named or can be found.
     """
-    chosen = interface or os.environ.get("RLINF_INTERFACE")
-    if not chosen:
-        chosen = LOOPBACK if on_one_machine(world) else os.environ.get("TP_SOCKET_IFNAME") or _towards_master()
+    interface = interface or os.environ.get("RLINF_INTERFACE")
+    if not interface:
+        interface = LOOPBACK if on_one_machine(world) else os.environ.get("TP_SOCKET_IFNAME") or _towards_master()
     there = [name for _, name in socket.if_nameindex()]
-    if chosen not in there:
-        raise UserError(f"this machine has no network interface {chosen!r}; it has {', '.join(there)}")
-    os.environ["TP_SOCKET_IFNAME"] = chosen
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen)
-    os.environ.setdefault(
-        "NCCL_SOCKET_IFNAME", f"={chosen}"
-    )  # without the sign NCCL takes it as the beginning of names
+    if interface not in there:
+        raise UserError(f"this machine has no network interface {interface!r}; it has {', '.join(there)}")
+    os.environ["TP_SOCKET_IFNAME"] = interface
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the sign: all whose names begin so
 
 
 def on_one_machine(world: int) -> bool:
@@ -101,14 +99,14 @@ def addresses() -> list[tuple[str, str]]:
     first = ctypes.POINTER(_Address)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
         raise OSError(ctypes.get_errno(), "getifaddrs failed")
-    found = []
+    pairs = []
     entry = first
     while entry:
         if text := _readable(entry.contents.address):
-            found.append((entry.contents.name.decode(), text))
+            pairs.append((entry.contents.name.decode(), text))
         entry = ctypes.cast(entry.contents.next, ctypes.POINTER(_Address))
     libc.freeifaddrs(first)
-    return sorted(found, key=lambda pair: ":" in pair[1])
+    return sorted(pairs, key=lambda pair: ":" in pair[1])
 
 
 class _Address(ctypes.Structure):
@@ -195,8 +193,8 @@ def job_store() -> Store:
         port = os.environ.get("MASTER_PORT", "")  # of another job that one of the processes starts, it is another one
         return FileStore(str(directory / f"rlinf-store-{port}"), -1)
     store, _, _ = next(dist.rendezvous("env://"))
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if kept else 'only'}", store)
+    lasting = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if lasting else 'only'}", store)
 
 
 def _private_directory() -> Path | None:
@@ -242,9 +240,9 @@ def noticing() -> Iterator[list[socket.socket]]:
     before = {inode for inode, _ in _listening()}
     opened: list[socket.socket] = []
     yield opened
-    for inode, found in _listening():
-        if inode not in before and found.getsockname()[0] != "0.0.0.0":
-            opened.append(found)
+    for inode, listener in _listening():
+        if inode not in before and listener.getsockname()[0] != "0.0.0.0":
+            opened.append(listener)
 
 
 def close_to_strangers(
@@ -258,34 +256,34 @@ def close_to_strangers(
         reach: makes the connections from this process to those of these ranks.
         timeout: seconds to wait for others.
     """
-    store = PrefixStore("doors", job_store())
+    store = PrefixStore("firewall", job_store())
     store.set_timeout(timedelta(seconds=timeout))
     mine = opened[0].getsockname()[0] if opened else ""
     store.set(f"address/{rank}", mine)
     if rank == 0:
-        found = [text.decode() for text in store.multi_get([f"address/{other}" for other in range(hosts)])]
-        strange = _connected(opened) - set(found)
-        if strange or "" in found:
+        everybody = [text.decode() for text in store.multi_get([f"address/{other}" for other in range(hosts)])]
+        strange = _connected(opened) - set(everybody)
+        if strange or "" in everybody:
             sys.stderr.write(
                 "rlinf: the RPC ports stay open to whoever can reach them (docs/security.md): "
                 + (f"{', '.join(strange)} is connected, and no process listens there\n" if strange else "no filter\n")
             )
-        store.set("addresses", json.dumps([] if strange or "" in found else found))
+        store.set("addresses", json.dumps([] if strange or "" in everybody else everybody))
     where: list[str] = json.loads(store.get("addresses"))
     if where:
         reach([other for other in range(hosts) if other != rank and where[other] == mine])
         if store.add(f"reached/{mine}", 1) == Counter(where)[mine]:
             store.set(f"closing/{mine}", "")
         store.wait([f"closing/{mine}"])
-    for door in opened:
+    for listener in opened:
         if where:
-            admit(door, sorted(set(where) - {mine}))
-        door.close()
+            admit(listener, sorted(set(where) - {mine}))
+        listener.close()
 
 
-def admit(door: socket.socket, guests: Sequence[str]) -> None:
+def admit(listener: socket.socket, peers: Sequence[str]) -> None:
     """Let only these IPv4 addresses make connections to a listening socket; those that exist go on."""
-    numbers = sorted(int(ipaddress.IPv4Address(guest)) for guest in guests)
+    numbers = sorted(int(ipaddress.IPv4Address(address)) for address in peers)
     ranges = [(number, number) for number in numbers] if len(numbers) <= MANY else [(numbers[0], numbers[-1])]
     program = [
         (LOAD_BYTE, 0, 0, TCP_FLAGS),
@@ -299,12 +297,12 @@ def admit(door: socket.socket, guests: Sequence[str]) -> None:
     program.append((RETURN, 0, 0, 0))
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     filter_of = struct.pack("HP", len(program), ctypes.addressof(code))
-    door.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter_of)
+    listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter_of)
 
 
 def _listening() -> list[tuple[int, socket.socket]]:
     """The IPv4 sockets of this process that listen, as (inode, a duplicate)."""
-    found = []
+    sockets = []
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # closed meanwhile by another thread
             status = os.fstat(int(name))
@@ -312,22 +310,22 @@ def _listening() -> list[tuple[int, socket.socket]]:
                 continue
             candidate = socket.socket(fileno=os.dup(int(name)))
             if candidate.family == socket.AF_INET and candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.append((status.st_ino, candidate))
+                sockets.append((status.st_ino, candidate))
             else:
                 candidate.close()
-    return found
+    return sockets
 
 
-def _connected(doors: Sequence[socket.socket]) -> set[str]:
+def _connected(listeners: Sequence[socket.socket]) -> set[str]:
     """The addresses from which connections to these sockets came that exist now."""
-    ports = {door.getsockname()[1] for door in doors}
-    found = set()
+    ports = {listener.getsockname()[1] for listener in listeners}
+    peers = set()
     with open("/proc/self/net/tcp") as table:
         for line in list(table)[1:]:
             _, local, remote, state, *_ = line.split()
             if state == "01" and int(local.partition(":")[2], 16) in ports:
-                found.add(socket.inet_ntoa(struct.pack("=I", int(remote.partition(":")[0], 16))))
-    return found
+                peers.add(socket.inet_ntoa(struct.pack("=I", int(remote.partition(":")[0], 16))))
+    return peers
 
 
 HOST_TIMEOUT = 60.0
@@ -374,19 +372,19 @@ class Heartbeat:
         """Go on until cancelled."""
         while True:
             await self._ask()
-            begun = self._now()
+            start = self._now()
             await asyncio.sleep(self._beat)
-            if self._now() - begun < 2 * self._beat:
+            if self._now() - start < 2 * self._beat:
                 self._count()
 
     async def _ask(self) -> None:
         for number, host in enumerate(sorted(set(self._wanted()) - self._silence.keys()), 1):
             self._silence[host] = 0
-            self._probe(host, partial(self._heard, host))
+            self._probe(host, partial(self._answered, host))
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
 
-    def _heard(self, host: int) -> None:
+    def _answered(self, host: int) -> None:
         self._silence.pop(host, None)
 
     def _count(self) -> None:

@@ -616,20 +616,20 @@ class Group:
 
     async def _operate(self, operation: str, line: Line, post: Callable[[], Wait]) -> None:
         """Post one operation when it is its turn, then wait for its end beside all others."""
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             async with line.order:
                 if self._broken is not None:
                     raise self._broken
-                wait = await self._end_of(self._enter(post), operation, begun)
-            await self._end_of(self._enter(wait), operation, begun)
+                wait = await self._end_of(self._enter(post), operation, start)
+            await self._end_of(self._enter(wait), operation, start)
         except (RuntimeError, ValueError, TimeoutError) as error:
             if isinstance(error, CollectiveError):
                 raise
             if self._broken is not None:  # aborted, whatever the backend calls that
                 raise CollectiveError(f"{operation}: {self._broken}") from error
             where = f"{operation} in {self}, on host {self._rank}"
-            if time.monotonic() - begun >= self._deadline or "timed out" in str(error).lower():
+            if time.monotonic() - start >= self._deadline or "timed out" in str(error).lower():
                 failure: CollectiveError = CollectiveTimeout(
                     f"{where}: not done after {self._deadline:g} s. Some member did not call it, called another "
                     f"operation before it, or is gone"
@@ -640,11 +640,11 @@ class Group:
             self._tell(str(failure))
             raise failure from error
 
-    async def _end_of(self, inside: asyncio.Future[T], operation: str, begun: float) -> T:
+    async def _end_of(self, inside: asyncio.Future[T], operation: str, start: float) -> T:
         """Return the result of a call of the backend, unless the group or the time for the operation ends before it."""
-        left = begun + self._deadline - time.monotonic()
+        seconds = start + self._deadline - time.monotonic()
         either: list[asyncio.Future[Any]] = [inside, self._over]
-        await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if inside.done():
             return inside.result()
         if self._over.done():

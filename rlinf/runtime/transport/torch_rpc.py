@@ -154,7 +154,7 @@ class RpcTransport:
 
     def _lost(self, host: int, reason: str) -> None:
         if self._receiver is not None and not self._closing:
-            self._receiver.lost(host, _in_words(reason))
+            self._receiver.lost(host, _described(reason))
 
     # Receiving (handlers run on RPC threads) ---------------------------------------------------------------------
 
@@ -216,12 +216,12 @@ it: CUDA tensors go by other routes, or as copies."""
 
 def _transport_options() -> dict[str, Any]:
     """Which of TensorPipe's transports to use; `RLINF_RPC_TRANSPORT=shm` or `=uv` (sockets) overrides the choice."""
-    asked = os.environ.get("RLINF_RPC_TRANSPORT")
-    if asked not in (None, "shm", "uv"):
-        raise UserError(f"RLINF_RPC_TRANSPORT is {asked!r}; it can be shm or uv")
+    choice = os.environ.get("RLINF_RPC_TRANSPORT")
+    if choice not in (None, "shm", "uv"):
+        raise UserError(f"RLINF_RPC_TRANSPORT is {choice!r}; it can be shm or uv")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     per_host = cores / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if asked == "shm" or (asked is None and per_host >= SPINNING_CORES):
+    if choice == "shm" or (choice is None and per_host >= SPINNING_CORES):
         return {"_channels": list(CHANNELS)} if torch.cuda.is_available() else {}
     return {"_transports": ["uv"], "_channels": ["basic"]}
 
@@ -239,7 +239,7 @@ def _nothing() -> None:
     pass
 
 
-def _in_words(reason: str) -> str:
+def _described(reason: str) -> str:
     """Why a connection broke, without the places in TensorPipe, which are of use there only."""
     first_line, *_ = reason.splitlines() or [""]
     words = first_line.partition(" (this error originated at ")[0]

@@ -167,9 +167,11 @@ class Codec:
         else:
             later = [(to, source, self.as_it_is(source)) for to, source in pickler.copies]
             copies.copy([(to, source) for to, source, lazy in later if lazy is None])
-            begun = copies.start((to, lazy) for to, _, lazy in later if lazy is not None)
-            if begun:
-                filled = self.host.own(self._filled([asyncio.wrap_future(each) for each in begun], pickler.parts, host))
+            copying = copies.start((to, lazy) for to, _, lazy in later if lazy is not None)
+            if copying:
+                filled = self.host.own(
+                    self._filled([asyncio.wrap_future(each) for each in copying], pickler.parts, host)
+                )
                 self.host.link(host).hold_back(filled)
         for tensor, ref in pickler.sends:
             assert self.bulk is not None
@@ -183,11 +185,11 @@ class Codec:
         """True if a tensor lies in shared memory, of whichever host."""
         return any(memory is not None and memory.holds(tensor) for memory in (self.arena, self.reader))
 
-    async def _filled(self, begun: list[asyncio.Future[None]], parts: list[Any], host: int) -> None:
+    async def _filled(self, copying: list[asyncio.Future[None]], parts: list[Any], host: int) -> None:
         """Wait until a message's tensors have been copied; it says why, if they could not be."""
         with getattr(self.host.loop, "external", contextlib.nullcontext)():  # holds virtual time still meanwhile
-            await asyncio.wait(begun)
-        failed = next((error for each in begun if (error := each.exception()) is not None), None)
+            await asyncio.wait(copying)
+        failed = next((error for each in copying if (error := each.exception()) is not None), None)
         if failed is not None:
             self._take_back(parts, host)
             parts[:] = [part if type(part) is GroupRef else Unsent(repr(failed)) for part in parts]

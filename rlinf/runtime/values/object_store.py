@@ -122,39 +122,39 @@ class Values:
 
     def keep(self, value: Any) -> ValueRef:
         """Keep a value here until `drop`, for hosts that will fetch it."""
-        kept: asyncio.Future[Any] = self._host.loop.create_future()
-        kept.set_result(value)
+        future: asyncio.Future[Any] = self._host.loop.create_future()
+        future.set_result(value)
         key = self._host.number()
-        self.kept[key] = kept
+        self.kept[key] = future
         return ValueRef(self._rank, key)
 
     def expect(self, key: Key) -> asyncio.Future[Any]:
         """The place for the value of a call that has arrived, or will: it is kept here."""
-        kept = self.kept.get(key)
-        if kept is None:
-            kept = self.kept[key] = self._host.loop.create_future()
-            kept.add_done_callback(_seen)
-        return kept
+        future = self.kept.get(key)
+        if future is None:
+            future = self.kept[key] = self._host.loop.create_future()
+            future.add_done_callback(_seen)
+        return future
 
     def drop(self, key: Key) -> None:
         """The last handle of a kept value is gone, or the host that had it."""
-        kept = self.kept.pop(key, None)
+        future = self.kept.pop(key, None)
         self.relay.drop(key)
-        if kept is not None and not kept.done():
-            kept.set_exception(ActorDied(_GONE))
+        if future is not None and not future.done():
+            future.set_exception(ActorDied(_GONE))
 
     async def kept_value(self, key: Key) -> Any:
         """The value that is or will be kept under `key` on this host."""
-        kept = self.kept.get(key)
-        if kept is None and key[0] != self._rank and key[1] > self._host.arrived.get(key[0], 0):
-            kept = self.expect(key)  # the call is on its way from a third host; word of it came here first
-        if kept is None or key[0] in self._host.lost_hosts:
+        future = self.kept.get(key)
+        if future is None and key[0] != self._rank and key[1] > self._host.arrived.get(key[0], 0):
+            future = self.expect(key)  # the call is on its way from a third host; word of it came here first
+        if future is None or key[0] in self._host.lost_hosts:
             raise ActorDied(_GONE)
-        if kept.done():
-            return kept.result()
+        if future.done():
+            return future.result()
         over = self.note_wait(key)
         try:
-            return await asyncio.shield(kept)
+            return await asyncio.shield(future)
         finally:
             over()
 

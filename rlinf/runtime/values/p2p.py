@@ -206,10 +206,10 @@ class Handles:
         watches = self._open
 
         def gone(watch: Any) -> None:
-            known = watches.get(watch.key)
-            if known is not None and known is watch:  # after `close` there is none
-                del watches[known.key]
-                on_free(known.owner, known.number)
+            current = watches.get(watch.key)
+            if current is not None and current is watch:  # after `close` there is none
+                del watches[current.key]
+                on_free(current.owner, current.number)
 
         self._gone = gone
 
@@ -233,8 +233,8 @@ class Handles:
 
     def returned(self, host: int, numbers: Iterable[int]) -> None:
         """A host is done with these handles."""
-        held = self._out.get(host, {})
-        if [number for number in numbers if held.pop(number, None) is not None]:
+        counters = self._out.get(host, {})
+        if [number for number in numbers if counters.pop(number, None) is not None]:
             torch.cuda.ipc_collect()
 
     def take_back(self, host: int, numbers: Iterable[int]) -> None:
@@ -252,7 +252,7 @@ class Handles:
         here = own_device().index  # who sees other GPUs, or in another order, counts them otherwise
         tensor = ref.rebuild(*ref.args[:_DEVICE], here, *ref.args[_DEVICE + 1 :])
         storage = tensor.untyped_storage()
-        if (known := self._open.get(storage._cdata)) is not None and known() is storage:
+        if (existing := self._open.get(storage._cdata)) is not None and existing() is storage:
             self._on_free(ref.owner, ref.number)  # torch has this memory open, and lowered the count of this handle
             return tensor
         watch = _Watch(storage, self._gone)

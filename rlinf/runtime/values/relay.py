@@ -228,10 +228,10 @@ def _seen(task: asyncio.Task[Any]) -> None:
 
 def is_big(value: Any) -> bool:
     """True if there are `RELAY_BYTES` in the tensors and arrays of plain containers and dataclasses."""
-    found = 0
+    size = 0
     for each in arrays(value):
-        found += each.nbytes
-        if found >= RELAY_BYTES:
+        size += each.nbytes
+        if size >= RELAY_BYTES:
             return True
     return False
 

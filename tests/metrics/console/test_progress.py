@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from rlinf.metrics import progress
 from rlinf.metrics.live import LiveView
 from rlinf.metrics.progress import Ongoing, Progress, last_line, line, log_lines, progress_shown, shown
-from rlinf.runtime.base.progress import begun, heard_by, work
+from rlinf.runtime.base.progress import begin_work, report_to, work
 from tests.metrics.console.terminal import Terminal, plain
 
 
@@ -156,7 +156,7 @@ def test_what_is_printed_beside_bars_stays_whole_and_above_them(events):
 def test_bars_are_there_while_work_is_and_leave_nothing_behind(at_once):
     screen = Screen()
     shows = Progress(screen, terminal=True)
-    with heard_by(shows):
+    with report_to(shows):
         with work("outer", 4, "files") as outer, work("inner"):
             outer.advance()
             screen.until("1 of 4 files")
@@ -187,12 +187,12 @@ def test_a_terminal_that_takes_nothing_holds_up_no_work(at_once, monkeypatch):
 
     monkeypatch.setattr(progress, "CLOSE_SECONDS", 0.01)
     shows, began = Progress(out := Stuck(), terminal=True), time.monotonic()
-    with heard_by(shows):
+    with report_to(shows):
         with work("outer", 1000, "files") as outer:
             assert out.asked.wait(30)
             for _ in range(1000):
                 outer.advance()
-                begun("inner").end()
+                begin_work("inner").end()
         shows.close()
     assert time.monotonic() - began < 30
     out.go_on.set()
@@ -252,7 +252,7 @@ async def test_a_live_view_shows_the_work_below_its_first_line(monkeypatch, at_o
         monkeypatch.delenv(name, raising=False)
     terminal = Terminal()
     shows = Progress(terminal.out, terminal=True)
-    with heard_by(shows):
+    with report_to(shows):
         view = LiveView("run", 3, terminal.out)
         with work("evaluating", 8, "problems") as evaluating:
             evaluating.advance(2)

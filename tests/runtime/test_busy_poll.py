@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlinf.runtime.transport import lane
-from rlinf.runtime.transport.lane import MOMENT, Alertness
+from rlinf.runtime.transport.lane import MOMENT, BusyPoll
 
 
 class Turns:
@@ -40,7 +40,7 @@ def turns(monkeypatch):
 
 
 def taught(turns, *worth):
-    alert = Alertness(turns)
+    alert = BusyPoll(turns)
     for each in worth:
         alert.was_worth(each)
     return alert

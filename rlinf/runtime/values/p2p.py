@@ -239,8 +239,8 @@ class Handles:
 
     def take_back(self, host: int, numbers: Iterable[int]) -> None:
         """These handles have not left, or their host is gone."""
-        held = self._out.get(host, {})
-        if counters := [counter for number in numbers if (counter := held.pop(number, None)) is not None]:
+        handles = self._out.get(host, {})
+        if counters := [counter for number in numbers if (counter := handles.pop(number, None)) is not None]:
             for counter in counters:
                 _lower(counter)
             torch.cuda.ipc_collect()

@@ -31,7 +31,7 @@ from rlinf.metrics.report import measure_of
 from rlinf.placement.seats import TEXT, place
 from rlinf.runs.dry_run.models import policy_model
 from rlinf.runs.dry_run.transformer import by_kind
-from rlinf.runs.evaluation import PASS, KeptAnswers, answers_of, beside, evaluate_named, evaluate_on, model_mark
+from rlinf.runs.evaluation import PASS, AnswerFile, answers_of, evaluate_named, evaluate_on, model_mark, with_benchmarks
 from rlinf.runs.roles import Roles, check_tools_shown, configured_agent, running_of, spawn_roles
 from rlinf.runs.text import load_data_of
 from rlinf.runs.text_roles import roles_to_start
@@ -63,7 +63,7 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
     agent = None if data.named else _checked_agent(config, data)
     answers = None
     if data.named and output is not None:
-        answers = KeptAnswers(output, model_mark(str(config.model.path)), config.seed)
+        answers = AnswerFile(output, model_mark(str(config.model.path)), config.seed)
     # a mode or a plan is for training: here nobody else is on a device
     as_written = replace(config.placement, mode=None, plan=None)
     starting = roles_to_start(config, data)
@@ -74,7 +74,7 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
         if data.named:
             for note in data.notes:
                 print(note)
-            outcome = beside(None, await evaluate_named(data, roles, config, model, answers))
+            outcome = with_benchmarks(None, await evaluate_named(data, roles, config, model, answers))
         else:
             outcome = await _evaluated(data, roles, config, agent)
     except (NotScored, RewardError) as error:

@@ -212,15 +212,15 @@ class Callbacks:
     """By event."""
 
     @staticmethod
-    def of(given: Sequence[Any], problems: list[Problem]) -> Callbacks:
+    def of(sources: Sequence[Any], problems: list[Problem]) -> Callbacks:
         """Read what each one listens to.
 
         Args:
-            given: objects, classes, which are made without arguments, functions, and dotted paths of those.
+            sources: objects, classes, which are made without arguments, functions, and dotted paths of those.
             problems: takes what is wrong with them.
         """
         listeners: dict[str, list[_Listener]] = {event: [] for event in EVENTS}
-        for source in given:
+        for source in sources:
             try:
                 for event, listener in _listeners(source):
                     listeners[event].append(listener)

@@ -118,15 +118,15 @@ async def try_suites(roles: Roles, config: EmbodiedConfig, videos: Path | None, 
         videos: directory for `trials.videos` of each suite; None records none.
         step: after which this is, for the names of videos.
     """
-    wanted, found = config.trials, {}
+    wanted, episodes = config.trials, {}
     recorded = 0 if videos is None else wanted.videos
     for name, suite in suites_of(config).items():
-        found[name] = await trials(
+        episodes[name] = await trials(
             roles[role_of(name)], roles["policy"], suite.episodes, greedy=wanted.greedy, videos=recorded
         )
     if videos is not None and recorded:
         await asyncio.to_thread(keep_videos, videos, step)
-    return found
+    return episodes
 
 
 def measured(tried: Tried) -> dict[str, float]:
@@ -144,14 +144,14 @@ def measured(tried: Tried) -> dict[str, float]:
         if name:
             parts[f"suites/{name}/"] = episodes
             parts |= {f"suites/{name}/tasks/{task}/": part for task, part in by_task(episodes).items()}
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for prefix, episodes in parts.items():
-        told = summary(episodes)
-        if "success_once" in told:
+        numbers = summary(episodes)
+        if "success_once" in numbers:
             solved = sum(bool(episode.success_once) for episode in episodes)
-            told["success_once/low"], told["success_once/high"] = wilson_interval(solved, len(episodes))
-        found |= {f"{prefix}{name.removeprefix('episodes/') if prefix else name}": told[name] for name in told}
-    return found
+            numbers["success_once/low"], numbers["success_once/high"] = wilson_interval(solved, len(episodes))
+        metrics |= {f"{prefix}{name.removeprefix('episodes/') if prefix else name}": numbers[name] for name in numbers}
+    return metrics
 
 
 def written(tried: Tried, **about: Any) -> str:
@@ -185,9 +185,9 @@ def acting(model: str | None, overrides: Sequence[str]) -> list[str]:
     overrides = [*overrides, "imitation.path=null", "imitation.mixture={}", "imitation.statistics=null"]
     if model is None:
         return overrides
-    found = saved_policy(Path(model).expanduser())
-    plain = ["policy.lora.path=null"] if (found / CONFIG).is_file() else []
-    return [*plain, *overrides, f"policy.path={found}"]
+    path = saved_policy(Path(model).expanduser())
+    plain = ["policy.lora.path=null"] if (path / CONFIG).is_file() else []
+    return [*plain, *overrides, f"policy.path={path}"]
 
 
 def keep_videos(directory: Path, step: int) -> None:
@@ -199,20 +199,20 @@ def keep_videos(directory: Path, step: int) -> None:
     """
     new = directory / NEW
     for video in sorted(path for path in new.rglob("*") if path.is_file()):
-        kept = directory / f"step_{step:06d}" / video.parent.relative_to(new)
-        kept.mkdir(parents=True, exist_ok=True)
-        video.replace(kept / video.name.removeprefix("epoch0000-"))
+        target = directory / f"step_{step:06d}" / video.parent.relative_to(new)
+        target.mkdir(parents=True, exist_ok=True)
+        video.replace(target / video.name.removeprefix("epoch0000-"))
     shutil.rmtree(new, ignore_errors=True)
 
 
-def in_words(found: Mapping[str, float]) -> str:
+def in_words(metrics: Mapping[str, float]) -> str:
     """How trials went, as half a sentence."""
-    count = f"{found['episodes']:.0f} episodes"
-    if "success_once" in found:
-        low, high = found["success_once/low"], found["success_once/high"]
-        share = f"{found['success_once']:.1%} ({low:.1%} to {high:.1%})"
-        return f"{share} of {count} solved, mean return {found['reward/mean']:.2f}"
-    return f"mean return {found['reward/mean']:.2f} over {count}"
+    count = f"{metrics['episodes']:.0f} episodes"
+    if "success_once" in metrics:
+        low, high = metrics["success_once/low"], metrics["success_once/high"]
+        share = f"{metrics['success_once']:.1%} ({low:.1%} to {high:.1%})"
+        return f"{share} of {count} solved, mean return {metrics['reward/mean']:.2f}"
+    return f"mean return {metrics['reward/mean']:.2f} over {count}"
 
 
 SIMULATORS = "environments.pt"
@@ -263,11 +263,11 @@ class EmbodiedWorkload(Workload[dict[str, float]]):
 
     async def warm_up(self) -> bool:
         settings = self.config.imitation
-        if (shown := shown_of(settings)) is None:
+        if (demonstrations := shown_of(settings)) is None:
             return False
         roles = (self.run.roles["policy"], self.run.roles["trainer"])
         try:
-            metrics = await imitate(*roles, shown, steps=settings.steps, batch=settings.batch, lr=settings.lr)
+            metrics = await imitate(*roles, demonstrations, steps=settings.steps, batch=settings.batch, lr=settings.lr)
         except (ValueError, FileNotFoundError, ImportError) as error:
             raise InputError(f"imitation.path: {error}") from error
         self.run.report.line(
@@ -369,16 +369,16 @@ class EmbodiedWorkload(Workload[dict[str, float]]):
         rates = None if self.curriculum is None else self.curriculum.rates
         return {**super().state(), "env_steps": self.env_steps, "curriculum": rates}
 
-    async def restore(self, begun: Checkpoint) -> None:
-        await super().restore(begun)
-        self.env_steps = float(cast("float", begun.queue.get("env_steps", 0.0)))
+    async def restore(self, checkpoint: Checkpoint) -> None:
+        await super().restore(checkpoint)
+        self.env_steps = float(cast("float", checkpoint.queue.get("env_steps", 0.0)))
         if self.curriculum is not None:
-            self.curriculum.resume(begun.queue.get("curriculum"))
+            self.curriculum.resume(checkpoint.queue.get("curriculum"))
             await self._weigh(self.curriculum)
         if self.config.env.fresh:
             return
         # Episodes go on over a restart, too. Tensors and plain values only: checkpoints are things that people download
-        saved = await asyncio.to_thread(torch.load, begun.path / SIMULATORS, weights_only=True)
+        saved = await asyncio.to_thread(torch.load, checkpoint.path / SIMULATORS, weights_only=True)
         env = self.run.roles["env"]
         if len(saved) != len(env):
             raise ValueError(f"{len(saved)} hosts simulated, and now {len(env)} do: resume with as many")

@@ -75,16 +75,16 @@ async def start_roles(
         simulators[role_of(name)] = Role(EnvActor, settings, hosts=hosts)
         key = f"trials.suites.{name}" if name else "trials.options"
         keys += [key] if name or config.trials.options else []
-    with _told_of(", ".join(keys)):
+    with _input_errors(", ".join(keys)):
         roles = await spawn_roles(system, placed, simulators)
         await _check_alike(roles)
         first = await next(iter(roles.values()))[0].reset(0, 0)
-    with _told_of("policy" if config.policy.path is None else "policy.path, policy"):
+    with _input_errors("policy" if config.policy.path is None else "policy.path, policy"):
         roles |= await spawn_roles(system, placed, await learners_of(config, plan, roles))
         # one decision: a policy that looks at what there is not says so here
         await roles["policy"][0].act((0, 0), first, keep=False)
     if plan is not None and config.algorithm.name == DAGGER:
-        with _told_of("dagger.expert"):
+        with _input_errors("dagger.expert"):
             await roles["policy"][0].ask(first)
     return roles
 
@@ -100,8 +100,8 @@ async def _check_alike(simulators: Roles) -> None:
     Raises:
         ValueError: they do not show the same, or do not take the same actions.
     """
-    found = {role: await group[0].shapes() for role, group in simulators.items()}
-    (first, wanted), *others = found.items()
+    by_role = {role: await group[0].shapes() for role, group in simulators.items()}
+    (first, wanted), *others = by_role.items()
     for role, shapes in others:
         for what in ("shapes", "action_size"):
             if shapes[what] != wanted[what]:
@@ -109,7 +109,7 @@ async def _check_alike(simulators: Roles) -> None:
 
 
 @contextmanager
-def _told_of(keys: str) -> Iterator[None]:
+def _input_errors(keys: str) -> Iterator[None]:
     """Turns the error of something that cannot be made into an `InputError` that names these keys."""
     try:
         yield
@@ -130,41 +130,41 @@ async def learners_of(config: EmbodiedConfig, plan: RunPlan | None, simulators: 
     else:
         shapes = await next(iter(simulators.values()))[0].shapes()
         _check_limit(config, shapes["max_steps"])
-    given = policy_settings(config)
+    options = policy_settings(config)
     sizes = (shapes[name] for name in ("shapes", "action_size", "choices", "bounds"))
-    policy = await asyncio.to_thread(fitted, given, *sizes)
+    policy = await asyncio.to_thread(fitted, options, *sizes)
     if plan is not None and config.imitation.statistics is not None:
-        with _told_of("imitation"):
+        with _input_errors("imitation"):
             policy |= await asyncio.to_thread(measured, config.imitation, config.seed, policy, config.policy.path)
-    made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
-    acting = {**made, "dtype": config.policy.dtype, "adapters": config.policy.lora.path}
+    model: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
+    acting = {**model, "dtype": config.policy.dtype, "adapters": config.policy.lora.path}
     ranks = 1 if plan is None else len(plan.placed.seats["trainer"].hosts)
-    chunk, held = await asyncio.to_thread(_sized, config, made, ranks)  # it may import what takes seconds
+    chunk, memory = await asyncio.to_thread(_sized, config, model, ranks)  # it may import what takes seconds
     if plan is not None and not alone:
         _check_horizon(config, shapes["max_steps"], chunk)
     if plan is None:
-        return {"policy": Role(PolicyActor, acting, held["policy"])}
+        return {"policy": Role(PolicyActor, acting, memory["policy"])}
     if config.algorithm.name in (*OFF_POLICY, DAGGER):
-        return _remembering(config, made, held, optimizer(config))
+        return _remembering(config, model, memory, optimizer(config))
     if alone:
-        kept = ("lr", "betas", "weight_decay", "grad_clip", "schedule", "warmup_steps", "min_lr_ratio")
-        settings = {name: value for name, value in optimizer(config).items() if name in kept}
+        names = ("lr", "betas", "weight_decay", "grad_clip", "schedule", "warmup_steps", "min_lr_ratio")
+        settings = {name: value for name, value in optimizer(config).items() if name in names}
         settings |= {**preparation_of(config), "total_steps": max(1, config.steps), "shown": shown_of(config.imitation)}
         settings |= {"micro_batch": config.algorithm.micro_batch, "batch": config.imitation.batch}
-        trainer = Role(ImitationTrainer, {"seed": config.seed, **made, **settings}, held["trainer"])
-        acts = {"policy": Role(PolicyActor, acting, held["policy"])} if config.trials.episodes else {}
+        trainer = Role(ImitationTrainer, {"seed": config.seed, **model, **settings}, memory["trainer"])
+        acts = {"policy": Role(PolicyActor, acting, memory["policy"])} if config.trials.episodes else {}
         return {**acts, "trainer": trainer}
     settings = _trainer(config, cast(AlgorithmSpec, plan.algorithm))
     return {
-        "policy": Role(PolicyActor, acting, held["policy"]),
-        "trainer": Role(PolicyTrainer, {"seed": config.seed, **made, **settings}, held["trainer"]),
+        "policy": Role(PolicyActor, acting, memory["policy"]),
+        "trainer": Role(PolicyTrainer, {"seed": config.seed, **model, **settings}, memory["trainer"]),
     }
 
 
 def _remembering(
     config: EmbodiedConfig,
     policy: Mapping[str, Any],
-    held: Mapping[str, tuple[int, int]],
+    memory: Mapping[str, tuple[int, int]],
     optimizer: Mapping[str, Any],
 ) -> dict[str, Role]:
     """The policy that acts, and the trainer of a run that learns from a replay buffer or from an expert.
@@ -172,42 +172,42 @@ def _remembering(
     Args:
         config: of the run.
         policy: what both are made with: the policy's configuration and path.
-        held: bytes that each role holds, active and parked.
+        memory: bytes that each role holds, active and parked.
         optimizer: settings of the optimizer.
     """
     name = config.algorithm.name
     settings = {key: value for key, value in asdict(config.off_policy).items() if name in READ_BY[key]}
     settings.pop("offline_steps", None)  # the loop's
     rates = {key: value for key, value in optimizer.items() if name in OPTIMIZER_READ_BY.get(key, ())}
-    made = {"seed": config.seed, **policy, **rates, **settings}
+    common = {"seed": config.seed, **policy, **rates, **settings}
     if name == DAGGER:
         expert = asdict(config.dagger)
         updates = expert.pop("updates")
         return {
-            "policy": Role(DaggerPolicy, {**policy, **expert}, held["policy"]),
-            "trainer": Role(DaggerTrainer, {**made, "updates": updates}, held["trainer"]),
+            "policy": Role(DaggerPolicy, {**policy, **expert}, memory["policy"]),
+            "trainer": Role(DaggerTrainer, {**common, "updates": updates}, memory["trainer"]),
         }
     return {
-        "policy": Role(PolicyActor, {**policy, "keep_following": True}, held["policy"]),
-        "trainer": Role(SacTrainer, {**made, "algorithm": name}, held["trainer"]),
+        "policy": Role(PolicyActor, {**policy, "keep_following": True}, memory["policy"]),
+        "trainer": Role(SacTrainer, {**common, "algorithm": name}, memory["trainer"]),
     }
 
 
-def _sized(config: EmbodiedConfig, made: Mapping[str, Any], ranks: int) -> tuple[int, dict[str, tuple[int, int]]]:
+def _sized(config: EmbodiedConfig, policy: Mapping[str, Any], ranks: int) -> tuple[int, dict[str, tuple[int, int]]]:
     """Actions of the policy's chunk, and the bytes that each role holds, active and parked. Blocking.
 
     Args:
         config: of the run.
-        made: the policy's configuration and path.
+        policy: the policy's configuration and path.
         ranks: of the trainer.
     """
-    path, given = made["path"], made["policy"]
+    path, options = policy["path"], policy["policy"]
     with torch.device("meta"):
-        model = build_policy_model(given if path is None else configured(given, Path(path).expanduser()))
+        model = build_policy_model(options if path is None else configured(options, Path(path).expanduser()))
     targets = config.algorithm.name in WITH_TARGETS
     footprints = control_footprints(model, Preparation(**preparation_of(config)), ranks=ranks, targets=targets)
-    held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
-    return model.config.chunk, held
+    memory = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
+    return model.config.chunk, memory
 
 
 def _check_limit(config: EmbodiedConfig, limit: int | None) -> None:
@@ -245,8 +245,8 @@ def _check_horizon(config: EmbodiedConfig, limit: int | None, chunk: int) -> Non
 def _cause(error: Exception) -> str:
     """The cause for which a simulator or a policy cannot be made: in a worker's last words, the error itself."""
     words = error.output if isinstance(error, ChildDied) else ()
-    told = [found[1] for line in words if (found := _ERROR.match(line.strip()))]
-    return told[-1] if told else str(error)
+    messages = [match[1] for line in words if (match := _ERROR.match(line.strip()))]
+    return messages[-1] if messages else str(error)
 
 
 def _simulation(config: EmbodiedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,16 +257,16 @@ def _simulation(config: EmbodiedConfig, options: Mapping[str, Any]) -> dict[str,
         options: of the simulator.
     """
     env = config.env
-    simulator, made = env.simulator, dict(options)
+    simulator, arguments = env.simulator, dict(options)
     if env.tasks:
-        made = {"simulator": simulator, "options": made, "tasks": env.tasks}
+        arguments = {"simulator": simulator, "options": arguments, "tasks": env.tasks}
         simulator = f"{Mixture.__module__}.{Mixture.__qualname__}"
     if env.reward is not None or env.success is not None or env.reward_scale != 1:
         functions = {"reward": env.reward, "success": env.success, "arguments": env.reward_args}
-        made = {"simulator": simulator, "options": made, **functions, "scale": env.reward_scale}
+        arguments = {"simulator": simulator, "options": arguments, **functions, "scale": env.reward_scale}
         simulator = f"{Scored.__module__}.{Scored.__qualname__}"
     names = ("max_steps", "ignore_terminations", "frame_stack", "step_timeout", "start_timeout")
-    return {"simulator": simulator, "options": made, **{name: getattr(env, name) for name in names}}
+    return {"simulator": simulator, "options": arguments, **{name: getattr(env, name) for name in names}}
 
 
 def _env(config: EmbodiedConfig) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def _env(config: EmbodiedConfig) -> dict[str, Any]:
 def _trials(config: EmbodiedConfig, name: str, suite: Suite, directory: Path | None) -> dict[str, Any]:
     workers = max(1, min(config.env.workers, suite.episodes))
     count = max(1, min(suite.episodes, config.env.num_envs) // workers) * workers
-    drawn = config.trials.videos and directory is not None
+    records = config.trials.videos and directory is not None
     seed = config.seed if config.trials.seed is None else config.trials.seed
     return {
         "max_steps": suite.max_steps,
@@ -287,7 +287,7 @@ def _trials(config: EmbodiedConfig, name: str, suite: Suite, directory: Path | N
         "auto_reset": False,
         "held_out": True,
         "seed": seed + (1 << 32),  # what policies draw differs from training, too
-        "recording": Recording(str(Path(directory, NEW, name)), envs=()) if drawn and directory else None,
+        "recording": Recording(str(Path(directory, NEW, name)), envs=()) if records and directory else None,
     }
 
 

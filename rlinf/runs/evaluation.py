@@ -105,11 +105,11 @@ def evaluation_of(saved: dict[str, Any] | None) -> Evaluation | None:
     for answer in saved["answers"]:
         prompt = Prompt(answer["id"], none, answer["prompt"], answer["answer"])
         its_group = groups.setdefault(prompt.id, [])
-        read = (none, nothing, none.astype(np.int32), answer["text"], answer["truncated"])
+        columns = (none, nothing, none.astype(np.int32), answer["text"], answer["truncated"])
         sample = Sample(
             prompt,
             len(its_group),
-            *read,
+            *columns,
             reward=answer["reward"],
             outcome=answer["outcome"],
             extracted=answer.get("extracted"),
@@ -120,7 +120,7 @@ def evaluation_of(saved: dict[str, Any] | None) -> Evaluation | None:
     return Evaluation(saved["metrics"]["accuracy"], judged, saved["metrics"], named)
 
 
-class KeptAnswers:
+class AnswerFile:
     """The answers to benchmarks of one model.
 
     Args:
@@ -163,17 +163,17 @@ class KeptAnswers:
             InputError: its answers here were made by another model, of other prompts, or with other settings.
         """
         self._name, self._mark = name, self._mark_of(benchmark, prompts)
-        by_id, found = {prompt.id: prompt for prompt in prompts}, defaultdict[int, dict[int, Sample]](dict)
+        by_id, samples_of = {prompt.id: prompt for prompt in prompts}, defaultdict[int, dict[int, Sample]](dict)
         for row in self._rows[name]:
             if row["mark"] != self._mark:
                 raise InputError(
                     f"{self._path}: its answers to {name} are of another model, other problems or other settings; "
                     "name another file, or remove this one"
                 )
-            found[row["id"]][row["index"]] = _sample(by_id[row["id"]], row)  # what a cut left over comes again
+            samples_of[row["id"]][row["index"]] = _sample(by_id[row["id"]], row)  # what a cut left over comes again
         return {
             key: Group(by_id[key], tuple(samples[index] for index in range(benchmark.samples)))
-            for key, samples in found.items()
+            for key, samples in samples_of.items()
             if len(samples) == benchmark.samples
         }
 
@@ -229,7 +229,7 @@ PASS = "pass@1"
 
 
 async def evaluate_named(
-    data: Data, roles: Roles, config: RunConfig, model_config: Any, kept: KeptAnswers | None = None
+    data: Data, roles: Roles, config: RunConfig, model_config: Any, answers: AnswerFile | None = None
 ) -> dict[str, Evaluation]:
     """Answer the problems of all benchmarks that a configuration names.
 
@@ -238,40 +238,40 @@ async def evaluate_named(
         roles: running.
         config: what.
         model_config: of the model, from transformers: answers end where it has no positions left.
-        kept: where answers are written as they come, and read if they are there already; None keeps none.
+        answers: where answers are written as they come, and read if they are there already; None keeps none.
 
     Raises:
         InputError: a problem leaves no room for an answer, or what is kept is of something else.
         NotScored: not one answer to a benchmark could be scored.
     """
-    found = {}
+    evaluations = {}
     for name, benchmark in benchmarks_of(config.evaluation.named).items():
         prompts = data.named[name]
-        done = {} if kept is None else kept.open(name, benchmark, prompts)
-        left = [prompt for prompt in prompts if prompt.id not in done]
+        done = {} if answers is None else answers.open(name, benchmark, prompts)
+        unanswered = [prompt for prompt in prompts if prompt.id not in done]
         groups = [*done.values()]
-        if left:
+        if unanswered:
             with work(f"evaluating {name}", len(prompts), "problems") as evaluating:
                 evaluating.at(len(done))
-                asked = await evaluate(
-                    Stream.of(left),
+                evaluation = await evaluate(
+                    Stream.of(unanswered),
                     roles["rollout"],
                     roles["judge"],
                     n=benchmark.samples,
                     temperature=benchmark.temperature,
                     top_p=benchmark.top_p,
                     max_new_tokens=longest_answer(name, benchmark, prompts, model_config),
-                    heard=partial(_heard, kept, evaluating),
+                    heard=partial(_heard, answers, evaluating),
                 )
-            groups += asked.groups
-        found[name] = measured(groups, benchmark)
-    return found
+            groups += evaluation.groups
+        evaluations[name] = measured(groups, benchmark)
+    return evaluations
 
 
-async def _heard(kept: KeptAnswers | None, evaluating: Work, group: Group) -> None:
+async def _heard(answers: AnswerFile | None, evaluating: Work, group: Group) -> None:
     """One more problem is answered."""
-    if kept is not None:
-        await asyncio.to_thread(kept.heard, group)
+    if answers is not None:
+        await asyncio.to_thread(answers.heard, group)
     evaluating.advance()
 
 
@@ -311,15 +311,15 @@ def measured(groups: Sequence[Group], benchmark: Benchmark) -> Evaluation:
     return Evaluation(metrics["accuracy"], tuple(groups), metrics)
 
 
-def beside(found: Evaluation | None, named: Mapping[str, Evaluation]) -> Evaluation:
+def with_benchmarks(evaluation: Evaluation | None, named: Mapping[str, Evaluation]) -> Evaluation:
     """An evaluation with those of benchmarks.
 
     Args:
-        found: on held-out problems; None: there are none, and its accuracy is the mean of the benchmarks' pass@1.
+        evaluation: on held-out problems; None: there are none, and its accuracy is the mean of the benchmarks' pass@1.
         named: by name, at least one.
     """
-    if found is not None:
-        return Evaluation(found.accuracy, found.groups, found.metrics, named)
+    if evaluation is not None:
+        return Evaluation(evaluation.accuracy, evaluation.groups, evaluation.metrics, named)
     mean = sum(each.metrics[PASS] for each in named.values()) / len(named)
     return Evaluation(mean, (), {"accuracy": mean}, named)
 
@@ -372,13 +372,13 @@ def new_evaluation(model: Path, outputs: Path) -> Iterator[Path]:
     Raises:
         InputError: it cannot be made.
     """
-    made = _made(model, outputs)
+    directory = _made(model, outputs)
     try:
-        yield made
+        yield directory
     finally:
         with contextlib.suppress(OSError):  # it is not empty
-            made.rmdir()
-            made.parent.rmdir()
+            directory.rmdir()
+            directory.parent.rmdir()
 
 
 def _made(model: Path, outputs: Path) -> Path:
@@ -388,16 +388,16 @@ def _made(model: Path, outputs: Path) -> Path:
     # relative where it can be: that is how runs are named, and lines of a terminal are short
     root = (outputs if run is None else _from_here(run)) / "evaluations"
     for number in itertools.count(1):
-        made = root / ((step or path.name) + (f"-{number}" if number > 1 else ""))
+        directory = root / ((step or path.name) + (f"-{number}" if number > 1 else ""))
         try:
-            made.mkdir(parents=True)  # fails where it is there: two evaluations at once have one each
+            directory.mkdir(parents=True)  # fails where it is there: two evaluations at once have one each
         except FileExistsError:
             continue
         except OSError as error:
             raise InputError(
-                f"{made} cannot be made: {error.strerror or error}; --output FILE writes elsewhere"
+                f"{directory} cannot be made: {error.strerror or error}; --output FILE writes elsewhere"
             ) from None
-        return made
+        return directory
     raise AssertionError
 
 

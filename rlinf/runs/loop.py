@@ -37,7 +37,7 @@ from rlinf.runs.callbacks import Observer, Records, RunUnderWay, UserCallbacks
 from rlinf.runs.live.status import Live
 from rlinf.runs.placement_manager import Changes, PlacementManager
 from rlinf.runs.prepare import RunPlan
-from rlinf.runs.resume import Leaving, going_on
+from rlinf.runs.resume import Leaving, resume_hint
 from rlinf.runs.roles import Roles, restore_roles, save_roles
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.progress import work
@@ -178,13 +178,13 @@ class Workload(ABC, Generic[E]):
         """The part of `state` that drawing moves on."""
         return {}
 
-    async def restore(self, begun: Checkpoint) -> None:
+    async def restore(self, checkpoint: Checkpoint) -> None:
         """Take over what a checkpoint has besides the roles' own state: `state`, and what `writer` added.
 
         Raises:
             ValueError, FileNotFoundError, DataError: it does not fit.
         """
-        queue: Any = begun.queue
+        queue: Any = checkpoint.queue
         self.run.before, self.run.after = queue["before"] or None, queue["after"] or None
 
     async def writer(self) -> Callable[[Path], Awaitable[Any]]:
@@ -302,11 +302,11 @@ class TrainingLoop:
 
     # The run -----------------------------------------------------------------------------------------------------
 
-    async def run(self, begun: Checkpoint | None = None) -> None:
+    async def run(self, checkpoint: Checkpoint | None = None) -> None:
         """Train from the first step to the last.
 
         Args:
-            begun: go on from here; None starts anew.
+            checkpoint: go on from here; None starts anew.
 
         Raises:
             InputError: something that the configuration names cannot be used, or the flow returned no metrics.
@@ -314,7 +314,7 @@ class TrainingLoop:
             Exception: whatever the flow or a role raised.
         """
         try:
-            async with self.started(begun), Leaving(self) as self.leaving:
+            async with self.started(checkpoint), Leaving(self) as self.leaving:
                 await self._take_steps()
         except self.workload.failures as error:
             raise RunFailure(f"step {self.done + 1}: {error}") from error
@@ -357,29 +357,29 @@ class TrainingLoop:
         return not (self.over or self.leaving.asked)
 
     @asynccontextmanager
-    async def started(self, begun: Checkpoint | None = None) -> AsyncIterator[None]:
+    async def started(self, checkpoint: Checkpoint | None = None) -> AsyncIterator[None]:
         """The roles are up, and what comes before the first step is done; the run's files are complete afterwards.
 
         Between, whoever drives the run calls `step_begins` and `step_ended` for each step.
 
         Args:
-            begun: go on from here; None starts anew.
+            checkpoint: go on from here; None starts anew.
         """
         watch = await Watch.start(self.system)
         announced = (self.workload.headline,) if self.workload.evaluates_every else ()
         self.report = report_of(self.config, self.directory, self.system.hosts, self.steps, announced, watch)
-        async with self.workload.opened(), self.live.opened(watch, self.report), self._roles_up(begun, watch):
+        async with self.workload.opened(), self.live.opened(watch, self.report), self._roles_up(checkpoint, watch):
             yield
         await self._conclude()
 
     @asynccontextmanager
-    async def _roles_up(self, begun: Checkpoint | None, watch: Watch) -> AsyncIterator[None]:
+    async def _roles_up(self, checkpoint: Checkpoint | None, watch: Watch) -> AsyncIterator[None]:
         config, directory = self.config, self.directory
         notes = self.workload.notes
         self.roles = await self.workload.spawn(self.plan.placed)
         self._show_roles()
         self.report.begins({role: group.hosts for role, group in self.roles.items()}, notes)
-        tracking = tracking_of(config, directory, begun, self.report)
+        tracking = tracking_of(config, directory, checkpoint, self.report)
         recorder = Recorder(
             directory.path,
             watch,
@@ -391,7 +391,7 @@ class TrainingLoop:
         )
         async with self.report, recorder as self.recorder:
             try:
-                await (self._begin() if begun is None else self._resume(begun))
+                await (self._begin() if checkpoint is None else self._resume(checkpoint))
                 yield
                 self.live.status("saving")
                 await self.checkpoints.finish()
@@ -482,7 +482,7 @@ class TrainingLoop:
         self.directory.checkpoints.mkdir(exist_ok=True)
         await self.save()
         await self.checkpoints.finish()
-        how = going_on(self.directory, self.config.checkpoint)
+        how = resume_hint(self.directory, self.config.checkpoint)
         raise RunFailure(f"after step {self.done}: {damage}; the run ends, and its state is saved: {how}")
 
     def _long_unsaved(self) -> bool:
@@ -511,9 +511,9 @@ class TrainingLoop:
             position: in the data, where that is to be another than now.
         """
         self.saved_at, self._saved_when = self.done, asyncio.get_running_loop().time()
-        best, kept = (None, None) if self.best is None else (self.best.state_dict(), self.best.kept)
+        best, best_step = (None, None) if self.best is None else (self.best.state_dict(), self.best.kept)
         save = await self.workload.writer()
-        begun = await self.in_flight.state()
+        unfinished = await self.in_flight.state()
         queue = {**self.workload.state(), **(position or {}), "best": best}  # of the same moment as what is in flight
 
         kinds = self.workload.kinds
@@ -523,12 +523,12 @@ class TrainingLoop:
 
             async def written() -> None:
                 await saved
-                if begun.entries and kinds:  # otherwise it is begun anew
-                    await asyncio.to_thread(write_kept, directory, begun, kinds)
+                if unfinished.entries and kinds:  # otherwise it is begun anew
+                    await asyncio.to_thread(write_kept, directory, unfinished, kinds)
 
             return written()
 
-        await self.checkpoints.begin(self.done, fill, queue, kept)
+        await self.checkpoints.begin(self.done, fill, queue, best_step)
 
     def stop(self, why: str) -> None:
         """Let the step under way be the last one: it is evaluated and saved like the last step of a run.
@@ -559,28 +559,30 @@ class TrainingLoop:
         if learned and self.steps == 0:  # the warm-up was all, and what came of it is saved as after a last step
             await self.save()
 
-    async def _resume(self, begun: Checkpoint) -> None:
+    async def _resume(self, checkpoint: Checkpoint) -> None:
         """Go on where a checkpoint was written."""
         try:
             own_roles, kinds = self.workload.own_roles, self.workload.kinds
-            await restore_roles(self.roles, begun.path, begun.run, self.directory.path, own_roles)
-            await self.workload.restore(begun)
-            if (kept := await asyncio.to_thread(read_kept, begun.path, kinds)) is not None:
-                self.in_flight.resume(kept)
+            await restore_roles(self.roles, checkpoint.path, checkpoint.run, self.directory.path, own_roles)
+            await self.workload.restore(checkpoint)
+            if (unfinished := await asyncio.to_thread(read_kept, checkpoint.path, kinds)) is not None:
+                self.in_flight.resume(unfinished)
         except (ValueError, LookupError, FileNotFoundError, DataError) as error:
-            raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
+            raise InputError(f"{checkpoint.path} cannot be gone on from: {error}") from error
         await self.workload.publish(self.roles)
-        self.done = self.saved_at = begun.step
+        self.done = self.saved_at = checkpoint.step
         if self.best is not None:
-            self.best.resume(begun.queue.get("best"), self.directory)
+            self.best.resume(checkpoint.queue.get("best"), self.directory)
             if (why := self.best.exhausted) is not None:
                 self._over = True
                 self.report.line(f"nothing is left to do: {why}")
-        for each in begun.passed_over:
+        for each in checkpoint.passed_over:
             self.report.line(f"passed over, as it is damaged: {each}")
-        known = self.before if self.after is None else self.after
-        numbers = {} if known is None else self.workload.describe(known).metrics
-        self.report.resumed(self.done, begun.path, {f"evaluation/{name}": value for name, value in numbers.items()})
+        newest = self.before if self.after is None else self.after
+        numbers = {} if newest is None else self.workload.describe(newest).metrics
+        self.report.resumed(
+            self.done, checkpoint.path, {f"evaluation/{name}": value for name, value in numbers.items()}
+        )
         for change in self.directory.changed:
             self.report.line(f"changed since then: {change}")
 
@@ -691,5 +693,5 @@ def out_of_memory(error: BaseException) -> str | None:
     role = where.removeprefix("in ").partition("[")[0].partition(".")[0]
     first = text.strip().partition("\n")[0]
     smaller = _SMALLER.get(role, "; ".join(_SMALLER.values()))
-    said = f"out of memory{f' {where}' if where else ''}{f': {first}' if first else ''}"
-    return f"{said}. What helps: {smaller}; `--dry-run` adds up what each role holds"
+    sentence = f"out of memory{f' {where}' if where else ''}{f': {first}' if first else ''}"
+    return f"{sentence}. What helps: {smaller}; `--dry-run` adds up what each role holds"

@@ -114,8 +114,8 @@ class Changes:
             began = time.perf_counter()
             self._plans = self._searched(step)
             self._planned += time.perf_counter() - began
-        known = [change for change in self._plans if change is not None and change.seconds > 0]
-        return max(known, key=lambda change: change.seconds, default=None)
+        helpful = [change for change in self._plans if change is not None and change.seconds > 0]
+        return max(helpful, key=lambda change: change.seconds, default=None)
 
     def _searched(self, step: float) -> tuple[Change | None, Change | None]:
         profile, placed = self._profile(), self._placed()
@@ -125,15 +125,15 @@ class Changes:
             return None, None
         fleet = placed.fleet
         try:  # as `auto` does, but for rehearsals of the flow
-            chosen = choose(
+            choice = choose(
                 profile, fleet.counts, placed.memory_by_kind, extrapolate=True, per_mode=1, hardware=fleet.hardware,
             )  # fmt: skip
         except PlacementError:  # a stage that was measured on too little
             return None, None
-        moved, later, first = None, None, chosen.rows[0]
+        moved, later, first = None, None, choice.rows[0]
         if self._config.placement.mode != "auto" and first.expected <= (1 - WORTH) * step:
             moved = Change(f"set `placement.mode=auto` (planned: {first.mode})", step - first.expected)
-        if self._ahead is not None and (best := chosen.recommended) is not None and best.staleness:
+        if self._ahead is not None and (best := choice.recommended) is not None and best.staleness:
             now, then = best.rows[0], next(row for row in best.rows if row.staleness == best.staleness)
             share = 1 - then.found.seconds / now.found.seconds
             later = Change(f"set `staleness.max={best.staleness}` with `flow={self._ahead}`", share * step)

@@ -48,7 +48,7 @@ def command(resolved: Path) -> str:
     return f"{start} --config {shlex.quote(from_here(resolved))} --resume auto"
 
 
-def going_on(directory: RunDirectory, checkpoint: CheckpointConfig) -> str:
+def resume_hint(directory: RunDirectory, checkpoint: CheckpointConfig) -> str:
     """The newest checkpoint and what goes on from it; where there is none, what would have written one.
 
     Args:
@@ -72,11 +72,11 @@ def beginning_anew(path: Path) -> str:
     Args:
         path: of the run directory.
     """
-    told = f"--resume auto: no checkpoint in {from_here(path)}; beginning anew"
+    line = f"--resume auto: no checkpoint in {from_here(path)}; beginning anew"
     if (previous := previous_with_checkpoints(path)) is None:
-        return told
+        return line
     where = from_here(previous)
-    return f"{told}. A run with checkpoints is in {where}: --resume {shlex.quote(where)} goes on from it"
+    return f"{line}. A run with checkpoints is in {where}: --resume {shlex.quote(where)} goes on from it"
 
 
 def from_here(path: Path) -> str:
@@ -86,7 +86,7 @@ def from_here(path: Path) -> str:
 
 
 @contextmanager
-def saying_how_to_go_on(directory: RunDirectory, checkpoint: CheckpointConfig) -> Iterator[None]:
+def with_resume_hint(directory: RunDirectory, checkpoint: CheckpointConfig) -> Iterator[None]:
     """A run that ends before it could speak for itself: its report is written; and if a signal ended it at once, stderr
     says how it is gone on with.
 
@@ -104,9 +104,9 @@ def saying_how_to_go_on(directory: RunDirectory, checkpoint: CheckpointConfig) -
         if isinstance(error, Stopped):
             at_once = error.number in AT_ONCE and checkpoint.grace > 0 and not directory.latest.exists()
             hint = f". {error.name} saves nothing; SIGTERM (`kill`) writes a checkpoint first" if at_once else ""
-            sys.stderr.write(f"rlinf: {going_on(directory, checkpoint)}{hint}\n")
+            sys.stderr.write(f"rlinf: {resume_hint(directory, checkpoint)}{hint}\n")
         elif isinstance(error, SystemExit) and error.code != os.EX_TEMPFAIL:  # with that the run has spoken for itself
-            how = going_on(directory, checkpoint)
+            how = resume_hint(directory, checkpoint)
             sys.stderr.write(f"rlinf: ended by sys.exit({error.code!r}) in code of the run; {how}\n")
         _report_what_is_there(directory)
         raise
@@ -135,8 +135,8 @@ def keeping_earlier_run(directory: RunDirectory) -> Iterator[None]:
 
 def _is_restarted() -> bool:
     """True if torchrun starts the job once more when it fails."""
-    allowed, taken = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
-    return taken < allowed
+    allowed, restarts = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return restarts < allowed
 
 
 def _report_what_is_there(directory: RunDirectory) -> None:
@@ -175,7 +175,7 @@ class Leaving:
         self._began = self._lasted = 0.0
         self._position: Mapping[str, Any] = {}
         self._steps: list[int] = []
-        self.told_to_end = asyncio.Event()
+        self.end_signal = asyncio.Event()
         """A signal has come."""
         self.left_out: str | None = None
         """A few words on what was given up."""
@@ -196,7 +196,7 @@ class Leaving:
     @property
     def asked(self) -> bool:
         """A signal has come: the run ends as soon as it can."""
-        return self.told_to_end.is_set()
+        return self.end_signal.is_set()
 
     def rested(self, seconds: float) -> None:
         """So long the run stood still between two steps because somebody wanted it to."""
@@ -248,9 +248,9 @@ class Leaving:
         assert self._run is not None
         assert self._preemption is not None
         run, what = self._run, f"; {self.left_out}" if self.left_out else ""
-        told = f"told to end by {self._preemption.signal}: stopped after step {run.done}{what}"
+        line = f"told to end by {self._preemption.signal}: stopped after step {run.done}{what}"
         saved = "" if run.checkpoints.newest == run.done else "its state is not saved; "
-        return f"{told}; {saved}{going_on(run.directory, run.config.checkpoint)}"
+        return f"{line}; {saved}{resume_hint(run.directory, run.config.checkpoint)}"
 
     async def _end_soon(self) -> None:
         """Once a signal has come: let the step end if it will in time, else give it up."""
@@ -258,11 +258,11 @@ class Leaving:
         assert preemption is not None
         assert run is not None
         await preemption.asked.wait()
-        self.told_to_end.set()
+        self.end_signal.set()
         now = asyncio.get_running_loop().time
-        left = preemption.deadline - now()
-        taken = run.checkpoints.seconds
-        last = preemption.deadline - (left * UNKNOWN if taken is None else min(taken * SAVING, left))
+        remaining = preemption.deadline - now()
+        duration = run.checkpoints.seconds
+        last = preemption.deadline - (remaining * UNKNOWN if duration is None else min(duration * SAVING, remaining))
         in_time = self._began + self._lasted * LIKE_THE_LAST <= last
         if in_time or not run.workload.restartable or await self._optimizer_steps() != self._steps:
             await asyncio.sleep(max(0.0, last - now()))

@@ -111,10 +111,10 @@ def _is_format(path: str) -> bool:
     if mistake_in(path):
         return False
     try:
-        found = resolve(path)
+        named = resolve(path)
     except RAISED:
         return False
-    return isinstance(found, CallFormat) or (isinstance(found, type) and issubclass(found, CallFormat))
+    return isinstance(named, CallFormat) or (isinstance(named, type) and issubclass(named, CallFormat))
 
 
 def configured_agent(config: RunConfig, flow: Any, passed: Agent | None = None) -> tuple[Agent | None, list[Mistake]]:
@@ -129,33 +129,33 @@ def configured_agent(config: RunConfig, flow: Any, passed: Agent | None = None) 
         The agent with its arguments, None where there is none; and what is wrong.
     """
     wanted = config.agent
-    key, shown = ("agent", passed) if passed is not None else ("agent.function", wanted.function)
+    key, agent_or_name = ("agent", passed) if passed is not None else ("agent.function", wanted.function)
     mistakes: list[Mistake] = []
     if wanted.call_format is not None and wanted.call_format not in FORMATS and not _is_format(wanted.call_format):
         advice = f"take one of {', '.join(sorted(FORMATS))}, the dotted path of a CallFormat, or null"
         mistakes.append(("agent.call_format", wanted.call_format, advice))
-    if shown is None:
+    if agent_or_name is None:
         if wanted.args:
             mistakes.append(("agent.args", dict(wanted.args), "there is no agent.function to give them to"))
         return None, mistakes
     if "session" not in inspect.signature(flow).parameters:
         advice = f"the flow {config.flow} takes no session, so no agent works in it: leave `flow` out"
-        mistakes.append((key, shown, advice))
+        mistakes.append((key, agent_or_name, advice))
     function: Any = passed
     if passed is None:
         try:
             function = resolve(str(wanted.function))
         except RAISED as error:
             advice = f"importing it failed: {type(error).__name__}: {error}"
-            return None, [*mistakes, (key, shown, advice)]
+            return None, [*mistakes, (key, agent_or_name, advice)]
     if not callable(function) and not lasts(function):
         return None, [
             *mistakes,
-            (key, shown, "this is no `async def agent(task, llm)`, and no plain function of these"),
+            (key, agent_or_name, "this is no `async def agent(task, llm)`, and no plain function of these"),
         ]
     agent, wrong = _bound(function, wanted.args)
     if wrong:
-        at, value = ("agent.args", dict(wanted.args)) if wanted.args else (key, shown)
+        at, value = ("agent.args", dict(wanted.args)) if wanted.args else (key, agent_or_name)
         mistakes.append((at, value, wrong))
     return agent, mistakes
 
@@ -166,20 +166,20 @@ _OPENED_BY = (
 )
 
 
-def _bound(function: Any, given: Mapping[str, Any]) -> tuple[Agent, str]:
+def _bound(function: Any, arguments: Mapping[str, Any]) -> tuple[Agent, str]:
     """An agent with its arguments, and what is wrong with them; "" where nothing is."""
     if not lasts(function) or _opens_otherwise(function):
-        wrong = _unfit(function, (None, None), given, "agent(task, llm, **agent.args)")
-        made = functools.partial(function, **given) if given else function
-        return made, _OPENED_BY if _opens_otherwise(function) else wrong
+        wrong = _unfit(function, (None, None), arguments, "agent(task, llm, **agent.args)")
+        agent = functools.partial(function, **arguments) if arguments else function
+        return agent, _OPENED_BY if _opens_otherwise(function) else wrong
     if not inspect.isroutine(function) and not inspect.isclass(function):
-        wrong = "the agent is made already: give these to it where it is made" if given else ""
+        wrong = "the agent is made already: give these to it where it is made" if arguments else ""
         return LastingAgent(function), wrong
-    wrong = _unfit(function, (), given, f"{function.__name__}(**agent.args)")
+    wrong = _unfit(function, (), arguments, f"{function.__name__}(**agent.args)")
     if inspect.isclass(function) and not hasattr(function, "__aenter__"):
         called = next((vars(each)["__call__"] for each in function.__mro__ if "__call__" in vars(each)), None)
         wrong = wrong or _unfit(called, (None, None, None), {}, f"{function.__name__}(…)(task, llm)")
-    return LastingAgent(function, given), wrong
+    return LastingAgent(function, arguments), wrong
 
 
 def _opens_otherwise(function: Any) -> bool:
@@ -189,10 +189,10 @@ def _opens_otherwise(function: Any) -> bool:
     return blocks or inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(inspect.unwrap(function))
 
 
-def _unfit(function: Any, positional: tuple[Any, ...], given: Mapping[str, Any], call: str) -> str:
+def _unfit(function: Any, positional: tuple[Any, ...], arguments: Mapping[str, Any], call: str) -> str:
     """Why a function cannot be called with these arguments; "" where it can."""
     try:
-        inspect.signature(function).bind(*positional, **given)
+        inspect.signature(function).bind(*positional, **arguments)
     except TypeError as error:
         return f"it is called as {call}: {error}"
     except ValueError:
@@ -224,14 +224,14 @@ def check_tools_shown(config: RunConfig, tokenizer: PreTrainedTokenizerBase, age
     """
     if agent is None or not _offers_tools(agent):
         return
-    asked = [{"role": "user", "content": "a"}]
+    messages = [{"role": "user", "content": "a"}]
     chat = ChatFormat(tokenizer, config.data.chat_args)
     try:
-        chat.opening(asked)
+        chat.opening(messages)
     except UserError:
         return  # it wants other messages than these, and whoever sends some hears of it
     try:
-        chat.with_arguments(tools=[_PROBE_TOOL]).opening(asked)
+        chat.with_arguments(tools=[_PROBE_TOOL]).opening(messages)
     except UserError as error:
         advice = f"the agent offers the model tools (tools=…), and {error}"
         raise ConfigError([Problem("configuration", "data.chat_template", MISSING, advice)]) from None
@@ -320,7 +320,7 @@ class Role:
     """Its class."""
     settings: Mapping[str, Any]
     """Arguments of its `setup`."""
-    held: tuple[int, int] = (0, 0)
+    memory: tuple[int, int] = (0, 0)
     """Bytes on each of its devices while it is loaded, and while it is parked."""
     hosts: tuple[int, ...] | None = None
     """Where it runs if the placement does not know it."""
@@ -342,17 +342,17 @@ async def spawn_roles(
     Returns:
         Their handles, in the same order.
     """
-    found: Roles = {}
+    groups: Roles = {}
 
     async def spawn(names: Iterable[str]) -> None:
         for name in names:
             role = roles[name]
             where: dict[str, Any] = {"hosts": role.hosts}
             if role.hosts is None:
-                where = placed.spawning(name, *role.held)
+                where = placed.spawning(name, *role.memory)
             if role.lease_items is not None and "devices" in where:
                 where.setdefault("lease_items", role.lease_items)
-            group = found[name] = await system.spawn(role.actor, name=name, **where, **role.settings)
+            group = groups[name] = await system.spawn(role.actor, name=name, **where, **role.settings)
             if say is not None and "computes" in group.endpoints and (words := await group[0].computes()):
                 say(f"{name}: {words}")
             starting.advance()
@@ -362,7 +362,7 @@ async def spawn_roles(
     joint = [name for name, role in roles.items() if issubclass(role.actor, SpmdActor)]
     with work("starting", len(roles), "roles") as starting:
         await all_or_none([spawn(joint), *(spawn([name]) for name in roles if name not in joint)])
-    return {name: found[name] for name in roles}
+    return {name: groups[name] for name in roles}
 
 
 def save_roles(
@@ -422,9 +422,9 @@ async def restore_roles(
     if CRITIC in roles:
         await roles[CRITIC].restore(str(checkpoint / CRITIC))
     if REFERENCE in roles:
-        kept = [place / REFERENCE for place in (checkpoint, run) if (place / REFERENCE).exists()]
-        if kept:
-            await roles[REFERENCE].restore(str(kept[0]))
+        places = [place / REFERENCE for place in (checkpoint, run) if (place / REFERENCE).exists()]
+        if places:
+            await roles[REFERENCE].restore(str(places[0]))
             if into is not None and not await asyncio.to_thread((into / REFERENCE).exists):
                 await roles[REFERENCE][0].save(str(into / REFERENCE))
     await restore_own(roles, checkpoint, own)
@@ -510,19 +510,19 @@ def mistakes_in_own(config: RunConfig, flow: Any) -> Iterator[tuple[str, Any, st
             advice = f"the flow {flow.__qualname__} does not take it: add `{name}` to its parameters"
             yield f"roles.{name}", config.roles[name]["class"], advice
     for name, entry in config.roles.items():
-        path, given = entry["class"], entry.get("settings") or {}
+        path, settings = entry["class"], entry.get("settings") or {}
         try:
-            found = resolve(path)
+            actor = resolve(path)
         except RAISED as error:
             yield f"roles.{name}.class", path, f"importing it failed: {type(error).__name__}: {error}"
             continue
-        if not (inspect.isclass(found) and issubclass(found, Actor)):
+        if not (inspect.isclass(actor) and issubclass(actor, Actor)):
             yield f"roles.{name}.class", path, "this is no actor: derive the class from rlinf.Actor"
             continue
         try:
-            inspect.signature(found.setup).bind(None, **given)
+            inspect.signature(actor.setup).bind(None, **settings)
         except TypeError as error:
-            yield f"roles.{name}.settings", dict(given), f"setup of {found.__name__} does not take them: {error}"
+            yield f"roles.{name}.settings", dict(settings), f"setup of {actor.__name__} does not take them: {error}"
 
 
 def mistakes_in_models(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
@@ -549,9 +549,9 @@ def with_teachers(flow: Callable[..., Any], names: Collection[str]) -> Callable[
         return flow
 
     @functools.wraps(flow)
-    async def taught(*args: Any, **given: Any) -> Any:
-        teachers = [given.pop(name) for name in names]
-        return await flow(*args, **given, teacher=Teachers(teachers))
+    async def taught(*args: Any, **roles: Any) -> Any:
+        teachers = [roles.pop(name) for name in names]
+        return await flow(*args, **roles, teacher=Teachers(teachers))
 
     signature = inspect.signature(flow)
     others = [each for each in signature.parameters.values() if each.name != "teacher"]
@@ -592,11 +592,11 @@ class RolloutKeeper:
         was said in their episodes."""
         session = self._session()
         tasks = [] if session is None else await session.in_flight()
-        found: dict[int, Any] = {task.prompt.id: (task,) for task in tasks}
+        by_prompt: dict[int, Any] = {task.prompt.id: (task,) for task in tasks}
         for groups in await self._rollout().in_flight():
             for group in groups:
-                found[group.prompt.id] = (*found.get(group.prompt.id, ()), group)
-        return found
+                by_prompt[group.prompt.id] = (*by_prompt.get(group.prompt.id, ()), group)
+        return by_prompt
 
     async def settled(self, ids: Sequence[int]) -> None:
         """These groups have been received."""
@@ -606,8 +606,8 @@ class RolloutKeeper:
 
     async def drop(self, ids: Sequence[int]) -> int:
         """End the answers to these prompts; how many tokens there were."""
-        told = await self._rollout().drop(list(ids))
-        tokens = sum(count for of_rank in told for count in of_rank.values())
+        counts = await self._rollout().drop(list(ids))
+        tokens = sum(count for of_rank in counts for count in of_rank.values())
         return tokens if (session := self._session()) is None else tokens + await session.drop(ids)
 
     async def split(self) -> None:

@@ -21,7 +21,7 @@ from rlinf.config.embodied import IMITATION, EmbodiedConfig
 from rlinf.config.learning import SUPERVISED
 from rlinf.config.load import ConfigError, InputError, Problem, RunFailure, dump
 from rlinf.config.text import RunConfig
-from rlinf.runs.resume import beginning_anew, command, entry_of, keeping_earlier_run, on_resume, saying_how_to_go_on
+from rlinf.runs.resume import beginning_anew, command, entry_of, keeping_earlier_run, on_resume, with_resume_hint
 from rlinf.runs.starting import Starting
 from rlinf.runtime.base.errors import StallError, TraceError, UserError
 from rlinf.storage.directory import MISSING, Checkpoint, Held, Lock, RunDirectory, changes, find_checkpoint, held
@@ -98,18 +98,18 @@ def _train(config: RunConfig | EmbodiedConfig, rank: int, resume: str, starting:
     elif (missing := without_path(config)) is not None:
         raise ConfigError([missing])
     with locked(path.absolute()) as lock:
-        begun = checkpoint_to_resume(resume, path.absolute())
-        if begun is None and resume == "auto":
+        checkpoint = checkpoint_to_resume(resume, path.absolute())
+        if checkpoint is None and resume == "auto":
             sys.stdout.write(f"{beginning_anew(path.absolute())}\n")
-        directory = open_run_directory(path.absolute(), config, begun, lock, plan.notes)
+        directory = open_run_directory(path.absolute(), config, checkpoint, lock, plan.notes)
         directory.resumed_by = command(directory.resolved)
 
         async def program(system: ActorSystem) -> None:
             if starting is not None:
                 starting.begins()
-            await loop_of(system, plan.config or config, plan, directory).run(begun)
+            await loop_of(system, plan.config or config, plan, directory).run(checkpoint)
 
-        with keeping_earlier_run(directory), saying_how_to_go_on(directory, config.checkpoint):
+        with keeping_earlier_run(directory), with_resume_hint(directory, config.checkpoint):
             run_to_end(
                 program,
                 config.system,
@@ -193,46 +193,46 @@ def checkpoint_to_resume(resume: str, path: Path) -> Checkpoint | None:
         return None
     wanted = path if resume == "auto" else Path(resume).expanduser().absolute()
     try:
-        found = find_checkpoint(wanted)
+        checkpoint = find_checkpoint(wanted)
     except ValueError as error:
         advice = "; --resume never starts anew, and keeps what is there" if resume == "auto" else ""
         raise InputError(f"--resume {resume}: {error}{advice}") from None
-    if found is None and resume != "auto":
+    if checkpoint is None and resume != "auto":
         advice = "name a run's directory or one of its checkpoints" if wanted.exists() else "there is no such directory"
         raise InputError(f"--resume {resume}: no checkpoint there; {advice}")
-    return found
+    return checkpoint
 
 
 def open_run_directory(
     path: Path,
     config: RunConfig | EmbodiedConfig,
-    begun: Checkpoint | None,
+    checkpoint: Checkpoint | None,
     lock: Lock | None = None,
-    told: Sequence[str] = (),
+    comments: Sequence[str] = (),
 ) -> RunDirectory:
     """The run's directory: a new one, or that of the run that is gone on with.
 
     Args:
         path: of it, absolute.
         config: the run's.
-        begun: where to go on from.
+        checkpoint: where to go on from.
         lock: of the directory, which no checkpoint is written without; None where nobody else can come.
-        told: lines that stand as comments below the configuration there.
+        comments: lines that stand as comments below the configuration there.
 
     Raises:
         InputError: it cannot be made, or a key was changed since the checkpoint that cannot be; nothing was touched.
     """
     text = dump(config)
-    changed = [] if begun is None else _changed(config, begun, text)
+    changed = [] if checkpoint is None else _changed(config, checkpoint, text)
     try:
-        again = begun is not None and begun.run == path.resolve()
+        again = checkpoint is not None and checkpoint.run == path.resolve()
         directory = (
-            RunDirectory.reopen(path, begun.step)
-            if begun and again
+            RunDirectory.reopen(path, checkpoint.step)
+            if checkpoint and again
             else RunDirectory.create(path, config.keep_previous)
         )
         directory.changed, directory.lock = changed, lock
-        directory.write_text(directory.resolved, "\n".join([text, *(f"# {line}" for line in told)]))
+        directory.write_text(directory.resolved, "\n".join([text, *(f"# {line}" for line in comments)]))
     except OSError as error:
         which = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
         why = f"{error.strerror or error}{which}"
@@ -240,35 +240,38 @@ def open_run_directory(
     return directory
 
 
-def _changed(config: RunConfig | EmbodiedConfig, begun: Checkpoint, text: str) -> list[str]:
+def _changed(config: RunConfig | EmbodiedConfig, checkpoint: Checkpoint, text: str) -> list[str]:
     """List in lines the keys that were changed since a checkpoint, and whether each change is applied, ignored or
     refused.
 
     Raises:
         InputError: something that a checkpoint cannot be gone on from with.
     """
-    told, refused = [], []
-    kept = any((place / REFERENCE).exists() for place in (begun.path, begun.run))
+    lines, refused = [], []
+    has_reference = any((place / REFERENCE).exists() for place in (checkpoint.path, checkpoint.run))
     try:
-        found_changes = changes(begun.run / "resolved.yaml", text)
+        found_changes = changes(checkpoint.run / "resolved.yaml", text)
     except ValueError as error:
         raise InputError(str(error)) from None
     for change in found_changes:
-        found, entry = on_resume(type(config), change.key, kept_reference=kept), entry_of(type(config), change.key)
+        fate, entry = (
+            on_resume(type(config), change.key, kept_reference=has_reference),
+            entry_of(type(config), change.key),
+        )
         newly_known = change.was == MISSING and entry == change.key  # the checkpoint is of an earlier version of ours
-        if found.effect == "refused" and not newly_known:
-            refused.append(f"{change}: {found.why}")
-        elif found.effect == "applied" or newly_known:
-            told.append(f"{change} (applied from here on)")
+        if fate.effect == "refused" and not newly_known:
+            refused.append(f"{change}: {fate.why}")
+        elif fate.effect == "applied" or newly_known:
+            lines.append(f"{change} (applied from here on)")
         else:
-            told.append(f"{change} (ignored: {found.why})")
+            lines.append(f"{change} (ignored: {fate.why})")
     if refused:
         listed = "".join(f"\n  {each}" for each in refused)
         raise InputError(
-            f"{begun.path} cannot be gone on from with what was changed since then:{listed}\n"
+            f"{checkpoint.path} cannot be gone on from with what was changed since then:{listed}\n"
             "Set it back, or start a new run (--resume never), from the checkpoint's hf/ if you like (model.path)"
         )
-    return told
+    return lines
 
 
 def run_to_end(
@@ -293,7 +296,7 @@ def run_to_end(
     """
     from rlinf.runtime.system.torchrun import run  # torch comes with it, which takes seconds
 
-    with plainly_told():
+    with runtime_errors_explained():
         # Always traced: where a step's time went is told from it; the key `trace` only decides about the file.
         return run(
             main,
@@ -307,7 +310,7 @@ def run_to_end(
 
 
 @contextmanager
-def plainly_told() -> Iterator[None]:
+def runtime_errors_explained() -> Iterator[None]:
     """Errors of the runtime that are no bugs become those that are shown without a traceback.
 
     Raises:

@@ -92,8 +92,8 @@ class Starting:
                 signal.raise_signal(number)
             return
         if self._told is None and os.environ.get("RANK", "0") == "0":
-            told = "\ninterrupted" if number == signal.SIGINT else f"told to end by {signal.Signals(number).name}"
+            cause = "\ninterrupted" if number == signal.SIGINT else f"told to end by {signal.Signals(number).name}"
             again = "; start it again as before" if number in ASKING else ""
-            sys.stderr.write(f"{told} while starting: no step was begun{again}\n")
+            sys.stderr.write(f"{cause} while starting: no step was begun{again}\n")
         self._told = number
         raise ToldToEnd(number)

@@ -114,9 +114,9 @@ class SupervisedWorkload(Workload[Numbers]):
     def position(self) -> dict[str, Any]:
         return {"data": self.data.train.state_dict()}
 
-    async def restore(self, begun: Checkpoint) -> None:
-        await super().restore(begun)
-        queue: Any = begun.queue
+    async def restore(self, checkpoint: Checkpoint) -> None:
+        await super().restore(checkpoint)
+        queue: Any = checkpoint.queue
         self.data.train.load_state_dict(queue["data"])
 
     async def publish(self, roles: Mapping[str, ActorGroup]) -> None:
@@ -125,8 +125,8 @@ class SupervisedWorkload(Workload[Numbers]):
 
 def with_perplexity(metrics: Mapping[str, float], algorithm: str) -> dict[str, float]:
     """Metrics of a likelihood with exp(loss)."""
-    known = algorithm == SFT and "loss" in metrics
-    return {**metrics, "perplexity": math.exp(min(metrics["loss"], 700.0))} if known else dict(metrics)
+    has_loss = algorithm == SFT and "loss" in metrics
+    return {**metrics, "perplexity": math.exp(min(metrics["loss"], 700.0))} if has_loss else dict(metrics)
 
 
 def with_steps(config: RunConfig, rows: int | None) -> RunConfig:

@@ -62,13 +62,13 @@ from rlinf.runs.callbacks import AlarmRule, Observer, RunUnderWay
 from rlinf.runs.dry_run.footprint import spread_of
 from rlinf.runs.evaluation import (
     answers_of,
-    beside,
     compared_named,
     evaluate_named,
     evaluate_on,
     evaluation_of,
     named_in_words,
     numbers_of,
+    with_benchmarks,
 )
 from rlinf.runs.loop import Described, Workload
 from rlinf.runs.prepare import InMemory, default_correction, filled_in_limit
@@ -320,7 +320,7 @@ class TextWorkload(Workload[Evaluation]):
             evaluation = await evaluate_on(self.data, self.run.roles, self.config, self.plan.objects.reward)
         if self.data.named:
             named = await evaluate_named(self.data, self.run.roles, self.config, self.plan.model_config)
-            evaluation = beside(evaluation, named)
+            evaluation = with_benchmarks(evaluation, named)
         if evaluation is not None:
             await self._hear_judges("evaluation")
         return evaluation
@@ -343,21 +343,21 @@ class TextWorkload(Workload[Evaluation]):
         step = self.run.done + 1
         scored = await self._hear_judges(f"step {step}")
         failed = {"reward/failed": scored.failed} if scored.answers else {}
-        left = self.run.left_out(self.data.train)
+        row_counts = self.run.left_out(self.data.train)
         await self._account_for(step)
         self._alarms.judged = scored.answers
-        return {**returned, **failed, **left}
+        return {**returned, **failed, **row_counts}
 
     async def _account_for(self, step: int) -> None:
         """Write the step's line of the ledger."""
         learned = await self.run.roles["trainer"].learned()
         self.in_flight.learned()
-        ledger, held = self.ledger, held_of(self.in_flight.entries)
+        ledger, pending = self.ledger, held_of(self.in_flight.entries)
         ledger.learned(learned)
         if self._critic_only(step - 1):
-            for prompt_id in ledger.open.keys() - held.keys():
+            for prompt_id in ledger.open.keys() - pending.keys():
                 ledger.dropped(prompt_id, CRITIC_ONLY)
-        self._account.add([ledger.close(step, held)])
+        self._account.add([ledger.close(step, pending)])
 
     async def writer(self) -> Callable[[Path], Awaitable[Any]]:
         await asyncio.to_thread(self._account.sync)  # before the checkpoint that goes on from there
@@ -377,8 +377,8 @@ class TextWorkload(Workload[Evaluation]):
         learned: Sequence[Mapping[str, Any]] = await self.run.roles["trainer"].samples(
             wanted.samples, wanted.token_rows
         )
-        shown = {(row["prompt_id"], row["index"]) for row in learned}
-        return [*learned, *(row for row in self._unscored if (row["prompt_id"], row["index"]) not in shown)]
+        row_keys = {(row["prompt_id"], row["index"]) for row in learned}
+        return [*learned, *(row for row in self._unscored if (row["prompt_id"], row["index"]) not in row_keys)]
 
     async def failed(self) -> Sequence[Mapping[str, Any]]:
         return Scored.total(await self.run.roles["judge"].scored()).rows
@@ -403,8 +403,8 @@ class TextWorkload(Workload[Evaluation]):
     def restartable(self) -> bool:
         return not any("save" in self.run.roles[name].endpoints for name in self.own_roles)
 
-    async def restore(self, begun: Checkpoint) -> None:
-        queue: Any = begun.queue
+    async def restore(self, checkpoint: Checkpoint) -> None:
+        queue: Any = checkpoint.queue
         self.data.load_state_dict(queue["problems"])
         self.run.before, self.run.after = evaluation_of(queue["before"]), evaluation_of(queue["after"])
         self.counters |= queue.get("session", {})
@@ -418,15 +418,15 @@ class TextWorkload(Workload[Evaluation]):
 
 def reward_is_default(config: RunConfig, objects: InMemory) -> bool:
     """True for rows of the user's own that nobody chose a reward for; the generated problems are made for `exact`."""
-    chosen = objects.reward is not None or bool(config.reward.parts)
+    own_reward = objects.reward is not None or bool(config.reward.parts)
     own = objects.train is not None or config.data.train is not None
-    return own and not chosen and config.reward.function == RewardConfig().function
+    return own and not own_reward and config.reward.function == RewardConfig().function
 
 
 def beside_agent(config: RunConfig, objects: InMemory) -> str:
     """A line on who rewards what an agent did, where a reward function was chosen beside it; else ""."""
-    chosen = objects.reward is not None or config.reward.parts or config.reward.function != RewardConfig().function
-    if objects.agent is None or not chosen:
+    own_reward = objects.reward is not None or config.reward.parts or config.reward.function != RewardConfig().function
+    if objects.agent is None or not own_reward:
         return ""
     return (
         "The agent's return value is its reward; the reward function is asked only where it returns None and did not "

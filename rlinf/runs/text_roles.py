@@ -116,19 +116,19 @@ def check_reward(config: RunConfig, data: Data, passed: RewardSource | None) -> 
             Reward.of(passed or reward.source, reward.args, make=False).check({*OFFERED, "messages", *data.columns})
         except ValueError as error:
             raise InputError(f"reward: {error}") from error
-        known = {*OFFERED, "messages", *data.columns}
-        asked = source.fields(config.reward_model.template or "")
-        if missing := [name for name in asked if name not in known and name.partition(".")[0] not in known]:
-            raise InputError(f"reward_model.template: there is no column {missing[0]!r}; there are {sorted(known)}")
+        columns = {*OFFERED, "messages", *data.columns}
+        fields = source.fields(config.reward_model.template or "")
+        if missing := [name for name in fields if name not in columns and name.partition(".")[0] not in columns]:
+            raise InputError(f"reward_model.template: there is no column {missing[0]!r}; there are {sorted(columns)}")
 
 
 def _judge(config: RunConfig, data: Data, passed: RewardSource | None) -> Settings:
-    asked = benchmarks_of(config.evaluation.named)
+    benchmarks = benchmarks_of(config.evaluation.named)
     return {
         "settings": config.reward,
         "reward": passed,
         "columns": data.columns or None,
-        "named": {name: (each.reward, dict(each.args)) for name, each in asked.items()},
+        "named": {name: (each.reward, dict(each.args)) for name, each in benchmarks.items()},
     }
 
 

@@ -122,15 +122,15 @@ def key_of(name: str, recipe: Any = None, value: Any = None) -> str | None:
         value: of the setting: a text is no section, so `system="Be brief."` is `data.system`.
     """
     keys = {leaf.key for leaf in leaves(RunConfig)}
-    known = keys | dict(sections(RunConfig)).keys()
-    if isinstance(value, str) and name in known - keys:
+    names = keys | dict(sections(RunConfig)).keys()
+    if isinstance(value, str) and name in names - keys:
         return next((key for section in _SECTIONS if (key := f"{section}.{name}") in keys), name)
-    if name in known or ("." in name and name.partition(".")[0] in known):
+    if name in names or ("." in name and name.partition(".")[0] in names):
         return name
     if name in _SHORT:
         return _SHORT[name]
     first = ("supervised", f"supervised.{recipe}") if recipe in SUPERVISED else ()
-    return next((key for section in (*first, *_SECTIONS) if (key := f"{section}.{name}".lstrip(".")) in known), None)
+    return next((key for section in (*first, *_SECTIONS) if (key := f"{section}.{name}".lstrip(".")) in names), None)
 
 
 def _instead(name: str, recipe: Any) -> str:
@@ -218,7 +218,7 @@ class Objects:
             self.settings["evaluation.data"], held_out = held_out, None
         self.passed = replace(self.passed, train=train, evaluation=held_out)
 
-    def _section(self, section: str, given: Any, own: str) -> Any:
+    def _section(self, section: str, argument: Any, own: str) -> Any:
         """The value under the key `own` of a mapping of a section's keys, of which the others are settings; anything
         else as it is given."""
         keys = {
@@ -226,10 +226,10 @@ class Objects:
             for leaf in leaves(RunConfig)
             if leaf.key.startswith(f"{section}.")
         }
-        if not isinstance(given, Mapping) or not given or given.keys() - keys:
-            return given
-        self.settings |= {f"{section}.{key}": value for key, value in given.items() if key != own}
-        return given.get(own)
+        if not isinstance(argument, Mapping) or not argument or argument.keys() - keys:
+            return argument
+        self.settings |= {f"{section}.{key}": value for key, value in argument.items() if key != own}
+        return argument.get(own)
 
     def _rows(self, name: str, rows: Any) -> Any:
         if isinstance(rows, os.PathLike):
@@ -237,8 +237,8 @@ class Objects:
         if isinstance(rows, Mapping):  # such as a `datasets.DatasetDict`
             splits = ", ".join(map(str, rows))
             raise self._wrong(name, f"{{{splits}}}", f"these are several data sets; pass one of them, as {name}[…]")
-        known = rows is None or isinstance(rows, Iterable | AsyncIterable) or hasattr(rows, "__getitem__")
-        if not known and not callable(rows):
+        is_source = rows is None or isinstance(rows, Iterable | AsyncIterable) or hasattr(rows, "__getitem__")
+        if not is_source and not callable(rows):
             advice = f"a {type(rows).__name__} holds no rows; give a file, a list or an iterable of dicts"
             raise ConfigError([Problem(self.who, name, MISSING, advice)])
         return rows
@@ -279,12 +279,12 @@ class Objects:
             parts[name if name not in parts else f"{name}_{number}"] = self._part(each)
         return parts
 
-    def _part(self, given: Any) -> Any:
-        if _is_weighted(given):
-            return {"function": self._sendable(given[0]), "weight": given[1]}
-        if isinstance(given, Mapping) and "function" in given:
-            return {**given, "function": self._sendable(given["function"])}
-        return self._sendable(given)
+    def _part(self, reward: Any) -> Any:
+        if _is_weighted(reward):
+            return {"function": self._sendable(reward[0]), "weight": reward[1]}
+        if isinstance(reward, Mapping) and "function" in reward:
+            return {**reward, "function": self._sendable(reward["function"])}
+        return self._sendable(reward)
 
     def _sendable(self, function: Any) -> Any:
         """The function as it is, or as its code if other processes could not import it."""
@@ -347,16 +347,16 @@ class Objects:
             self.to_save[name].save_pretrained(aside / name)
 
     def _wrong(self, name: str, value: Any, advice: str) -> ConfigError:
-        shown = value if value is None or isinstance(value, str) else f"a {type(value).__name__}"
-        return ConfigError([Problem(self.who, name, shown, advice)])
+        text = value if value is None or isinstance(value, str) else f"a {type(value).__name__}"
+        return ConfigError([Problem(self.who, name, text, advice)])
 
 
-def _is_weighted(given: Any) -> bool:
+def _is_weighted(reward: Any) -> bool:
     return (
-        isinstance(given, tuple)
-        and len(given) == 2
-        and isinstance(given[1], int | float)
-        and not isinstance(given[1], bool)
+        isinstance(reward, tuple)
+        and len(reward) == 2
+        and isinstance(reward[1], int | float)
+        and not isinstance(reward[1], bool)
     )
 
 
@@ -370,7 +370,7 @@ def _name(function: Any, otherwise: str) -> str:
 def _functions_of(source: RewardSource) -> Sequence[Any]:
     if not isinstance(source, Mapping):
         return [source]
-    return [given["function"] if isinstance(given, Mapping) else given for given in source.values()]
+    return [part["function"] if isinstance(part, Mapping) else part for part in source.values()]
 
 
 def _stays_here(function: Any) -> str | None:

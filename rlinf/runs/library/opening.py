@@ -45,7 +45,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Arguments:
     """Arguments of a program, sorted."""
 
     objects: Objects
@@ -68,19 +68,19 @@ class Opened:
     """The code that it names, and where roles run."""
     directory: RunDirectory
     """The run's."""
-    begun: Checkpoint | None
+    checkpoint: Checkpoint | None
     """Where to go on from."""
     memory: dict[int, int] | None
     """Bytes per device, if they are limited."""
 
 
-def given(objects: Objects, settings: Mapping[str, Any], run_dir: Any, resume: Any) -> Given:
+def arguments_of(objects: Objects, settings: Mapping[str, Any], run_dir: Any, resume: Any) -> Arguments:
     """Take what a program passed, with its paths read.
 
     Args:
-        objects, settings: see `Given`.
+        objects, settings: see `Arguments`.
         run_dir: a path; None takes outputs/run.
-        resume: see `Given`.
+        resume: see `Arguments`.
 
     Raises:
         ConfigError: one of the latter is no path.
@@ -90,10 +90,10 @@ def given(objects: Objects, settings: Mapping[str, Any], run_dir: Any, resume: A
     wrong = {name: each for name, each in paths.items() if not isinstance(each[0], str | os.PathLike)}
     if wrong:
         raise ConfigError([Problem(objects.who, name, *each) for name, each in wrong.items()])
-    return Given(objects, settings, Path(run_dir).expanduser().absolute(), os.fspath(resume))
+    return Arguments(objects, settings, Path(run_dir).expanduser().absolute(), os.fspath(resume))
 
 
-def opened(what: Given, hosts: int, lock: Lock | None, during: ExitStack | AsyncExitStack) -> Opened:
+def opened(what: Arguments, hosts: int, lock: Lock | None, during: ExitStack | AsyncExitStack) -> Opened:
     """Check everything, then open the run's directory; blocking.
 
     Args:
@@ -108,12 +108,12 @@ def opened(what: Given, hosts: int, lock: Lock | None, during: ExitStack | Async
     """
     objects, path = what.objects, what.run_dir
     try:
-        begun = checkpoint_to_resume(what.resume, path)
+        checkpoint = checkpoint_to_resume(what.resume, path)
     except InputError as error:
         raise InputError(f"{objects.who}: {str(error).replace('--resume ', 'resume=')}") from None
-    again = begun is not None and begun.run == path.resolve()
+    again = checkpoint is not None and checkpoint.run == path.resolve()
     aside = path.with_name(f".{path.name}.objects")
-    kept = {name for name in objects.to_save if again and (path / name).is_dir()}
+    saved = {name for name in objects.to_save if again and (path / name).is_dir()}
     try:
         objects.sketch(aside)
         settings = {**objects.settings, **objects.models_in(aside), **what.settings}
@@ -125,17 +125,17 @@ def opened(what: Given, hosts: int, lock: Lock | None, during: ExitStack | Async
         for name in ("path", "tokenizer"):
             place = getattr(config.model, name)
             setattr(config.model, name, place and place.replace(str(aside), str(path)))
-        objects.save(aside, objects.to_save.keys() - kept)
-        if begun is None and what.resume == "auto":
+        objects.save(aside, objects.to_save.keys() - saved)
+        if checkpoint is None and what.resume == "auto":
             sys.stdout.write(f"{beginning_anew(path).replace('--resume ', 'resume=')}\n")
-        directory = open_run_directory(path, config, begun, lock, plan.notes)
+        directory = open_run_directory(path, config, checkpoint, lock, plan.notes)
         during.enter_context(keeping_earlier_run(directory))
-        for name in objects.to_save.keys() - kept:
+        for name in objects.to_save.keys() - saved:
             (aside / name).replace(path / name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     plan = replace(plan, model=plan.model.replace(str(aside), str(path)))
-    return Opened(plan.config, plan, directory, begun, plan.placed.memory_of(hosts))
+    return Opened(plan.config, plan, directory, checkpoint, plan.placed.memory_of(hosts))
 
 
 def _check(config: RunConfig, passed: InMemory, who: str) -> None:

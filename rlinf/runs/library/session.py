@@ -41,7 +41,7 @@ from rlinf.flows.session import Running, RunSession
 from rlinf.metrics.progress import shown
 from rlinf.metrics.report import in_words
 from rlinf.runs.library.objects import Objects, key_of, recipe_name
-from rlinf.runs.library.opening import Call, Given, given, opened
+from rlinf.runs.library.opening import Arguments, Call, arguments_of, opened
 from rlinf.runs.loop import TrainingLoop
 from rlinf.runs.start import locked
 from rlinf.runs.text import TextWorkload
@@ -51,7 +51,7 @@ from rlinf.runtime.system.system import ActorSystem
 from rlinf.runtime.system.torchrun import switching_often
 
 
-async def taken_by_the_program(step: Any, session: Any = None, **roles: Any) -> dict[str, float]:
+async def program_steps(step: Any, session: Any = None, **roles: Any) -> dict[str, float]:
     """Stands where a configured run has its flow."""
     raise UserError("session: its steps are taken by session.train, and by nobody else")
 
@@ -76,8 +76,8 @@ class SessionStopped(UserError):
 class Session(RunSession):
     """Conversations, episodes and training, with a run directory of their own; `Session.local(…)` makes one."""
 
-    def __init__(self, what: Given, system: ActorSystem | None, steps: int | None, *, judges: bool) -> None:
-        self._given, self._system, self._steps, self._judges = what, system, steps, judges
+    def __init__(self, what: Arguments, system: ActorSystem | None, steps: int | None, *, judges: bool) -> None:
+        self._arguments, self._system, self._steps, self._judges = what, system, steps, judges
         self._stack = AsyncExitStack()
         self._loop: TrainingLoop | None = None
         self._phase = "new"
@@ -216,7 +216,7 @@ class Session(RunSession):
         """Never comes to be called."""
 
     async def _start(self, stack: AsyncExitStack) -> None:
-        what = self._given
+        what = self._arguments
         stack.enter_context(shown())
         lock = stack.enter_context(locked(what.run_dir, what.objects.who))
         hosts = 1 if self._system is None else self._system.hosts
@@ -231,12 +231,12 @@ class Session(RunSession):
         assert isinstance(workload, TextWorkload)
         workload.notes = [each for each in workload.notes if not each.startswith(f"{no_problems.__name__}:")]
         try:
-            await stack.enter_async_context(loop.started(run.begun))
+            await stack.enter_async_context(loop.started(run.checkpoint))
         except DataError as error:
             raise InputError(str(error)) from error
         stack.push_async_exit(self._complete)
         self._loop, self._workload, self._entered = loop, workload, system
-        self._resumed_at = 0 if run.begun is None else run.begun.step
+        self._resumed_at = 0 if run.checkpoint is None else run.checkpoint.step
         self._attach(workload.running(judges=self._judges))
         loop.step_begins()
 
@@ -283,7 +283,7 @@ class Session(RunSession):
     @property
     def run_dir(self) -> Path:
         """Where results are."""
-        return self._given.run_dir
+        return self._arguments.run_dir
 
     @property
     def checkpointed(self) -> bool:
@@ -302,7 +302,7 @@ class Session(RunSession):
             UserError: the session has no data.
         """
         self._open("draw")
-        if self._given.objects.passed.train is no_problems:
+        if self._arguments.objects.passed.train is no_problems:
             raise UserError("session.draw: the session has no problems; give it data=…")
         return list(await self._workload.data.train.draw(count))
 
@@ -319,14 +319,14 @@ class Session(RunSession):
         """
         return Online(self, batch, max_age, keep)
 
-    async def _train(self, groups: Any, publish: bool, told: Mapping[str, float]) -> Mapping[str, float]:
+    async def _train(self, groups: Any, publish: bool, extra: Mapping[str, float]) -> Mapping[str, float]:
         loop = self._here("train")
         if self._learning:
             raise UserError("session.train: a step is under way; await it before the next one")
         self._learning = True
         try:
             learned = await self._learn(groups, publish)
-            metrics = await loop.step_ended({**learned, **told})
+            metrics = await loop.step_ended({**learned, **extra})
             await loop.live.controls.between_steps()
         except self._workload.failures as error:
             raise RunFailure(f"step {loop.done + 1}: {error}") from error
@@ -396,13 +396,13 @@ def _new_session(who: str, system: ActorSystem | None, call: Call) -> Session:
     objects.take_rewards(call.rewards)
     if call.data is None:
         objects.passed = replace(objects.passed, train=no_problems)
-    objects.passed = replace(objects.passed, flow=taken_by_the_program)
+    objects.passed = replace(objects.passed, flow=program_steps)
     steps = settings.get("steps")
     if steps is None and settings.get("schedule", "constant") != "constant":
         text = "a learning rate that falls needs to know how many steps there will be; set steps too"
         raise ConfigError([Problem(who, "schedule", settings["schedule"], text)])
     settings = {"algorithm": objects.take_algorithm(call.algorithm), **settings}
-    arguments = given(objects, settings, call.run_dir, call.resume)
+    arguments = arguments_of(objects, settings, call.run_dir, call.resume)
     return Session(arguments, system, steps, judges=call.rewards is not None)
 
 
@@ -564,9 +564,9 @@ class Online:
         session = self._session
         while self._feedback is feedback:
             groups = await feedback.batch(session.step)
-            told: Mapping[str, float] = {**feedback.counts.metrics(), "online/waiting": float(feedback.waiting)}
+            metrics: Mapping[str, float] = {**feedback.counts.metrics(), "online/waiting": float(feedback.waiting)}
             self._training = True
             try:
-                await session.train([*groups.values()], metrics=told)
+                await session.train([*groups.values()], metrics=metrics)
             finally:
                 self._training = False

@@ -23,9 +23,9 @@ from rlinf.metrics.live import curve
 from rlinf.metrics.progress import clock, shown
 from rlinf.metrics.report import ACCURACY_COLUMN, measure_of, problems_of
 from rlinf.runs.library.objects import Objects, configured, key_of, recipe_name
-from rlinf.runs.library.opening import Call, Given, Opened, given, opened
-from rlinf.runs.resume import saying_how_to_go_on
-from rlinf.runs.start import leaving_gpus, locked, loop_of, plainly_told, run_to_end
+from rlinf.runs.library.opening import Arguments, Call, Opened, arguments_of, opened
+from rlinf.runs.resume import with_resume_hint
+from rlinf.runs.start import leaving_gpus, locked, loop_of, run_to_end, runtime_errors_explained
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.runtime.system.torchrun import switching_often
 from rlinf.storage.files import read_lines
@@ -100,9 +100,9 @@ class Result:
         from rlinf.data.images import auto_class
         from rlinf.data.tokenizer import pretrained
 
-        found = pretrained(AutoConfig, self.model_dir)
-        scores = (found.architectures or [""])[0].endswith("ForSequenceClassification")
-        kind = AutoModelForSequenceClassification if scores else auto_class(found)
+        config = pretrained(AutoConfig, self.model_dir)
+        scores = (config.architectures or [""])[0].endswith("ForSequenceClassification")
+        kind = AutoModelForSequenceClassification if scores else auto_class(config)
         return pretrained(kind, self.model_dir, **how)
 
     def tokenizer(self) -> Any:
@@ -253,13 +253,13 @@ async def train_async(model: Any, rewards: Any = None, data: Any = None, **rest:
         raise InputError("train_async: it runs in one process; under torchrun, call rlinf.train")
     named = {each.name: rest.pop(each.name) for each in fields(Call) if each.name != "settings" and each.name in rest}
     try:
-        given = await asyncio.to_thread(
+        arguments = await asyncio.to_thread(
             _sorted, Call(model=model, rewards=rewards, data=data, **named, settings=rest), 1
         )
-        with locked(given.run_dir, WHO) as lock, shown(), ExitStack() as during:
-            ready = await asyncio.to_thread(opened, given, 1, lock, during)
+        with locked(arguments.run_dir, WHO) as lock, shown(), ExitStack() as during:
+            ready = await asyncio.to_thread(opened, arguments, 1, lock, during)
             stall_after = ready.config.system.stall_after
-            with plainly_told(), switching_often():
+            with runtime_errors_explained(), switching_often():
                 async with ActorSystem.local(1, device_memory=ready.memory, stall_after=stall_after) as system:
                     return await _run(ready, system)
     except (InputError, RunFailure) as error:
@@ -276,22 +276,22 @@ def _train(call: Call) -> Result | None:
             run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
         return None
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
-    given = _sorted(call, hosts)
-    with locked(given.run_dir, WHO) as lock, shown(), ExitStack() as during:
-        ready = opened(given, hosts, lock, during)
+    arguments = _sorted(call, hosts)
+    with locked(arguments.run_dir, WHO) as lock, shown(), ExitStack() as during:
+        ready = opened(arguments, hosts, lock, during)
         grace = ready.config.checkpoint.grace
-        with saying_how_to_go_on(ready.directory, ready.config.checkpoint):
+        with with_resume_hint(ready.directory, ready.config.checkpoint):
             return run_to_end(lambda system: _run(ready, system), ready.config.system, ready.memory, grace)
 
 
 async def _run(ready: Opened, system: ActorSystem) -> Result:
     """Take a checked run to its end."""
     loop = loop_of(system, ready.config, ready.plan, ready.directory)
-    await loop.run(ready.begun)
+    await loop.run(ready.checkpoint)
     return result_of(loop)
 
 
-def _sorted(call: Call, hosts: int) -> Given:
+def _sorted(call: Call, hosts: int) -> Arguments:
     """Sort what was passed into settings and objects.
 
     Raises:
@@ -314,7 +314,7 @@ def _sorted(call: Call, hosts: int) -> Given:
         objects.passed = replace(objects.passed, flow=call.flow)
     spread = {"placement.mode": "collocated"} if hosts > 1 and not _placed(call.settings) else {}
     settings = {"algorithm": objects.take_algorithm(call.algorithm), **named, **spread, **call.settings}
-    return given(objects, settings, call.run_dir, call.resume)
+    return arguments_of(objects, settings, call.run_dir, call.resume)
 
 
 def _placed(settings: Mapping[str, Any]) -> bool:

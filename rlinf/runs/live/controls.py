@@ -49,9 +49,9 @@ class BetweenSteps(Observer):
         """Let the step under way be the last one."""
         self._run.stop(why)
 
-    async def told_to_end(self) -> None:
+    async def end_signal(self) -> None:
         """Wait until a signal tells the process to end; for ever, where none can."""
-        await self._run.leaving.told_to_end.wait()
+        await self._run.leaving.end_signal.wait()
 
     @contextlib.contextmanager
     def resting(self, *, paused: bool = False) -> Iterator[None]:
@@ -104,9 +104,9 @@ class BetweenSteps(Observer):
             self._run.report.line(f"saved after step {step}, as it was asked to")
             self._tell(step, f"saved after step {step}: checkpoints/{path.name}", True)
 
-    def _tell(self, step: int, said: str, well: bool) -> None:
+    def _tell(self, step: int, sentence: str, well: bool) -> None:
         for tell in self._written.pop(step, []):
-            tell(said, well)
+            tell(sentence, well)
 
     async def evaluate(self) -> tuple[str, bool]:
         """Evaluate, unless that was done after this step; it counts neither for the best checkpoint nor for patience.
@@ -120,21 +120,21 @@ class BetweenSteps(Observer):
         try:
             with self.resting(), run.live.doing("evaluating"):
                 await self._rest()
-                found = await run.leaving.unless_given_up(run.workload.evaluate())
+                evaluation = await run.leaving.unless_given_up(run.workload.evaluate())
         except run.workload.failures as error:
             run.report.line(f"warning: the evaluation that was asked for failed: {error}; the run goes on")
             return f"the evaluation failed: {error}", False
-        if found is None and run.leaving.asked:
+        if evaluation is None and run.leaving.asked:
             return "given up: the run was told to end", False
-        if found is None:
+        if evaluation is None:
             return "there is nothing to evaluate on", False
-        run.after, run.evaluated_at = found, step
-        described = run.workload.describe(found)
+        run.after, run.evaluated_at = evaluation, step
+        described = run.workload.describe(evaluation)
         run.recorder.samples(step, described.answers)
         run.recorder.write(step, {f"evaluation/{name}": value for name, value in described.metrics.items()})
-        said = f"evaluation after step {step}: {described.sentence}"
-        run.report.line(said)
-        return said, True
+        sentence = f"evaluation after step {step}: {described.sentence}"
+        run.report.line(sentence)
+        return sentence, True
 
     async def stop_here(self) -> None:
         """End the run as after its last step: evaluated and saved."""
@@ -174,7 +174,7 @@ class Steered(Protocol):
     def stop(self, why: str) -> None:
         """Let the step under way be the last one."""
 
-    async def told_to_end(self) -> None:
+    async def end_signal(self) -> None:
         """Wait until a signal tells the process to end."""
 
     async def save(self, tell: Answer) -> None:
@@ -269,8 +269,8 @@ class Controls:
             await run.stop_here()
             return
         if what == EVALUATE:
-            said, well = await run.evaluate()
-            self._done(self._asked.pop(what, []), said, well)
+            sentence, well = await run.evaluate()
+            self._done(self._asked.pop(what, []), sentence, well)
             return
         answers = self._asked.pop(what, [])
         if what == PAUSE:
@@ -279,20 +279,20 @@ class Controls:
             return
         self._saving.append(answers)
 
-        def told(said: str, well: bool) -> None:
+        def on_saved(sentence: str, well: bool) -> None:
             self._saving.remove(answers)
-            self._done(answers, said, well)
+            self._done(answers, sentence, well)
 
-        await run.save(told)
+        await run.save(on_saved)
 
-    def _done(self, answers: Sequence[Answer], said: str, well: bool) -> None:
+    def _done(self, answers: Sequence[Answer], sentence: str, well: bool) -> None:
         for answer in answers:
-            answer(said, well)
+            answer(sentence, well)
         self._changed()
 
     async def _wait(self) -> None:
         """Until something is asked for, or a signal tells the process to end."""
-        waits = [asyncio.create_task(self._stirred.wait()), asyncio.create_task(self._run.told_to_end())]
+        waits = [asyncio.create_task(self._stirred.wait()), asyncio.create_task(self._run.end_signal())]
         with self._run.resting(paused=True):
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -306,14 +306,14 @@ class Controls:
             well: in order, with all that it has to write.
         """
         self._over = True
-        done, asked = self._run.done, [*self._asked.items(), *((CHECKPOINT, answers) for answers in self._saving)]
+        done, requests = self._run.done, [*self._asked.items(), *((CHECKPOINT, answers) for answers in self._saving)]
         self._asked, self._saving = {}, []
-        for what, answers in asked:
+        for what, answers in requests:
             if what == STOP and well:
-                said, did = f"stopped after step {done}, evaluated and saved as after the last one", True
+                sentence, did = f"stopped after step {done}, evaluated and saved as after the last one", True
             elif what == CHECKPOINT and well:
-                said, did = f"the run is over: the checkpoint of step {done} is its last", True
+                sentence, did = f"the run is over: the checkpoint of step {done} is its last", True
             else:
-                said, did = f"the run ended after step {done}, before it came to that", False
+                sentence, did = f"the run ended after step {done}, before it came to that", False
             for answer in answers:
-                answer(said, did)
+                answer(sentence, did)

@@ -136,9 +136,9 @@ class Feed:
         """Hang up, once those who read have read what was said."""
         if self._server is not None:
             self._server.close()
-        left = [watcher for watcher in self._watchers if watcher.reads]
-        if left:
-            for watcher in left:
+        readers = [watcher for watcher in self._watchers if watcher.reads]
+        if readers:
+            for watcher in readers:
                 watcher.take_leave()
             await asyncio.wait([*self._tasks], timeout=FAREWELL)
         for watcher in [*self._watchers]:
@@ -163,10 +163,10 @@ class Feed:
             for message in self._hello():
                 watcher.tell(encoded(message))
             while line := await reader.readline():
-                said = json.loads(line)
-                if not isinstance(said, dict):
+                request = json.loads(line)
+                if not isinstance(request, dict):
                     break
-                self._hear(said, lambda answer: watcher.tell(encoded(answer), owed=True))
+                self._hear(request, lambda answer: watcher.tell(encoded(answer), owed=True))
         except (ValueError, RecursionError, OSError):  # too long, or no JSON; or it is gone
             pass
         except asyncio.CancelledError:  # by the end of the loop; asyncio's streams would log it as an error
@@ -244,8 +244,8 @@ class Page:
                 return
             assert process.stdout is not None
             for line in process.stdout:
-                if (found := re.search(r"https?://\S+", line)) is not None:
-                    self._tell(f"live page: {found[0]}")
+                if (match := re.search(r"https?://\S+", line)) is not None:
+                    self._tell(f"live page: {match[0]}")
             code = process.wait()
             process.stdout.close()
             self._deaths += 1

@@ -74,11 +74,11 @@ class Moments:
             self._asked[number] = asyncio.create_task(self._watch.look_back(number, since), name="live look")
         if self._asked:
             await asyncio.wait([*self._asked.values()], timeout=PATIENCE)
-        answered = [self._take(number) for number, asked in [*self._asked.items()] if asked.done()]
-        found = [each for each in answered if each is not None]
-        start = min((back.start for _, back in found), default=now)
-        end = max((back.end for _, back in found), default=now)
-        lanes = [lane for number, back in found for lane in lanes_of(number, back.busy)]
+        answered = [self._take(number) for number, task in [*self._asked.items()] if task.done()]
+        looks = [each for each in answered if each is not None]
+        start = min((back.start for _, back in looks), default=now)
+        end = max((back.end for _, back in looks), default=now)
+        lanes = [lane for number, back in looks for lane in lanes_of(number, back.busy)]
         time = round(self._watch.now(), DIGITS)
         moment = {"kind": "moment", "time": time, **self._told()}
         return moment, {"kind": "lanes", "start": round(start, DIGITS), "end": round(end, DIGITS), "lanes": lanes}
@@ -251,22 +251,22 @@ class Live:
         return {"kind": "roles", "roles": roles, **about}
 
     def _of_status(self) -> Message:
-        status, asked = self._status, self.controls.asked
+        status, requests = self._status, self.controls.asked
         if self.controls.paused and status == "running":
             status = "paused"
-        if "stop" in asked and status in ("running", "paused"):
+        if "stop" in requests and status in ("running", "paused"):
             status = "stopping"
-        return {"kind": "status", "status": status, "step": self._run.done, "asked": asked}
+        return {"kind": "status", "status": status, "step": self._run.done, "asked": requests}
 
     def _hello(self) -> Iterator[Message]:
         yield from (self._of_roles(), self._of_status())
         if self._moment is not None:
             yield self._moment
 
-    def _hear(self, said: Message, answer: Any) -> None:
-        id = said.get("id")
+    def _hear(self, message: Message, answer: Any) -> None:
+        id = message.get("id")
         self.controls.ask(
-            str(said.get("do")), lambda words, well: answer({"kind": "did", "id": id, "said": words, "ok": well})
+            str(message.get("do")), lambda words, well: answer({"kind": "did", "id": id, "said": words, "ok": well})
         )
 
     async def _measure(self, watch: Watch, report: Report) -> None:
@@ -280,9 +280,9 @@ class Live:
                     await self._feed.watched.wait()
                     moments.begin()
                 began = loop.time()
-                for message in (found := await moments.next()):
+                for message in (messages := await moments.next()):
                     self._feed.tell(message)
-                self._moment = found[0]
+                self._moment = messages[0]
                 await asyncio.sleep(began + PERIOD - loop.time())
         except Exception as error:  # whatever is wrong with a view, training goes on without it
             report.line(f"warning: the live page shows nothing new: {type(error).__name__}: {error}")

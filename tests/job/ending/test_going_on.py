@@ -9,7 +9,7 @@ import pytest
 
 from rlinf.config.common import CheckpointConfig
 from rlinf.config.load import InputError, RunFailure
-from rlinf.runs.resume import beginning_anew, command, going_on, keeping_earlier_run, saying_how_to_go_on
+from rlinf.runs.resume import beginning_anew, command, keeping_earlier_run, resume_hint, with_resume_hint
 from rlinf.runs.starting import Starting
 from rlinf.runtime.system.ending import Stopped
 from rlinf.storage.directory import RunDirectory
@@ -33,7 +33,7 @@ def checkpoint(directory, step):
 def test_the_newest_checkpoint_and_a_command_are_named_as_typed_from_here(directory):
     checkpoint(directory, 5)
     checkpoint(directory, 15)
-    assert going_on(directory, CheckpointConfig(every=5)) == (
+    assert resume_hint(directory, CheckpointConfig(every=5)) == (
         "the newest checkpoint is outputs/mine/checkpoints/step_000015; "
         "to go on: rlinf train --config outputs/mine/resolved.yaml --resume auto"
     )
@@ -49,7 +49,7 @@ def test_the_newest_checkpoint_and_a_command_are_named_as_typed_from_here(direct
     ],
 )
 def test_without_a_checkpoint_the_keys_are_named_that_write_one(directory, checkpoint, keys):
-    told = going_on(directory, checkpoint)
+    told = resume_hint(directory, checkpoint)
     assert told.startswith("no checkpoint is there to go on from: ")
     assert all(key in told for key in keys)
     assert ("checkpoint.minutes" in told) == bool(checkpoint.minutes)
@@ -101,12 +101,12 @@ def test_a_job_of_several_processes_is_gone_on_with_in_as_many(monkeypatch, tmp_
 
 
 def test_a_signal_that_ends_a_run_at_once_says_it_and_nothing_else_does(directory, capsys):
-    with pytest.raises(Stopped), saying_how_to_go_on(directory, CheckpointConfig()):
+    with pytest.raises(Stopped), with_resume_hint(directory, CheckpointConfig()):
         raise Stopped(signal.SIGINT)
     told = capsys.readouterr().err
     assert told.startswith("rlinf: no checkpoint is there")
     assert "SIGTERM" in told, "which saves first"
-    with pytest.raises(ValueError, match="a bug"), saying_how_to_go_on(directory, CheckpointConfig()):
+    with pytest.raises(ValueError, match="a bug"), with_resume_hint(directory, CheckpointConfig()):
         raise ValueError("a bug")
     assert capsys.readouterr().err == ""
     assert not directory.report.exists(), "nothing was measured"
@@ -114,7 +114,7 @@ def test_a_signal_that_ends_a_run_at_once_says_it_and_nothing_else_does(director
 
 @pytest.mark.parametrize(("code", "said"), [(7, "sys.exit(7)"), (75, "")])
 def test_code_of_the_run_that_exits_is_told_of(directory, capsys, code, said):
-    with pytest.raises(SystemExit), saying_how_to_go_on(directory, CheckpointConfig()):
+    with pytest.raises(SystemExit), with_resume_hint(directory, CheckpointConfig()):
         raise SystemExit(code)
     told = capsys.readouterr().err
     assert said in told
@@ -124,7 +124,7 @@ def test_code_of_the_run_that_exits_is_told_of(directory, capsys, code, said):
 @pytest.mark.parametrize("error", [Stopped(signal.SIGTERM, 75), RunFailure("the disk is full"), ValueError("a bug")])
 def test_the_report_is_written_however_a_run_ends(directory, error):
     directory.metrics.write_text('{"step": 1, "loss": 0.5}\n')
-    with pytest.raises(type(error)), saying_how_to_go_on(directory, CheckpointConfig()):
+    with pytest.raises(type(error)), with_resume_hint(directory, CheckpointConfig()):
         raise error
     assert "loss" in directory.report.read_text()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rlinf.config.load import InputError
 from rlinf.data.datasets.benchmarks import Benchmark
 from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.runs.evaluation import KeptAnswers, measured, model_mark
+from rlinf.runs.evaluation import AnswerFile, measured, model_mark
 
 ASKED = Benchmark("a.jsonl", samples=2)
 PROMPTS = [Prompt(number, np.array([1, number]), f"{number}?", str(number)) for number in range(4)]
@@ -30,7 +30,7 @@ def judged(prompt):
 
 def written(path):
     path.unlink(missing_ok=True)
-    kept = KeptAnswers(path, "model", 0)
+    kept = AnswerFile(path, "model", 0)
     assert kept.open("aime24", ASKED, PROMPTS) == {}
     for prompt in PROMPTS:
         kept.heard(judged(prompt))
@@ -44,23 +44,23 @@ def test_after_any_cut_whole_groups_are_there_and_the_rest_is_answered_again(tmp
     whole = written(path)
     cut = data.draw(st.integers(0, len(whole)))
     path.write_bytes(whole[:cut])
-    kept = KeptAnswers(path, "model", 0)
+    kept = AnswerFile(path, "model", 0)
     found = kept.open("aime24", ASKED, PROMPTS)
     assert sorted(found) == list(range(whole[:cut].count(b"\n") // 2))
     for prompt in PROMPTS:
         if prompt.id not in found:
             kept.heard(judged(prompt))
-    again = KeptAnswers(path, "model", 0).open("aime24", ASKED, PROMPTS)
+    again = AnswerFile(path, "model", 0).open("aime24", ASKED, PROMPTS)
     assert measured([*again.values()], ASKED).metrics == measured(list(map(judged, PROMPTS)), ASKED).metrics
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        lambda path: KeptAnswers(path, "other", 0).open("aime24", ASKED, PROMPTS),
-        lambda path: KeptAnswers(path, "model", 1).open("aime24", ASKED, PROMPTS),
-        lambda path: KeptAnswers(path, "model", 0).open("aime24", replace(ASKED, top_p=0.5), PROMPTS),
-        lambda path: KeptAnswers(path, "model", 0).open("aime24", ASKED, PROMPTS[1:]),
+        lambda path: AnswerFile(path, "other", 0).open("aime24", ASKED, PROMPTS),
+        lambda path: AnswerFile(path, "model", 1).open("aime24", ASKED, PROMPTS),
+        lambda path: AnswerFile(path, "model", 0).open("aime24", replace(ASKED, top_p=0.5), PROMPTS),
+        lambda path: AnswerFile(path, "model", 0).open("aime24", ASKED, PROMPTS[1:]),
     ],
 )
 def test_answers_of_something_else_are_refused(tmp_path, other):
@@ -73,7 +73,7 @@ def test_a_file_of_something_else_is_refused_and_stays(tmp_path):
     path = tmp_path / "notes.jsonl"
     path.write_text('{"note": 1}\nnot to be lost')
     with pytest.raises(InputError, match=r"1:.*answer.*benchmark"):
-        KeptAnswers(path, "model", 0)
+        AnswerFile(path, "model", 0)
     assert path.read_text().endswith("not to be lost")
 
 

@@ -32,7 +32,7 @@ class Run:
     def stop(self, why):
         self.stopped = True
 
-    async def told_to_end(self):
+    async def end_signal(self):
         await self.signal.wait()
 
     async def save(self, tell):

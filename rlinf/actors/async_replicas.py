@@ -169,16 +169,16 @@ class WorkQueue:
             result: of the round before, if there was one.
         """
         copy, part = self._place[rank]
-        taken = self._taken[copy]
+        rows_taken = self._taken[copy]
         if result is not None:
-            self._done(taken[number - 1], part, result)
-        if number == len(taken):
+            self._done(rows_taken[number - 1], part, result)
+        if number == len(rows_taken):
             free = self._ready and points == len(self._sync_points)
             round = self._ready.popleft() if free else None
-            taken.append(round)
+            rows_taken.append(round)
             self._out += 0 if round is None else len(round.commands)
             self._wake()
-        mine = taken[number]
+        mine = rows_taken[number]
         return None if mine is None else mine.commands[part]
 
     def _done(self, round: _Round | None, part: int, result: Any) -> None:
@@ -191,8 +191,8 @@ class WorkQueue:
         self._wake()
 
     def _next(self, rank: int, number: int) -> int:
-        taken = self._taken[self._place[rank][0]]
-        while number < len(taken) and taken[number] is None:
+        rows_taken = self._taken[self._place[rank][0]]
+        while number < len(rows_taken) and rows_taken[number] is None:
             number += 1
         return number
 

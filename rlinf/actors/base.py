@@ -85,16 +85,16 @@ def configured(kind: type[Any]) -> Callable[[Setup], Setup]:
         names = own.parameters.keys()
 
         @functools.wraps(setup)
-        async def with_settings(self: Actor, **given: Any) -> None:
+        async def with_settings(self: Actor, **arguments_by_name: Any) -> None:
             role = self._cell.name.partition("[")[0]
-            keys = {name: value for name, value in given.items() if name not in names}
-            whole = given.get("settings")
+            keys = {name: value for name, value in arguments_by_name.items() if name not in names}
+            whole = arguments_by_name.get("settings")
             if whole is None:
                 whole = settings_from(kind, keys, role)
             elif keys or not isinstance(whole, kind):
                 wrong = f"{min(keys)} beside settings" if keys else f"settings of {type(whole).__name__}"
                 raise ValueError(f"{role}: {wrong}: give one {kind.__name__}, or its keys one by one")
-            arguments = {name: value for name, value in given.items() if name in names}
+            arguments = {name: value for name, value in arguments_by_name.items() if name in names}
             await setup(self, **{**arguments, "settings": whole})
 
         optional = [each.replace(default=None) if each.name == "settings" else each for each in own.parameters.values()]
@@ -218,13 +218,13 @@ class SpmdActor(Actor):
         return mesh
 
     async def run_spmd(
-        self, body: Body[R], given: Callable[[], Sequence[Any]] | None = None, stop: Callable[[], None] | None = None
+        self, body: Body[R], inputs: Callable[[], Sequence[Any]] | None = None, stop: Callable[[], None] | None = None
     ) -> R:
         """Run `body` when it is this call's turn on all ranks; to be called in a joint device endpoint, on every rank.
 
         Args:
             body: called with what rank 0 gives this rank.
-            given: on rank 0, makes what each rank is given, once all have come; None gives None.
+            inputs: on rank 0, makes what each rank is given, once all have come; None gives None.
             stop: called when this call is cancelled after it began: `body` may end early, if it does on all ranks.
 
         Raises:
@@ -240,7 +240,7 @@ class SpmdActor(Actor):
         if self._turn is None:
             self._turn = Lock(f"turn of {self.group.names[self.rank]}")
         part = self._parts.setdefault(gang, _Part()) if gang is not None else _Part()
-        task = asyncio.create_task(self._in_turn(part, gang, body, given), name="turn")
+        task = asyncio.create_task(self._in_turn(part, gang, body, inputs), name="turn")
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen, whoever still waits for it
         try:
             return await asyncio.shield(task)
@@ -261,22 +261,22 @@ class SpmdActor(Actor):
             part.over.set_result(None)
 
     async def _in_turn(
-        self, part: _Part, gang: Gang | None, body: Body[R], given: Callable[[], Sequence[Any]] | None
+        self, part: _Part, gang: Gang | None, body: Body[R], inputs: Callable[[], Sequence[Any]] | None
     ) -> R:
         turn, lease = self._turn, lease_here()
         assert turn is not None
-        async with contextlib.AsyncExitStack() as held:
+        async with contextlib.AsyncExitStack() as stack:
             # while it waits for its turn, others may have the devices: they may be whom it waits for
             async with lease.waiting() if lease is not None else contextlib.nullcontext():
                 if self.rank == 0:
-                    await held.enter_async_context(turn)
-                    mine = await self._begin(part, gang, given)
+                    await stack.enter_async_context(turn)
+                    mine = await self._begin(part, gang, inputs)
                 else:
                     part.here.set_result(None)
                     begins, has = await part.start
                     if not begins:
                         await self._end_with_rank_0(part)
-                    await held.enter_async_context(turn)  # at once: turns are in the order of the signals
+                    await stack.enter_async_context(turn)  # at once: turns are in the order of the signals
                     mine = await self.group[0].joint_given(gang, self.rank) if has else None
             self._check_whole()
             result = await body(mine)
@@ -293,22 +293,22 @@ class SpmdActor(Actor):
             await asyncio.get_running_loop().create_future()
         raise asyncio.CancelledError
 
-    async def _begin(self, part: _Part, gang: Gang | None, given: Callable[[], Sequence[Any]] | None) -> Any:
+    async def _begin(self, part: _Part, gang: Gang | None, inputs: Callable[[], Sequence[Any]] | None) -> Any:
         """On rank 0: wait for all ranks, and give the start signal; returns what rank 0 itself is given."""
         peers = list(self.group)[1:]
         try:
             if peers:
                 await asyncio.gather(*(peer.joint_ready(gang) for peer in peers))
-            things = given() if given is not None else [None] * self.world_size
+            things = inputs() if inputs is not None else [None] * self.world_size
         except BaseException:
             for peer in peers:
                 peer.joint_start(gang, False, False)
             raise
         part.settled = True
-        if gang is not None and given is not None:
+        if gang is not None and inputs is not None:
             self._given.update({(gang, rank): thing for rank, thing in enumerate(things) if rank})
         for peer in peers:
-            peer.joint_start(gang, True, given is not None)
+            peer.joint_start(gang, True, inputs is not None)
         return things[0]
 
     @endpoint
@@ -405,16 +405,16 @@ class ModelActor(Actor):
 S = TypeVar("S")
 
 
-def settings_of(kind: type[S], given: Mapping[str, Any]) -> S:
+def settings_of(kind: type[S], keys: Mapping[str, Any]) -> S:
     """A dataclass of settings from keyword arguments.
 
     Raises:
         ValueError: there is no setting of some name.
     """
-    known = sorted(inspect.signature(kind).parameters)
-    if unknown := sorted({*given} - {*known}):
-        raise ValueError(f"trainer: there is no setting {unknown[0]!r}; there are {', '.join(known)}")
-    return kind(**given)
+    parameters = sorted(inspect.signature(kind).parameters)
+    if unknown := sorted({*keys} - {*parameters}):
+        raise ValueError(f"trainer: there is no setting {unknown[0]!r}; there are {', '.join(parameters)}")
+    return kind(**keys)
 
 
 def at_least_one(role: str, **counts: int) -> None:

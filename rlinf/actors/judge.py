@@ -183,9 +183,9 @@ class Judge(Actor):
             own.reward.check({*OFFERED, "messages", *columns})
         self._scorings: dict[str | None, _Scoring] = {None: own}
         for name, (path, args) in (named or {}).items():
-            asked = replace(settings, function=path, parts={}, args=dict(args))
-            same = reward is None and (asked.source, asked.args) == (settings.source, settings.args)
-            self._scorings[name] = own if same else _Scoring(asked.source, asked, f"{self._cell.name}, {name}")
+            spec = replace(settings, function=path, parts={}, args=dict(args))
+            same = reward is None and (spec.source, spec.args) == (settings.source, settings.args)
+            self._scorings[name] = own if same else _Scoring(spec.source, spec, f"{self._cell.name}, {name}")
         self._scored = Scored()
         for scoring in dict.fromkeys(self._scorings.values()):
             await scoring.start()

@@ -89,8 +89,8 @@ class RememberingTrainer(PolicyTrainer):
     def _learned(self, parts: Sequence[LossSum]) -> dict[str, float]:
         """Count the steps that were taken as one version."""
         self.version += 1
-        found = sum(parts[1:], parts[0]).values() if parts else {}
-        return {**found, "optimizer_steps": float(len(parts))}
+        metrics = sum(parts[1:], parts[0]).values() if parts else {}
+        return {**metrics, "optimizer_steps": float(len(parts))}
 
     def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
         if self.rank == 0:  # at once: a copy could take as much memory as the buffer itself
@@ -224,8 +224,8 @@ class SacTrainer(RememberingTrainer):
         for _ in range(self._per_study):
             seed = mix(self._seed, self._studied, 1)
             self._studied += 1
-            drawn = self._demos.draw(self._batch, seed)
-            parts.append(self._sac.learn(drawn, seed, actor=self._studied % self._actor_every == 0))
+            demos = self._demos.draw(self._batch, seed)
+            parts.append(self._sac.learn(demos, seed, actor=self._studied % self._actor_every == 0))
         return {**self._learned(parts), **self._sac.numbers()}
 
     def _remember(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -264,8 +264,8 @@ class SacTrainer(RememberingTrainer):
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _read_demos(self, directory: Path, solved: bool) -> ReplayBuffer:
-        found = read_demonstrations(directory.expanduser(), solved=solved)
-        rows = demonstrated_transitions(self.policy, found, self.device, n_step=self._n_step)
+        demonstrations = read_demonstrations(directory.expanduser(), solved=solved)
+        rows = demonstrated_transitions(self.policy, demonstrations, self.device, n_step=self._n_step)
         demos = ReplayBuffer(len(rows["steps"]))
         demos.add(rows)
         return demos
@@ -329,19 +329,19 @@ class DaggerPolicy(PolicyActor):
         if not keep:
             return super()._decided(observation, output, greedy, keep)
         act = super()._decided(observation, output, True, keep)
-        shown = self._expert(observation, output.instructions).to(act.actions)
-        if shown.shape != act.actions.shape or not bool(shown.isfinite().all()):
+        expert_actions = self._expert(observation, output.instructions).to(act.actions)
+        if expert_actions.shape != act.actions.shape or not bool(expert_actions.isfinite().all()):
             raise ValueError(
-                f"dagger.expert: it answered {list(shown.shape)}, or numbers that are not finite; wanted are actions "
-                f"{list(act.actions.shape)}: environments, actions of a chunk, numbers of an action"
+                f"dagger.expert: it answered {list(expert_actions.shape)}, or numbers that are not finite; wanted are "
+                f"actions {list(act.actions.shape)}: environments, actions of a chunk, numbers of an action"
             )
-        shown = shown.clamp(-1.0, 1.0)
+        expert_actions = expert_actions.clamp(-1.0, 1.0)
         share = self._beta * self._decay**self._version
         # a place that no policy draws from
         guided = uniforms(output.seeds[:, None], torch.tensor([-1])) < share
-        actions = torch.where(guided[..., None].to(shown.device), shown, act.actions)
+        actions = torch.where(guided[..., None].to(expert_actions.device), expert_actions, act.actions)
         inputs = self._policy.inputs(observation, output.instructions)
-        return replace(act, actions=actions, stored={**inputs, "actions": self._policy.encode(shown, inputs)})
+        return replace(act, actions=actions, stored={**inputs, "actions": self._policy.encode(expert_actions, inputs)})
 
 
 class DaggerTrainer(RememberingTrainer):
@@ -395,10 +395,10 @@ class DaggerTrainer(RememberingTrainer):
             await self.compute(self._begin_with, Path(demonstrations), not failed_demonstrations)
 
     def _begin_with(self, directory: Path, solved: bool) -> None:
-        shown = decisions(read_demonstrations(directory.expanduser(), solved=solved), self.policy.config.chunk)
-        observation = {name: rows.to(self.device) for name, rows in shown.observation.items()}
-        stored = self.policy.demonstrated(observation, shown.actions.to(self.device), shown.instructions)
-        self._keep(stored, shown.valid)
+        demonstrated = decisions(read_demonstrations(directory.expanduser(), solved=solved), self.policy.config.chunk)
+        observation = {name: rows.to(self.device) for name, rows in demonstrated.observation.items()}
+        stored = self.policy.demonstrated(observation, demonstrated.actions.to(self.device), demonstrated.instructions)
+        self._keep(stored, demonstrated.valid)
 
     def _keep(self, stored: Stored, valid: Tensor) -> None:
         """Take in labelled decisions; what is learned by other means than gradients is learned at once."""
@@ -427,8 +427,8 @@ class DaggerTrainer(RememberingTrainer):
             seed = mix(self._seed, self._updates)
             self._updates += 1
             parts.append(self._imitated(self._replay.draw(self._batch, seed), seed))
-        found = self._learned(parts)
-        return {**found, **({"dagger/loss": float(sum(parts[1:], parts[0]).mean())} if parts else {})}
+        metrics = self._learned(parts)
+        return {**metrics, **({"dagger/loss": float(sum(parts[1:], parts[0]).mean())} if parts else {})}
 
     def _imitated(self, batch: Rows, seed: int) -> LossSum:
         share, counts = share_of(torch.arange(len(batch["valid"])), self.mesh)
@@ -445,8 +445,8 @@ def expert_of(name: str, device: torch.device) -> Expert:
         ValueError: the policy looks at more than what is seen now.
     """
     if not os.path.isdir(os.path.expanduser(name)):
-        found: Expert = resolve(name)
-        return found
+        expert: Expert = resolve(name)
+        return expert
     policy = load_policy(Path(name).expanduser()).to(device)
     if getattr(policy.config, "memory", 0):
         raise ValueError(f"dagger.expert: {name} has a memory, and is asked about single decisions: take another")

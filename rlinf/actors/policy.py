@@ -59,9 +59,9 @@ class Scripted(Actor):
         if isinstance(actions, np.ndarray):
             actions = torch.from_numpy(actions)
         if not isinstance(actions, Tensor) or actions.ndim not in (2, 3) or len(actions) != count:
-            shown = f"{list(actions.shape)}" if isinstance(actions, Tensor) else f"{actions!r:.60}"
+            text = f"{list(actions.shape)}" if isinstance(actions, Tensor) else f"{actions!r:.60}"
             raise ValueError(
-                f"{self._name} gave {shown}: actions of {count} environments are a tensor or an array [{count}, C, A]"
+                f"{self._name} gave {text}: actions of {count} environments are a tensor or an array [{count}, C, A]"
             )
         return (actions if actions.ndim == 3 else actions[:, None]).float()
 
@@ -246,8 +246,8 @@ class PolicyActor(ModelActor, Receiver):
 
     def _following(self, chunks: Sequence[Chunk]) -> Stored:
         """The policy's inputs after each chunk, before environments began other episodes."""
-        found = [self._policy.inputs(*chunk.following) for chunk in chunks]
-        return {name: _stacked([each[name] for each in found]) for name in found[0]}
+        inputs = [self._policy.inputs(*chunk.following) for chunk in chunks]
+        return {name: _stacked([each[name] for each in inputs]) for name in inputs[0]}
 
 
 def _assembled(

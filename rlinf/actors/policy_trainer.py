@@ -60,7 +60,7 @@ class PolicyTrainer(BaseTrainer):
     _origin: str
     """`Weights.origin` of what is published."""
     _how = Preparation()
-    _told = False
+    _handed_out = False
     """True once those who act have weights of all parameters."""
     _batches = 0
     """Batches that were learned from."""
@@ -116,8 +116,8 @@ class PolicyTrainer(BaseTrainer):
         at_least_one(
             "trainer", epochs=epochs, minibatch=minibatch, micro_batch=1 if micro_batch is None else micro_batch
         )
-        chosen = {field.name: settings.pop(field.name) for field in fields(Preparation) if field.name in settings}
-        self._how = Preparation(seed=seed, **chosen)
+        preparation = {field.name: settings.pop(field.name) for field in fields(Preparation) if field.name in settings}
+        self._how = Preparation(seed=seed, **preparation)
         optimizer = settings_of(PolicySettings, settings)
         await self._open_mesh()
         self.policy = await self._made(policy, path, self._how.kept_in)
@@ -138,10 +138,10 @@ class PolicyTrainer(BaseTrainer):
             self._scale = RewardScale(self._spec.advantage.gamma, goes_on=not fresh)
         self._own(self.policy, self._learner.optimizer)
 
-    async def _made(self, policy: Mapping[str, Any], path: str | None, kept: Any = torch.float32) -> Policy:
-        """The policy, as those who act make it by the same settings; `kept` is as for `make_policy`."""
+    async def _made(self, policy: Mapping[str, Any], path: str | None, dtype: Any = torch.float32) -> Policy:
+        """The policy, as those who act make it by the same settings; `dtype` is as for `make_policy`."""
         self._origin = origin_of(policy, path)
-        return await self.compute(make_policy, policy, path, self.device, kept)
+        return await self.compute(make_policy, policy, path, self.device, dtype)
 
     @endpoint(device=True, joint=True)
     async def train(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -227,8 +227,8 @@ class PolicyTrainer(BaseTrainer):
         """This rank's micro-batches of a minibatch: as many as every rank has, of which the last may be silent."""
         if self.world_size == 1 and self._micro_batch is None:
             return [minibatch]
-        dealt = self._dealt(minibatch)
-        shares = [(dealt == rank).nonzero()[:, 0] for rank in range(self.world_size)]
+        rows_of_ranks = self._dealt(minibatch)
+        shares = [(rows_of_ranks == rank).nonzero()[:, 0] for rank in range(self.world_size)]
         ids, length = minibatch.sequences, self.policy.sequence
         most = None if self._micro_batch is None else max(1, self._micro_batch // length)
         cuts = [cut(share, most, None if ids is None else ids[share, 0]) for share in shares]
@@ -274,14 +274,16 @@ class PolicyTrainer(BaseTrainer):
             ValueError: they do not fit the policy.
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
-        shown = path if isinstance(path, Shown) else Shown.at(path)
-        return await self.compute_spmd(self._imitate, shown, steps, batch, lr, tuple(fixed))
+        demonstrations = path if isinstance(path, Shown) else Shown.at(path)
+        return await self.compute_spmd(self._imitate, demonstrations, steps, batch, lr, tuple(fixed))
 
-    def _imitate(self, shown: Shown, steps: int, batch: int, lr: float, fixed: tuple[str, ...]) -> dict[str, float]:
+    def _imitate(
+        self, demonstrations: Shown, steps: int, batch: int, lr: float, fixed: tuple[str, ...]
+    ) -> dict[str, float]:
         at_least_one("imitate", batch=batch)
-        learned, _ = open_parts(shown, self._seed)
+        learned, _ = open_parts(demonstrations, self._seed)
         chunk = self.policy.config.chunk
-        stream = DecisionStream(learned, chunk, batch=batch, seed=self._seed, memory=shown.memory)
+        stream = DecisionStream(learned, chunk, batch=batch, seed=self._seed, memory=demonstrations.memory)
         how: dict[str, Any] = {"mesh": self.mesh, "micro_batch": self._micro_batch}
         losses = imitate(self.policy, stream, self.device, steps=steps, lr=lr, fixed=fixed, **how)
         self.version += 1
@@ -294,7 +296,7 @@ class PolicyTrainer(BaseTrainer):
     def _take(self, source: Path | Source) -> Restored:
         restored = super()._take(source)
         # a policy that was made by the same settings need not have what a checkpoint has
-        self._told, self._origin = False, f"{self._origin}, restored {uuid4().hex}"
+        self._handed_out, self._origin = False, f"{self._origin}, restored {uuid4().hex}"
         self._batches = int(restored.extra.get("batches", restored.version))
         if self._scale is not None and "reward_scale" in restored.extra:
             self._scale.restore(restored.extra["reward_scale"])
@@ -307,12 +309,12 @@ class PolicyTrainer(BaseTrainer):
     async def _published(self, exact: bool, whole: bool) -> Weights | None:
         """With running statistics; after the first time without what does not change here, unless it is asked for."""
         dtype = None if exact else self._how.computes_in
-        changing = self._told and not (exact or whole)
+        changing = self._handed_out and not (exact or whole)
         export = partial(exported, self.policy, changing=changing)
         size = sum(parameter.numel() for parameter in self.policy.parameters()) * (dtype or torch.float32).itemsize
         in_host = not has_room(self.device, size)
         weights = await publish(self, export, self.version, dtype=dtype, in_host_memory=in_host)
-        self._told |= not exact
+        self._handed_out |= not exact
         if weights is None:
             return None
         there = weights.shapes
@@ -376,10 +378,10 @@ class ImitationTrainer(PolicyTrainer):
     def _check_critic(self, has_critic: bool, group_size: int) -> None:
         """A critic is neither needed nor in the way."""
 
-    def _opened(self, shown: Shown, batch: int) -> tuple[DecisionStream, list[Any]]:
-        learned, watched = open_parts(shown, self._seed)
+    def _opened(self, demonstrations: Shown, batch: int) -> tuple[DecisionStream, list[Any]]:
+        learned, watched = open_parts(demonstrations, self._seed)
         chunk = self.policy.config.chunk
-        return DecisionStream(learned, chunk, batch=batch, seed=self._seed, memory=shown.memory), watched
+        return DecisionStream(learned, chunk, batch=batch, seed=self._seed, memory=demonstrations.memory), watched
 
     @endpoint(device=True, joint=True)
     async def imitate_steps(self, first: int, count: int) -> dict[str, float]:
@@ -407,10 +409,10 @@ class ImitationTrainer(PolicyTrainer):
         parts, norms = [], []
         for step in range(first, first + count):
             losses = losses_of(self.policy, self._stream, step, self.device, self.mesh, self._micro_batch)
-            found, norm = minimize(
+            loss, norm = minimize(
                 losses, self._imitating, learner.optimizer, mesh=self.mesh, grad_clip=learner.settings.grad_clip
             )
-            parts.append(found)
+            parts.append(loss)
             norms.append(norm)
         self.version += 1
         return {
@@ -434,6 +436,6 @@ class ImitationTrainer(PolicyTrainer):
                 window = Window([part.read(place)], self.policy.config.chunk)
                 for number in range(0, len(window), size := self._micro_batch or _ROWS):
                     rows = window.between(number, number + size)
-                    found = loss_on(self.policy, rows, self.device, seed=count)
-                    total, count = found if total is None else total + found, count + len(rows)
+                    loss = loss_on(self.policy, rows, self.device, seed=count)
+                    total, count = loss if total is None else total + loss, count + len(rows)
         return {} if total is None else {"held_out/loss": float(total.mean()), "held_out/decisions": float(count)}

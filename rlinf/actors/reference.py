@@ -169,12 +169,12 @@ class Reference(ModelActor, Receiver):
             ValueError: a model or tokenizer that cannot be made, or a setting out of range.
         """
         self._settings, self._blend = settings, blend
-        read = await self.compute(load_tokenizer, tokenizer)
-        self.policy = await self.compute(_policy, model, read, seed, self.device, settings)
+        loaded_tokenizer = await self.compute(load_tokenizer, tokenizer)
+        self.policy = await self.compute(_policy, model, loaded_tokenizer, seed, self.device, settings)
         self._exact: nn.Module = self.policy.model
         """The model whose weights count: the policy's own, or one in float32 of which that is the rounded copy."""
         if settings.decay is not None and settings.dtype != "float32":
-            exact: nn.Module = await self.compute(build_model, model, read, seed=seed)
+            exact: nn.Module = await self.compute(build_model, model, loaded_tokenizer, seed=seed)
             self._exact = exact.requires_grad_(False).to(self.device)
         self.version = 0
         self._as_made = True
@@ -196,8 +196,8 @@ class Reference(ModelActor, Receiver):
         """
         arrivals = Arrivals(groups, self._settings.micro_batch_tokens)
         try:
-            while taken := await arrivals.take():
-                for group in await self.on_model(self._told, taken):
+            while batch := await arrivals.take():
+                for group in await self.on_model(self._told, batch):
                     yield group
         finally:
             await arrivals.close()
@@ -213,7 +213,7 @@ class Reference(ModelActor, Receiver):
 
     def _told_of(self, groups: Sequence[Group]) -> list[Group]:
         together = [[group] for group in groups] if self._settings.order == "prompt" or not groups else [groups]
-        return [told for some in together for told in self._told_together(some)]
+        return [scored for some in together for scored in self._told_together(some)]
 
     def _told_together(self, groups: Sequence[Group]) -> Iterable[Group]:
         rows = [Row.of(sample) for group in groups for sample in group.samples]
@@ -379,10 +379,10 @@ def _policy(
     """The model with weights that need no gradient, on its device."""
     dtype = dtype_of(settings.dtype)
     with ONE_AT_A_TIME:
-        made = build_model(model, tokenizer, seed=seed, dtype=dtype)
+        model_built = build_model(model, tokenizer, seed=seed, dtype=dtype)
         ways: dict[str, Any] = {"attention": settings.attention, "compiled": settings.compile}
         ways["pictures"] = pictures_of(model, tokenizer)
-        policy = PolicyModel(made, chunk=settings.logprob_chunk, **ways)
+        policy = PolicyModel(model_built, chunk=settings.logprob_chunk, **ways)
         policy.computes_in = dtype
         policy.requires_grad_(False).to(device)
         policy.settle()

@@ -68,27 +68,27 @@ class Question:
             DataError: the template names a column that is not there.
         """
         texts, chats = zip(*(self._text(sample) for sample in samples), strict=True) if samples else ((), ())
-        found: list[list[int]] = []
+        ids_of_parts: list[list[int]] = []
         for text, chat in zip(texts, chats, strict=True):
             # chat templates write the special tokens out
             ids = list(self.tokenizer(text, add_special_tokens=not chat)["input_ids"])
             if self.replies and not chat and ids and ids[-1] == self.tokenizer.eos_token_id:
                 ids = ids[:-1]  # some tokenizers end every text
-            found.append(ids)
-        return found
+            ids_of_parts.append(ids)
+        return ids_of_parts
 
     def _text(self, sample: Sample) -> tuple[str, bool]:
         """The text that the model reads, and True if it went through the chat template."""
         prompt = sample.prompt
-        said = prompt.row.get("messages")
+        messages = prompt.row.get("messages")
         if self.template is not None:
-            known = {**prompt.row, "prompt": prompt.text, "answer": prompt.answer, "response": sample.text}
-            text = fill(self.template, known, f"prompt {prompt.id}", NAME + ".template")
+            columns = {**prompt.row, "prompt": prompt.text, "answer": prompt.answer, "response": sample.text}
+            text = fill(self.template, columns, f"prompt {prompt.id}", NAME + ".template")
             if self.chat is not True and (self.chat is False or not self.replies or not self.tokenizer.chat_template):
                 return text, False
             return self._chat([{"role": "user", "content": text}]), True
-        if self.chat is True or (self.chat is None and said is not None and self.tokenizer.chat_template):
-            return self._chat(_answered(said or [{"role": "user", "content": prompt.text}], sample.text)), True
+        if self.chat is True or (self.chat is None and messages is not None and self.tokenizer.chat_template):
+            return self._chat(_answered(messages or [{"role": "user", "content": prompt.text}], sample.text)), True
         return prompt.text + sample.text, False
 
     def _chat(self, messages: list[Any]) -> str:
@@ -119,15 +119,15 @@ def read_reply(text: str, pattern: str) -> Verdict:
         text: its reply.
         pattern: a regular expression whose first group is the number; the last match counts.
     """
-    found = None
-    for found in re.finditer(pattern, text):  # noqa: B007  # the last one
+    match = None
+    for match in re.finditer(pattern, text):  # noqa: B007  # the last one
         pass
-    if found is None:
+    if match is None:
         return Verdict("error", remark=f"{NAME}: no score in its reply {text[-200:]!r} (reward_model.pattern)")
     try:
-        return scored(float(found[1]))
+        return scored(float(match[1]))
     except (TypeError, ValueError):
-        return Verdict("error", remark=f"{NAME}: {found[1]!r} in its reply is no number (reward_model.pattern)")
+        return Verdict("error", remark=f"{NAME}: {match[1]!r} in its reply is no number (reward_model.pattern)")
 
 
 def scored(value: float) -> Verdict:
@@ -216,13 +216,13 @@ class _Scoring:
     def questions(self, group: Group) -> tuple[dict[int, list[int]], dict[int, Verdict]]:
         """Token ids by index of the sample; and verdicts on those that the model cannot read."""
         samples, most = to_be_asked(group), self._longest
-        asked, refused = {}, {}
+        answered, refused = {}, {}
         for sample, ids in zip(samples, self._question.ids(samples), strict=True):
             if most is not None and len(ids) > most:
                 refused[sample.index] = too_long(len(ids), most)
             else:
-                asked[sample.index] = ids
-        return asked, refused
+                answered[sample.index] = ids
+        return answered, refused
 
     def rewarded(self, group: Group, verdicts: Mapping[int, Verdict]) -> Group:
         """The group with its rewards.
@@ -289,18 +289,18 @@ class RewardModel(_Scoring, ModelActor):
         """
         arrivals = Arrivals(groups, self._settings.micro_batch_tokens)
         try:
-            while taken := await arrivals.take():
-                verdicts = await self.on_model(self._verdicts, taken)
-                for group, found in zip(taken, verdicts, strict=True):
-                    yield self.rewarded(group, found)
+            while batch := await arrivals.take():
+                verdicts = await self.on_model(self._verdicts, batch)
+                for group, verdict in zip(batch, verdicts, strict=True):
+                    yield self.rewarded(group, verdict)
         finally:
             await arrivals.close()
 
     def _verdicts(self, groups: Sequence[Group]) -> list[dict[int, Verdict]]:
-        asked, verdicts = map(list, zip(*(self.questions(group) for group in groups), strict=True))
+        questions, verdicts = map(list, zip(*(self.questions(group) for group in groups), strict=True))
         for numbers in [range(len(groups))] if self._together else [[number] for number in range(len(groups))]:
-            places = [(number, index) for number in numbers for index in asked[number]]
-            sequences = [asked[number][index] for number, index in places]
+            places = [(number, index) for number in numbers for index in questions[number]]
+            sequences = [questions[number][index] for number, index in places]
             scores = self._model.scores(sequences, self._settings.micro_batch_tokens) if sequences else []
             for (number, index), score in zip(places, scores, strict=True):
                 verdicts[number][index] = scored(score)
@@ -347,11 +347,11 @@ class GenerativeJudge(_Scoring, Rollout):
         async def questions() -> AsyncIterator[Prompt]:
             number = asked_before = 0
             async for group in each(groups):
-                asked, verdicts = await self.compute(self.questions, group)
-                open_groups[number] = group, verdicts, len(asked) + len(verdicts)
-                if not asked:
+                answered, verdicts = await self.compute(self.questions, group)
+                open_groups[number] = group, verdicts, len(answered) + len(verdicts)
+                if not answered:
                     complete.append(self.rewarded(*open_groups.pop(number)[:2]))
-                for index, ids in asked.items():
+                for index, ids in answered.items():
                     of_question[asked_before] = number, index
                     yield Prompt(asked_before, np.asarray(ids, np.int64))
                     asked_before += 1

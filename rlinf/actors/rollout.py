@@ -224,8 +224,8 @@ class Rollout(Receiver):
         if isinstance(prompt, str):
             raise ValueError("answer: the prompt is a str: give its token ids, as the tokenizer encodes it")
         ids, images = (prompt.token_ids, prompt.images) if isinstance(prompt, Prompt) else (np.asarray(prompt), ())
-        given = {"temperature": temperature, "max_new_tokens": max_new_tokens, **sampling}
-        rules = _overridden("answer", self._sampling, **given)
+        overrides = {"temperature": temperature, "max_new_tokens": max_new_tokens, **sampling}
+        rules = _overridden("answer", self._sampling, **overrides)
         begun = begun if self._engine.hands_over else None
         request = Request(next(self._ids), ids, rules, seed, begun, images, conversation)
         if name is None:
@@ -400,11 +400,11 @@ class GenerateCall:
     def resumed_group(self, group: PartialGroup) -> PartialGroup:
         """A group of a checkpoint, its requests named anew; where the engine cannot go on, answers begin anew."""
         continues = self._engine.hands_over
-        left = {
+        unfinished = {
             index: replace(request, id=next(self._ids), partial=request.partial if continues else None)
             for index, request in group.left.items()
         }
-        return replace(group, done=dict(group.done), left=left)
+        return replace(group, done=dict(group.done), left=unfinished)
 
     def requests(self, group: PartialGroup) -> Iterator[Request]:
         """The unfinished answers of a group; each is in flight from when it is taken. Without any it is complete."""
@@ -483,9 +483,11 @@ class GenerateCall:
     async def partial(self) -> list[PartialGroup]:
         """All groups in flight with what there is of their answers, as a checkpoint keeps them, and then all that are
         complete and not settled, with nothing left; they go on here."""
-        begun = {request.id: request for request in await self._engine.partial(list(self._places))}
+        partials = {request.id: request for request in await self._engine.partial(list(self._places))}
         return [
-            replace(group, done=dict(group.done), left={at: begun.get(one.id, one) for at, one in group.left.items()})
+            replace(
+                group, done=dict(group.done), left={at: partials.get(one.id, one) for at, one in group.left.items()}
+            )
             for group in (*self._groups.values(), *self._ready, *self._out)
         ]
 
@@ -563,7 +565,7 @@ def groups_of(answered: Sequence[PartialGroup], tokenizer: PreTrainedTokenizerBa
 def _sample(
     prompt: Prompt, index: int, completion: Completion, temperature: float, tokenizer: PreTrainedTokenizerBase
 ) -> Sample:
-    kept = completion.response_ids[:-1] if completion.finish == "stop" else completion.response_ids
+    response_ids = completion.response_ids[:-1] if completion.finish == "stop" else completion.response_ids
     return Sample(
         prompt=prompt,
         index=index,
@@ -571,7 +573,7 @@ def _sample(
         logprobs=read_only(completion.logprobs),
         versions=read_only(completion.versions),
         # Special tokens inside the answer stay visible: a reward must not take "12<pad>34" for "1234".
-        text=str(tokenizer.decode(kept, skip_special_tokens=False)),
+        text=str(tokenizer.decode(response_ids, skip_special_tokens=False)),
         truncated=completion.finish in ("length", "abort"),
         temperature=temperature,
         routes=completion.routes,
@@ -580,9 +582,9 @@ def _sample(
 
 def _overridden(call: str, own: Sampling, **changes: Any) -> Sampling:
     """The actor's settings with those of a call, as far as they are not None, in their place."""
-    known = ("temperature", "max_new_tokens", "top_p", "top_k", "min_p", "min_new_tokens", "stop")
-    if unknown := sorted(changes.keys() - set(known)):
-        raise TypeError(f"{call}: there is no setting {', '.join(unknown)}; those of a call are {', '.join(known)}")
+    names = ("temperature", "max_new_tokens", "top_p", "top_k", "min_p", "min_new_tokens", "stop")
+    if unknown := sorted(changes.keys() - set(names)):
+        raise TypeError(f"{call}: there is no setting {', '.join(unknown)}; those of a call are {', '.join(names)}")
     settings = {name: value for name, value in changes.items() if value is not None}
     if "stop" in settings:
         settings["stop_texts"] = tuple(settings.pop("stop"))

@@ -111,15 +111,15 @@ class SupervisedTrainer(TextTrainer):
         if self.rank > 0:
             return {}
         self._batch = batch
-        gathered, taken = steps[-1]
-        return {**described(batch), **gathered.values(), **taken}
+        gathered, metrics = steps[-1]
+        return {**described(batch), **gathered.values(), **metrics}
 
     def _learn(self, learner: Optimization, command: ForwardBackward, *, again: bool = False) -> None:
         batch = command.packed()
-        kept = {name: self._back.outputs(batch, adapter=self._reference)[0] for name in command.columns}
+        cached_columns = {name: self._back.outputs(batch, adapter=self._reference)[0] for name in command.columns}
 
         def loss(batch: Packed, outputs: Outputs) -> LossSum:
-            return self._objective.loss(batch, outputs, kept)
+            return self._objective.loss(batch, outputs, cached_columns)
 
         learner.accumulate([batch], loss)
 

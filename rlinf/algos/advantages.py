@@ -366,8 +366,8 @@ def at_end(rewards: Tensor, mask: Tensor) -> Tensor:
             f"{list(mask.shape)}"
         )
     counted = mask.bool()
-    left = counted.flip(1).cumsum(1).flip(1)  # how many count from here on: 1 at the last one
-    return torch.where(counted & (left == 1), wide(rewards.detach())[:, None], 0.0)
+    remaining = counted.flip(1).cumsum(1).flip(1)  # how many count from here on: 1 at the last one
+    return torch.where(counted & (remaining == 1), wide(rewards.detach())[:, None], 0.0)
 
 
 def less_kl(rewards: Tensor, kl: Tensor, mask: Tensor, *, beta: float) -> Tensor:

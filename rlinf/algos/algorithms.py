@@ -499,8 +499,8 @@ def _check_call(where: str, function: Callable[..., Any], arguments: tuple[str, 
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
-        name, given = getattr(function, "__name__", type(function).__name__), ", ".join(arguments)
-        raise ValueError(f"{where}: {name} is called as {name}({given}), by position, and: {error}") from None
+        name, names = getattr(function, "__name__", type(function).__name__), ", ".join(arguments)
+        raise ValueError(f"{where}: {name} is called as {name}({names}), by position, and: {error}") from None
 
 
 def advantages_of(spec: AlgorithmSpec, answers: Answers, reduce: Reduce | None = None) -> Advantages:

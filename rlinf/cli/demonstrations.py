@@ -111,7 +111,7 @@ async def record_episodes(
     try:
         played = await record(
             roles[TRIALS], roles["policy"], rounds, wanted.episodes, greedy=wanted.greedy, solved=wanted.solved,
-            patience=_PATIENCE, told=on_episode,
+            patience=_PATIENCE, on_progress=on_episode,
         )  # fmt: skip
         await asyncio.to_thread(_moved, rounds, wanted)
     except NothingToKeep as error:

@@ -68,18 +68,18 @@ def filled(step: Step, answer: Answer) -> Batch:
 
 async def _kept(step: Step, answer: Answer, filling: Filling, metrics: dict[str, float]) -> AsyncIterator[Group]:
     """Groups worth learning, round by round."""
-    drawn = 0
+    draws = 0
     rewards: list[float] = []
     even: list[Group] = []  # of the first round
-    kept: set[int] = set()
+    kept_ids: set[int] = set()
     while count := filling.next_round():
         prompts = step.prompts if filling.rounds == 1 else await step.draw(count)
-        asked: list[int] = []
-        async with aclosing(_in_turn(prompts, answer, asked)) as groups:
+        prompt_ids: list[int] = []
+        async with aclosing(_in_turn(prompts, answer, prompt_ids)) as groups:
             async for group in groups:
                 rewards += group.rewards
                 if filling.offer(step.teaches(group)):
-                    kept.add(group.id)
+                    kept_ids.add(group.id)
                     yield group
                 elif filling.rounds == 1:
                     even.append(group)
@@ -87,8 +87,8 @@ async def _kept(step: Step, answer: Answer, filling: Filling, metrics: dict[str,
                     step.ledger.dropped(group.id, EQUAL_REWARDS, tokens=tokens_of(group))
                 if not filling.missing:
                     break
-        drawn += len(asked)
-        if not asked:  # the data have come to their end
+        draws += len(prompt_ids)
+        if not prompt_ids:  # the data have come to their end
             break
     for group in even:
         if not filling.kept:
@@ -96,11 +96,11 @@ async def _kept(step: Step, answer: Answer, filling: Filling, metrics: dict[str,
         else:
             step.ledger.dropped(group.id, EQUAL_REWARDS, tokens=tokens_of(group))
     if not filling.missing:  # the batch was full before the others were answered
-        for prompt_id in step.ledger.open.keys() - kept:
+        for prompt_id in step.ledger.open.keys() - kept_ids:
             step.ledger.dropped(prompt_id, SURPLUS)
     metrics |= {
         "sampling/rounds": float(filling.rounds),
-        "sampling/drawn": float(drawn),
+        "sampling/drawn": float(draws),
         "sampling/dropped": float(filling.offered - filling.kept),
         "sampling/kept": float(filling.kept),
     }
@@ -109,19 +109,19 @@ async def _kept(step: Step, answer: Answer, filling: Filling, metrics: dict[str,
 
 
 async def _in_turn(
-    prompts: Iterable[Prompt] | AsyncIterable[Prompt], answer: Answer, asked: list[int]
+    prompts: Iterable[Prompt] | AsyncIterable[Prompt], answer: Answer, prompt_ids: list[int]
 ) -> AsyncGenerator[Group, None]:
     """The groups of one round, each as soon as all whose prompts were drawn before it have come.
 
     Args:
         prompts: of the round.
         answer: has them answered and scored.
-        asked: gets the ids of the prompts, as they are taken.
+        prompt_ids: gets the ids of the prompts, as they are taken.
     """
 
     async def noted() -> AsyncIterator[Prompt]:
         async for prompt in each(prompts):
-            asked.append(prompt.id)
+            prompt_ids.append(prompt.id)
             yield prompt
 
     waiting: dict[int, Group] = {}
@@ -130,8 +130,8 @@ async def _in_turn(
     try:
         async for group in answers:
             waiting[group.prompt.id] = group
-            while turn < len(asked) and asked[turn] in waiting:
-                yield waiting.pop(asked[turn])
+            while turn < len(prompt_ids) and prompt_ids[turn] in waiting:
+                yield waiting.pop(prompt_ids[turn])
                 turn += 1
     finally:
         await answers.close()  # a batch that is full, or that nobody wants any more, needs no further answers

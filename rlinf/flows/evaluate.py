@@ -26,7 +26,7 @@ async def evaluate(
     n: int = 1,
     temperature: float = 0.0,
     ks: Sequence[int] = (),
-    heard: Callable[[Group], Awaitable[None]] | None = None,
+    on_group: Callable[[Group], Awaitable[None]] | None = None,
     **sampling: Any,
 ) -> Evaluation:
     """Answer the prompts and score the answers.
@@ -38,7 +38,7 @@ async def evaluate(
         n: answers per prompt.
         temperature: 0 takes the likeliest token.
         ks: for which k, up to n, to tell pass@k and maj@k.
-        heard: told of each group as soon as it is judged; the next one waits until it has returned.
+        on_group: told of each group as soon as it is judged; the next one waits until it has returned.
         sampling: further settings of `rollout.generate`, such as max_new_tokens.
 
     Raises:
@@ -49,8 +49,8 @@ async def evaluate(
     groups: list[Group] = []
     async for group in annotate(judge.score.map(answers), reward_model=reward_model):
         groups.append(group)
-        if heard is not None:
-            await heard(group)
+        if on_group is not None:
+            await on_group(group)
     if not groups:
         raise ValueError("evaluate: there was no prompt to answer")
     groups.sort(key=lambda group: group.prompt.id)
@@ -147,48 +147,48 @@ async def trials(env: Any, policy: Any, episodes: int, *, greedy: bool = True, v
     async def play(rank: int, epoch: int, trying: Work) -> _Round:
         simulation, decider, key = env[rank], policy[rank % len(policy)], (rank, 0)
         played = _Round(rank, epoch)
-        seen = await simulation.reset(0, epoch)
-        while seen.chunk is None or bool(seen.chunk.running.any()):
-            actions = decider.act(key, seen, greedy=greedy, keep=False)
-            seen = await simulation.step(0, actions)
-            played.episodes += seen.chunk.episodes
-            trying.advance(len(seen.chunk.episodes))
+        output = await simulation.reset(0, epoch)
+        while output.chunk is None or bool(output.chunk.running.any()):
+            actions = decider.act(key, output, greedy=greedy, keep=False)
+            output = await simulation.step(0, actions)
+            played.episodes += output.chunk.episodes
+            trying.advance(len(output.chunk.episodes))
             if videos:
                 played.actions.append(await actions)
         played.episodes.sort(key=lambda episode: episode.env)
         return played
 
     rounds: list[_Round] = []
-    found: list[tuple[_Round, Episode]] = []
+    results: list[tuple[_Round, Episode]] = []
     with work("trying the policy", episodes, "episodes") as trying:
-        while len(found) < episodes:
+        while len(results) < episodes:
             epoch = len(rounds) // len(env)
             played = await asyncio.gather(*(play(rank, epoch, trying) for rank in range(len(env))))
             if not any(each.episodes for each in played):
                 raise RuntimeError("not one trial ended in a whole round: the simulators lose every episode")
             rounds += played
-            found += [(each, episode) for each in played for episode in each.episodes]
-    found = found[:episodes]
+            results += [(each, episode) for each in played for episode in each.episodes]
+    results = results[:episodes]
     if videos:
-        await _record(env, failures_first(found)[:videos])
-    return tuple(episode for _, episode in found)
+        await _record(env, failures_first(results)[:videos])
+    return tuple(episode for _, episode in results)
 
 
-def failures_first(found: Sequence[tuple[Any, Episode]]) -> list[tuple[Any, Episode]]:
+def failures_first(episodes: Sequence[tuple[Any, Episode]]) -> list[tuple[Any, Episode]]:
     """Episodes in the order in which they are worth looking at: failures, then by their returns, the smallest first.
 
     Args:
-        found: each with what it comes from.
+        episodes: each with what it comes from.
     """
-    return sorted(found, key=lambda pair: (bool(pair[1].success_once), pair[1].total))
+    return sorted(episodes, key=lambda pair: (bool(pair[1].success_once), pair[1].total))
 
 
 async def _record(env: Any, wanted: Sequence[tuple[_Round, Episode]]) -> None:
     """Play the rounds of some episodes again, by the same actions, and record those."""
-    chosen: dict[int, tuple[_Round, list[int]]] = {}
+    rows_of_rounds: dict[int, tuple[_Round, list[int]]] = {}
     for played, episode in wanted:
-        chosen.setdefault(id(played), (played, []))[1].append(episode.env)
-    for played, numbers in chosen.values():
+        rows_of_rounds.setdefault(id(played), (played, []))[1].append(episode.env)
+    for played, numbers in rows_of_rounds.values():
         simulation = env[played.rank]
         await simulation.watch(0, numbers)
         await simulation.reset(0, played.epoch)

@@ -23,16 +23,16 @@ def interactions(step: EmbodiedStep, env: Any, policy: Any) -> list[Coroutine[An
 
     async def interact(rank: int, number: int) -> Any:
         simulation, decider, key = env[rank], policy[(rank * step.slices + number) % len(policy)], (rank, number)
-        seen = simulation.reset(number, step.index) if step.fresh else simulation.observe(number, step.index)
+        output = simulation.reset(number, step.index) if step.fresh else simulation.observe(number, step.index)
         for _ in range(step.horizon):
-            actions = decider.act(key, seen)
-            seen = simulation.step(number, actions)
+            actions = decider.act(key, output)
+            output = simulation.step(number, actions)
             try:
                 await actions  # keeps pace; what was seen does not pass through here
             except BaseException:
-                given_up(seen)
+                given_up(output)
                 raise
-        return decider.trajectory(key, seen)  # a promise: it goes from the policy to the trainer
+        return decider.trajectory(key, output)  # a promise: it goes from the policy to the trainer
 
     return [interact(rank, number) for rank in range(len(env)) for number in range(step.slices)]
 

@@ -27,7 +27,7 @@ async def record(
     greedy: bool = True,
     solved: bool = True,
     patience: int = 1,
-    told: Callable[[int, int], None] = lambda kept, played: None,
+    on_progress: Callable[[int, int], None] = lambda kept, played: None,
 ) -> int:
     """Act until enough episodes are written.
 
@@ -39,7 +39,7 @@ async def record(
         greedy: take the likeliest actions.
         solved: keep only those that solved their task; all where the simulator does not say.
         patience: rounds in a row of which nothing could be kept after which it gives up.
-        told: called after each round with how many episodes are kept, and how many were played.
+        on_progress: called after each round with how many episodes are kept, and how many were played.
 
     Returns:
         How many episodes were acted in, for a share of success.
@@ -60,17 +60,19 @@ async def record(
     written = played = epoch = nothing = 0
     while written < episodes:
         rounds = await asyncio.gather(*(play(rank, epoch) for rank in range(len(env))))
-        found = [shown for part in rounds for shown in part]
-        kept = [shown for shown in found if not (solved and shown.success is False)]
-        played, epoch, nothing = played + len(found), epoch + 1, 0 if kept else nothing + 1
+        demonstrations = [demonstration for part in rounds for demonstration in part]
+        solved_ones = [
+            demonstration for demonstration in demonstrations if not (solved and demonstration.success is False)
+        ]
+        played, epoch, nothing = played + len(demonstrations), epoch + 1, 0 if solved_ones else nothing + 1
         if nothing >= patience:
             raise NothingToKeep(
                 f"record: not one of {played if nothing == epoch else 'the last'} episodes solved its task"
                 f"{'' if nothing == epoch else f', in {nothing} rounds'}; "
                 "record a better policy, or failures, too (--all)"
             )
-        written += await asyncio.to_thread(write_demonstrations, Path(path), kept[: episodes - written])
-        told(written, played)
+        written += await asyncio.to_thread(write_demonstrations, Path(path), solved_ones[: episodes - written])
+        on_progress(written, played)
     return played
 
 
@@ -86,12 +88,12 @@ def demonstrated(outputs: Sequence[EnvOutput], actions: Sequence[Tensor]) -> lis
     rewards, ended = (torch.stack([getattr(chunk, name) for chunk in chunks]) for name in ("rewards", "terminated"))
     lost = torch.stack([chunk.lost for chunk in chunks]).any(0)
     outcomes = {episode.env - outputs[0].first: episode for chunk in chunks for episode in chunk.episodes}
-    words, found = outputs[0].instructions, []
+    words, demonstrations = outputs[0].instructions, []
     for env, episode in sorted(outcomes.items()):
         length = int(valid[:, env].any(-1).sum())
         if lost[env]:
             continue
-        found.append(
+        demonstrations.append(
             Demonstration(
                 {name: torch.stack([output.observation[name][env] for output in outputs[: length + 1]])
                  for name in outputs[0].observation},
@@ -103,4 +105,4 @@ def demonstrated(outputs: Sequence[EnvOutput], actions: Sequence[Tensor]) -> lis
                 None if words is None else words[env],
             )
         )  # fmt: skip
-    return found
+    return demonstrations

@@ -268,22 +268,22 @@ class RunSession:
             key = (seed,)
         chat = self._chat if tools is None else self._chat.with_arguments(tools=tools)
         task = None if episode is None else episode.prompt or Prompt(episode.task, self._chat.ids(""))
-        begun = Conversation(
+        conversation = Conversation(
             setting, chat, key, number, sampling, task,
             0 if episode is None else episode.index, lambda: next(self._numbers),
         )  # fmt: skip
         if system is not None:
-            begun.system(system)
+            conversation.system(system)
         if are_messages(prompt, f"session.{call}"):
-            begun.begin(prompt)
+            conversation.begin(prompt)
         elif prompt is not None:
-            made = prompt_of(prompt, 0, chat, self._setting.vocabulary, f"session.{call}")
+            prompt_made = prompt_of(prompt, 0, chat, self._setting.vocabulary, f"session.{call}")
             if task is None and isinstance(prompt, Prompt):
-                begun.prompt = made
-            begun.append(made.token_ids)
+                conversation.prompt = prompt_made
+            conversation.append(prompt_made.token_ids)
         if episode is not None:
-            episode.conversations.append(begun)
-        return begun
+            episode.conversations.append(conversation)
+        return conversation
 
     def complete(
         self, prompt: Any, *, max_new_tokens: int | None = None, seed: int | None = None, **sampling: Any
@@ -299,11 +299,11 @@ class RunSession:
         Raises:
             TypeError, ValueError, UserError: something that cannot be answered; by what and why.
         """
-        chosen = sampling if max_new_tokens is None else {"max_new_tokens": max_new_tokens, **sampling}
+        settings = sampling if max_new_tokens is None else {"max_new_tokens": max_new_tokens, **sampling}
 
         async def answer() -> Reply:
             async with self._begin("complete", None, prompt, None, seed, None, {}) as conversation:
-                return await conversation.generate(**chosen)
+                return await conversation.generate(**settings)
 
         return Awaited(answer(), "session.complete(…)")
 
@@ -327,25 +327,25 @@ class RunSession:
         count = at_least_one(running.group_size if n is None else n, "n", "session.generate")
         if isinstance(prompts, (str, Mapping, Prompt)) or not isinstance(prompts, (Iterable, AsyncIterable)):
             raise WrongType(f"session.generate: {shown(prompts)} is one prompt or none; give a list of them")
-        made: Any
+        made_prompts: Any
         if isinstance(prompts, (list, tuple)):
-            made = [self._prompt(given) for given in prompts]
+            made_prompts = [self._prompt(each_prompt) for each_prompt in prompts]
         else:
-            made = self._prompts(prompts)
+            made_prompts = self._prompts(prompts)
         answers = running.roles()["rollout"].generate(
-            Stream.of(made, name="prompts"), n=count, listed=False, **sampling
+            Stream.of(made_prompts, name="prompts"), n=count, listed=False, **sampling
         )
         scored: Stream[Group] = running.roles()["judge"].score.map(answers) if running.judges else answers
         return scored
 
     async def _prompts(self, prompts: Any) -> AsyncIterator[Prompt]:
-        async for given in each(prompts):
-            yield self._prompt(given)
+        async for prompt in each(prompts):
+            yield self._prompt(prompt)
 
-    def _prompt(self, given: Any) -> Prompt:
-        if isinstance(given, Prompt):
-            return prompt_of(given, given.id, self._chat, self._setting.vocabulary, "session.generate")
-        return prompt_of(given, self._counted("tasks"), self._chat, self._setting.vocabulary, "session.generate")
+    def _prompt(self, prompt: Any) -> Prompt:
+        if isinstance(prompt, Prompt):
+            return prompt_of(prompt, prompt.id, self._chat, self._setting.vocabulary, "session.generate")
+        return prompt_of(prompt, self._counted("tasks"), self._chat, self._setting.vocabulary, "session.generate")
 
     def _counted(self, what: str) -> int:
         """How many of these there were before this one."""
@@ -676,41 +676,43 @@ class RunSession:
         """
         running = self._open("evaluate")
         count = at_least_one(n, "n", "session.evaluate")
-        chosen = {**{name: value for name, value in running.evaluation.items() if value is not None}, **sampling}
+        settings = {**{name: value for name, value in running.evaluation.items() if value is not None}, **sampling}
         if episode is None and running.agent is None:
             if not running.judges:
                 raise UserError(
                     "session.evaluate: answers need a reward function: give the session rewards=…, or an episode"
                 )
-            roles, made = running.roles(), [self._trial(given, number) for number, given in enumerate(tasks)]
+            roles, problems = running.roles(), [self._trial(task, number) for number, task in enumerate(tasks)]
 
             async def answered() -> Evaluation:
-                with work("evaluating", len(made), "problems") as evaluating:
+                with work("evaluating", len(problems), "problems") as evaluating:
 
-                    async def heard(group: Group) -> None:
+                    async def on_group(group: Group) -> None:
                         evaluating.advance()
 
-                    told = {"heard": heard, **chosen}
-                    return await evaluate(Stream.of(made), roles["rollout"], roles["judge"], n=count, **told)
+                    settings_of_call = {"on_group": on_group, **settings}
+                    return await evaluate(
+                        Stream.of(problems), roles["rollout"], roles["judge"], n=count, **settings_of_call
+                    )
 
             return Awaited(answered(), "session.evaluate(…)")
-        trials = self._played("evaluate", tasks, episode, _Playing(n=count, kind=TRIALS, sampling=chosen))
+        trials = self._played("evaluate", tasks, episode, _Playing(n=count, kind=TRIALS, sampling=settings))
         groups = Stream.of(trials.groups(tasks), name="episodes")
 
         async def played() -> Evaluation:
-            found = []
+            groups_played = []
             with work("evaluating", len(tasks) if isinstance(tasks, Sized) else None, "tasks") as evaluating:
                 async for group in groups:
-                    found.append(group)
+                    groups_played.append(group)
                     evaluating.advance()
-            found.sort(key=lambda group: group.prompt.id)
-            metrics = measure(found)
-            return Evaluation(metrics["accuracy"], tuple(found), metrics)
+            groups_played.sort(key=lambda group: group.prompt.id)
+            metrics = measure(groups_played)
+            return Evaluation(metrics["accuracy"], tuple(groups_played), metrics)
 
         return Awaited(played(), "session.evaluate(…)")
 
-    def _trial(self, given: Any, number: int) -> Prompt:
-        return prompt_of(given, number, self._chat, self._setting.vocabulary, "session.evaluate")
+    def _trial(self, task: Any, number: int) -> Prompt:
+        return prompt_of(task, number, self._chat, self._setting.vocabulary, "session.evaluate")
 
 
 def _check(group: Any) -> None:

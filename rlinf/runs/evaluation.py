@@ -66,7 +66,7 @@ async def evaluate_on(data: Data, roles: Roles, config: RunConfig, passed: Rewar
             n=settings.samples,
             temperature=settings.temperature,
             ks=settings.k,
-            heard=heard,
+            on_group=heard,
             top_p=settings.top_p,
             max_new_tokens=settings.max_new_tokens,
         )
@@ -261,7 +261,7 @@ async def evaluate_named(
                     temperature=benchmark.temperature,
                     top_p=benchmark.top_p,
                     max_new_tokens=longest_answer(name, benchmark, prompts, model_config),
-                    heard=partial(_heard, answers, evaluating),
+                    on_group=partial(_heard, answers, evaluating),
                 )
             groups += evaluation.groups
         evaluations[name] = measured(groups, benchmark)

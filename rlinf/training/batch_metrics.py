@@ -49,10 +49,10 @@ def token_rows(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
     ids = sample.response_ids[:MOST]
     count = len(ids)
     mask = np.ones(count, bool) if sample.loss_mask is None else sample.loss_mask[:MOST]
-    known = [bool(mask[at]) and math.isfinite(sample.logprobs[at]) for at in range(count)]
+    has_logprob = [bool(mask[at]) and math.isfinite(sample.logprobs[at]) for at in range(count)]
     metrics: dict[str, Any] = {
         "texts": token_texts([int(one) for one in ids], tokenizer),
-        "logprobs": [round(float(sample.logprobs[at]), DIGITS) if known[at] else None for at in range(count)],
+        "logprobs": [round(float(sample.logprobs[at]), DIGITS) if has_logprob[at] else None for at in range(count)],
         "mask": [int(one) for one in mask],
         "versions": [int(sample.versions[at]) if mask[at] else -1 for at in range(count)],
     }
@@ -96,18 +96,18 @@ def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]
     A token that ends in the middle of a character adds nothing, and the one that completes it the whole character.
     """
     texts: list[str] = []
-    begin, read = 0, 0  # a token's text may depend on the one before it, such as the space between two words
+    begin, context = 0, 0  # a token's text may depend on the one before it, such as the space between two words
 
     def decoded(end: int) -> str:
         return str(tokenizer.decode(ids[begin:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     for end in range(1, len(ids) + 1):
-        before, now = decoded(read), decoded(end)
+        before, now = decoded(context), decoded(end)
         if now.endswith(_INCOMPLETE) and end < len(ids):
             texts.append("")
             continue
         texts.append(now[len(before) :])
-        begin, read = read, end
+        begin, context = context, end
     return texts
 
 
@@ -149,7 +149,7 @@ def describe(
     samples = [sample for group in learned for sample in group.scored]
     rewards = torch.tensor([reward for group in learned for reward in group.rewards], dtype=torch.float64)
     lengths = torch.tensor([sample.generated_tokens for sample in samples], dtype=torch.float64)
-    read = sum(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples)
+    token_count = sum(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples)
     learns_cut = spec.truncated == "keep"
     return {
         "reward/mean": float(rewards.mean()),
@@ -163,7 +163,7 @@ def describe(
         "groups": float(len(learned)),
         "groups/uniform": sum(not teaches(spec, group) for group in learned) / len(learned),
         "samples": float(len(samples)),
-        "tokens": float(read),
+        "tokens": float(token_count),
         "response_tokens": float(lengths.sum()),
         **{f"outcomes/{name}": outcomes.count(name) / len(everyone) for name in _OUTCOMES},
         **_scores(samples),
@@ -177,11 +177,11 @@ def _shaping(spec: AlgorithmSpec, groups: Sequence[Group]) -> dict[str, float]:
     groups that have better and worse ones."""
     if spec.shaping is None:
         return {}
-    found = [(group.rewards, shaped_rewards(spec, group)) for group in groups]
-    pairs = [pair for rewards, shaped in found for pair in zip(rewards, shaped, strict=True)]
+    rewards_pairs = [(group.rewards, shaped_rewards(spec, group)) for group in groups]
+    pairs = [pair for rewards, shaped in rewards_pairs for pair in zip(rewards, shaped, strict=True)]
     best = [
         after < before
-        for rewards, shaped in found
+        for rewards, shaped in rewards_pairs
         for before, after in zip(rewards, shaped, strict=True)
         if before == max(rewards) > min(rewards)
     ]
@@ -194,17 +194,17 @@ def _shaping(spec: AlgorithmSpec, groups: Sequence[Group]) -> dict[str, float]:
 
 def _ages(samples: Sequence[Sample], version: int, oldest: int) -> dict[str, float]:
     """By how many versions learned tokens are older than the weights that learn from them; see `describe`."""
-    made = np.concatenate([np.empty(0, np.int64), *(sample.column("versions") for sample in samples)])
-    ages = (version - made).astype(np.int64)
-    found = {
+    versions = np.concatenate([np.empty(0, np.int64), *(sample.column("versions") for sample in samples)])
+    ages = (version - versions).astype(np.int64)
+    metrics = {
         "staleness/mean": float(ages.mean()) if len(ages) else 0.0,
         "staleness/max": float(ages.max(initial=0)),
     }
     if oldest:
         limit = min(oldest, AGES)
         counts = np.bincount(ages.clip(0, limit), minlength=limit + 1) / max(1, len(ages))
-        found |= {f"staleness/share/{age}": float(share) for age, share in enumerate(counts)}
-    return found
+        metrics |= {f"staleness/share/{age}": float(share) for age, share in enumerate(counts)}
+    return metrics
 
 
 def rewards_by_agent(samples: Sequence[Sample]) -> dict[str, float]:
@@ -346,8 +346,8 @@ def rescue(groups: Sequence[Group], advantages: Advantages, directory: Path, ver
             tensors[name] = np.concatenate([sample.per_token[name] for sample in samples])
     save_file(tensors, path)
     everyone = sum(len(group.samples) for group in groups)
-    shown = show_samples(groups, advantages, everyone)
-    path.with_suffix(".json").write_text(json.dumps({"version": version, "samples": shown}, indent=1) + "\n")
+    rows = show_samples(groups, advantages, everyone)
+    path.with_suffix(".json").write_text(json.dumps({"version": version, "samples": rows}, indent=1) + "\n")
     return path
 
 

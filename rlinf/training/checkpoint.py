@@ -190,9 +190,9 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def set_hyperparameters(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> None:
+def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Set what `hyperparameters` gave, in place of what a checkpoint brought."""
-    for group, values in zip(optimizer.param_groups, given, strict=True):
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
         group.update(values)
 
 
@@ -664,11 +664,11 @@ async def park(system: ActorSystem, role: str, group: ActorGroup) -> ParkedState
     keepers = await system.spawn(StateKeeper, name=f"{role}.parked", hosts=group.hosts)
     try:
         copies = group.export_state()
-        kept = await keepers.keep.each([copies[rank] for rank in range(len(group))])
+        keys = await keepers.keep.each([copies[rank] for rank in range(len(group))])
     except BaseException:
         await system.kill(keepers)
         raise
-    abouts, shards = zip(*kept, strict=True)
+    abouts, shards = zip(*keys, strict=True)
     return ParkedState(role, keepers, json.loads(abouts[0]), shards)
 
 
@@ -701,13 +701,13 @@ class OpenState:
 
     def whole(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin so, without that, in host memory. Blocking, as `fill`."""
-        found = {
+        tensors = {
             key: torch.empty(kind.size, dtype=kind.properties.dtype)
             for key, kind in self.stored.state_dict_metadata.items()
             if key.startswith(prefix) and isinstance(kind, TensorStorageMetadata)
         }
-        self.fill(found)
-        return {key.removeprefix(prefix): tensor for key, tensor in found.items()}
+        self.fill(tensors)
+        return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
 
     def _batches(self, items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
         """Pieces of at most `READ_BYTES` each, unless a single one is larger."""

@@ -118,12 +118,12 @@ def copy_model(
         pictures: reads those of prompts, whose preprocessor is to be written beside it, too.
     """
     reshard(model)
-    known = at_hand or {}
+    available = at_hand or {}
     tensors = {}
     for name, tensor in gathered(_saved(model), dtype=dtype):
         if lead:
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            twin = known.get(tensor.data_ptr())
+            twin = available.get(tensor.data_ptr())
             if twin is None or (twin.dtype, twin.shape) != (wanted, tensor.shape):
                 twin = tensor.to("cpu", wanted, copy=True)
             tensors[name] = twin

@@ -46,8 +46,8 @@ def lr_factor(done: int, schedule: Schedule, warmup_steps: int, total_steps: int
         return 1.0
     falling = max(1, total_steps + 1 - peak)
     way = min(step - peak, falling - 1) / falling
-    left = 1.0 - way if schedule == "linear" else (1.0 + math.cos(math.pi * way)) / 2.0
-    return min_ratio + (1.0 - min_ratio) * left
+    remaining = 1.0 - way if schedule == "linear" else (1.0 + math.cos(math.pi * way)) / 2.0
+    return min_ratio + (1.0 - min_ratio) * remaining
 
 
 Kind = Literal["adamw", "adamw_8bit"]
@@ -140,16 +140,16 @@ class AdamW8bit(Optimizer):
         """State of AdamW for a parameter: the step, and the means in float32, sharded as the parameter is."""
         from bitsandbytes.functional import dequantize_blockwise
 
-        if not (kept := self.state.get(parameter)):
+        if not (state := self.state.get(parameter)):
             return {}
-        found = {"step": torch.tensor(float(kept["step"]))}
+        tensors = {"step": torch.tensor(float(state["step"]))}
         for name, end in _MEANS.items():
-            mean = kept[f"state{end}"]
+            mean = state[f"state{end}"]
             if mean.dtype == torch.uint8:
-                scale, code = kept[f"absmax{end}"], kept[f"qmap{end}"]
+                scale, code = state[f"absmax{end}"], state[f"qmap{end}"]
                 mean = dequantize_blockwise(mean, absmax=scale, code=code, blocksize=_BLOCK)
-            found[name] = _like(parameter, mean)
-        return found
+            tensors[name] = _like(parameter, mean)
+        return tensors
 
     def take(self, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> None:
         """Go on from what AdamW has kept of a parameter; 8 bits are rounded to anew."""
@@ -157,15 +157,15 @@ class AdamW8bit(Optimizer):
 
         own = self._own[parameter]
         self._theirs.init_state(self._theirs.param_groups[0], own, 0, 0)
-        kept = self._theirs.state[own]
-        kept["step"] = int(saved["step"])
+        state = self._theirs.state[own]
+        state["step"] = int(saved["step"])
         for name, end in _MEANS.items():
             mean = shard_of(saved[name]).to(own.device)
-            if kept[f"state{end}"].dtype == torch.uint8:
-                mean, scale = quantize_blockwise(mean.contiguous(), code=kept[f"qmap{end}"], blocksize=_BLOCK)
-                kept[f"absmax{end}"] = scale.absmax
-            kept[f"state{end}"] = mean
-        self.state[parameter] = kept
+            if state[f"state{end}"].dtype == torch.uint8:
+                mean, scale = quantize_blockwise(mean.contiguous(), code=state[f"qmap{end}"], blocksize=_BLOCK)
+                state[f"absmax{end}"] = scale.absmax
+            state[f"state{end}"] = mean
+        self.state[parameter] = state
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
@@ -230,8 +230,8 @@ def minimize(
 
 def _add_gradients(total: Tensor, parameters: Sequence[Tensor]) -> None:
     """Add the gradients of a sum to those of some parameters, and to nothing else; 0 for what it does not depend on."""
-    for parameter, found in zip(parameters, torch.autograd.grad(total, parameters, allow_unused=True), strict=True):
-        gradient = torch.zeros_like(parameter) if found is None else found
+    for parameter, addend in zip(parameters, torch.autograd.grad(total, parameters, allow_unused=True), strict=True):
+        gradient = torch.zeros_like(parameter) if addend is None else addend
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
@@ -277,10 +277,10 @@ def optimizer_step(
     Raises:
         FloatingPointError: the loss or the gradient is not finite; the parameters have not changed.
     """
-    given = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-    gradients = [shard_of(gradient) for gradient in given.values()]
+    gradient_of = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    gradients = [shard_of(gradient) for gradient in gradient_of.values()]
     square = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
-    if counted := _counted_here([gradient for parameter, gradient in given.items() if leads(parameter)], ranks):
+    if counted := _counted_here([gradient for parameter, gradient in gradient_of.items() if leads(parameter)], ranks):
         square = torch.stack(torch._foreach_norm(counted)).double().square().sum()
     gathered, total = over_ranks(loss, sum_over_ranks(square, parts), ranks)
     count = float(gathered.weight)
@@ -310,7 +310,7 @@ def _cause_of_nan(
     named: Mapping[str, Tensor], optimizer: Optimizer, ranks: DeviceMesh | None, parts: DeviceMesh | None
 ) -> str:
     """A hint after a loss or gradient that is not finite; a collective, to which all ranks come together."""
-    steps = max((float(kept.get("step", 1)) for kept in optimizer.state.values() if kept), default=0.0)
+    steps = max((float(state.get("step", 1)) for state in optimizer.state.values() if state), default=0.0)
     counts = [(~shard_of(tensor.detach()).isfinite()).sum().double() for tensor in named.values()]
     mine = torch.stack([*counts, counts[0].new_tensor(steps)])
     wrong = sum_over_ranks(sum_over_ranks(mine, parts), ranks).tolist()
@@ -372,11 +372,13 @@ def sum_over_copies(parameters: Sequence[Tensor], copies: DeviceMesh) -> None:
         copies: the ranks that hold the same part of the model.
     """
     for bucket in _buckets(parameters):
-        given = torch.tensor([float(parameter.grad is not None) for parameter in bucket], device=bucket[0].device)
+        has_gradient = torch.tensor(
+            [float(parameter.grad is not None) for parameter in bucket], device=bucket[0].device
+        )
         for parameter in bucket:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients = [shard_of(parameter.grad) for parameter in bucket if parameter.grad is not None]
-        flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), given.to(gradients[0].dtype)])
+        flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), has_gradient.to(gradients[0].dtype)])
         dist.all_reduce(flat, group=copies.get_group())
         *sums, counts = flat.split([*(gradient.numel() for gradient in gradients), len(bucket)])
         for parameter, gradient, total, count in zip(bucket, gradients, sums, counts.tolist(), strict=True):

@@ -138,10 +138,10 @@ def check_told(where: str, spec: AlgorithmSpec, samples: Sequence[Sample], neede
     Raises:
         ValueError: a sample lacks one, and the text says which call fills it; or it has one that nothing reads.
     """
-    known = needed.union(_SOURCES, [REWARDS])
+    columns = needed.union(_SOURCES, [REWARDS])
     for sample in samples:
-        if not known.issuperset(name.partition("/")[0] for name in sample.per_token):  # of each of several teachers
-            raise ValueError(f"{where}: {_unread(sample, known)}")
+        if not columns.issuperset(name.partition("/")[0] for name in sample.per_token):  # of each of several teachers
+            raise ValueError(f"{where}: {_unread(sample, columns)}")
     for name in sorted(needed):
         for sample in samples:
             if name in sample.per_token:
@@ -159,9 +159,9 @@ def check_told(where: str, spec: AlgorithmSpec, samples: Sequence[Sample], neede
             )
 
 
-def _unread(sample: Sample, known: set[str]) -> str:
+def _unread(sample: Sample, columns: set[str]) -> str:
     """An error about a sample with a column that no algorithm reads."""
-    name = min(name for name in sample.per_token if name.partition("/")[0] not in known)
+    name = min(name for name in sample.per_token if name.partition("/")[0] not in columns)
     cure = (
         "set Sample.loss_mask, a field of its own"
         if name == "loss_mask"
@@ -169,7 +169,7 @@ def _unread(sample: Sample, known: set[str]) -> str:
     )
     return (
         f"sample {sample.index} of prompt {sample.prompt.id} has per_token[{name!r}], which is read by nothing: the "
-        f"keys that are read are {', '.join(sorted(known))}; {cure}"
+        f"keys that are read are {', '.join(sorted(columns))}; {cure}"
     )
 
 
@@ -306,9 +306,9 @@ def _of_learned(table: Tensor, samples: Sequence[Sample]) -> list[np.ndarray]:
     return [row[: sample.learned_tokens] for row, sample in zip(table.float().numpy(), samples, strict=True)]
 
 
-def _per_group(scored: Sequence[Sequence[Sample]], rows: Sequence[Row], found: Advantages) -> list[list[Row]]:
+def _per_group(scored: Sequence[Sequence[Sample]], rows: Sequence[Row], advantages: Advantages) -> list[list[Row]]:
     """The rows of each group in which a token counts."""
-    counted = zip(rows, found.mask.any(1).tolist(), strict=True)
+    counted = zip(rows, advantages.mask.any(1).tolist(), strict=True)
     return [[row for row, counts in islice(counted, len(some)) if counts] for some in scored]
 
 
@@ -453,14 +453,14 @@ def learn_policy(
         oldest: by how many versions tokens may be older than the weights; above 0, `compare` tells their ages apart.
         balance: coefficient of the auxiliary loss of a mixture of experts, for batches that have `expert_load`.
     """
-    known = {} if cached_columns is None else cached_columns
+    columns = {} if cached_columns is None else cached_columns
 
     def loss(batch: Packed, outputs: Outputs) -> LossSum:
         logprobs, entropy = outputs[:2]
         routed = outputs[2] if len(outputs) > 2 else None
         if spec.needs_recomputed_logprobs and PROXIMAL not in batch.columns:
-            known.setdefault(PROXIMAL, logprobs.detach())
-        total = policy_loss(spec, batch, logprobs, entropy, known, version)
+            columns.setdefault(PROXIMAL, logprobs.detach())
+        total = policy_loss(spec, batch, logprobs, entropy, columns, version)
         if routed is not None and routed.balance is not None and balance:
             total = total.plus(_evenly(spec, batch, routed.balance), balance)
         if compare and routed is not None:

@@ -224,15 +224,15 @@ class BatchSchedule:
         """Commands for a whole batch, each part of which makes an optimizer step."""
         await self._take(groups)
         self._check()
-        packer, left = MicroBatchPacker(self._packing), self._plan.steps
+        packer, steps_left = MicroBatchPacker(self._packing), self._plan.steps
         for epoch in range(self._plan.epochs):
             for number, part in enumerate(parts := [*self._parts(epoch)]):
                 load = self._load(part)
                 for shares in packer.close(part):
                     yield tuple(ForwardBackward(rows, compare=epoch == number == 0, load=load) for rows in shares)
-                left -= 1
+                steps_left -= 1
                 last = epoch == self._plan.epochs - 1 and number == len(parts) - 1
-                yield self._for_all(OptimizerStep(left_out=left if last else 0))
+                yield self._for_all(OptimizerStep(left_out=steps_left if last else 0))
 
     async def _passes(
         self, ready: Iterable[Sequence[Group]] | AsyncIterable[Sequence[Group]]
@@ -294,10 +294,10 @@ class BatchSchedule:
     def _parts(self, epoch: int) -> Iterator[list[Row]]:
         """The groups' rows in so many parts of about equal numbers of groups; fewer if there are not so many groups."""
         groups = [rows for rows in self.learned.rows if rows]
-        drawn = permutation(len(groups), *self._plan.seed, epoch)
+        order = permutation(len(groups), *self._plan.seed, epoch)
         count = min(self._plan.minibatches, len(groups))
         for number in range(count):
-            yield [row for group in drawn[number::count] for row in groups[group]]
+            yield [row for group in order[number::count] for row in groups[group]]
 
     def _check(self) -> None:
         where = self._plan.where

@@ -46,13 +46,13 @@ class Objective(Protocol):
             ValueError: a group lacks something.
         """
 
-    def loss(self, batch: Packed, outputs: Outputs, kept: Mapping[str, Tensor]) -> LossSum:
+    def loss(self, batch: Packed, outputs: Outputs, cached_columns: Mapping[str, Tensor]) -> LossSum:
         """The un-normalised loss of a micro-batch.
 
         Args:
             batch: rows of this objective.
             outputs: of the model, for its learned tokens.
-            kept: columns beside those of the batch, [learned] each.
+            cached_columns: columns beside those of the batch, [learned] each.
         """
 
 
@@ -69,7 +69,7 @@ class Likelihood:
         uneven = any(WEIGHT in sample.per_token for sample in samples)
         return [_row(sample, {WEIGHT: _weights(sample)} if uneven else {}) for sample in samples]
 
-    def loss(self, batch: Packed, outputs: Outputs, kept: Mapping[str, Tensor]) -> LossSum:
+    def loss(self, batch: Packed, outputs: Outputs, cached_columns: Mapping[str, Tensor]) -> LossSum:
         logprobs, entropy = outputs[:2]
         total = losses.supervised(logprobs, batch.columns.get(WEIGHT, batch.mask))
         count = torch.tensor(float(len(logprobs)), dtype=torch.float64)
@@ -103,9 +103,9 @@ class Preference:
             for sample in group.samples
         ]
 
-    def loss(self, batch: Packed, outputs: Outputs, kept: Mapping[str, Tensor]) -> LossSum:
+    def loss(self, batch: Packed, outputs: Outputs, cached_columns: Mapping[str, Tensor]) -> LossSum:
         logprobs = outputs[0]
-        columns = {**batch.columns, **kept}
+        columns = {**batch.columns, **cached_columns}
         if REF not in columns and len(logprobs):
             raise ValueError(
                 "dpo: nobody said the reference's log-probs: put reference.logprobs before trainer.train, give the "
@@ -148,7 +148,7 @@ class Scores:
             for sample in group.samples
         ]
 
-    def loss(self, batch: Packed, outputs: Outputs, kept: Mapping[str, Tensor]) -> LossSum:
+    def loss(self, batch: Packed, outputs: Outputs, cached_columns: Mapping[str, Tensor]) -> LossSum:
         chosen, rejected = _per_pair(outputs[0], batch)
         margins = _per_pair(batch.columns[MARGIN], batch)[0] if MARGIN in batch.columns else None
         return bradley_terry(chosen, rejected, margins, center=self.center)

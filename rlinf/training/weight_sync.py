@@ -63,15 +63,15 @@ class Clock:
             on: a tensor, or several, on the device that does it; without any the time is that of the wall.
         """
         like = on if isinstance(on, Tensor) else next(iter(on), None)
-        begun = _mark(like)
+        start = _mark(like)
         yield
-        self._phases.append((what, begun, _mark(like)))
+        self._phases.append((what, start, _mark(like)))
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase; blocking, on a GPU until the last has ended."""
         seconds: dict[str, float] = {}
-        for what, begun, ended in self._phases:
-            seconds[what] = seconds.get(what, 0.0) + _between(begun, ended)
+        for what, start, ended in self._phases:
+            seconds[what] = seconds.get(what, 0.0) + _between(start, ended)
         return seconds
 
     def tell(self, actor: Actor) -> None:
@@ -103,11 +103,11 @@ def _mark(on: Tensor | None) -> _Mark:
     return time.perf_counter()
 
 
-def _between(begun: _Mark, ended: _Mark) -> float:
-    if isinstance(begun, float) or isinstance(ended, float):
-        return float(ended) - float(begun)  # type: ignore[arg-type]  # both are of one kind
+def _between(start: _Mark, ended: _Mark) -> float:
+    if isinstance(start, float) or isinstance(ended, float):
+        return float(ended) - float(start)  # type: ignore[arg-type]  # both are of one kind
     ended.synchronize()
-    return begun.elapsed_time(ended) / 1e3
+    return start.elapsed_time(ended) / 1e3
 
 
 class Part(Tensor):
@@ -120,11 +120,11 @@ class Part(Tensor):
     @staticmethod
     def of(local: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Part:
         """The rectangle at `offset` in a tensor of this shape."""
-        made: Any = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper: Any = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             Part, tuple(shape), dtype=local.dtype, device=local.device
         )
-        made.local, made.offset = local, tuple(offset)
-        part: Part = made
+        wrapper.local, wrapper.offset = local, tuple(offset)
+        part: Part = wrapper
         return part
 
     @classmethod
@@ -160,7 +160,7 @@ class Scattered:
 
     shape: tuple[int, ...]
     """The whole tensor's."""
-    held: Sequence[Held]
+    pieces: Sequence[Held]
     """The rectangles and their ranks, in an order that is the same on all ranks."""
     write: Callable[[Held, int, Tensor], None]
     """Copies rows of a rectangle that this rank has, from one of them on, into a tensor that takes so many, and casts
@@ -190,35 +190,35 @@ class Scattered:
         """
         me = 0 if self.mesh is None else self.mesh.get_local_rank()
         whole = None if place is None else place.view(self.shape)
-        for held in self.held:
-            if me not in (0, held.rank):
+        for piece in self.pieces:
+            if me not in (0, piece.rank):
                 continue
-            row = prod(held.shape[1:]) * dtype.itemsize
+            row = prod(piece.shape[1:]) * dtype.itemsize
             step = max(1, piece_bytes // max(1, row))
-            for start in range(0, held.shape[0], step):
-                count = min(step, held.shape[0] - start)
-                place_of = None if whole is None else whole[_rows(held, start, count)]
-                if held.rank:
-                    self._moved(place_of, held, start, count, dtype, clock)
+            for start in range(0, piece.shape[0], step):
+                count = min(step, piece.shape[0] - start)
+                place_of = None if whole is None else whole[_rows(piece, start, count)]
+                if piece.rank:
+                    self._moved(place_of, piece, start, count, dtype, clock)
                 elif place_of is not None:
                     with clock.phase("copy", place_of):
-                        self.write(held, start, place_of)
+                        self.write(piece, start, place_of)
 
     def _moved(
-        self, place: Tensor | None, held: Held, start: int, count: int, dtype: torch.dtype, clock: Clock
+        self, place: Tensor | None, source: Held, start: int, count: int, dtype: torch.dtype, clock: Clock
     ) -> None:
         """Some rows of a rectangle of another rank: it sends them, and the first one puts them into their place."""
         assert self.mesh is not None
         group = self.mesh.get_group()
-        piece = torch.empty((count, *held.shape[1:]), dtype=dtype, device=self.device)
+        piece = torch.empty((count, *source.shape[1:]), dtype=dtype, device=self.device)
         if self.mesh.get_local_rank():
             with clock.phase("cast", piece):
-                self.write(held, start, piece)
+                self.write(source, start, piece)
             with clock.phase("gather", piece):
                 dist.send(piece, group=group, group_dst=0)
             return
         with clock.phase("gather", piece):
-            dist.recv(piece, group=group, group_src=held.rank)
+            dist.recv(piece, group=group, group_src=source.rank)
         if place is not None:
             with clock.phase("copy", piece):
                 place.copy_(piece)
@@ -231,9 +231,11 @@ class Scattered:
         return whole
 
 
-def _rows(held: Held, start: int, count: int) -> tuple[slice, ...]:
+def _rows(piece: Held, start: int, count: int) -> tuple[slice, ...]:
     """Slices of the whole for some rows of a rectangle."""
-    first, *others = (slice(begun, begun + size) for begun, size in zip(held.offset, held.shape, strict=True))
+    first, *others = (
+        slice(first_row, first_row + size) for first_row, size in zip(piece.offset, piece.shape, strict=True)
+    )
     return slice(first.start + start, first.start + start + count), *others
 
 
@@ -246,23 +248,23 @@ def scattered(tensor: DTensor, ranks: DeviceMesh) -> Scattered:
     """
     rows, parts = tensor.device_mesh.shape
     split: int = tensor.placements[1].dim  # type: ignore[attr-defined]
-    held = []
+    pieces = []
     for rank in range(rows * parts):
         row, part = divmod(rank, parts)
         shape, offset = [*tensor.shape], [0] * tensor.dim()
         shape[split] //= parts
         offset[split] = part * shape[split]
         slice_rows = -(-shape[0] // rows)
-        begun = min(row * slice_rows, shape[0])
-        shape[0] = min(slice_rows, shape[0] - begun)
-        offset[0] += begun
+        first_row = min(row * slice_rows, shape[0])
+        shape[0] = min(slice_rows, shape[0] - first_row)
+        offset[0] += first_row
         if prod(shape):
-            held.append(Held(rank, tuple(offset), tuple(shape)))
+            pieces.append(Held(rank, tuple(offset), tuple(shape)))
 
     def write(_: Held, start: int, into: Tensor) -> None:
         into.copy_(tensor.to_local().narrow(0, start, len(into)))
 
-    return Scattered(tuple(tensor.shape), held, write, ranks)
+    return Scattered(tuple(tensor.shape), pieces, write, ranks)
 
 
 PIECE_BYTES = 32 << 20
@@ -398,9 +400,9 @@ def _split(tensor: Tensor) -> bool:
 
 
 def _rectangles(make: Callable[[], Tensor], ranks: DeviceMesh) -> Scattered:
-    made = make()
-    assert isinstance(made, DTensor)
-    return scattered(made, ranks)
+    tensor = make()
+    assert isinstance(tensor, DTensor)
+    return scattered(tensor, ranks)
 
 
 @torch.no_grad()
@@ -442,7 +444,7 @@ def _gather_rows(place: Tensor | None, tensor: DTensor, dtype: torch.dtype, time
     for start in range(0, most, step):
         count = min(step, most - start)
         with timed.phase("cast", mine):
-            part = own = mine.narrow(0, begun := min(start, len(mine)), min(count, len(mine) - begun))
+            part = own = mine.narrow(0, skipped := min(start, len(mine)), min(count, len(mine) - skipped))
             if own.dtype != dtype or len(own) < count:  # of fewer rows a rank sends besides whatever lies there
                 part = torch.empty(count, dtype=dtype, device=mine.device)
                 part.narrow(0, 0, len(own)).copy_(own)
@@ -485,9 +487,9 @@ def gathered(
     """
     for name, tensor in named:
         if isinstance(tensor, Export):
-            made = tensor.make()
+            whole = tensor.make()
             wanted = dtype or tensor.dtype
-            yield name, made.whole(wanted, PIECE_BYTES) if isinstance(made, Scattered) else _whole(made, wanted)
+            yield name, whole.whole(wanted, PIECE_BYTES) if isinstance(whole, Scattered) else _whole(whole, wanted)
         else:
             yield name, _whole(tensor.detach(), dtype)
 
@@ -536,7 +538,7 @@ class Offer:
     """Done when they were found whole and fitting, or not."""
     outcome: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """The version in use after rank 0's decision, or why there is none."""
-    asked: bool = False
+    awaited: bool = False
     """A round waits for it."""
     round: int | None = None
     """The round that counts on it: rank 0 alone decides from then on."""
@@ -670,11 +672,11 @@ class Receiver(Actor):
             await self._arrival.wait_for(lambda: self._unasked(key) is not None)
             offer = self._unasked(key)
             assert offer is not None
-            offer.asked = True
+            offer.awaited = True
         try:
             await asyncio.shield(offer.ready)
         finally:
-            offer.asked = False
+            offer.awaited = False
         if offer not in self._offers or offer.outcome.done():
             raise LoadRefused(f"{self._here(offer)}: its call has ended before all ranks were ready")
         offer.round = number
@@ -736,7 +738,7 @@ class Receiver(Actor):
 
     def _unasked(self, key: Key) -> Offer | None:
         # The newest: an older one of these weights may belong to a call that has failed and is just being cancelled.
-        free = (offer for offer in reversed(self._offers) if not offer.asked and offer.round is None)
+        free = (offer for offer in reversed(self._offers) if not offer.awaited and offer.round is None)
         return next((offer for offer in free if offer.weights.key == key), None)
 
     def _bound(self, number: int) -> Offer | None:
@@ -756,19 +758,19 @@ class Receiver(Actor):
 
     async def _all_ready(self, number: int, offer: Offer, until: float, deadline: float) -> None:
         key = offer.weights.key
-        asked = [rank.load_ready(number, key) for rank in self.group]
-        left = max(0.0, until - asyncio.get_running_loop().time())
+        calls = [rank.load_ready(number, key) for rank in self.group]
+        seconds_left = max(0.0, until - asyncio.get_running_loop().time())
         try:
-            done, late = await asyncio.wait(asked, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
+            done, late = await asyncio.wait(calls, timeout=seconds_left, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
-            for question in asked:
+            for question in calls:
                 question.cancel()
             self.group.load_abandon(number, key)  # a message each; nobody has to wait for its arrival
             raise
-        failed = [question for question in asked if question in done and (question.cancelled() or question.exception())]
+        failed = [question for question in calls if question in done and (question.cancelled() or question.exception())]
         if not failed and not late:
             return
-        waiting = [rank for rank, question in enumerate(asked) if question in late]
+        waiting = [rank for rank, question in enumerate(calls) if question in late]
         for question in late:
             question.cancel()
         phases = await self._abandon(number, key)
@@ -790,8 +792,8 @@ class Receiver(Actor):
                 answer.cancel()
                 phases.append(f"does not answer within {GRACE:g} s")
             else:
-                gone = answer.cancelled() or answer.exception() is not None
-                phases.append("is gone" if gone else answer.result())
+                settled = answer.cancelled() or answer.exception() is not None
+                phases.append("is gone" if settled else answer.result())
         return phases
 
     async def _all_switch(self, number: int, offer: Offer, deadline: float) -> None:

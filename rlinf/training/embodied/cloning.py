@@ -24,7 +24,7 @@ _ROWS = 1024  # decisions on the device at a time where nothing is learned from 
 
 def imitate(
     policy: Policy,
-    shown: DecisionStream,
+    demonstrations: DecisionStream,
     device: torch.device,
     *,
     steps: int,
@@ -37,7 +37,7 @@ def imitate(
 
     Args:
         policy: changed in place; what it learns without gradients, such as the scale of states, comes first.
-        shown: batches of decisions.
+        demonstrations: batches of decisions.
         device: of the policy.
         steps, lr, fixed: see `PolicyTrainer.imitate`.
         mesh: ranks that each have a copy; None for one.
@@ -48,25 +48,27 @@ def imitate(
     """
     if steps < 1:
         raise ValueError(f"imitate: steps={steps} must be at least 1")
-    get_used_to(policy, shown, device)
+    get_used_to(policy, demonstrations, device)
     parameters = imitating(policy, fixed)
     optimizer = adamw_of_parts([(parameters, lr)], betas=(0.9, 0.999), weight_decay=0.0)
     losses = [
-        minimize(losses_of(policy, shown, step, device, mesh, micro_batch), parameters, optimizer, mesh=mesh)[0]
+        minimize(losses_of(policy, demonstrations, step, device, mesh, micro_batch), parameters, optimizer, mesh=mesh)[
+            0
+        ]
         for step in range(steps)
     ]
-    per_epoch = -(-shown.decisions // shown.batch)
+    per_epoch = -(-demonstrations.decisions // demonstrations.batch)
     newest = losses[-per_epoch:]
     return {
         "imitation/loss": float(sum(losses[1:], losses[0]).mean()),
         "imitation/last": float(sum(newest[1:], newest[0]).mean()),
-        "imitation/decisions": float(shown.decisions),
+        "imitation/decisions": float(demonstrations.decisions),
     }
 
 
-def get_used_to(policy: Policy, shown: DecisionStream, device: torch.device) -> None:
+def get_used_to(policy: Policy, demonstrations: DecisionStream, device: torch.device) -> None:
     """Let a policy learn what needs no gradients, such as the scale of states, from what is in memory first."""
-    for part in shown.beginning(_ROWS):
+    for part in demonstrations.beginning(_ROWS):
         policy.adapt(policy.inputs(_on(part.observation, device), part.instructions))
 
 
@@ -83,7 +85,7 @@ def imitating(policy: Policy, fixed: Sequence[str]) -> list[torch.nn.Parameter]:
 
 def losses_of(
     policy: Policy,
-    shown: DecisionStream,
+    demonstrations: DecisionStream,
     step: int,
     device: torch.device,
     mesh: DeviceMesh | None,
@@ -97,7 +99,7 @@ def losses_of(
         mesh: see `imitate`.
         micro_batch: decisions that a rank computes at once; None for all of its share.
     """
-    batch, seeds = shown.draw(step), shown.seeds(step)
+    batch, seeds = demonstrations.draw(step), demonstrations.seeds(step)
     ranks = 1 if mesh is None else mesh.size()
     share, counts = share_of(torch.arange(len(batch)), mesh)
     size = -(-len(batch) // ranks) if micro_batch is None else micro_batch
@@ -106,11 +108,11 @@ def losses_of(
         yield partial(_loss, policy, batch, rows if len(rows) else share[:1], seeds, device, counts and len(rows) > 0)
 
 
-def loss_on(policy: Policy, shown: Decisions, device: torch.device, seed: int = 0) -> LossSum:
+def loss_on(policy: Policy, rows: Decisions, device: torch.device, seed: int = 0) -> LossSum:
     """The loss of decisions that nobody learns from."""
-    seeds = torch.tensor([mix(seed, row) for row in range(len(shown))], dtype=torch.int64)
+    seeds = torch.tensor([mix(seed, row) for row in range(len(rows))], dtype=torch.int64)
     with torch.no_grad():
-        return _loss(policy, shown, torch.arange(len(shown)), seeds, device, True)
+        return _loss(policy, rows, torch.arange(len(rows)), seeds, device, True)
 
 
 def _loss(policy: Policy, batch: Decisions, rows: Tensor, seeds: Tensor, device: torch.device, counts: bool) -> LossSum:
@@ -133,15 +135,15 @@ def demonstrated_transitions(
     Raises:
         ValueError: decisions overlap, since chunks were recorded action by action, and a transition is to span several.
     """
-    if n_step > 1 and policy.config.chunk > 1 and any(len(shown.actions[0]) == 1 for shown in demonstrations):
+    if n_step > 1 and policy.config.chunk > 1 and any(len(each.actions[0]) == 1 for each in demonstrations):
         raise ValueError(
             "off_policy.n_step: demonstrations that were recorded action by action give overlapping chunks; record "
             f"them in chunks of {policy.config.chunk}, or set n_step to 1"
         )
-    shown = decisions(demonstrations, policy.config.chunk)
+    demonstrated = decisions(demonstrations, policy.config.chunk)
     parts: list[Rows] = []
-    for chosen in torch.arange(len(shown)).split(_ROWS):
-        part = shown.rows(chosen)
+    for indices in torch.arange(len(demonstrated)).split(_ROWS):
+        part = demonstrated.rows(indices)
         stored = policy.demonstrated(_on(part.observation, device), part.actions.to(device), part.instructions)
         actions = stored.pop("actions")
         following = policy.inputs(_on(part.following, device), part.instructions)
@@ -152,7 +154,7 @@ def demonstrated_transitions(
     rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if n_step == 1:
         return rows
-    last = torch.zeros(len(shown), 1, dtype=torch.bool)  # one environment, in which they lie one after the other
+    last = torch.zeros(len(demonstrated), 1, dtype=torch.bool)  # one environment, in which they lie one after the other
     last[torch.tensor([len(each.actions) for each in demonstrations]).cumsum(0) - 1] = True
     outcome = {name: row[:, None] for name, row in rows.items() if name != "actions" and not name.startswith("seen.")}
     return {**rows, **{name: row[:, 0] for name, row in several_steps(outcome, last, n_step).items()}}

@@ -165,21 +165,21 @@ class PolicyLearner:
         return replace(both, total=value_loss.total, weight=value_loss.weight) if critic_only else both
 
     def _losses(self, mine: TrajectoryBatch, spec: AlgorithmSpec) -> tuple[LossSum, LossSum | None]:
-        found = self.policy(mine.stored)
+        outputs = self.policy(mine.stored)
         loss = loss_of(
             spec,
             MicroBatch(
-                logprobs=found.logprobs.reshape(mine.mask.shape),
+                logprobs=outputs.logprobs.reshape(mine.mask.shape),
                 mask=mine.mask,
                 old_logprobs=mine.logprobs,
                 advantages=mine.advantages,
                 sequences=mine.sequences,
-                entropy=found.entropy.reshape(mine.mask.shape),
+                entropy=outputs.entropy.reshape(mine.mask.shape),
             ),
         )
-        if found.values is None or mine.returns is None or mine.values is None or mine.value_mask is None:
+        if outputs.values is None or mine.returns is None or mine.values is None or mine.value_mask is None:
             return loss, None
-        values, scale = found.values.reshape(mine.returns.shape), self.policy.value_scale
+        values, scale = outputs.values.reshape(mine.returns.shape), self.policy.value_scale
         return loss, value_loss_of(spec, values / scale, mine.values / scale, mine.returns / scale, mine.value_mask)
 
 
@@ -216,13 +216,13 @@ def cut(rows: Tensor, most: int | None, sequences: Tensor | None) -> list[Tensor
         return [rows] if len(rows) else []
     if sequences is None:
         return list(rows.split(most))
-    found: list[list[int]] = [[]]
+    parts: list[list[int]] = [[]]
     for episode in dict.fromkeys(sequences.tolist()):
         whole = rows[sequences == episode].tolist()
-        if found[-1] and len(found[-1]) + len(whole) > most:
-            found.append([])
-        found[-1].extend(whole)
-    return [torch.tensor(part) for part in found]
+        if parts[-1] and len(parts[-1]) + len(whole) > most:
+            parts.append([])
+        parts[-1].extend(whole)
+    return [torch.tensor(part) for part in parts]
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -289,11 +289,11 @@ class Preparation:
 
 def learns(name: str, patterns: Sequence[str]) -> bool:
     """True if a parameter of this name learns: the last pattern that fits decides, and "!" before it excludes."""
-    found = False
+    result = False
     for pattern in patterns:
         if matches(name, [pattern.removeprefix("!")]):
-            found = not pattern.startswith("!")
-    return found
+            result = not pattern.startswith("!")
+    return result
 
 
 def choose(policy: Policy, how: Preparation) -> None:
@@ -421,8 +421,8 @@ def exported(policy: Policy, dtype: torch.dtype | None, *, changing: bool = Fals
     for name, parameter, make in _parameters(policy):
         if changing and name not in touched and name.rpartition(".")[0] not in layers:
             continue
-        kept = parameter.dtype if dtype is None else policy.kept_in(name, dtype)
-        yield name, Export(tuple(parameter.shape), kept, make)
+        target_dtype = parameter.dtype if dtype is None else policy.kept_in(name, dtype)
+        yield name, Export(tuple(parameter.shape), target_dtype, make)
     of_parameters = {name for name, _ in policy.named_parameters()}
     for name, buffer in policy.weights().items():
         if name not in of_parameters:

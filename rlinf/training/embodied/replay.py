@@ -146,12 +146,12 @@ class PictureStore:
 
     def look(self, slots: Tensor) -> Tensor:
         """The pictures in slots, int64 [n], as a copy, uint8 [n, *shape]."""
-        found = torch.empty(len(slots), *self.shape, dtype=torch.uint8)
+        pictures = torch.empty(len(slots), *self.shape, dtype=torch.uint8)
         blocks = slots // _BLOCK
         for block in blocks.unique().tolist():
             here = blocks == block
-            found[here] = self._blocks[block][slots[here] % _BLOCK]
-        return found
+            pictures[here] = self._blocks[block][slots[here] % _BLOCK]
+        return pictures
 
     def _keep(self, picture: Tensor) -> int:
         digest = hashlib.blake2b(picture.numpy().data, digest_size=16).digest()
@@ -237,10 +237,10 @@ class ReplayBuffer:
                     f"replay: {name!r} is {None if theirs is None else list(theirs.shape)}, but the buffer has "
                     f"{None if mine is None else list(mine)} in each row; rows must stay alike"
                 )
-        kept = min(count, self.capacity)
-        places = (self.added + torch.arange(count - kept, count)) % self.capacity
+        stored = min(count, self.capacity)
+        places = (self.added + torch.arange(count - stored, count)) % self.capacity
         for name, row in rows.items():
-            ring, new = self._rows[name], row[count - kept :]
+            ring, new = self._rows[name], row[count - stored :]
             if (store := self._stores.get(name)) is None:
                 ring[places] = new.to("cpu", ring.dtype)
             else:
@@ -261,26 +261,26 @@ class ReplayBuffer:
         """
         if not self.added:
             raise ValueError("replay: it is empty, so nothing can be drawn")
-        chosen = torch.from_numpy(np.random.default_rng(key).integers(0, len(self), count))
-        return self._looked_at(chosen)
+        indices = torch.from_numpy(np.random.default_rng(key).integers(0, len(self), count))
+        return self._looked_at(indices)
 
     def tensors(self) -> Rows:
         """All that it holds: `rows.NAME` each, as they are and not copied; `counts`, its capacity and `added`; and of
         pictures, which are copied, `pictures.SHAPE` with their places in it, `places.SHAPE.NAME`."""
-        found: Rows = {"counts": torch.tensor([self.capacity, self.added])}
+        state: Rows = {"counts": torch.tensor([self.capacity, self.added])}
         groups: dict[PictureStore, dict[str, Tensor]] = {}
         for name, ring in self._rows.items():
             if (store := self._stores.get(name)) is None:
-                found[f"rows.{name}"] = ring[: len(self)]
+                state[f"rows.{name}"] = ring[: len(self)]
             else:
                 groups.setdefault(store, {})[name] = ring[: len(self)]
         for store, rows in groups.items():
             shape = "x".join(map(str, store.shape))
             slots, places = torch.cat(list(rows.values())).unique(return_inverse=True)
-            found[f"{_PICTURES}{shape}"] = store.look(slots)
+            state[f"{_PICTURES}{shape}"] = store.look(slots)
             parts = places.split(len(self))
-            found |= {f"{_PLACES}{shape}.{name}": part.clone() for name, part in zip(rows, parts, strict=True)}
-        return found
+            state |= {f"{_PLACES}{shape}.{name}": part.clone() for name, part in zip(rows, parts, strict=True)}
+        return state
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace all rows by those of another buffer's `tensors`. With the same capacity, draws go on as they would
@@ -309,9 +309,9 @@ class ReplayBuffer:
             else:
                 self._rows[name] = row.new_empty(self.capacity, *shape, device="cpu")
 
-    def _looked_at(self, chosen: Tensor) -> Rows:
-        found = {name: ring[chosen] for name, ring in self._rows.items()}
-        return {name: self._stores[name].look(row) if name in self._stores else row for name, row in found.items()}
+    def _looked_at(self, indices: Tensor) -> Rows:
+        rows = {name: ring[indices] for name, ring in self._rows.items()}
+        return {name: self._stores[name].look(row) if name in self._stores else row for name, row in rows.items()}
 
     def write(self, directory: Path) -> None:
         """Write all rows into a directory, which is made if it is not there. Blocking.
@@ -333,10 +333,10 @@ class ReplayBuffer:
         if not (directory / _ABOUT).is_file():
             raise FileNotFoundError(f"{directory} holds no {_ABOUT}: no replay buffer was saved there")
         about = json.loads((directory / _ABOUT).read_text(encoding="utf-8"))
-        found = {"counts": torch.tensor([about["capacity"], about["added"]])}
+        tensors = {"counts": torch.tensor([about["capacity"], about["added"]])}
         for name, tensor in load_file(directory / _TENSORS).items() if about["added"] else ():
-            found[name if name.startswith((_PICTURES, _PLACES)) else f"rows.{name}"] = tensor
-        self.take(found)
+            tensors[name if name.startswith((_PICTURES, _PLACES)) else f"rows.{name}"] = tensor
+        self.take(tensors)
 
 
 def transitions(parts: Sequence[Trajectory], *, n_step: int = 1, solved_only: bool = False) -> tuple[Trajectory, Rows]:
@@ -364,7 +364,7 @@ def transitions(parts: Sequence[Trajectory], *, n_step: int = 1, solved_only: bo
     chunks = whole.chunks
     valid = chunks.valid.bool()
     done = valid.any(-1)
-    kept = done & torch.cat([_in_solved(part) for part in in_order(parts)], 1) if solved_only else done
+    mask = done & torch.cat([_in_solved(part) for part in in_order(parts)], 1) if solved_only else done
     rows = {f"seen.{name}": stored for name, stored in whole.stored.items() if name != "actions"}
     rows["actions"] = whole.stored["actions"]
     outcome = {f"following.{name}": stored for name, stored in whole.following.items()}
@@ -373,7 +373,7 @@ def transitions(parts: Sequence[Trajectory], *, n_step: int = 1, solved_only: bo
     outcome["terminated"] = (chunks.terminated.bool() & valid).any(-1)
     ended = ((chunks.terminated | chunks.truncated).bool() & valid).any(-1)
     rows |= several_steps(outcome, ended | ~done, n_step)
-    return whole, {name: tensor[kept] for name, tensor in rows.items()}
+    return whole, {name: tensor[mask] for name, tensor in rows.items()}
 
 
 def several_steps(outcome: Rows, last: Tensor, count: int) -> Rows:
@@ -406,8 +406,8 @@ def several_steps(outcome: Rows, last: Tensor, count: int) -> Rows:
         end = torch.where(alive, here, end)
         alive = alive & ~last[here, column] & (at + 1 < times)
         at = at + 1
-    found = {name: rows[end, column] for name, rows in outcome.items()}
-    return {**found, "rewards": torch.cat(rewards, -1), "steps": steps}
+    result = {name: rows[end, column] for name, rows in outcome.items()}
+    return {**result, "rewards": torch.cat(rewards, -1), "steps": steps}
 
 
 def _in_solved(part: Trajectory) -> Tensor:
@@ -419,11 +419,11 @@ def _in_solved(part: Trajectory) -> Tensor:
             raise ValueError("train: only solved episodes are to be kept, and the simulator does not say which are")
         solved[episode.env - part.first].append(episode.success_once)
     number = ended.long().cumsum(0) - ended.long()  # episodes that ended before
-    found = torch.zeros_like(ended)
+    mask = torch.zeros_like(ended)
     for env, outcomes in solved.items():
-        known = torch.tensor([*outcomes, False])  # the last one goes on
-        found[:, env] = known[number[:, env].clamp(max=len(outcomes))]
-    return found
+        solved_by_end = torch.tensor([*outcomes, False])  # the last one goes on
+        mask[:, env] = solved_by_end[number[:, env].clamp(max=len(outcomes))]
+    return mask
 
 
 def inputs_of(rows: Rows, prefix: str) -> Stored:
@@ -441,11 +441,11 @@ def shifts(batch: Rows, most: int, generator: torch.Generator) -> Rows:
     """The batch with its pictures moved at random by at most so many pixels, each by itself; see `shifted`."""
     if not most:
         return batch
-    found = dict(batch)
+    moved = dict(batch)
     for name, rows in batch.items():
         if rows.dtype == torch.uint8 and rows.ndim == 4:  # height, width, channels
-            found[name] = shifted(rows, torch.randint(-most, most + 1, (len(rows), 2), generator=generator))
-    return found
+            moved[name] = shifted(rows, torch.randint(-most, most + 1, (len(rows), 2), generator=generator))
+    return moved
 
 
 @torch.no_grad()

@@ -142,8 +142,8 @@ class SacLearner:
             generator: of the critics drawn.
         """
         following = inputs_of(batch, "following.")
-        made, logprobs = self.policy.proposed(following, noise)
-        return self._target(batch, self.module.target(self.policy.judged(following, made)), logprobs, generator)
+        actions, logprobs = self.policy.proposed(following, noise)
+        return self._target(batch, self.module.target(self.policy.judged(following, actions)), logprobs, generator)
 
     def _target(self, batch: Rows, values: Tensor, logprobs: Tensor, generator: torch.Generator | None) -> Tensor:
         gamma = self.settings.gamma
@@ -161,10 +161,10 @@ class SacLearner:
         values = self.policy.critic(self.policy.judged(inputs_of(mine, "seen."), mine["actions"]))
         return critic_losses.critics(values, self.target(mine, noise, generator), mask)
 
-    def _actor_step(self, seen: Stored, noise: Tensor, mask: Tensor) -> LossSum:
-        made, numbers = self.policy.proposed(seen, noise)
+    def _actor_step(self, inputs: Stored, noise: Tensor, mask: Tensor) -> LossSum:
+        actions, numbers = self.policy.proposed(inputs, noise)
         logprobs = at_level(numbers, "chunk")
-        values = self.policy.critic(self.policy.judged(seen, made))
+        values = self.policy.critic(self.policy.judged(inputs, actions))
         value = pessimistic(values) if self.settings.subset is None else values.mean(0)
         gathered = self._step(critic_losses.actor(logprobs, value, mask, alpha=self.alpha), self._actor)
         if self.settings.alpha_lr == 0.0:
@@ -198,9 +198,11 @@ class CrossQLearner(SacLearner):
     def _critic_loss(self, mine: Rows, noise: Tensor, mask: Tensor, generator: torch.Generator) -> LossSum:
         following = inputs_of(mine, "following.")
         with torch.no_grad():
-            made, logprobs = self.policy.proposed(following, noise)
+            actions, logprobs = self.policy.proposed(following, noise)
         now = self.policy.judged(inputs_of(mine, "seen."), mine["actions"])
-        values, ahead = self.policy.critic(_both(now, self.policy.judged(following, made)), training=True).chunk(2, 1)
+        values, ahead = self.policy.critic(_both(now, self.policy.judged(following, actions)), training=True).chunk(
+            2, 1
+        )
         return critic_losses.critics(values, self._target(mine, ahead.detach(), logprobs, generator), mask)
 
 
@@ -269,11 +271,11 @@ class IqlLearner:
         share, counts = share_of(torch.arange(len(batch["steps"])), self._mesh)
         mine = {name: rows[share].to(device) for name, rows in batch.items()}
         mask = torch.full((len(share),), counts, device=device)
-        seen, following = inputs_of(mine, "seen."), inputs_of(mine, "following.")
-        judged = self.policy.judged(seen, mine["actions"])
+        inputs, following = inputs_of(mine, "seen."), inputs_of(mine, "following.")
+        judged = self.policy.judged(inputs, mine["actions"])
         with torch.no_grad():
             expected = pessimistic(self.module.target(judged))
-        values = self._worth(seen["state"])
+        values = self._worth(inputs["state"])
         advantages = expected - values.detach()
         gathered = self._step(critic_losses.expectile(values, expected, mask, tau=self.settings.expectile), self._value)
         targets = self._target(mine, following["state"])
@@ -281,7 +283,7 @@ class IqlLearner:
         gathered = gathered.watching(self._step(loss, self._critic).metrics)
         follow(self.module.target, self.policy.critic, self.settings.tau)
         if actor:
-            logprobs = self.policy.evaluate({**seen, "actions": mine["actions"]}, level="chunk").logprobs
+            logprobs = self.policy.evaluate({**inputs, "actions": mine["actions"]}, level="chunk").logprobs
             loss = critic_losses.weighted_likelihood(logprobs, advantages, mask, beta=self.settings.beta)
             gathered = gathered.watching(self._step(loss, self._actor).metrics)
         return gathered
@@ -295,8 +297,8 @@ class IqlLearner:
         return soft_target(earned, mine["terminated"], ahead, none, gamma=gamma, alpha=0.0, steps=mine["steps"])
 
     def _worth(self, state: Tensor) -> Tensor:
-        found: Tensor = self.module.value(state)
-        return found[:, 0]
+        value: Tensor = self.module.value(state)
+        return value[:, 0]
 
     def _step(self, loss: LossSum, parameters: list[nn.Parameter]) -> LossSum:
         return minimize(loss, parameters, self.optimizer, mesh=self._mesh, grad_clip=self.settings.grad_clip)[0]

@@ -104,8 +104,8 @@ def _joined(parts: Sequence[Any], name: str) -> Any:
             return {key: along([tensor[key] for tensor in tensors]) for key in tensors[0]}
         return torch.cat(list(tensors), 0 if tensors[0].ndim == 1 else 1)  # [N], else [T, N, ...]
 
-    found = [getattr(part, name) for part in parts]
-    return None if any(each is None for each in found) else along(found)
+    columns = [getattr(part, name) for part in parts]
+    return None if any(each is None for each in columns) else along(columns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,13 +134,13 @@ class TrajectoryBatch:
     def __len__(self) -> int:
         return len(self.mask)
 
-    def rows(self, chosen: Tensor | slice) -> TrajectoryBatch:
+    def rows(self, indices: Tensor | slice) -> TrajectoryBatch:
         """Some of the decisions.
 
         Args:
-            chosen: which, int64 [d]; neighbours, as a slice, are not copied.
+            indices: which, int64 [d]; neighbours, as a slice, are not copied.
         """
-        return self._each(lambda tensor: tensor[chosen])
+        return self._each(lambda tensor: tensor[indices])
 
     def to(self, device: torch.device) -> TrajectoryBatch:
         """These decisions on another device."""
@@ -158,11 +158,11 @@ class TrajectoryBatch:
         return replace(self, mask=torch.zeros_like(self.mask), value_mask=value_mask)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> TrajectoryBatch:
-        found: dict[str, Any] = {"stored": {name: change(tensor) for name, tensor in self.stored.items()}}
+        columns: dict[str, Any] = {"stored": {name: change(tensor) for name, tensor in self.stored.items()}}
         for name in self.__slots__[1:]:
             tensor = getattr(self, name)
-            found[name] = None if tensor is None else change(tensor)
-        return TrajectoryBatch(**found)
+            columns[name] = None if tensor is None else change(tensor)
+        return TrajectoryBatch(**columns)
 
 
 def check(spec: AlgorithmSpec, *, has_critic: bool, group_size: int, sequence: int = 1) -> None:
@@ -231,9 +231,9 @@ def batch_of(
             f"train: {chunks.rewards.shape[0]} decisions of an environment are no multiple of policy.settings.sequence="
             f"{sequence}: choose policy.horizon so that they are"
         )
-    found = _advantages(trajectory, spec, group_size, groups or GroupFilter())
+    advantages = _advantages(trajectory, spec, group_size, groups or GroupFilter())
     episodes = episode_ids(chunks.ended) if spec.aggregation.how != "token-mean" else None
-    laid = rows(found.values, trajectory.logprobs, found.mask, episodes)
+    laid = rows(advantages.values, trajectory.logprobs, advantages.mask, episodes)
     if trajectory.logprobs.ndim > 2:  # one advantage for a whole chunk is none for its actions behind an end
         laid["mask"] = laid["mask"] & rows(chunks.rewards, trajectory.logprobs, chunks.valid)["mask"]
 
@@ -247,7 +247,7 @@ def batch_of(
         return in_rows(laid[name].unflatten(0, chunks.rewards.shape[:2])).flatten(1)
 
     def flat(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or found.returns is None:
+        if tensor is None or advantages.returns is None:
             return None
         rows = in_rows(tensor)
         return rows.reshape(len(rows), -1)
@@ -259,8 +259,8 @@ def batch_of(
         mask=tokens("mask"),
         sequences=tokens("sequences") if "sequences" in laid else None,
         values=flat(chunks.values),
-        returns=flat(found.returns),
-        value_mask=flat(found.mask),
+        returns=flat(advantages.returns),
+        value_mask=flat(advantages.mask),
     )
 
 
@@ -318,33 +318,33 @@ def counted(trajectory: Trajectory) -> tuple[Episode, ...]:
 def summary(episodes: Sequence[Episode]) -> dict[str, float]:
     """How finished episodes went: `episodes`, their mean `return`, `length`, and, where the simulator says,
     `success_once` and `success_at_end`; only the count where there are none."""
-    found: dict[str, float] = {"episodes": float(len(episodes))}
+    metrics: dict[str, float] = {"episodes": float(len(episodes))}
     if not episodes:
-        return found
+        return metrics
     count = len(episodes)
-    found["reward/mean"] = sum(episode.total for episode in episodes) / count
-    found["episodes/length"] = sum(episode.length for episode in episodes) / count
+    metrics["reward/mean"] = sum(episode.total for episode in episodes) / count
+    metrics["episodes/length"] = sum(episode.length for episode in episodes) / count
     for name in ("success_once", "success_at_end"):
-        told = Counter(getattr(episode, name) for episode in episodes)
-        if None not in told:
-            found[name] = told[True] / count
-    return found
+        values = Counter(getattr(episode, name) for episode in episodes)
+        if None not in values:
+            metrics[name] = values[True] / count
+    return metrics
 
 
 def by_task(episodes: Sequence[Episode]) -> dict[str, tuple[Episode, ...]]:
     """The episodes of each task by its name, in the order of names; none where there are no two tasks."""
-    found: dict[str, list[Episode]] = defaultdict(list)
+    by_name: dict[str, list[Episode]] = defaultdict(list)
     for episode in episodes:
         if episode.task is not None:
-            found[episode.task].append(episode)
-    return {name: tuple(found[name]) for name in sorted(found)} if len(found) > 1 else {}
+            by_name[episode.task].append(episode)
+    return {name: tuple(by_name[name]) for name in sorted(by_name)} if len(by_name) > 1 else {}
 
 
 def summary_by_task(episodes: Sequence[Episode]) -> dict[str, float]:
     """`tasks/NAME/…` of each task: its `episodes`, and their `success_once` and `reward/mean`."""
-    told = ("episodes", "success_once", "reward/mean")
-    parts = {name: summary(found) for name, found in by_task(episodes).items()}
-    return {f"tasks/{name}/{what}": part[what] for name, part in parts.items() for what in told if what in part}
+    names = ("episodes", "success_once", "reward/mean")
+    parts = {name: summary(episodes_of_task) for name, episodes_of_task in by_task(episodes).items()}
+    return {f"tasks/{name}/{what}": part[what] for name, part in parts.items() for what in names if what in part}
 
 
 def _without_nan(trajectory: Trajectory) -> Trajectory:
@@ -352,10 +352,10 @@ def _without_nan(trajectory: Trajectory) -> Trajectory:
     in a gradient."""
     if bool(torch.isfinite(trajectory.logprobs.sum())):
         return trajectory
-    kept = trajectory.chunks.valid.bool().any(-1)  # [T, N]
+    acted = trajectory.chunks.valid.bool().any(-1)  # [T, N]
 
     def cleared(tensor: Tensor) -> Tensor:
-        return torch.where(kept.reshape(*kept.shape, *[1] * (tensor.ndim - 2)), tensor, torch.zeros_like(tensor))
+        return torch.where(acted.reshape(*acted.shape, *[1] * (tensor.ndim - 2)), tensor, torch.zeros_like(tensor))
 
     chunks, values = trajectory.chunks, trajectory.chunks.values
     return replace(

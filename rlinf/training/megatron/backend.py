@@ -193,8 +193,8 @@ class MegatronBackEnd:
 
     @classmethod
     async def make(cls, ranks: Ranks, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> Self:
-        for setting, given in {"lora": spec.lora, "adapters": spec.adapters, "freeze": spec.freeze}.items():
-            if given:
+        for setting, value in {"lora": spec.lora, "adapters": spec.adapters, "freeze": spec.freeze}.items():
+            if value:
                 raise ValueError(f"model.{setting}: trainer.backend=megatron trains all weights; take fsdp")
         if spec.watches_routing and spec.compute.router_replay is True:
             raise ValueError("trainer.router_replay: trainer.backend=megatron does not replay routes; take fsdp")
@@ -210,13 +210,13 @@ class MegatronBackEnd:
         """All but the groups; blocking, and a collective."""
         with ONE_AT_A_TIME:
             files = saved_files(spec.source)
-            drawn = None if files else build_model(spec.source, tokenizer, seed=spec.seed)
-            config = pretrained(AutoConfig, str(spec.source)) if drawn is None else drawn.config
+            initial = None if files else build_model(spec.source, tokenizer, seed=spec.seed)
+            config = pretrained(AutoConfig, str(spec.source)) if initial is None else initial.config
             if wrong := layout.mistakes(config, spec.compute.parallel):
                 raise ValueError(f"trainer.backend=megatron: {'; '.join(wrong)}")
             whole = _empty(config, spec)
-            if drawn is not None:
-                whole.generation_config = drawn.generation_config
+            if initial is not None:
+                whole.generation_config = initial.generation_config
             parts = range(spec.compute.parallel.interleave) if spec.compute.parallel.interleave > 1 else (None,)
             inner = layout.inner_config(config, spec.compute.parallel, dtype_of(spec.compute.dtype))
             stages = [Stage(inner, config, groups, part, spec.head, spec.compute.logprob_chunk) for part in parts]
@@ -227,27 +227,27 @@ class MegatronBackEnd:
             _blank(stage)
             if spec.compute.gradient_checkpointing:
                 checkpoint_blocks(list(stage.decoder.layers))
-        made = cls(stages, whole, groups, ranks, spec)
-        named = None if drawn is None else dict(drawn.named_parameters())
-        missing = [name for name in fill(made._pieces, Files(files) if files else named or {}) if HEAD not in name]
+        back_end = cls(stages, whole, groups, ranks, spec)
+        named = None if initial is None else dict(initial.named_parameters())
+        missing = [name for name in fill(back_end._pieces, Files(files) if files else named or {}) if HEAD not in name]
         if missing:
             raise ValueError(
                 f"model.path: the files of {spec.source} have no {missing[0]} (and lack {len(missing) - 1} more) by "
                 "transformers' names, by which trainer.backend=megatron reads them: take fsdp, or save the model again "
                 "by transformers' save_pretrained"
             )
-        made.module.to(ranks.device)
-        made._exchange()
-        return made
+        back_end.module.to(ranks.device)
+        back_end._exchange()
+        return back_end
 
     def _exchange(self) -> None:
         """Tell all ranks who has what; once, since it does not change."""
         mine = [(piece.name, piece.offset, piece.shape) for piece in self._pieces if piece.first]
-        told: list[Any] = [mine]
+        messages: list[Any] = [mine]
         if self._mesh is not None:
-            told = [None] * self._ranks
-            dist.all_gather_object(told, mine, group=self._mesh.get_group())
-        for rank, theirs in enumerate(told):
+            messages = [None] * self._ranks
+            dist.all_gather_object(messages, mine, group=self._mesh.get_group())
+        for rank, theirs in enumerate(messages):
             for name, offset, shape in theirs:
                 self._held.setdefault(name, []).append(Held(rank, offset, shape))
         owned = {(piece.name, piece.offset): piece for piece in self._pieces if piece.first}
@@ -285,19 +285,19 @@ class MegatronBackEnd:
     def outputs(self, batch: Packed, *, adapter: str | None = POLICY) -> Outputs:
         if adapter != POLICY:
             raise ValueError("trainer.backend=megatron has no adapters")
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         blank = [batch] * (self._pipeline.depth - 1) if self._pipeline.interleaved else []
 
         def ended(_: int, output: Tensor) -> None:
-            found.append(output)
+            parts.append(output)
 
         self._pipeline.run([batch, *blank], ended, learns=False)
         line = self._groups.meshes["pipeline"]
         if line is None:
-            return outputs_of(found[0], self._head)
+            return outputs_of(parts[0], self._head)
         # all ranks of a copy answer, as they do where each has the whole model
         group, width = line.get_group(), 2 if self._head == "logprobs" else 1 + self._whole.config.hidden_size
-        whole = found[0].contiguous() if found else None
+        whole = parts[0].contiguous() if parts else None
         if whole is None:
             parameter = next(self.module.parameters())
             whole = torch.empty(len(batch.targets), width, dtype=parameter.dtype, device=parameter.device)
@@ -311,8 +311,8 @@ class MegatronBackEnd:
             yield name, Export(tuple(shape.shape), wanted, partial(self._scattered, name))
 
     def _scattered(self, name: str) -> Any:
-        def write(held: Held, start: int, into: Tensor) -> None:
-            self._told[name, held].write(start, into)
+        def write(piece: Held, start: int, into: Tensor) -> None:
+            self._told[name, piece].write(start, into)
 
         return Scattered(tuple(self._shapes[name].shape), self._held[name], write, self._mesh)
 
@@ -349,12 +349,12 @@ class MegatronBackEnd:
 
     def restore(self, optimization: Optimization, source: Path | Source) -> Restored:
         learner = _ours(optimization)
-        found = load_split_state(
+        restored = load_split_state(
             self.module, self._pieces, self._shapes, learner.optimizer, learner.schedule, source, rank=self._rank
         )
         learner.resumed()
         self._pipeline.precision.forget()
-        return found
+        return restored
 
     def held(self, *optimizations: Optimization) -> Iterator[Tensor]:
         self._pipeline.precision.forget()  # they are made again of what comes back

@@ -41,7 +41,7 @@ class Stretch:
 
     mine: slice
     """Where they are among this rank's tokens."""
-    seen: slice
+    context: slice
     """All of their sequence up to the last of them, among the tokens of all ranks."""
 
 
@@ -138,15 +138,15 @@ def _split(batch: Packed, multiple: int, context: int, rank: int) -> Reading:
 
 
 def _stretches(lengths: tuple[int, ...], piece: int, mine: tuple[int, int]) -> list[Stretch]:
-    found, begun = [], 0
+    stretches, offset = [], 0
     for length in lengths:
         for place, number in enumerate(mine):
-            first, last = max(begun, number * piece), min(begun + length, (number + 1) * piece)
+            first, last = max(offset, number * piece), min(offset + length, (number + 1) * piece)
             if first < last:
                 shift = place * piece - number * piece
-                found.append(Stretch(slice(first + shift, last + shift), slice(begun, last)))
-        begun += length
-    return sorted(found, key=lambda stretch: stretch.mine.start)
+                stretches.append(Stretch(slice(first + shift, last + shift), slice(offset, last)))
+        offset += length
+    return sorted(stretches, key=lambda stretch: stretch.mine.start)
 
 
 class CoreAttention(nn.Module):
@@ -175,22 +175,24 @@ class CoreAttention(nn.Module):
         """
         reading: Reading = attention_mask
         if reading.layout is not None:
-            given: dict[str, Any] = {"scaling": self._scale, ARGUMENT: reading.layout}
-            asked, seen, told = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-            found, _ = packed_attention(self, asked, seen, told, None, **given)
-            return found.flatten(2).transpose(0, 1)
+            arguments: dict[str, Any] = {"scaling": self._scale, ARGUMENT: reading.layout}
+            q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+            attended, _ = packed_attention(self, q, k, v, None, **arguments)
+            return attended.flatten(2).transpose(0, 1)
         assert reading.order is not None
         keys, values = (_Gathered.apply(part, self._ranks)[reading.order] for part in (key, value))
         done = [self._attended(query, keys, values, stretch) for stretch in reading.stretches]
         return torch.cat(done).flatten(2)
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, stretch: Stretch) -> Tensor:
-        asked = query[stretch.mine].permute(1, 2, 0, 3)
-        seen = [part[stretch.seen].permute(1, 2, 0, 3) for part in (key, value)]
-        count, before = asked.shape[2], seen[0].shape[2]
+        queries = query[stretch.mine].permute(1, 2, 0, 3)
+        context = [part[stretch.context].permute(1, 2, 0, 3) for part in (key, value)]
+        count, before = queries.shape[2], context[0].shape[2]
         sees = torch.ones(count, before, dtype=torch.bool, device=query.device).tril(before - count)
-        found = F.scaled_dot_product_attention(asked, seen[0], seen[1], sees, scale=self._scale, enable_gqa=True)
-        return found.permute(2, 0, 1, 3)
+        attended = F.scaled_dot_product_attention(
+            queries, context[0], context[1], sees, scale=self._scale, enable_gqa=True
+        )
+        return attended.permute(2, 0, 1, 3)
 
 
 class _Gathered(torch.autograd.Function):
@@ -199,9 +201,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mine: Tensor, ranks: Any) -> Tensor:
         ctx.ranks = ranks
-        found = mine.new_empty((ranks.size() * mine.shape[0], *mine.shape[1:]))
-        all_gather(found, mine.contiguous(), group=ranks)
-        return found
+        everything = mine.new_empty((ranks.size() * mine.shape[0], *mine.shape[1:]))
+        all_gather(everything, mine.contiguous(), group=ranks)
+        return everything
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -239,10 +241,10 @@ def shared_logprobs(
     Returns:
         Nats, [tokens] each, at least float32.
     """
-    found: tuple[Tensor, Tensor] = _Shared.apply(
+    result: tuple[Tensor, Tensor] = _Shared.apply(
         hidden, weight, targets, temperature, first, ranks, chunk, entropy_slope
     )  # fmt: skip
-    return found
+    return result
 
 
 class _Shared(torch.autograd.Function):
@@ -333,12 +335,12 @@ class Collected(torch.autograd.Function):
     def forward(ctx: Any, mine: Tensor, places: Tensor, room: int, ranks: Any) -> Tensor:
         filled = mine.new_zeros((room, *mine.shape[1:]))
         filled[: len(mine)] = mine
-        found = mine.new_empty((ranks.size() * room, *mine.shape[1:]))
+        everything = mine.new_empty((ranks.size() * room, *mine.shape[1:]))
         if room:
-            all_gather(found, filled, group=ranks)
+            all_gather(everything, filled, group=ranks)
         own = (places >= ranks.rank() * room) & (places < (ranks.rank() + 1) * room)
         ctx.own = torch.nonzero(own).squeeze(1)
-        return found[places]
+        return everything[places]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -408,7 +410,7 @@ class Stage(nn.Module):
         self.last = at.stage == parallel.pipeline - 1 and part in (None, parallel.interleave - 1)
         self._groups, self._head, self._chunk = groups, head, chunk
         self._fed: Tensor | None = None
-        given = groups.collection()
+        process_groups = groups.collection()
         layer = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
         )
@@ -423,7 +425,7 @@ class Stage(nn.Module):
             TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm),
             pre_process=self.first,
             post_process=self.last,
-            pg_collection=given,
+            pg_collection=process_groups,
             vp_stage=part,
         )
         self.angles = Angles(model)
@@ -440,7 +442,7 @@ class Stage(nn.Module):
                 init_method=config.init_method,
                 reduce_scatter_embeddings=config.sequence_parallel,
                 config=config,
-                tp_group=given.tp,
+                tp_group=process_groups.tp,
             )
         if self.last and head == "values":
             self.score = nn.Linear(config.hidden_size, 1)
@@ -494,7 +496,7 @@ class Stage(nn.Module):
         hidden = hidden[:, 0].index_select(0, reading.predicting)
         if values:
             hidden = hidden.to(self.score.weight.dtype)
-            found = torch.cat([self.score(hidden), hidden], dim=1)
+            outputs = torch.cat([self.score(hidden), hidden], dim=1)
         else:
             weight = (self.embedding.weight if self.first and self._embeds else self.head)[: self.own_rows]
             if tensor.size() == 1:
@@ -507,14 +509,14 @@ class Stage(nn.Module):
                     hidden, weight, reading.targets, reading.temperature, first=self._groups.place.tensor * self.rows,
                     ranks=tensor, chunk=self._chunk, entropy_slope=entropy_slope,
                 )  # fmt: skip
-            found = torch.stack(pair, dim=1)
+            outputs = torch.stack(pair, dim=1)
         if reading.spread is not None:
-            found = Collected.apply(found, *reading.spread, self._groups.group("context"))
-        return found
+            outputs = Collected.apply(outputs, *reading.spread, self._groups.group("context"))
+        return outputs
 
 
-def outputs_of(found: Tensor, head: str) -> tuple[Tensor, Tensor]:
+def outputs_of(outputs: Tensor, head: str) -> tuple[Tensor, Tensor]:
     """Output of a last stage, as `training.backend.Outputs`."""
     if head == "values":
-        return found[:, 0], found[:, 1:]
-    return found[:, 0], found[:, 1]
+        return outputs[:, 0], outputs[:, 1:]
+    return outputs[:, 0], outputs[:, 1]

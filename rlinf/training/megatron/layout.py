@@ -145,8 +145,8 @@ class Groups:
             "dp_cp": "same",
             "expt_dp": "twins",
         }
-        found = {name: self.group(kind) for name, kind in names.items()}
-        return ProcessGroupCollection(**found, expt_tp=ALONE, embd=None, pos_embd=None)
+        groups = {name: self.group(kind) for name, kind in names.items()}
+        return ProcessGroupCollection(**groups, expt_tp=ALONE, embd=None, pos_embd=None)
 
 
 async def grouped(
@@ -160,12 +160,12 @@ async def grouped(
         mesh_of: makes a mesh of some ranks, for a purpose.
         whole: the mesh of all ranks, if there are several.
     """
-    made: dict[tuple[int, ...], DeviceMesh | None] = {(rank,): None, tuple(range(grid.ranks)): whole}
+    by_ranks: dict[tuple[int, ...], DeviceMesh | None] = {(rank,): None, tuple(range(grid.ranks)): whole}
     meshes: dict[str, DeviceMesh | None] = {}
     for kind, members in _members(grid, rank):
-        if members not in made:
-            made[members] = await mesh_of(members, kind)
-        meshes[kind] = made[members]
+        if members not in by_ranks:
+            by_ranks[members] = await mesh_of(members, kind)
+        meshes[kind] = by_ranks[members]
     line = grid.alike(rank, _KINDS["pipeline"])
     meshes["way back"] = await mesh_of(line, "way back") if len(line) > 1 else None
     return Groups(grid, rank, grid.place(rank), meshes)

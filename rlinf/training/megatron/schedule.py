@@ -125,32 +125,32 @@ class Exchange(P2PCommunicator):  # type: ignore[misc]
         wait_on_reqs: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, None]:
         onward, back = self._ways
-        asked = (
+        wanted = (
             (tensor_send_next, self.next_rank, recv_prev, self.prev_rank, onward),
             (tensor_send_prev, self.prev_rank, recv_next, self.next_rank, back),
         )
         shapes: list[Tensor | None] = [
             torch.empty(_DIMENSIONS, dtype=torch.int64, device=self._device) if receives else None
-            for _, _, receives, _, _ in asked
+            for _, _, receives, _, _ in wanted
         ]
         sizes = [
             None if sent is None else torch.tensor(sent.shape, dtype=torch.int64, device=self._device)
-            for sent, *_ in asked
+            for sent, *_ in wanted
         ]
-        self._sent(asked, sizes, shapes)
-        found = [
+        self._sent(wanted, sizes, shapes)
+        received = [
             None
             if shape is None
             else torch.empty(shape.tolist(), dtype=self.config.pipeline_dtype, device=self._device, requires_grad=True)
             for shape in shapes
         ]
-        self._sent(asked, [None if sent is None else sent.detach().contiguous() for sent, *_ in asked], found)
-        return found[0], found[1], None
+        self._sent(wanted, [None if sent is None else sent.detach().contiguous() for sent, *_ in wanted], received)
+        return received[0], received[1], None
 
-    def _sent(self, asked: Any, out: list[Tensor | None], into: list[Tensor | None]) -> None:
+    def _sent(self, wanted: Any, out: list[Tensor | None], into: list[Tensor | None]) -> None:
         """Send and receive both ways at once."""
         waiting = []
-        for (_, to, _, source, group), sent, received in zip(asked, out, into, strict=True):
+        for (_, to, _, source, group), sent, received in zip(wanted, out, into, strict=True):
             operations = [] if sent is None else [dist.P2POp(dist.isend, sent, to, group)]
             if received is not None:
                 operations.append(dist.P2POp(dist.irecv, received.detach(), source, group))
@@ -215,10 +215,10 @@ class Pipeline:
         def forward(numbered: Any, stage: Stage) -> tuple[Tensor, Any]:
             number, reading = next(numbered)
 
-            def finish(found: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-                total = ended(number, found)
-                total = found.sum() * 0.0 if total is None else total
-                return total, torch.zeros((), dtype=torch.int, device=found.device), {}
+            def finish(outputs: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+                total = ended(number, outputs)
+                total = outputs.sum() * 0.0 if total is None else total
+                return total, torch.zeros((), dtype=torch.int, device=outputs.device), {}
 
             return stage(reading, entropy_slope), finish
 
@@ -308,10 +308,10 @@ class SplitLearner(Learner):
         blank = -len(now) % pipeline.depth if pipeline.interleaved else 0
         batches = [batch.to(device) for batch, _, _ in now] + [pack([])] * blank
 
-        def ended(number: int, found: Tensor) -> Tensor | None:
+        def ended(number: int, outputs: Tensor) -> Tensor | None:
             if number >= len(now):
                 return None
-            sums = now[number][1](batches[number], outputs_of(found, self._head))
+            sums = now[number][1](batches[number], outputs_of(outputs, self._head))
             part = sums.detach()
             self._sum = part if self._sum is None else self._sum + part
             return sums.total
@@ -354,8 +354,8 @@ class SplitLearner(Learner):
         if line is None:
             return mine
         group = line.get_group()
-        said: list[Any] = [mine if self._pipeline.last else None]
+        message: list[Any] = [mine if self._pipeline.last else None]
         last = dist.get_global_rank(group, group.size() - 1)
-        dist.broadcast_object_list(said, last, group=group, device=next(self.module.parameters()).device)
-        told: LossSum = said[0]
-        return told
+        dist.broadcast_object_list(message, last, group=group, device=next(self.module.parameters()).device)
+        result: LossSum = message[0]
+        return result

@@ -134,8 +134,8 @@ def pieces_of(stages: Sequence[Stage], model: Any, groups: Groups) -> Iterator[P
         numbers = [layer.layer_number - 1 for layer in stage.decoder.layers]
         for name, parameter in stage.named_parameters():
             first = sharing(name, groups, model.tie_word_embeddings).counts
-            for found, view, shape, offset in _parts(name, parameter, stage, numbers, model, groups):
-                yield Piece(found, parameter, view, shape, offset, first)
+            for checkpoint_name, view, shape, offset in _parts(name, parameter, stage, numbers, model, groups):
+                yield Piece(checkpoint_name, parameter, view, shape, offset, first)
 
 
 _Part = tuple[str, View, tuple[int, ...], tuple[int, ...]]
@@ -155,8 +155,8 @@ def _parts(
     none = (0,) * len(shape)
     if name.startswith("embedding.") or name == "head":
         embeds = name != "head" or model.tie_word_embeddings
-        found, rows = "model.embed_tokens.weight" if embeds else "lm_head.weight", stage.own_rows
-        yield found, lambda it: it[:rows], (rows, shape[1]), (rank * stage.rows, 0)
+        checkpoint_name, rows = "model.embed_tokens.weight" if embeds else "lm_head.weight", stage.own_rows
+        yield checkpoint_name, lambda it: it[:rows], (rows, shape[1]), (rank * stage.rows, 0)
         return
     if name.startswith("score."):
         yield name, _itself, shape, none
@@ -301,10 +301,10 @@ class _Rectangle:
 
     def gathered(self, of: Callable[[Piece], Tensor]) -> Tensor:
         """One tensor in host memory of what its pieces have, [*size]; `of` gives what is shaped like a parameter."""
-        found = torch.empty(self.size, dtype=of(self.pieces[0]).dtype)
+        whole = torch.empty(self.size, dtype=of(self.pieces[0]).dtype)
         for piece in self.pieces:
-            found[self._place(piece)].copy_(piece.of(of(piece)))
-        return found
+            whole[self._place(piece)].copy_(piece.of(of(piece)))
+        return whole
 
     def read(self, source: Source, key: str, whole: Sequence[int], into: Callable[[Piece], Tensor]) -> None:
         """Read it of a tensor of the shape `whole`, and put it where its pieces are."""
@@ -354,11 +354,11 @@ def copy_split_state(
     for part in _rectangles(piece for piece in pieces if piece.first):
         key = f"model.{part.name}"
         shards[key], offsets[key] = part.gathered(lambda piece: piece.parameter.detach()), part.first
-        kept = {piece.parameter: kept_by(optimizer, piece.parameter) for piece in part.pieces}
-        for what, value in kept[part.pieces[0].parameter].items():
+        states = {piece.parameter: kept_by(optimizer, piece.parameter) for piece in part.pieces}
+        for what, value in states[part.pieces[0].parameter].items():
             key = f"optimizer.{part.name}.{what}"
             if value.dim():
-                shards[key] = part.gathered(lambda piece, kept=kept, what=what: kept[piece.parameter][what])  # type: ignore[misc]
+                shards[key] = part.gathered(lambda piece, states=states, what=what: states[piece.parameter][what])  # type: ignore[misc]
                 offsets[key] = part.first
             elif not any(part.first):  # of the ranks with parts of it, one has where it begins
                 shards[key], offsets[key] = host_copy(value.view(1)), (0,)
@@ -370,9 +370,9 @@ def copy_split_state(
 
 def _groups(module: nn.Module, optimizer: Optimizer, shapes: Shapes) -> dict[str, Any]:
     """The optimizer's groups as `optimizer_groups` says them, for the parameters of the whole model."""
-    said = optimizer_groups(module, optimizer)
-    (group,) = said["groups"]
-    return {**said, "groups": [{**group, "parameters": list(shapes)}]}
+    groups = optimizer_groups(module, optimizer)
+    (group,) = groups["groups"]
+    return {**groups, "groups": [{**group, "parameters": list(shapes)}]}
 
 
 def load_split_state(
@@ -391,23 +391,23 @@ def load_split_state(
         FileNotFoundError, ValueError: as of `load_state`.
     """
     try:
-        found: Source = StateFiles(source) if isinstance(source, Path) else source
-        about, stored = found.about, found.stored
+        stored_state: Source = StateFiles(source) if isinstance(source, Path) else source
+        about, stored = stored_state.about, stored_state.stored
         check_fits(
-            found.name, stored, {f"model.{name}": shape for name, shape in shapes.items()},
+            stored_state.name, stored, {f"model.{name}": shape for name, shape in shapes.items()},
             _groups(module, optimizer, shapes), about,
         )  # fmt: skip
         random = {key: value for key, value in generators(rank, module).items() if key in stored.state_dict_metadata}
-        found.fill(random)
+        stored_state.fill(random)
         state: dict[nn.Parameter, tuple[str, dict[str, Tensor]]] = {
             parameter: (name, {}) for name, parameter in module.named_parameters()
         }
-        kept = {key.rpartition(".")[2] for key in stored.state_dict_metadata if key.startswith("optimizer.")}
+        names = {key.rpartition(".")[2] for key in stored.state_dict_metadata if key.startswith("optimizer.")}
         for part in _rectangles(pieces):
             whole = shapes[part.name].shape
-            part.read(found, f"model.{part.name}", whole, lambda piece: piece.parameter.data)
+            part.read(stored_state, f"model.{part.name}", whole, lambda piece: piece.parameter.data)
             own = {piece.parameter: state[piece.parameter][1] for piece in part.pieces}
-            _read_optimizer(found, part, whole, kept, own)
+            _read_optimizer(stored_state, part, whole, names, own)
     except SafetensorError as error:
         raise ValueError(f"{source} is damaged: resume from an earlier checkpoint ({error})") from error
     take_over(optimizer, state, about["optimizer"])
@@ -419,7 +419,7 @@ def _read_optimizer(
     source: Source,
     part: _Rectangle,
     whole: Sequence[int],
-    kept: Iterable[str],
+    names: Iterable[str],
     state: Mapping[nn.Parameter, dict[str, Tensor]],
 ) -> None:
     """Read an optimizer's state of one tensor.
@@ -428,10 +428,10 @@ def _read_optimizer(
         source: what was saved.
         part: what is here of the tensor.
         whole: the tensor's shape.
-        kept: what optimizers keep of some tensors, by their names.
+        names: what optimizers keep of some tensors, by their names.
         state: of each parameter of the part, where to put it, by the optimizer's names.
     """
-    for what in kept:
+    for what in names:
         key = f"optimizer.{part.name}.{what}"
         if key not in source.stored.state_dict_metadata:
             continue

@@ -89,16 +89,16 @@ def _image(cell: Any, where: str) -> ImageRef:
         try:
             return ImageRef(hashlib.sha256(path.read_bytes()).hexdigest(), str(path))
         except OSError as error:
-            told = error.strerror or error
-            raise DataError(f"{where}: the picture {cell} cannot be read: {told}; looked for at {path}") from error
+            reason = error.strerror or error
+            raise DataError(f"{where}: the picture {cell} cannot be read: {reason}; looked for at {path}") from error
     if hasattr(cell, "save") and hasattr(cell, "mode"):
-        kept = io.BytesIO()
+        file = io.BytesIO()
         try:
             # as it stands: whoever opened it has turned it, or has not, as transformers' processors leave it
-            (cell if cell.mode in _AS_PNG else _rgb(cell)).save(kept, format="PNG", exif=b"")
+            (cell if cell.mode in _AS_PNG else _rgb(cell)).save(file, format="PNG", exif=b"")
         except _UNDECODABLE as error:
             raise DataError(f"{where}: a picture cannot be read: {error}") from error
-        return _of_bytes(kept.getvalue())
+        return _of_bytes(file.getvalue())
     raise DataError(
         f"{where}: a picture is a {type(cell).__name__}; it must be a path, the bytes of an image file, "
         '{"bytes": …}, a PIL image or a data: URL'
@@ -160,8 +160,8 @@ def _rgb(picture: Any) -> Any:
         return picture.convert("RGB")
     from PIL import Image
 
-    shown = picture.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", shown.size, (255, 255, 255)), shown).convert("RGB")
+    picture_rgba = picture.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", picture_rgba.size, (255, 255, 255)), picture_rgba).convert("RGB")
 
 
 def _eight_bits(picture: Any) -> Any:
@@ -284,19 +284,19 @@ class Pictures:
             grids: patches of its pictures, int64 [pictures, 3], see `GRID`.
         """
         merge = self._config.vision_config.spatial_merge_size
-        found = np.empty((3, len(ids)), dtype=np.int64)
+        axes = np.empty((3, len(ids)), dtype=np.int64)
         places = np.flatnonzero(ids == self.placeholder)
         next_position = done = used = 0
         for _, rows, columns in (grids // torch.tensor([1, merge, merge])).tolist():
             start = int(places[used])
-            found[:, done:start] = next_position + np.arange(start - done)
+            axes[:, done:start] = next_position + np.arange(start - done)
             next_position += start - done
             done, used = start + rows * columns, used + rows * columns
             where = np.arange(rows * columns)
-            found[:, start:done] = next_position + np.stack([0 * where, where // columns, where % columns])
+            axes[:, start:done] = next_position + np.stack([0 * where, where // columns, where % columns])
             next_position += max(rows, columns)
-        found[:, done:] = next_position + np.arange(len(ids) - done)
-        return found
+        axes[:, done:] = next_position + np.arange(len(ids) - done)
+        return axes
 
     def blank(self) -> tuple[dict[str, Tensor], int]:
         """The smallest picture, of zeros, and its placeholders: for a rank that has none and must take part."""
@@ -322,31 +322,31 @@ class Pictures:
                 f"the prompt has {len(places)} places for pictures and {len(images)} pictures; put {MARK} where each "
                 "of them stands, or none anywhere, for all at the beginning"
             )
-        found = np.ones(len(ids), dtype=np.int64)
-        found[places] = [self.count(image) for image in images]
-        return found
+        counts = np.ones(len(ids), dtype=np.int64)
+        counts[places] = [self.count(image) for image in images]
+        return counts
 
     def expand(self, ids: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
         """A prompt's token ids with so many placeholders. Raises as `repeats`."""
-        found: list[int] = np.repeat(np.asarray(ids, dtype=np.int64), self.repeats(ids, images)).tolist()
-        return found
+        tokens: list[int] = np.repeat(np.asarray(ids, dtype=np.int64), self.repeats(ids, images)).tolist()
+        return tokens
 
     def save(self, directory: str | Path) -> None:
         """Write the preprocessor's settings where a model is saved."""
         self._processor.save_pretrained(directory)
 
     def _read(self, image: ImageRef) -> dict[str, Tensor]:
-        found = self._kept.pop(image.digest, None)
-        if found is None:
-            made = self._processor(
+        tensors = self._kept.pop(image.digest, None)
+        if tensors is None:
+            processed = self._processor(
                 images=[np.asarray(opened(image))], return_tensors="pt", input_data_format="channels_last"
             )
-            found = {name: made[name] for name in (PIXELS, GRID) if name in made}
-            self._bytes += _size(found)
-        self._kept[image.digest] = found
+            tensors = {name: processed[name] for name in (PIXELS, GRID) if name in processed}
+            self._bytes += _size(tensors)
+        self._kept[image.digest] = tensors
         while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
             self._bytes -= _size(self._kept.popitem(last=False)[1])
-        return found
+        return tensors
 
     def _tokens_of(self, patches: int) -> int:
         if self.family.gridded:
@@ -393,19 +393,19 @@ def _channels(vision: Any) -> int:
 def _preprocessor(family: Family, config: PretrainedConfig, directory: str | None) -> Any:
     import transformers
 
-    made = getattr(transformers, family.preprocessor)
+    kind = getattr(transformers, family.preprocessor)
     # InternVL's processor cuts pictures into tiles whatever its preprocessor's own settings say
     more = {} if family.gridded else {"crop_to_patches": True}
     if directory is not None and (not Path(directory).is_dir() or (Path(directory) / _SETTINGS).exists()):
-        return pretrained(made, directory, **more)
+        return pretrained(kind, directory, **more)
     vision: Any = config.vision_config
     if not family.gridded:
         height, width = vision.image_size
-        return made(size={"height": height, "width": width}, **more)
+        return kind(size={"height": height, "width": width}, **more)
     side = vision.patch_size * vision.spatial_merge_size
     sizes = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
     # a new model takes pictures as they are, down to a token's size
-    return made(**sizes, temporal_patch_size=vision.temporal_patch_size, min_pixels=side**2, max_pixels=4096 * side**2)
+    return kind(**sizes, temporal_patch_size=vision.temporal_patch_size, min_pixels=side**2, max_pixels=4096 * side**2)
 
 
 def _size(tensors: Mapping[str, Tensor]) -> int:
@@ -416,19 +416,19 @@ _ASKING = frozenset({"user", "system", "developer"})
 """Roles whose texts may have marks. What an assistant or a tool says of `<image>` is what it says."""
 
 
-def pictured(said: str | list[Any], count: int, pictures: Pictures) -> str | list[Any]:
+def pictured(content: str | list[Any], count: int, pictures: Pictures) -> str | list[Any]:
     """A text, or chat messages, with the model's tokens where pictures stand.
 
     Args:
-        said: parts `{"type": "image"}` show where and, if there is none, `<image>` or the model's own placeholders in
-            the texts of who asks; nothing does where all stand before the first text of a user.
+        content: parts `{"type": "image"}` show where and, if there is none, `<image>` or the model's own placeholders
+            in the texts of who asks; nothing does where all stand before the first text of a user.
         count: of pictures.
         pictures: the model's.
     """
-    if isinstance(said, str):
-        return _marked(said, count, pictures)
-    messages = [{**message, "content": _flat(message.get("content"), pictures.text)} for message in said]
-    if any(_has_picture(message.get("content")) for message in said):
+    if isinstance(content, str):
+        return _marked(content, count, pictures)
+    messages = [{**message, "content": _flat(message.get("content"), pictures.text)} for message in content]
+    if any(_has_picture(message.get("content")) for message in content):
         return messages  # a text beside such parts means what it says
     asking = [number for number, message in enumerate(messages) if message["role"] in _ASKING]
     if not any(_is_marked(messages[number]["content"], pictures) for number in asking):

@@ -100,26 +100,26 @@ def _numbers(result: Any, objects: list[Any]) -> list[int] | None:
     """Numbers of the samples of a result in the file of a checkpoint; None if there is no result yet."""
     if result is None:
         return None
-    found = []
+    numbers = []
     for group in result["t"]:
         for sample in objects[group["o"]][1]["samples"]["t"]:
             parts: Mapping[str, Any] = objects[sample["o"]][1]
-            found.append(parts["index"] if parts.get("attempt") is None else parts["attempt"])
-    return found
+            numbers.append(parts["index"] if parts.get("attempt") is None else parts["attempt"])
+    return numbers
 
 
 def _held(entries: Iterable[tuple[int, int, Iterable[int] | None]]) -> Counted:
     """The samples of (prompt id, how many, which if that is known)."""
-    known: dict[int, set[int]] = {}
+    complete: dict[int, set[int]] = {}
     unknown: dict[int, int] = {}
     for number, size, indices in entries:
         if indices is None:
             unknown[number] = unknown.get(number, 0) + size
         else:
-            known.setdefault(number, set()).update(indices)
+            complete.setdefault(number, set()).update(indices)
     return {
-        number: len(known.get(number, ())) + unknown[number] if number in unknown else sorted(known[number])
-        for number in {**known, **unknown}
+        number: len(complete.get(number, ())) + unknown[number] if number in unknown else sorted(complete[number])
+        for number in {**complete, **unknown}
     }
 
 
@@ -156,24 +156,24 @@ class Learned:
             groups: that it learned from.
             silent: that it left out, because they give no gradient.
         """
-        found = Learned(even={group.id: sorted({*map(sample_number, group.samples)}) for group in silent})
+        report = Learned(even={group.id: sorted({*map(sample_number, group.samples)}) for group in silent})
         scored: set[tuple[int, int]] = set()
-        seen: set[tuple[int, str, int]] = set()
+        conversations: set[tuple[int, str, int]] = set()
         tokens = 0
         for group in groups:
             for sample in sorted(group.samples, key=lambda sample: sample.reward is None):
                 where = sample_number(sample)
                 name = (group.id, where)
-                again = (group.id, sample.agent, sample.index) in seen
-                seen.add((group.id, sample.agent, sample.index))
+                again = (group.id, sample.agent, sample.index) in conversations
+                conversations.add((group.id, sample.agent, sample.index))
                 if sample.reward is not None:
                     tokens += sample.learned_tokens
                     if name not in scored or again:  # several conversations of one attempt are one sample
-                        found.trained.setdefault(group.id, []).append(where)
+                        report.trained.setdefault(group.id, []).append(where)
                         scored.add(name)
-                elif name not in scored and where not in found.unscored.get(group.id, ()):
-                    found.unscored.setdefault(group.id, []).append(where)
-        return Learned(found.trained, found.unscored, tokens, found.even)
+                elif name not in scored and where not in report.unscored.get(group.id, ()):
+                    report.unscored.setdefault(group.id, []).append(where)
+        return Learned(report.trained, report.unscored, tokens, report.even)
 
     def __add__(self, other: Learned) -> Learned:
         return Learned(
@@ -208,8 +208,8 @@ class Ledger:
         self._drawn = {number: list(indices) for number, indices in unpacked(events.get("drawn", {}))}
         self._trained = {number: list(indices) for number, indices in unpacked(events.get("trained", {}))}
         self._dropped = {
-            reason: {number: list(indices) for number, indices in unpacked(found)}
-            for reason, found in events.get("dropped", {}).items()
+            reason: {number: list(indices) for number, indices in unpacked(samples)}
+            for reason, samples in events.get("dropped", {}).items()
         }
         self._tokens: dict[str, int] = dict(events.get("tokens", {}))
 
@@ -231,11 +231,11 @@ class Ledger:
             indices: which; None: all that are open. None of them, (), where tokens alone were thrown away.
             tokens: generated tokens that were thrown away.
         """
-        left = self._open.get(prompt_id, set())
-        gone = sorted(left if indices is None else left.intersection(indices))
-        if gone:
-            self._dropped.setdefault(reason, {}).setdefault(prompt_id, []).extend(gone)
-            self._settle(prompt_id, gone)
+        opened = self._open.get(prompt_id, set())
+        lost = sorted(opened if indices is None else opened.intersection(indices))
+        if lost:
+            self._dropped.setdefault(reason, {}).setdefault(prompt_id, []).extend(lost)
+            self._settle(prompt_id, lost)
         self._count("dropped", tokens)
 
     def masked(self, tokens: int) -> None:
@@ -249,10 +249,10 @@ class Ledger:
             self._settle(number, indices)
         self._count("trained", tokens)
 
-    def learned(self, found: Learned) -> None:
+    def learned(self, report: Learned) -> None:
         """Enter a trainer's report."""
-        self.trained(found.trained, found.tokens)
-        for reason, samples in ((UNSCORED, found.unscored), (EQUAL_REWARDS, found.even)):
+        self.trained(report.trained, report.tokens)
+        for reason, samples in ((UNSCORED, report.unscored), (EQUAL_REWARDS, report.even)):
             for number, indices in samples.items():
                 self.dropped(number, reason, indices)
 
@@ -275,20 +275,20 @@ class Ledger:
             step: which, from 1.
             in_flight: what whoever holds unfinished samples says that it holds.
         """
-        held = {number: self._held(number, indices) for number, indices in (in_flight or {}).items()}
-        gone = {number: sorted(left.difference(held.get(number, ()))) for number, left in self._open.items()}
-        gone = {number: indices for number, indices in gone.items() if indices}
+        in_hand = {number: self._held(number, indices) for number, indices in (in_flight or {}).items()}
+        lost = {number: sorted(still.difference(in_hand.get(number, ()))) for number, still in self._open.items()}
+        lost = {number: indices for number, indices in lost.items() if indices}
         line: dict[str, Any] = {"step": step, **({"own": True} if self.own else {})}
         line |= {**({"carried": self._carried} if self._carried else {}), **self._since()}
         line |= {
-            key: packed(found)
-            for key, found in (
-                ("in_flight", {number: indices for number, indices in held.items() if indices}),
-                ("unknown" if self.own else "lost", gone),
+            key: packed(samples)
+            for key, samples in (
+                ("in_flight", {number: indices for number, indices in in_hand.items() if indices}),
+                ("unknown" if self.own else "lost", lost),
             )
-            if found
+            if samples
         }
-        for number, indices in gone.items():
+        for number, indices in lost.items():
             self._settle(number, indices)
         self._drawn, self._trained, self._dropped, self._tokens = {}, {}, {}, {}
         self._before, self._carried = packed(self.open), {}
@@ -302,16 +302,18 @@ class Ledger:
 
     def _since(self) -> dict[str, Any]:
         """Samples and tokens counted since the last line, packed; empty counts are left out."""
-        found = {
+        events = {
             "drawn": packed(self._drawn),
             "trained": packed(self._trained),
             "dropped": {reason: packed(samples) for reason, samples in self._dropped.items()},
             "tokens": dict(self._tokens),
         }
-        return {key: value for key, value in found.items() if value}
+        return {key: value for key, value in events.items() if value}
 
-    def _held(self, number: int, said: Iterable[int] | int) -> list[int]:
-        return list(islice(sorted(self._open.get(number, ())), said)) if isinstance(said, int) else sorted(said)
+    def _held(self, number: int, samples: Iterable[int] | int) -> list[int]:
+        if isinstance(samples, int):
+            return sorted(self._open.get(number, ()))[:samples]
+        return sorted(samples)
 
     def _settle(self, number: int, indices: Iterable[int]) -> None:
         if number in self._open:
@@ -335,13 +337,13 @@ def packed(samples: Samples) -> dict[str, str]:
     return {indices: ranges(numbers) for indices, numbers in alike.items()}
 
 
-def unpacked(found: Mapping[str, str]) -> Iterator[tuple[int, Sequence[int]]]:
+def unpacked(samples: Mapping[str, str]) -> Iterator[tuple[int, Sequence[int]]]:
     """Read what `packed` made: each prompt's id with the indices of its samples.
 
     Raises:
         ValueError: it is something else.
     """
-    for spelled, numbers in found.items():
+    for spelled, numbers in samples.items():
         indices = of_ranges(spelled)
         yield from ((number, indices) for number in of_ranges(numbers))
 
@@ -363,11 +365,11 @@ def of_ranges(text: str) -> list[int]:
     Raises:
         ValueError: it is something else.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     for run in text.split(",") if text else ():
         first, dash, last = run[1:].partition("-")  # a number may have a sign of its own
-        found += range(int(run[0] + first), (int(last) if dash else int(run[0] + first)) + 1)
-    return found
+        numbers += range(int(run[0] + first), (int(last) if dash else int(run[0] + first)) + 1)
+    return numbers
 
 
 def _joined(one: Samples, other: Samples) -> dict[int, list[int]]:
@@ -414,14 +416,13 @@ class Balance:
 
 
 def balance(
-    lines: Iterable[Mapping[str, Any]], held: Held | None = None, since: Mapping[str, Any] | None = None
+    lines: Iterable[Mapping[str, Any]], in_flight: Held | None = None, since: Mapping[str, Any] | None = None
 ) -> Balance:
     """Add up the lines of a ledger.
 
     Args:
         lines: of `ledger.jsonl`, in order.
-        held: what is in flight, as found in the checkpoint that was written after the last line; None: as that line
-            says itself.
+        in_flight: as the checkpoint has it that was written after the last line; None: as that line says itself.
         since: what the checkpoint tells of the time between that line and itself: `since` of `Ledger.state_dict`.
 
     Raises:
@@ -433,8 +434,8 @@ def balance(
         count.line(last)
     if since:
         count.events(since, "after the last step")
-    said = dict(unpacked(last.get("in_flight", {}))) if held is None else held
-    count.ends(said, "the last line" if held is None else "the checkpoint")
+    samples = dict(unpacked(last.get("in_flight", {}))) if in_flight is None else in_flight
+    count.ends(samples, "the last line" if in_flight is None else "the checkpoint")
     return count.found
 
 
@@ -468,76 +469,76 @@ class _Counting:
         """A run was gone on with: what it had open then is what is open here, unless its lines are elsewhere."""
         if carried is None:
             return
-        found = {number: set(indices) for number, indices in unpacked(carried)}
+        samples = {number: set(indices) for number, indices in unpacked(carried)}
         if self.found.lines == 1:
-            self._open = found
-            self.found.carried = sum(map(len, found.values()))
-        elif found != self._open:
+            self._open = samples
+            self.found.carried = sum(map(len, samples.values()))
+        elif samples != self._open:
             self._problem(f"{where}: the run went on with other samples in flight than it had before")
 
-    def events(self, told: Mapping[str, Any], where: str) -> None:
+    def events(self, record: Mapping[str, Any], where: str) -> None:
         """Take in what was drawn, trained and dropped."""
-        found = self.found
+        totals = self.found
         again = []
-        for number, indices in unpacked(told.get("drawn", {})):
+        for number, indices in unpacked(record.get("drawn", {})):
             if number in self._open or number in self._settled:
                 again += [(number, index) for index in indices]
                 continue
-            found.prompts += 1
-            found.samples += len(indices)
+            totals.prompts += 1
+            totals.samples += len(indices)
             self._open[number] = set(indices)
         self._samples_problem(f"{where}: drawn twice", again)
         repeated: list[tuple[int, int]] = []
         strange: list[tuple[int, int]] = []
-        for number, index in _each(told.get("trained", {})):
-            found.trained += 1
+        for number, index in _each(record.get("trained", {})):
+            totals.trained += 1
             if not self._settle(number, index):
-                known = number in self._settled or number in self._open
-                (repeated if known else strange).append((number, index))
-        found.elsewhere += len(repeated) + len(strange) if self._own else 0
+                drawn_before = number in self._settled or number in self._open
+                (repeated if drawn_before else strange).append((number, index))
+        totals.elsewhere += len(repeated) + len(strange) if self._own else 0
         self._samples_problem(f"{where}: trained although they were trained or dropped before", repeated)
         self._samples_problem(f"{where}: trained and never drawn", strange)
         wrong = []
-        for reason, samples in told.get("dropped", {}).items():
+        for reason, samples in record.get("dropped", {}).items():
             for number, index in _each(samples):
-                found.dropped[reason] += 1
+                totals.dropped[reason] += 1
                 if not self._settle(number, index):
                     wrong.append((number, index))
         self._samples_problem(f"{where}: dropped although they were not open", wrong)
-        found.tokens.update(told.get("tokens", {}))
+        totals.tokens.update(record.get("tokens", {}))
 
-    def ends(self, held: Held, who: str) -> None:
+    def ends(self, in_flight: Held, who: str) -> None:
         """Hold what is open against what is held."""
         lost, settled = [], []
-        for number in {**self._open, **held}:
-            left, said = self._open.get(number, set()), held.get(number, ())
-            if isinstance(said, int):  # so many, and nobody knows which
-                here = set(islice(sorted(left), said))
-                settled += [(number, at) for at in range(len(left), said)]
+        for number in {**self._open, **in_flight}:
+            still_open, claimed = self._open.get(number, set()), in_flight.get(number, ())
+            if isinstance(claimed, int):  # so many, and nobody knows which
+                here = set(islice(sorted(still_open), claimed))
+                settled += [(number, at) for at in range(len(still_open), claimed)]
             else:
-                here = left.intersection(said)
-                settled += [(number, index) for index in said if index not in left]
+                here = still_open.intersection(claimed)
+                settled += [(number, index) for index in claimed if index not in still_open]
             self.found.in_flight += len(here)
-            lost += [(number, index) for index in sorted(left - here)]
+            lost += [(number, index) for index in sorted(still_open - here)]
         self._samples_problem(f"lost: neither trained nor dropped, and {who} does not have them", lost)
         self._samples_problem(f"{who} has in flight what was trained, dropped or never drawn", settled)
 
     def _settle(self, number: int, index: int) -> bool:
         """A sample is open no more; whether it was."""
-        left = self._open.get(number)
-        if left is None or index not in left:
+        still_open = self._open.get(number)
+        if still_open is None or index not in still_open:
             return False
-        left.discard(index)
-        if not left:
+        still_open.discard(index)
+        if not still_open:
             del self._open[number]
             self._settled.add(number)
         return True
 
     def _samples_problem(self, what: str, samples: list[tuple[int, int]]) -> None:
         if samples and not self._own:
-            shown = ", ".join(f"{number}/{index}" for number, index in samples[:_SHOWN])
+            first = ", ".join(f"{number}/{index}" for number, index in samples[:_SHOWN])
             more = f" and {len(samples) - _SHOWN:,} more" if len(samples) > _SHOWN else ""
-            self._problem(f"{what}: {len(samples):,} samples (prompt/sample {shown}{more})")
+            self._problem(f"{what}: {len(samples):,} samples (prompt/sample {first}{more})")
 
     def _problem(self, text: str) -> None:
         self.found.problems.append(text)
@@ -574,5 +575,5 @@ class _Numbers:
         return at > 0 and number < self._end[at - 1]
 
 
-def _each(found: Mapping[str, str]) -> Iterator[tuple[int, int]]:
-    return ((number, index) for number, indices in unpacked(found) for index in indices)
+def _each(samples: Mapping[str, str]) -> Iterator[tuple[int, int]]:
+    return ((number, index) for number, indices in unpacked(samples) for index in indices)

@@ -83,9 +83,9 @@ class Bar:
         return lambda *_, **__: None
 
 
-def _bar_of_transformers(factory: Any, given: tuple[Any, ...], keys: dict[str, Any]) -> Any:
+def _bar_of_transformers(factory: Any, args: tuple[Any, ...], keys: dict[str, Any]) -> Any:
     """See `transformers.utils.logging.set_tqdm_hook`."""
-    return Bar(*given[:1], **keys) if listener() is not None else factory(*given, **keys)
+    return Bar(*args[:1], **keys) if listener() is not None else factory(*args, **keys)
 
 
 def _fold(bars: type[Any]) -> None:
@@ -94,11 +94,11 @@ def _fold(bars: type[Any]) -> None:
         return
     begins, updates, closes = bars.__init__, bars.update, bars.close
 
-    def init(self: Any, *given: Any, **keys: Any) -> None:
-        begins(self, *given, **keys)
+    def init(self: Any, *args: Any, **keys: Any) -> None:
+        begins(self, *args, **keys)
         self._told = None
         if listener() is not None:
-            described = keys.get("desc") or (given[1] if len(given) > 1 else None)
+            described = keys.get("desc") or (args[1] if len(args) > 1 else None)
             self._told = _begun(described, self.total, keys.get("unit"))
             self._done = keys.get("initial") or 0
             self._told.at(self._done)
@@ -110,9 +110,9 @@ def _fold(bars: type[Any]) -> None:
         return updates(self, amount)
 
     def close(self: Any) -> None:
-        if (told := getattr(self, "_told", None)) is not None:
+        if (work := getattr(self, "_told", None)) is not None:
             self._told = None  # tqdm closes again when it is collected
-            told.end(broken=self._done < (self.total or 0))
+            work.end(broken=self._done < (self.total or 0))
         closes(self)
 
     def iterate(self: Any) -> Iterator[Any]:

@@ -110,7 +110,7 @@ class Packed:
     places: Tensor | None
     """Which of `ids` stands at each place of the sequences laid end to end, int64 [sum of lengths]; None if they share
     none, so that each stands at its own."""
-    kept: Tensor
+    predictors: Tensor
     """Places of the sequences laid end to end where learned tokens are predicted, one before where they stand, int64
     [learned]."""
     targets: Tensor
@@ -144,7 +144,7 @@ class Packed:
     def predicting(self) -> Tensor:
         """Which of `ids` predicts each learned token, int64 [learned]; a prompt's last token predicts the first of
         every answer to it."""
-        return self.kept if self.places is None else self.places.index_select(0, self.kept)
+        return self.predictors if self.places is None else self.places.index_select(0, self.predictors)
 
     def routed(self, routes: Tensor | None) -> Packed:
         """Copy with other routes."""
@@ -180,11 +180,11 @@ def sent(tensors: Sequence[Tensor | None], device: torch.device) -> list[Any]:
         part.view(one.dtype).view(one.shape).copy_(one)
     there = slab.to(device, non_blocking=True)
     places = [part.storage_offset() for part in parts]
-    found = {
+    copies = {
         id(one): there[place : place + one.nbytes].view(one.dtype).view(one.shape)
         for one, place in zip(away, places, strict=True)
     }
-    return [found.get(id(one), one) for one in tensors]
+    return [copies.get(id(one), one) for one in tensors]
 
 
 def pack(rows: Sequence[Row]) -> Packed:
@@ -202,25 +202,25 @@ def pack(rows: Sequence[Row]) -> Packed:
         raise ValueError(f"row {int(prompts.argmin())} of a micro-batch has an empty prompt: it must have one token")
     learned = [row.places() for row in rows]
     counts = np.array([len(places) for places in learned])
-    read = np.array([places[-1] if len(places) else 0 for places in learned])  # all before the last that is learned
-    lengths = prompts + read
+    behind = np.array([places[-1] if len(places) else 0 for places in learned])  # all before the last learned one
+    lengths = prompts + behind
     starts = np.cumsum(lengths) - lengths
-    kept = np.concatenate(learned) + np.repeat(starts + prompts - 1, counts)
+    predicting = np.concatenate(learned) + np.repeat(starts + prompts - 1, counts)
     positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-    responses = [row.response_ids[:more] for row, more in zip(rows, read, strict=True)]
+    responses = [row.response_ids[:more] for row, more in zip(rows, behind, strict=True)]
     parts = [part for row, response in zip(rows, responses, strict=True) for part in (row.prompt_ids, response)]
     ids = np.concatenate(parts).astype(np.int64)
     targets = [row.response_ids[places] for row, places in zip(rows, learned, strict=True)]
-    chosen, stands, readers = _shared(rows, prompts, read, starts)
+    reads, stands, readers = _shared(rows, prompts, behind, starts)
     routes = side_by_side([row.routes for row in rows], lengths.tolist())
     old = [np.zeros(n) if row.old_logprobs is None else row.old_logprobs for n, row in zip(counts, rows, strict=True)]
     return Packed(
-        ids=torch.from_numpy(ids if chosen is None else ids[chosen]),
-        positions=torch.from_numpy(positions if chosen is None else positions[chosen]),
+        ids=torch.from_numpy(ids if reads is None else ids[reads]),
+        positions=torch.from_numpy(positions if reads is None else positions[reads]),
         lengths=tuple(lengths.tolist()),
         places=None if stands is None else torch.from_numpy(stands),
         stands=stands,
-        kept=torch.from_numpy(kept),
+        predictors=torch.from_numpy(predicting),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
         old_logprobs=torch.from_numpy(np.concatenate(old).astype(np.float32)),
         advantages=torch.from_numpy(_per_token([row.advantage for row in rows], counts)),
@@ -231,7 +231,7 @@ def pack(rows: Sequence[Row]) -> Packed:
             name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows])) for name in rows[0].columns
         },
         images=tuple(image for row in readers for image in row.images),
-        routes=None if routes is None else torch.from_numpy(routes if chosen is None else routes[chosen]),
+        routes=None if routes is None else torch.from_numpy(routes if reads is None else routes[reads]),
     )
 
 
@@ -266,21 +266,21 @@ def _per_token(values: Sequence[float | np.ndarray], lengths: np.ndarray) -> np.
 
 
 def _shared(
-    rows: Sequence[Row], prompts: np.ndarray, read: np.ndarray, starts: np.ndarray
+    rows: Sequence[Row], prompts: np.ndarray, behind: np.ndarray, starts: np.ndarray
 ) -> tuple[np.ndarray | None, np.ndarray | None, Sequence[Row]]:
     """Which places of the sequences laid end to end are read, which of those stands at each place, and the rows whose
     prompts are read; (None, None, all rows) if too few are shared to be worth it."""
     reader: dict[PrefixKey, int] = {}  # the first row with each prompt
     of = np.array([reader.setdefault(prefix_key(row.prompt_ids, row.images), n) for n, row in enumerate(rows)])
     repeated = of != np.arange(len(rows))
-    total = int((prompts + read).sum())
+    total = int((prompts + behind).sum())
     if prompts[repeated].sum() < _WORTH_SHARING * total:
         return None, None, rows
-    takes = read + np.where(repeated, 0, prompts)  # tokens that are read for each row
+    takes = behind + np.where(repeated, 0, prompts)  # tokens that are read for each row
     ends = np.cumsum(takes)
     places = np.empty(total, dtype=np.int64)
-    chosen = np.empty(int(ends[-1]), dtype=np.int64)
-    for number, (start, prompt, more, end) in enumerate(zip(starts, prompts, read, ends, strict=True)):
+    reads = np.empty(int(ends[-1]), dtype=np.int64)
+    for number, (start, prompt, more, end) in enumerate(zip(starts, prompts, behind, ends, strict=True)):
         body = start + prompt
         places[body : body + more] = np.arange(end - more, end)
         if repeated[number]:
@@ -288,9 +288,9 @@ def _shared(
             places[start:body] = places[head : head + prompt]
         else:
             places[start:body] = np.arange(end - more - prompt, end - more)
-            chosen[end - more - prompt : end - more] = np.arange(start, body)
-        chosen[end - more : end] = np.arange(body, body + more)
-    return chosen, places, [row for row, again in zip(rows, repeated, strict=True) if not again]
+            reads[end - more - prompt : end - more] = np.arange(start, body)
+        reads[end - more : end] = np.arange(body, body + more)
+    return reads, places, [row for row, again in zip(rows, repeated, strict=True) if not again]
 
 
 def cut(items: Sequence[T], sizes: Sequence[int], budget: int) -> Iterator[list[T]]:
@@ -302,12 +302,12 @@ def cut(items: Sequence[T], sizes: Sequence[int], budget: int) -> Iterator[list[
         budget: of a piece, in tokens.
     """
     piece: list[T] = []
-    held = 0
+    total = 0
     for item, size in zip(items, sizes, strict=True):
-        if piece and held + size > budget:
+        if piece and total + size > budget:
             yield piece
-            piece, held = [], 0
+            piece, total = [], 0
         piece.append(item)
-        held += size
+        total += size
     if piece:
         yield piece

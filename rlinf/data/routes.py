@@ -50,11 +50,11 @@ def joined(tokens: int, parts: Sequence[np.ndarray | None]) -> np.ndarray | None
     Returns:
         [tokens, layers, experts per token]; None if no part tells.
     """
-    told = [part for part in parts if part is not None]
-    if not told:
+    known_parts = [part for part in parts if part is not None]
+    if not known_parts:
         return None
-    whole = fitted(told[0], tokens).copy()
-    for part in told[1:]:
+    whole = fitted(known_parts[0], tokens).copy()
+    for part in known_parts[1:]:
         more, lacks = part[:tokens], unknown(whole.dtype)
         new = whole[: len(more), 0, 0] == lacks
         whole[: len(more)][new] = more[new]

@@ -67,8 +67,8 @@ def write_tensors(
         size = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    told = work(f"writing {path.parent.name}/{path.name}", size, "bytes")
-    with explained(path, size), path.open("wb") as file, told as writing:
+    progress = work(f"writing {path.parent.name}/{path.name}", size, "bytes")
+    with explained(path, size), path.open("wb") as file, progress as writing:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
             data = flat_bytes(tensor).numpy().data

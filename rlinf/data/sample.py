@@ -62,9 +62,9 @@ def prefix_key(token_ids: np.ndarray, images: Sequence[ImageRef] = ()) -> Prefix
 
 def read_only(array: np.ndarray) -> np.ndarray:
     """A copy that cannot be written into, by nobody who holds it."""
-    made = np.array(array)
-    made.setflags(write=False)
-    return made.view()  # of a view, the flag cannot be taken back
+    copy = np.array(array)
+    copy.setflags(write=False)
+    return copy.view()  # of a view, the flag cannot be taken back
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,7 +204,7 @@ class Sample:
         Raises:
             ValueError: a segment has a log-prob or a version for some of its tokens only.
         """
-        said: list[tuple[np.ndarray, ...]] = [(np.empty(0),) * 4]
+        pieces: list[tuple[np.ndarray, ...]] = [(np.empty(0),) * 4]
         for part in segments:
             length = len(part.token_ids)
             unsaid = np.full(length, np.nan), np.full(length, -1)
@@ -215,15 +215,15 @@ class Sample:
                     f"prompt {prompt.id}, sample {index}: a segment of {length} tokens needs as many log-probs and "
                     "versions or, where the model did not generate it, neither"
                 )
-            said.append((part.token_ids, logprobs, versions, np.full(length, part.logprobs is not None)))
-        ids, logprobs, versions, mask = map(np.concatenate, zip(*said, strict=True))
+            pieces.append((part.token_ids, logprobs, versions, np.full(length, part.logprobs is not None)))
+        ids, logprobs, versions, mask = map(np.concatenate, zip(*pieces, strict=True))
         arrays = (
             read_only(ids.astype(np.int64)),
             read_only(logprobs.astype(np.float32)),
             read_only(versions.astype(np.int32)),
         )
-        read = len(prompt.token_ids) + len(ids) - 1
-        routes = routing.joined(read, [part.routes for part in segments])
+        tokens = len(prompt.token_ids) + len(ids) - 1
+        routes = routing.joined(tokens, [part.routes for part in segments])
         learned = read_only(mask.astype(bool))
         return Sample(prompt, index, *arrays, loss_mask=learned, routes=routes, **more)
 
@@ -361,11 +361,11 @@ class Group:
         """Travels as a few long arrays: many short ones cost ten times as much to pickle."""
         samples = self.samples
         lengths = [len(sample.response_ids) for sample in samples]
-        said = tuple(samples[0].per_token) if samples else ()
+        names = tuple(samples[0].per_token) if samples else ()
         whole = all(
             sample.prompt is self.prompt
             and len(sample.logprobs) == len(sample.versions) == length
-            and tuple(sample.per_token) == said
+            and tuple(sample.per_token) == names
             for sample, length in zip(samples, lengths, strict=True)
         )
         if not samples or not whole:
@@ -374,9 +374,9 @@ class Group:
             np.concatenate([getattr(sample, name) for sample in samples])
             for name in ("response_ids", "logprobs", "versions")
         ]
-        told = {name: np.concatenate([sample.per_token[name] for sample in samples]) for name in said}
+        columns = {name: np.concatenate([sample.per_token[name] for sample in samples]) for name in names}
         rest = [[getattr(sample, name) for sample in samples] for name in _REST]
-        return _group_arrived, (self.prompt, lengths, arrays, told, rest)
+        return _group_arrived, (self.prompt, lengths, arrays, columns, rest)
 
 
 _REST = (
@@ -390,12 +390,12 @@ def _group_arrived(
     prompt: Prompt,
     lengths: list[int],
     arrays: list[np.ndarray],
-    told: dict[str, np.ndarray],
+    columns: dict[str, np.ndarray],
     rest: list[list[Any]],
 ) -> Group:
     ends = np.cumsum(lengths)[:-1]
     ids, logprobs, versions = (np.split(array, ends) for array in arrays)
-    parts = {name: np.split(array, ends) for name, array in told.items()}
+    parts = {name: np.split(array, ends) for name, array in columns.items()}
     samples = [
         Sample(prompt, index, ids[i], logprobs[i], versions[i], *more[:8], _of(parts, i), *more[8:])  # type: ignore[call-arg, misc]  # eight of _REST stand before `per_token`
         for i, (index, *more) in enumerate(zip(*rest, strict=True))

@@ -128,8 +128,8 @@ def padding_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> t
     """
     if vocabulary is None:
         return ()
-    known = set(tokenizer.get_vocab().values())
-    return tuple(id for id in range(vocabulary) if id not in known)
+    ids = set(tokenizer.get_vocab().values())
+    return tuple(id for id in range(vocabulary) if id not in ids)
 
 
 def shown_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -140,6 +140,6 @@ def shown_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> dict[str
     """
     if prompt.images or not len(prompt.token_ids):
         return {}
-    if (read := str(tokenizer.decode(prompt.token_ids, skip_special_tokens=False))) == prompt.text:
+    if (text := str(tokenizer.decode(prompt.token_ids, skip_special_tokens=False))) == prompt.text:
         return {}
-    return {"prompt": read, "task": prompt.text} if prompt.text else {"prompt": read}
+    return {"prompt": text, "task": prompt.text} if prompt.text else {"prompt": text}

@@ -138,12 +138,12 @@ class Weights:
             WeightsDamaged: one does not; the text names bucket, version and the tensors in it.
         """
         pairs = zip(self.buckets, self.checksums, checksums(self.buckets), strict=True)
-        for number, (bucket, expected, found) in enumerate(pairs):
-            if found != expected:
+        for number, (bucket, expected, actual) in enumerate(pairs):
+            if actual != expected:
                 inside = [slot.name for slot in self.layout if slot.bucket == number]
                 raise WeightsDamaged(
                     f"bucket {number} of {len(self.buckets)} of the weights of version {self.version} ({inside[0]} to "
-                    f"{inside[-1]}, {bucket.nbytes} bytes) has checksum {found:016x} instead of {expected:016x}: "
+                    f"{inside[-1]}, {bucket.nbytes} bytes) has checksum {actual:016x} instead of {expected:016x}: "
                     "somebody wrote to it after it was packed, or it was changed on the way"
                 )
 
@@ -180,16 +180,16 @@ def checksums(buckets: Iterable[Tensor]) -> tuple[int, ...]:
     the hashes are added up. One changed word is always found; lost, doubled, zeroed or moved blocks are, but for a
     chance of 2^-64; words that change places within one block are not.
     """
-    found = [_hash(bucket.detach()) for bucket in buckets]
+    hashes = [_hash(bucket.detach()) for bucket in buckets]
     by_device: dict[torch.device, list[int]] = {}
-    for number, each in enumerate(found):
+    for number, each in enumerate(hashes):
         if isinstance(each, Tensor):
             by_device.setdefault(each.device, []).append(number)
     for numbers in by_device.values():
-        read = _read(torch.stack([found[number] for number in numbers]))  # type: ignore[misc]  # tensors, all of them
-        for number, value in zip(numbers, read, strict=True):
-            found[number] = value
-    return tuple([int(each) % (1 << 64) for each in found])
+        values = _read(torch.stack([hashes[number] for number in numbers]))  # type: ignore[misc]  # tensors, all of them
+        for number, value in zip(numbers, values, strict=True):
+            hashes[number] = value
+    return tuple([int(each) % (1 << 64) for each in hashes])
 
 
 def _read(numbers: Tensor) -> list[int]:
@@ -238,7 +238,7 @@ def _hashed_here(data: Tensor) -> int:
         last = np.zeros(BLOCK, dtype=np.uint64)
         last.view(np.uint8)[:rest] = octets[-rest:]
         sums[blocks] = np.add.reduce(last)
-    found = (len(octets) * _STEP) % (1 << 62)
+    total = (len(octets) * _STEP) % (1 << 62)
     for first in range(0, len(sums), _PIECE):
         piece = sums[first : first + _PIECE]
         np.add(piece, _PLACES[: len(piece)], piece)
@@ -247,8 +247,8 @@ def _hashed_here(data: Tensor) -> int:
         for shift in _SHIFTS:
             np.bitwise_xor(piece, piece >> shift, piece)
             np.multiply(piece, _FACTOR, piece)
-        found += int(np.add.reduce(piece))
-    return found
+        total += int(np.add.reduce(piece))
+    return total
 
 
 @dataclass(frozen=True, slots=True, eq=False)

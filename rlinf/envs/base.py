@@ -142,41 +142,41 @@ class WrongOption(ValueError):
         self.name = name
 
 
-def check_arguments(who: str, made: Any, options: Mapping[str, Any], *, given: Sequence[str] = ()) -> None:
+def check_arguments(who: str, kind: Any, options: Mapping[str, Any], *, supplied: Sequence[str] = ()) -> None:
     """Hold keyword arguments to the signature of a class: their names, and the types of those that are plain values.
 
     Args:
         who: takes the options, for errors.
-        made: the class.
+        kind: the class.
         options: keyword arguments.
-        given: parameters that somebody else supplies.
+        supplied: parameters that somebody else supplies.
 
     Raises:
         WrongOption: the first that does not fit.
     """
-    parameters = inspect.signature(made).parameters
+    parameters = inspect.signature(kind).parameters
     open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    known = {
+    accepted = {
         name: each
         for name, each in parameters.items()
-        if name not in given and each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
+        if name not in supplied and each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
     }
     try:
-        hints = get_type_hints(made.__init__)
+        hints = get_type_hints(kind.__init__)
     except Exception:  # of annotations that name what is imported for type checkers only
         hints = {}
     for name, value in options.items():
-        if name in given or (name not in known and not open_ended):
-            near = nearest(str(name), known)
+        if name in supplied or (name not in accepted and not open_ended):
+            near = nearest(str(name), accepted)
             raise WrongOption(
                 name,
-                f"{who} has no such option; " + (f"did you mean {near}?" if near else f"it has {', '.join(known)}"),
+                f"{who} has no such option; " + (f"did you mean {near}?" if near else f"it has {', '.join(accepted)}"),
             )
         hint = hints.get(name)
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         if set(kinds) <= _PLAIN and type(value) not in kinds and not (type(value) is int and float in kinds):
             raise WrongOption(name, f"it must be {' or '.join('null' if k is NoneType else k.__name__ for k in kinds)}")
-    for name, each in known.items():
+    for name, each in accepted.items():
         if each.default is each.empty and name not in options:
             raise WrongOption(name, f"{who} needs {name}")
 
@@ -217,7 +217,7 @@ class Simulator(ABC):
             WrongOption: one is unknown, missing, or of the wrong type.
             Exception: what else an adapter says of them.
         """
-        check_arguments(cls.__name__, cls, options, given=("num_envs",))
+        check_arguments(cls.__name__, cls, options, supplied=("num_envs",))
 
     @classmethod
     def check_pictures(cls, options: Mapping[str, Any]) -> None:

@@ -77,8 +77,8 @@ class Rules:
             env: environment, counted over all workers and slices.
             episode: its number in the epoch.
         """
-        drawn = mix(self.seed, epoch, env // self.group_size, episode) >> 32
-        return HELD_OUT + drawn % ((1 << 31) - HELD_OUT) if self.held_out else drawn % HELD_OUT
+        number = mix(self.seed, epoch, env // self.group_size, episode) >> 32
+        return HELD_OUT + number % ((1 << 31) - HELD_OUT) if self.held_out else number % HELD_OUT
 
 
 def not_finite(arrays: Mapping[str, Tensor]) -> Tensor | None:
@@ -118,13 +118,13 @@ class Spoiled:
             active: bool [N].
             arrays: N rows each, by name; rows that are not active may hold anything.
         """
-        found = not_finite(arrays)
-        if found is None or not bool((found := found & active).any()):
+        bad = not_finite(arrays)
+        if bad is None or not bool((bad := bad & active).any()):
             return active
-        self.rows |= found
-        rows = found.nonzero().squeeze(1)
+        self.rows |= bad
+        rows = bad.nonzero().squeeze(1)
         self.note({name: array[rows] for name, array in arrays.items()}, rows.cpu())
-        return active & ~found
+        return active & ~bad
 
     def note(self, arrays: Mapping[str, Tensor], envs: Tensor) -> str:
         """Remark on environments which of their rows is not finite; the last remark.
@@ -169,21 +169,21 @@ class FrameStack(Wrapper):
 
     def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
         first, rows = self.simulator.reset(seeds, env_ids), env_ids.to(self.device)
-        for name, seen in self._seen.items():
-            seen[rows] = first[name][:, None].to(self.device)
-        return {name: _stacked(seen[rows]) for name, seen in self._seen.items()}
+        for name, frames in self._seen.items():
+            frames[rows] = first[name][:, None].to(self.device)
+        return {name: _stacked(frames[rows]) for name, frames in self._seen.items()}
 
     def step(self, actions: Tensor, active: Tensor) -> Transition:
         moved = self.simulator.step(actions, active)
-        for name, seen in self._seen.items():
-            new = torch.cat([seen[:, 1:], moved.observation[name][:, None].to(self.device)], 1)
-            self._seen[name] = torch.where(active.view(-1, *[1] * (seen.ndim - 1)), new, seen)
-        return replace(moved, observation={name: _stacked(seen) for name, seen in self._seen.items()})
+        for name, frames in self._seen.items():
+            new = torch.cat([frames[:, 1:], moved.observation[name][:, None].to(self.device)], 1)
+            self._seen[name] = torch.where(active.view(-1, *[1] * (frames.ndim - 1)), new, frames)
+        return replace(moved, observation={name: _stacked(frames) for name, frames in self._seen.items()})
 
     def save(self) -> list[State]:
         inner = self.simulator.save()
         return [
-            {"simulator": state, "frames": {name: seen[env].clone() for name, seen in self._seen.items()}}
+            {"simulator": state, "frames": {name: frames[env].clone() for name, frames in self._seen.items()}}
             for env, state in enumerate(inner)
         ]
 
@@ -194,9 +194,9 @@ class FrameStack(Wrapper):
                 self._seen[name][env] = frames.to(self.device)
 
 
-def _stacked(seen: Tensor) -> Tensor:
+def _stacked(frames: Tensor) -> Tensor:
     """[n, K, ..., C] as [n, ..., K C], a copy."""
-    return seen.movedim(1, -2).flatten(-2).clone()
+    return frames.movedim(1, -2).flatten(-2).clone()
 
 
 MOST_STARTS = 5

@@ -153,10 +153,10 @@ class Decision:
 
 def remembered(chunk: Chunk, memory: Tensor) -> Chunk:
     """A chunk whose observations have what the policy remembers; nothing is remembered of an episode that is over."""
-    kept = memory.clone()
-    kept[chunk.ended] = 0.0
-    kept[chunk.lost.cpu()] = 0.0
-    observation = {**chunk.observation, "memory": kept}
+    carried = memory.clone()
+    carried[chunk.ended] = 0.0
+    carried[chunk.lost.cpu()] = 0.0
+    observation = {**chunk.observation, "memory": carried}
     return replace(chunk, observation=observation, final={**chunk.final, "memory": memory[chunk.ended]})
 
 

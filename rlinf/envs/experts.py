@@ -102,8 +102,8 @@ def _script(words: str) -> Any:
     registry()  # says what to install, if need be
     from metaworld.policies import ENV_POLICY_MAP
 
-    made: Callable[[], Any] = ENV_POLICY_MAP[_TASKS[words]]
-    return made()
+    policy: Callable[[], Any] = ENV_POLICY_MAP[_TASKS[words]]
+    return policy()
 
 
 _TASKS = {words: task for task, words in INSTRUCTIONS.items()}

@@ -139,8 +139,8 @@ def actions_of(space: spaces.Space[Any], name: str) -> tuple[ActionSpec, Write]:
 
     def write(numbers: np.ndarray) -> Any:
         part = np.floor((numbers.astype(np.float64) + 1) / 2 * options).astype(np.int64)
-        chosen = least + np.clip(part, 0, options - 1)
-        return chosen.reshape(shape).astype(space.dtype)
+        number = least + np.clip(part, 0, options - 1)
+        return number.reshape(shape).astype(space.dtype)
 
     if isinstance(space, spaces.Discrete):  # in plain numbers, a tenth of the time
         start, count = np.int64(space.start), int(space.n)
@@ -337,11 +337,11 @@ class Gymnasium(SerialSimulator):
         settings: dict[str, Any] = {"disable_env_checker": True, **(make or {})}
         if pictures:
             settings["render_mode"] = "rgb_array"
-        found = [resolve(wrapper) if isinstance(wrapper, str) else wrapper for wrapper in wrappers]
+        wrapper_classes = [resolve(wrapper) if isinstance(wrapper, str) else wrapper for wrapper in wrappers]
         self._envs = []
         for _ in range(num_envs):
             env = gymnasium.make(id, max_episode_steps=-1, **settings)
-            for wrapper in found:
+            for wrapper in wrapper_classes:
                 env = wrapper(env)
             self._envs.append(env)
         self.max_steps = gymnasium.spec(id.rpartition(":")[2]).max_episode_steps
@@ -490,9 +490,9 @@ class GymnasiumVector(ReplayedSimulator):
 
     def _begin(self, envs: Iterable[int], seeds: Iterable[int]) -> None:
         """Begin episodes in some environments; the others do not notice."""
-        chosen = dict(zip(envs, seeds, strict=True))
-        self._look(self._reset(chosen), chosen)
-        for env, seed in chosen.items():
+        seed_of = dict(zip(envs, seeds, strict=True))
+        self._look(self._reset(seed_of), seed_of)
+        for env, seed in seed_of.items():
             self._seeds[env], self._history[env] = seed, []
 
     def _reset(self, seeds: Mapping[int, int]) -> Any:
@@ -527,9 +527,9 @@ class GymnasiumVector(ReplayedSimulator):
         return reward, terminated, truncated, info
 
     def _look(self, observed: Any, envs: Iterable[int]) -> None:
-        seen = list(iterate(self._envs.observation_space, observed))
+        elements = list(iterate(self._envs.observation_space, observed))
         for env in envs:
-            self._rows[env] = self._read(seen[env])
+            self._rows[env] = self._read(elements[env])
 
     def _see_that_it_fits(self) -> None:
         """Refuse a vector environment with which no episode would follow from its seed."""
@@ -558,13 +558,13 @@ def _registered(
     id: str, num_envs: int, asynchronous: bool, wrappers: Sequence[Any], settings: Mapping[str, Any]
 ) -> VectorEnv[Any, Any, Any]:
     """Without resets of its own, and without gymnasium's time limit: whoever owns the simulator sets that."""
-    found: list[Any] = [resolve(wrapper) if isinstance(wrapper, str) else wrapper for wrapper in wrappers]
+    wrapper_classes: list[Any] = [resolve(wrapper) if isinstance(wrapper, str) else wrapper for wrapper in wrappers]
     return gymnasium.make_vec(
         id,
         num_envs,
         "async" if asynchronous else "sync",
         {"autoreset_mode": AutoresetMode.DISABLED},
-        found,
+        wrapper_classes,
         **{"disable_env_checker": True, **settings, "max_episode_steps": -1},
     )
 

@@ -73,7 +73,7 @@ _DESCRIPTIONS = ("RenderMaterial", "RenderTexture2D")
 class _Description:
     """Takes everything that is said of a material or a texture, and knows nothing else."""
 
-    def __init__(self, *said: Any, **named: Any):
+    def __init__(self, *args: Any, **named: Any):
         self.__dict__.update(named)
 
     def __getattr__(self, name: str) -> Any:
@@ -82,7 +82,7 @@ class _Description:
         return _ignore if name.startswith("set_") else None
 
 
-def _ignore(*said: Any, **named: Any) -> None:
+def _ignore(*args: Any, **named: Any) -> None:
     """Stand-in for a setter, which does nothing."""
 
 
@@ -110,8 +110,8 @@ def stand_in() -> None:
             continue
         replacement = type(name, (_Description,), {})
         for module in list(sys.modules.values()):
-            known = getattr(module, "__dict__", {})
-            if known.get(name) is original:
+            names = getattr(module, "__dict__", {})
+            if names.get(name) is original:
                 setattr(module, name, replacement)
 
 
@@ -141,16 +141,16 @@ _original: dict[str, Any] = {}
 """ManiSkill's own, for what is not on the CPU."""
 
 
-def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def product(first: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Products of quaternions, real part first, float32 [n, 4] or [1, 4].
 
     sum over k = 0, 1, 2, 3 of left_k * (plus or minus the numbers of right), added in this order
     """
-    terms = left[:, :, None] * (right[:, _PLACES] * _SIGNS)
-    found: np.ndarray = terms[:, 0] + terms[:, 1]
-    found += terms[:, 2]
-    found += terms[:, 3]
-    return found
+    terms = first[:, :, None] * (right[:, _PLACES] * _SIGNS)
+    result: np.ndarray = terms[:, 0] + terms[:, 1]
+    result += terms[:, 2]
+    result += terms[:, 3]
+    return result
 
 
 def rotated(turn: np.ndarray, points: np.ndarray) -> np.ndarray:
@@ -166,20 +166,20 @@ def _times(self: Any, other: Any) -> Any:
         return _original["times"](self, other)
     mine, theirs = self.raw_pose.numpy(), other.raw_pose.numpy()
     turn = product(mine[:, 3:], theirs[:, 3:])
-    found = np.empty((len(turn), 7), np.float32)
-    found[:, :3] = mine[:, :3] + rotated(mine[:, 3:], theirs[:, :3])
-    found[:, 3:] = np.where(turn[:, :1] < 0, -turn, turn)
-    return type(self)(raw_pose=torch.from_numpy(found))
+    result = np.empty((len(turn), 7), np.float32)
+    result[:, :3] = mine[:, :3] + rotated(mine[:, 3:], theirs[:, :3])
+    result[:, 3:] = np.where(turn[:, :1] < 0, -turn, turn)
+    return type(self)(raw_pose=torch.from_numpy(result))
 
 
 def _inverse(self: Any) -> Any:
     if not _is_plain(self.raw_pose):
         return _original["inverse"](self)
     mine = self.raw_pose.numpy()
-    found = mine.copy()
-    found[:, 4:] = -mine[:, 4:]
-    found[:, :3] = rotated(found[:, 3:], -mine[:, :3])
-    return type(self)(raw_pose=torch.from_numpy(found))
+    result = mine.copy()
+    result[:, 4:] = -mine[:, 4:]
+    result[:, :3] = rotated(result[:, 3:], -mine[:, :3])
+    return type(self)(raw_pose=torch.from_numpy(result))
 
 
 def _create(kind: Any, pose: Any, device: Any = None) -> Any:
@@ -187,13 +187,13 @@ def _create(kind: Any, pose: Any, device: Any = None) -> Any:
 
     if device is not None and device != _CPU and torch.device(device) != _CPU:
         return _original["create"](kind, pose, device)
-    given = pose[0] if type(pose) is list and len(pose) == 1 else pose
-    if type(given) is sapien.Pose:
-        found = np.empty((1, 7), np.float32)
-        found[0, :3], found[0, 3:] = given.p, given.q
-        return kind(raw_pose=torch.from_numpy(found))
-    if type(given) is kind and given.raw_pose.device == _CPU:
-        return kind(raw_pose=given.raw_pose)
+    single = pose[0] if type(pose) is list and len(pose) == 1 else pose
+    if type(single) is sapien.Pose:
+        raw = np.empty((1, 7), np.float32)
+        raw[0, :3], raw[0, 3:] = single.p, single.q
+        return kind(raw_pose=torch.from_numpy(raw))
+    if type(single) is kind and single.raw_pose.device == _CPU:
+        return kind(raw_pose=single.raw_pose)
     return _original["create"](kind, pose, device)
 
 
@@ -472,8 +472,8 @@ class ManiSkill(SerialSimulator):
         self._track(num_envs)
 
     def instructions(self) -> list[str] | None:
-        told = [words(env) for env in self._envs]
-        return None if told[0] is None else [text for each in told for text in each or ()]
+        texts = [words(env) for env in self._envs]
+        return None if texts[0] is None else [text for each in texts for text in each or ()]
 
     def render(self, env_ids: Tensor) -> Tensor:
         if not self._task.pictures:
@@ -481,8 +481,8 @@ class ManiSkill(SerialSimulator):
                 f"{self._task.id} has no pictures: set trials.options={{pictures: true}}, or trials.videos=0"
             )
         with torch.inference_mode():
-            drawn = [self._envs[env].render_rgb_array() for env in env_ids.tolist()]
-        return torch.cat(drawn)
+            pictures = [self._envs[env].render_rgb_array() for env in env_ids.tolist()]
+        return torch.cat(pictures)
 
     def close(self) -> None:
         for env in self._envs:
@@ -500,8 +500,8 @@ class ManiSkill(SerialSimulator):
 
     @torch.inference_mode()  # a tenth faster: ManiSkill does hundreds of tiny operations in a step
     def _move(self, env: int, action: np.ndarray) -> Moved:
-        observed, reward, terminated, _, said = self._envs[env].step(torch.from_numpy(action)[None])
-        success = bool(said["success"]) if "success" in said else None
+        observed, reward, terminated, _, info = self._envs[env].step(torch.from_numpy(action)[None])
+        success = bool(info["success"]) if "success" in info else None
         return Moved(_row(observed), float(reward), bool(terminated), False, success)
 
 
@@ -578,9 +578,9 @@ class ManiSkillBatched(Simulator):
     def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
         rows = env_ids.to(self.device)
         self._seeds[env_ids] = seeds
-        given = self._seeds.clone()
-        given[0] = seeds[0]  # ManiSkill seeds torch by the first, whichever environments it resets
-        observed, _ = self._env.reset(seed=given.tolist(), options={"env_idx": rows})
+        all_seeds = self._seeds.clone()
+        all_seeds[0] = seeds[0]  # ManiSkill seeds torch by the first, whichever environments it resets
+        observed, _ = self._env.reset(seed=all_seeds.tolist(), options={"env_idx": rows})
         first = {seed: row for row, seed in reversed(list(enumerate(seeds.tolist())))}
         source = env_ids[[first[seed] for seed in seeds.tolist()]].to(self.device)
         if not torch.equal(source, rows):  # members of a group: each takes over the start of its first
@@ -589,13 +589,13 @@ class ManiSkillBatched(Simulator):
 
     @torch.no_grad()
     def step(self, actions: Tensor, active: Tensor) -> Transition:
-        observed, reward, terminated, _, said = self._env.step(actions)
+        observed, reward, terminated, _, info = self._env.step(actions)
         return Transition(
             observation=read(observed),
             reward=reward.float().clone(),
             terminated=terminated.clone(),
             truncated=torch.zeros_like(terminated),
-            success=said["success"].clone() if "success" in said else None,
+            success=info["success"].clone() if "success" in info else None,
         )
 
     def instructions(self) -> list[str] | None:

@@ -133,20 +133,20 @@ def chosen_tasks(suite: str | None, tasks: Sequence[str] | None) -> list[str]:
     if suite is None and not tasks:
         raise WrongOption("tasks", f"name tasks, such as [reach-v3], or a suite: {', '.join(SUITES)}")
     if suite is None:
-        known = list(INSTRUCTIONS)
+        names = list(INSTRUCTIONS)
     elif suite in SUITES:
         name, part = SUITES[suite]
-        known = list(getattr(registry(), name) if part is None else getattr(registry(), name)[part])
+        names = list(getattr(registry(), name) if part is None else getattr(registry(), name)[part])
     else:
         raise WrongOption("suite", f"suite={suite!r} is none of {', '.join(SUITES)}")
     if isinstance(tasks, str):
         raise WrongOption("tasks", f"it must be a list of names: [{tasks}]")
     for task in tasks or ():
-        if task not in known:
-            near = nearest(str(task), known)
+        if task not in names:
+            near = nearest(str(task), names)
             there = "Meta-World" if suite is None else suite
             raise WrongOption("tasks", f"{there} has no task {task!r}" + (f"; did you mean {near}?" if near else ""))
-    return list(tasks) if tasks else known
+    return list(tasks) if tasks else names
 
 
 GOALS = 50
@@ -172,11 +172,11 @@ def goal_vectors(task: str, seed: int) -> NDArray[np.float64]:
     env.np_random = np.random.RandomState(seed)  # the stream of np.random.seed, which Meta-World draws from
     env.seeded_rand_vec, env._freeze_rand_vec, env._set_task_called = True, False, True
     env.do_simulation = lambda *about: mujoco.mj_forward(env.model, env.data)
-    drawn = []
+    vectors = []
     for _ in range(GOALS):
         env.reset()
-        drawn.append(env._last_rand_vec)
-    return np.array(drawn, np.float64)
+        vectors.append(env._last_rand_vec)
+    return np.array(vectors, np.float64)
 
 
 class Simulation:
@@ -435,9 +435,9 @@ class MetaWorld(SerialSimulator):
         """See `Simulator.check_options`."""
         super().check_options(options)
         chosen_tasks(options.get("suite"), options.get("tasks"))
-        for name, known in (("observe", _OBSERVE), ("reward", _REWARDS)):
-            if name in options and options[name] not in known:
-                raise WrongOption(name, f"{name}={options[name]!r} is none of {', '.join(known)}")
+        for name, values in (("observe", _OBSERVE), ("reward", _REWARDS)):
+            if name in options and options[name] not in values:
+                raise WrongOption(name, f"{name}={options[name]!r} is none of {', '.join(values)}")
         cameras = options.get("cameras", CAMERAS[:1])
         if not cameras or isinstance(cameras, str) or not set(cameras) <= set(CAMERAS):
             raise WrongOption("cameras", f"cameras={cameras!r} must be a list of some of {', '.join(CAMERAS)}")

@@ -118,10 +118,10 @@ class Reach(Simulator):
 
     def _look(self, env_ids: Tensor) -> Observation:
         point, target = self._point[env_ids], self._target[env_ids]
-        seen = {"state": torch.cat([point, target], 1)}
+        observation = {"state": torch.cat([point, target], 1)}
         if self._pixels:
-            seen["rgb"] = draw(point, target, self._pixels)
-        return seen
+            observation["rgb"] = draw(point, target, self._pixels)
+        return observation
 
     def _pushes(self) -> Tensor:
         """Push on each environment in its next step, [N, D]."""

@@ -164,22 +164,22 @@ class WorkerSlice:
             died = saved if isinstance(saved, Exception) else None
             self._owed = await self._redraw(str(saved), died)
         owed = self._owed is not None
-        told = {"episode": self._episode, "running": self._running, "epoch": self._epoch, "owed": owed}
-        return {"environment": saved, "told": told}
+        counters = {"episode": self._episode, "running": self._running, "epoch": self._epoch, "owed": owed}
+        return {"environment": saved, "told": counters}
 
     async def load(self, state: dict[str, Any]) -> Start:
         """`Environment.load_state_dict`, and what this side knew."""
-        told = state["told"]
-        while isinstance(found := await self.call("load", state["environment"]), str):
-            self._count_loss(found)
+        counters = state["told"]
+        while isinstance(reply := await self.call("load", state["environment"]), str):
+            self._count_loss(reply)
             if self._losses > MOST_LOSSES:
-                raise EnvironmentLost(f"environments {self._numbers()} cannot go on from what was saved: {found}")
-        start = unpacked(found)
-        self._epoch = told["epoch"]
+                raise EnvironmentLost(f"environments {self._numbers()} cannot go on from what was saved: {reply}")
+        start = unpacked(reply)
+        self._epoch = counters["epoch"]
         self._started(start)
-        if told["owed"]:
+        if counters["owed"]:
             self._owed = start
-        self._episode, self._running = told["episode"], told["running"]
+        self._episode, self._running = counters["episode"], counters["running"]
         return start
 
     async def _saved(self) -> dict[str, Any] | str | Exception:

@@ -133,10 +133,10 @@ class Mixture(Simulator):
 
     def task_of(self, seed: int) -> int:
         """Number of the task that an episode of a seed is of."""
-        left = mix(seed, _SALT) / 2**63 * sum(self._weights)
+        rest = mix(seed, _SALT) / 2**63 * sum(self._weights)
         for number, weight in enumerate(self._weights):
-            left -= weight
-            if left < 0:
+            rest -= weight
+            if rest < 0:
                 return number
         return max(number for number, weight in enumerate(self._weights) if weight > 0)
 
@@ -151,11 +151,11 @@ class Mixture(Simulator):
         for number, part in enumerate(self._parts):
             mine = active & (self._which == number).to(active.device)
             if bool(mine.any()):
-                found = part.step(actions, mine)
+                transition = part.step(actions, mine)
                 if part.max_steps is not None:
                     late = (self._steps >= part.max_steps).to(active.device)
-                    found = replace(found, truncated=found.truncated | late)
-                moved = found if moved is None else _merged(mine, found, moved)
+                    transition = replace(transition, truncated=transition.truncated | late)
+                moved = transition if moved is None else _merged(mine, transition, moved)
         assert moved is not None  # nobody steps environments of which none is active
         return moved
 
@@ -164,7 +164,7 @@ class Mixture(Simulator):
         if all(each is None for each in texts):
             return None
         rows = enumerate(self._which.tolist())
-        return [self._names[number] if (told := texts[number]) is None else told[env] for env, number in rows]
+        return [self._names[number] if (words := texts[number]) is None else words[env] for env, number in rows]
 
     def tasks(self) -> Sequence[str]:
         return [self._names[number] for number in self._which.tolist()]
@@ -206,14 +206,14 @@ class Mixture(Simulator):
         self, env_ids: Tensor, ask: Callable[[Simulator, Tensor, Tensor], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
         """Answers of the simulators for their environments, in the order of `env_ids`."""
-        found: dict[str, Tensor] = {}
+        rows_so_far: dict[str, Tensor] = {}
         for part, rows in self._divided(env_ids):
-            told = ask(part, rows, env_ids[rows])
-            if not found:
-                blank = {name: array[:1].expand(len(env_ids), *array.shape[1:]) for name, array in told.items()}
-                found = rows_of(blank, torch.arange(len(env_ids)))
-            found = with_rows(found, rows, told)
-        return found
+            answer = ask(part, rows, env_ids[rows])
+            if not rows_so_far:
+                blank = {name: array[:1].expand(len(env_ids), *array.shape[1:]) for name, array in answer.items()}
+                rows_so_far = rows_of(blank, torch.arange(len(env_ids)))
+            rows_so_far = with_rows(rows_so_far, rows, answer)
+        return rows_so_far
 
 
 _ENDS = ("low", "high")
@@ -223,8 +223,8 @@ def _merged(mine: Tensor, new: Transition, old: Transition) -> Transition:
     """Rows of `new` where `mine`, bool [N], is true, and of `old` elsewhere."""
     success = new.success
     if success is None or old.success is None:  # one of the tasks does not say: nobody is said to have solved it
-        told = success if success is not None else old.success
-        success = None if told is None else told & (mine if old.success is None else ~mine)
+        solved = success if success is not None else old.success
+        success = None if solved is None else solved & (mine if old.success is None else ~mine)
     else:
         success = torch.where(mine, success, old.success)
     return Transition(
@@ -305,9 +305,9 @@ class Scored(Wrapper):
         }
 
     def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
-        found = self.simulator.reset(seeds, env_ids)
-        self._seen = with_rows(self._seen, env_ids, found)
-        return found
+        observation = self.simulator.reset(seeds, env_ids)
+        self._seen = with_rows(self._seen, env_ids, observation)
+        return observation
 
     def step(self, actions: Tensor, active: Tensor) -> Transition:
         moved = self.simulator.step(actions, active)
@@ -338,22 +338,22 @@ class Scored(Wrapper):
         function = self._functions[path]
         parameters = inspect.signature(function).parameters
         open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        taken = {name: value for name, value in offered.items() if open_ended or name in parameters}
+        arguments = {name: value for name, value in offered.items() if open_ended or name in parameters}
         try:
-            found = torch.as_tensor(function(**taken), device=self.device)
+            values = torch.as_tensor(function(**arguments), device=self.device)
         except Exception as error:  # of code that users write
             raise RuntimeError(f"{key} = {path}: {type(error).__name__}: {error}") from error
-        if tuple(found.shape) != (self.num_envs,):
+        if tuple(values.shape) != (self.num_envs,):
             raise RuntimeError(
-                f"{key} = {path}: it returned {list(found.shape)} instead of a row's each, [{self.num_envs}]"
+                f"{key} = {path}: it returned {list(values.shape)} instead of a row's each, [{self.num_envs}]"
             )
-        return found
+        return values
 
     def save(self) -> list[State]:
         rows = [rows_of(self._seen, torch.tensor([env])) for env in range(self.num_envs)]
-        return [{"inner": state, "seen": seen} for state, seen in zip(self.simulator.save(), rows, strict=True)]
+        return [{"inner": state, "seen": row} for state, row in zip(self.simulator.save(), rows, strict=True)]
 
     def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
         self.simulator.restore([state["inner"] for state in states], env_ids)
-        seen = {name: torch.cat([state["seen"][name] for state in states]).to(self.device) for name in self._seen}
-        self._seen = with_rows(self._seen, env_ids, seen)
+        rows = {name: torch.cat([state["seen"][name] for state in states]).to(self.device) for name in self._seen}
+        self._seen = with_rows(self._seen, env_ids, rows)

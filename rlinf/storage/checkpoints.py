@@ -85,8 +85,8 @@ class Best:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint keeps, as JSON."""
-        known = {} if self.step is None else {"step": self.step, "value": self.value}
-        return {"metric": self.metric, "mode": self.mode, "since": self.since, **known}
+        value = {} if self.step is None else {"step": self.step, "value": self.value}
+        return {"metric": self.metric, "mode": self.mode, "since": self.since, **value}
 
     def resume(self, state: Any, directory: RunDirectory) -> None:
         """Go on from a checkpoint. Begins anew where another metric was compared, or the best checkpoint is not here.
@@ -242,8 +242,8 @@ class Checkpoints:
         """Return the error that ends a run whose checkpoint cannot be written."""
         whole, place = self._directory.latest, self._directory.checkpoints
         if place.is_dir():
-            kept = f"the last whole one is {whole.resolve()}" if whole.exists() else "there is no earlier one"
-            why = f"{error}; {kept}. Make room, or set output_dir"
+            last_whole = f"the last whole one is {whole.resolve()}" if whole.exists() else "there is no earlier one"
+            why = f"{error}; {last_whole}. Make room, or set output_dir"
         else:  # in place of the error: which of its files was missed first is chance
             why = "it is gone: moved, removed or unmounted. Bring it back"
         return RunFailure(

@@ -182,14 +182,14 @@ class Lock:
         if not self._is_ours(file):
             return self._closed(file)
         if owner is None:  # whoever made it is about to sign it, or died before he had
-            held = free is False or (free is None and age < HEARTBEAT)
+            alive = free is False or (free is None and age < HEARTBEAT)
         elif owner.dead:
-            held = False
+            alive = False
         elif owner.near:
-            held = free is not True
+            alive = free is not True
         else:
-            held = free is False or age < SILENT_AFTER
-        if held:
+            alive = free is False or age < SILENT_AFTER
+        if alive:
             os.close(file)
             raise Held(_held_by(owner, self.path, age))
         self.taken_from = owner
@@ -265,8 +265,8 @@ def _flock(file: int) -> bool | None:
 def _owner(path: Path) -> Owner | None:
     """Return the owner that has signed a lock; None if nobody has, or nobody can read it."""
     try:
-        said = parse_json(path.read_bytes())
-        return Owner(int(said.pop("pid")), **{str(name): str(value) for name, value in said.items()})
+        owner = parse_json(path.read_bytes())
+        return Owner(int(owner.pop("pid")), **{str(name): str(value) for name, value in owner.items()})
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None
 
@@ -693,8 +693,8 @@ def _remove(path: Path) -> None:
 def previous_runs(path: Path) -> list[Path]:
     """Earlier runs of a name, the oldest first."""
     name = re.compile(re.escape(path.name) + r"\.previous-(\d+)")
-    found = ((match, entry) for entry in path.parent.iterdir() if (match := name.fullmatch(entry.name)))
-    return [entry for _, entry in sorted((int(match[1]), entry) for match, entry in found)]
+    matches = ((match, entry) for entry in path.parent.iterdir() if (match := name.fullmatch(entry.name)))
+    return [entry for _, entry in sorted((int(match[1]), entry) for match, entry in matches)]
 
 
 def previous_with_checkpoints(path: Path) -> Path | None:

@@ -70,16 +70,16 @@ def verify(directory: Path, below: str = "") -> int | None:
         Damaged: they do not.
     """
     try:
-        told = (directory / MANIFEST).read_bytes()
+        content = (directory / MANIFEST).read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise Damaged(f"{MANIFEST} cannot be read: {error.strerror or error}") from None
-    step, files = _parsed(told)
-    wanted = {name: said for name, said in files.items() if f"{name}/".startswith(f"{below}/" if below else "")}
+    step, files = _parsed(content)
+    wanted = {name: entry for name, entry in files.items() if f"{name}/".startswith(f"{below}/" if below else "")}
     with ThreadPoolExecutor(READERS, "manifest") as threads:
-        found = threads.map(lambda item: _difference(directory, *item), wanted.items())
-        wrong = [each for each in found if each is not None]
+        differences = threads.map(lambda item: _difference(directory, *item), wanted.items())
+        wrong = [each for each in differences if each is not None]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise Damaged("; ".join(wrong[:3]) + more)
@@ -139,24 +139,24 @@ def _sum(path: Path, *, sync: bool = False) -> tuple[int, int]:
     return size, crc
 
 
-def _parsed(told: bytes) -> tuple[int, dict[str, Any]]:
+def _parsed(manifest: bytes) -> tuple[int, dict[str, Any]]:
     """Step and files of a manifest.
 
     Raises:
         Damaged: it is none.
     """
     try:
-        content: Any = parse_json(told)
+        content: Any = parse_json(manifest)
         newer, step, files = content["format"] > FORMAT, int(content["step"]), dict(content["files"])
-        known = all(
-            _manifest_plain(name) and isinstance(said["bytes"], int) and isinstance(said["crc32"], str)
-            for name, said in files.items()
+        valid = all(
+            _manifest_plain(name) and isinstance(entry["bytes"], int) and isinstance(entry["crc32"], str)
+            for name, entry in files.items()
         )
     except (ValueError, TypeError, LookupError):
         raise Damaged(f"{MANIFEST} is no manifest") from None
     if newer:
         raise Damaged(f"{MANIFEST} is of format {content['format']}, and this version reads up to {FORMAT}")
-    if not known:
+    if not valid:
         raise Damaged(f"{MANIFEST} is no manifest")
     return step, files
 
@@ -166,20 +166,20 @@ def _manifest_plain(name: str) -> bool:
     return not name.startswith("/") and ".." not in name.split("/")
 
 
-def _difference(directory: Path, name: str, said: Any) -> str | None:
+def _difference(directory: Path, name: str, entry: Any) -> str | None:
     """How a file differs from what a manifest says of it; None if it does not."""
     path = directory / name
     try:
         if path.is_dir():
             return f"{name} is a directory"
-        if (size := path.stat().st_size) != said["bytes"]:
-            return f"{name} has {size:,} bytes instead of {said['bytes']:,}"
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
         _, crc = _sum(path)
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror or error}"
-    return None if f"{crc:08x}" == said["crc32"] else f"{name} has another checksum"
+    return None if f"{crc:08x}" == entry["crc32"] else f"{name} has another checksum"
 
 
 METRICS, SAMPLES, ENVIRONMENT, EXPLAINED = "metrics.jsonl", "samples.jsonl", "environment.json", "explained.jsonl"

@@ -212,11 +212,11 @@ class MetricRows(Sequence[Row]):
         return (self._row(place) for place in range(self._count))
 
     def _row(self, place: int) -> Row:
-        found: Row = {"step": int(self._steps[place])}
+        row: Row = {"step": int(self._steps[place])}
         for name, column in self._columns.items():
             if not math.isnan(value := float(column[place])):
-                found[name] = value
-        return found
+                row[name] = value
+        return row
 
     def _append(self, steps: NDArray[np.int64], values: Mapping[str, Column]) -> None:
         count = self._count + len(steps)
@@ -237,11 +237,14 @@ class MetricRows(Sequence[Row]):
         place = int(np.searchsorted(self._steps[: self._count], step))
         if place == self._count or self._steps[place] != step:
             later = slice(place, self._count)
-            steps, kept = self._steps[later].copy(), {name: each[later].copy() for name, each in self._columns.items()}
+            steps = self._steps[later].copy()
+            later_columns = {name: each[later].copy() for name, each in self._columns.items()}
             for column in self._columns.values():
                 column[later] = np.nan
             self._count = place
-            self._append(np.array([step, *steps]), {name: np.append(np.nan, each) for name, each in kept.items()})
+            self._append(
+                np.array([step, *steps]), {name: np.append(np.nan, each) for name, each in later_columns.items()}
+            )
         for name, (value,) in values.items():
             if name not in self._columns:
                 self._columns[name] = np.full(len(self._steps), np.nan)
@@ -279,21 +282,21 @@ def _number(value: Any) -> float:
 
 def _means(column: Column, starts: NDArray[np.int64]) -> Column:
     """Return the mean of each part of a column that begins at `starts`, over its values that are not NaN."""
-    known = ~np.isnan(column)
-    counts = np.add.reduceat(known.astype(np.int64), starts)
-    sums = np.add.reduceat(np.where(known, column, 0.0), starts)
+    numbers = ~np.isnan(column)
+    counts = np.add.reduceat(numbers.astype(np.int64), starts)
+    sums = np.add.reduceat(np.where(numbers, column, 0.0), starts)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def _plain(column: Column) -> list[float | None]:
     """Return a column as JSON values, in a few digits; None for NaN."""
     size = np.abs(np.where(np.isnan(column), 0.0, column))
-    shown = (size > 1e-290) & (size < 1e290)  # beyond, powers of ten end
-    places = DIGITS - 1 - np.floor(np.log10(np.where(shown, size, 1.0)))
+    ordinary = (size > 1e-290) & (size < 1e290)  # beyond, powers of ten end
+    places = DIGITS - 1 - np.floor(np.log10(np.where(ordinary, size, 1.0)))
     # Powers of ten with positive exponents are exact, so that what is divided by one has few digits.
     up, down = 10.0 ** np.maximum(places, 0), 10.0 ** np.maximum(-places, 0)
-    short = np.round(np.where(shown, column, 0.0) * up / down) / up * down
-    return [None if math.isnan(each) else each for each in np.where(shown, short, column).tolist()]
+    short = np.round(np.where(ordinary, column, 0.0) * up / down) / up * down
+    return [None if math.isnan(each) else each for each in np.where(ordinary, short, column).tolist()]
 
 
 class MetricFile:

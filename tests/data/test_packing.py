@@ -36,7 +36,7 @@ def test_sequences_lie_one_behind_another_and_positions_begin_anew():
     assert packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0]
     assert packed.lengths == (3, 5, 1)
     assert packed.places is None
-    assert packed.kept.tolist() == [1, 2, 5, 6, 7]
+    assert packed.predictors.tolist() == [1, 2, 5, 6, 7]
     assert packed.targets.tolist() == [7, 8, 4, 9, 9]
 
 
@@ -135,7 +135,7 @@ def test_greedy_logprobs_are_at_temperature_one():
 def test_nothing_is_one_token_with_nothing_to_learn():
     packed = pack([])
     assert packed.ids.tolist() == [0]
-    assert len(packed.kept) == len(packed.targets) == len(packed.advantages) == 0
+    assert len(packed.predictors) == len(packed.targets) == len(packed.advantages) == 0
 
 
 def test_an_empty_prompt_is_refused():

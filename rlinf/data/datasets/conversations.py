@@ -84,7 +84,7 @@ class Format:
     @staticmethod
     def find(
         rows: Sequence[Row],
-        given: Mapping[str, Any],
+        columns: Mapping[str, Any],
         *,
         kind: Kind,
         where: str,
@@ -96,7 +96,7 @@ class Format:
 
         Args:
             rows: the first ones.
-            given: ours to theirs, as the user said; every column must be there.
+            columns: ours to theirs, as the user said; every column must be there.
             kind: what is to be made of a row.
             where: the data set, for messages.
             chat, system, has_template: see the fields.
@@ -104,31 +104,33 @@ class Format:
         Raises:
             DataError: a column is not there, or the columns are those of no format.
         """
-        if unknown := given.keys() - set(OURS):
+        if unknown := columns.keys() - set(OURS):
             raise DataError(f"data.columns: {sorted(unknown)} is none of ours, which are {', '.join(OURS)}")
         names = sorted({name for row in rows for name in row})
-        found: dict[str, str] = {}
+        matches: dict[str, str] = {}
         for ours in OURS:
-            if ours in given and given[ours] is None:
+            if ours in columns and columns[ours] is None:
                 continue
-            guesses = (str(given[ours]),) if ours in given else _GUESSES.get(ours, (ours,))
+            guesses = (str(columns[ours]),) if ours in columns else _GUESSES.get(ours, (ours,))
             theirs = next((name for name in guesses if any(lookup(row, name) is not None for row in rows)), None)
             if theirs is not None:
-                found[ours] = theirs
-            elif ours in given:
-                raise DataError(f"{where} has no column {given[ours]!r} for {ours}; there are {names}")
-        fits = next((wanted for wanted in _FORMATS[kind] if set(wanted) <= found.keys()), None)
+                matches[ours] = theirs
+            elif ours in columns:
+                raise DataError(f"{where} has no column {columns[ours]!r} for {ours}; there are {names}")
+        fits = next((wanted for wanted in _FORMATS[kind] if set(wanted) <= matches.keys()), None)
         if fits is None:
             layouts = "; or ".join(" and ".join(wanted) for wanted in _FORMATS[kind])
             raise DataError(
                 f"{where} has the columns {names}, and {'a pair' if kind == 'pairs' else 'a conversation'} needs "
                 f"{layouts}: name yours in data.columns, such as {{{_FORMATS[kind][0][-1]}: YOUR_COLUMN}}"
             )
-        beside = ("input",) if fits == ("instruction", "output") else ()
-        kept = {
-            ours for ours in found if ours in (*fits, *beside, "tools", "margin", "images") or ours.startswith("ref_")
+        optional = ("input",) if fits == ("instruction", "output") else ()
+        names_used = {
+            ours
+            for ours in matches
+            if ours in (*fits, *optional, "tools", "margin", "images") or ours.startswith("ref_")
         }
-        return Format(kind, {ours: found[ours] for ours in OURS if ours in kept}, chat, system, has_template)
+        return Format(kind, {ours: matches[ours] for ours in OURS if ours in names_used}, chat, system, has_template)
 
     @property
     def named(self) -> list[tuple[str, str]]:
@@ -160,10 +162,10 @@ class Format:
             DataError: it is none; the text says why, without the row's place.
         """
         if "messages" in self.columns:
-            said = self._chat(row, "messages")
-            if not any(message["role"] == "assistant" for message in said):
+            messages = self._chat(row, "messages")
+            if not any(message["role"] == "assistant" for message in messages):
                 raise DataError(f"column {self.columns['messages']!r} has no turn of the assistant to learn")
-            return self._dialogue(row, [], said)
+            return self._dialogue(row, [], messages)
         if "instruction" in self.columns:
             return self._instruction(row)
         if "completion" in self.columns:
@@ -177,16 +179,16 @@ class Format:
             DataError: it is none; the text says why, without the row's place.
         """
         if "prompt" in self.columns:
-            prompt, chosen = self._two(row, "prompt", "chosen")
+            prompt, better = self._two(row, "prompt", "chosen")
             _, rejected = self._two(row, "prompt", "rejected")
         else:
             one, other = self._said(row, "chosen"), self._said(row, "rejected")
             if type(one) is not type(other):
                 raise DataError("the chosen and the rejected one are not both text or both lists of messages")
-            prompt, chosen, rejected = _common(one, other)
-        if chosen == rejected:
+            prompt, better, rejected = _common(one, other)
+        if better == rejected:
             raise DataError("the chosen and the rejected one are the same")
-        return self._dialogue(row, prompt, chosen), self._dialogue(row, prompt, rejected)
+        return self._dialogue(row, prompt, better), self._dialogue(row, prompt, rejected)
 
     def _dialogue(self, row: Row, prompt: Any, completion: Any) -> Dialogue:
         """With what else a chat template takes of the row."""
@@ -204,12 +206,12 @@ class Format:
         instruction, output = self._text(row, "instruction"), self._text(row, "output")
         context = self.value(row, "input") or ""
         if self.has_template or self.chat or self.system is not None:
-            asked = f"{instruction}\n\n{context}" if context else instruction
-            begun = [_turn("system", row["system"])] if isinstance(row.get("system"), str) and row["system"] else []
-            return self._dialogue(row, [*begun, _turn("user", asked)], [_turn("assistant", output)])
+            question = f"{instruction}\n\n{context}" if context else instruction
+            opening = [_turn("system", row["system"])] if isinstance(row.get("system"), str) and row["system"] else []
+            return self._dialogue(row, [*opening, _turn("user", question)], [_turn("assistant", output)])
         also = ", paired with an input that provides further context" if context else ""
-        shown = f"### Input:\n{context}\n\n" if context else ""
-        return Dialogue(_ALPACA.format(also=also, instruction=instruction, context=shown), output)
+        passage = f"### Input:\n{context}\n\n" if context else ""
+        return Dialogue(_ALPACA.format(also=also, instruction=instruction, context=passage), output)
 
     def _two(self, row: Row, first: str, second: str) -> tuple[Any, Any]:
         """Prompt and completion, both text or both chats; a text that follows a chat is the assistant's turn."""
@@ -240,8 +242,8 @@ class Format:
         """Messages by `role` and `content`, those of ShareGPT by `from` and `value` too."""
         value = self.value(row, ours)
         if not isinstance(value, list | tuple) or not value:
-            said = "missing" if missing(value) else "empty" if value == [] else f"a {type(value).__name__}"
-            raise DataError(f"column {self.columns[ours]!r} is {said}, {_EXPECTED.get(ours, _EITHER)}")
+            reason = "missing" if missing(value) else "empty" if value == [] else f"a {type(value).__name__}"
+            raise DataError(f"column {self.columns[ours]!r} is {reason}, {_EXPECTED.get(ours, _EITHER)}")
         messages = [message_of(each, f"column {self.columns[ours]!r}") for each in value]
         if "from" in value[0] and messages[0]["role"] != "system" and isinstance(row.get("system"), str):
             messages = [_turn("system", row["system"]), *messages] if row["system"] else messages
@@ -250,10 +252,10 @@ class Format:
     def _tools(self, row: Row) -> list[Any] | None:
         value = self.value(row, "tools")
         try:
-            found = parse_json(value) if isinstance(value, str) and value else without_nulls(value)
+            tools = parse_json(value) if isinstance(value, str) and value else without_nulls(value)
         except ValueError as error:
             raise DataError(f"column {self.columns['tools']!r} is no JSON: {error}") from error
-        return list(found) if found else None
+        return list(tools) if tools else None
 
 
 def _turn(role: str, content: str) -> Message:
@@ -301,18 +303,18 @@ def _call(call: Any) -> Any:
     return {**call, "arguments": call_arguments(call.get("arguments"))} if "name" in call else dict(call)
 
 
-def call_arguments(given: Any) -> Any:
+def call_arguments(arguments: Any) -> Any:
     """Arguments of a call as an object: OpenAI's API and most data sets have the JSON text of one, which templates
     would write as a text within JSON. What is no text of an object stays."""
-    if given is None or given == "":
+    if arguments is None or arguments == "":
         return {}
-    if not isinstance(given, str):
-        return given
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        read = parse_json(given)
+        parsed = parse_json(arguments)
     except ValueError:
-        return given
-    return read if isinstance(read, dict) else given
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
 
 
 def without_nulls(value: Any) -> Any:

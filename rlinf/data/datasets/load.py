@@ -111,10 +111,10 @@ class Data:
         for _ in range(count):
             yield self.worked(await self.warm_up.draw(size))
 
-    def worked(self, drawn: Sequence[Prompt]) -> list[Example]:
+    def worked(self, prompts: Sequence[Prompt]) -> list[Example]:
         maker = self.warm_up.maker
         assert isinstance(maker, PromptMaker)
-        return maker.worked(drawn, learn_prompt=self.learn_prompt)
+        return maker.worked(prompts, learn_prompt=self.learn_prompt)
 
     def state_dict(self) -> dict[str, Any]:
         """Where both streams are, as JSON."""
@@ -171,24 +171,24 @@ def load_data(
         ValueError: unknown task.
     """
     how, rooms = PromptOptions(**options), rooms or Rooms()
-    made = make_task(task, digits=digits, held_out=problems, seed=seed) if train is None else None
-    encoder, source = open_tokenizer(tokenizer, made, how.chat_template)
-    shown: Pictures | None = None if pictures is None else pictures(encoder)
-    held_out = [] if made is None else prompts(made.held_out, encoder)
-    if made is not None:
-        opened = _Opened(rows_of(made), task_maker(encoder), tuple(sorted(rows_of(made)[0])), ())
+    generated = make_task(task, digits=digits, held_out=problems, seed=seed) if train is None else None
+    encoder, source = open_tokenizer(tokenizer, generated, how.chat_template)
+    reader: Pictures | None = None if pictures is None else pictures(encoder)
+    held_out = [] if generated is None else prompts(generated.held_out, encoder)
+    if generated is not None:
+        opened = _Opened(rows_of(generated), task_maker(encoder), tuple(sorted(rows_of(generated)[0])), ())
     else:
         assert train is not None
-        opened = _open(train, split, encoder, how, _Model(shown, rooms.train))
+        opened = _open(train, split, encoder, how, _Model(reader, rooms.train))
     notes = opened.notes
     if evaluation is not None and problems:
         columns = {**(evaluation_columns or {})}
-        model = _Model(shown, rooms.evaluation)
+        model = _Model(reader, rooms.evaluation)
         held_out, more = _evaluated_on(evaluation, evaluation_split, encoder, how, model, columns, problems)
         notes += more
-    asked: dict[str, list[Prompt]] = {}
+    benchmarks: dict[str, list[Prompt]] = {}
     for name, benchmark in (named or {}).items():
-        asked[name], more = _asked(name, benchmark, encoder, _Model(shown))
+        benchmarks[name], more = _asked(name, benchmark, encoder, _Model(reader))
         notes += more
     warm_up, steps = opened.streams(seed, shuffle)
     return Data(
@@ -199,8 +199,8 @@ def load_data(
         held_out,
         opened.columns,
         notes,
-        learn_prompt=made is not None,
-        named=asked,
+        learn_prompt=generated is not None,
+        named=benchmarks,
     )
 
 
@@ -269,15 +269,15 @@ def _prepared(
         raise DataError(f"{rows.name} has no rows")
     first = list(readable(rows)) or [rows[0]]  # the latter raises, and says why not one can be read
     inherited = None if own is None else how.columns
-    given = how.columns if own is None else own
-    columns = Columns.find(first, given, where=rows.name, template=how.template, inherited=inherited)
+    wanted = how.columns if own is None else own
+    columns = Columns.find(first, wanted, where=rows.name, template=how.template, inherited=inherited)
     check_all(rows, columns)
     named = dict(columns.named)
     if how.template is not None:  # whatever column is the prompt, the template says what is taken
-        taken = ", ".join(columns.others) or named.get("prompt", "data.template")
-        named = {"prompt": taken} | {ours: theirs for ours, theirs in named.items() if ours != "prompt"}
-    found = ", ".join(f"{ours} from {theirs}" for ours, theirs in named.items())
-    note = f"{rows.name}: {counted(len(rows), 'row')}; {found}"
+        origin = ", ".join(columns.others) or named.get("prompt", "data.template")
+        named = {"prompt": origin} | {ours: theirs for ours, theirs in named.items() if ours != "prompt"}
+    sources = ", ".join(f"{ours} from {theirs}" for ours, theirs in named.items())
+    note = f"{rows.name}: {counted(len(rows), 'row')}; {sources}"
     names = sorted({name for row in first for name in row})
     return _Opened(rows, _maker(tokenizer, columns, how, model), tuple(names), (note,))
 
@@ -311,7 +311,7 @@ def _maker(tokenizer: PreTrainedTokenizerBase, columns: Columns, how: PromptOpti
 def check_all(rows: Rows, columns: Layout) -> None:
     """See that every row has its prompt and answer. Raises one `DataError` that shows the first few that have not."""
     wrong = 0
-    shown: list[str] = []
+    first: list[str] = []
     for index, row in enumerate(rows.scan(columns.top_level)):
         if isinstance(row, DataError):
             text = str(row)
@@ -320,11 +320,11 @@ def check_all(rows: Rows, columns: Layout) -> None:
         else:
             text = f"{rows.where(index)}: {columns.problem_in(rows[index])}"
         wrong += 1
-        if len(shown) < _SHOWN:
-            shown.append(text)
+        if len(first) < _SHOWN:
+            first.append(text)
     if wrong:
-        more = f"\n  and {wrong - len(shown)} more" if wrong > len(shown) else ""
-        listed = "\n  ".join(shown)
+        more = f"\n  and {wrong - len(first)} more" if wrong > len(first) else ""
+        listed = "\n  ".join(first)
         raise DataError(f"{rows.name}: {wrong} of {counted(len(rows), 'row')} cannot be used:\n  {listed}{more}")
 
 
@@ -343,9 +343,9 @@ def _evaluated_on(
             raise DataError(f"evaluation: {rows.name} is an async iterable; give a list or a file")
         rows = ListRows(rows.name, list(islice(rows.open(), problems)))  # type: ignore[arg-type]
     opened = _prepared(rows, tokenizer, how, model, own)
-    chosen = sorted(permutation(len(rows), 0)[:problems].tolist())
+    indices = sorted(permutation(len(rows), 0)[:problems].tolist())
     assert isinstance(opened.maker, PromptMaker)
-    batch = opened.maker.make([Drawn.of(rows, index, index) for index in chosen])
+    batch = opened.maker.make([Drawn.of(rows, index, index) for index in indices])
     note = f"evaluation on {len(batch.prompts):,} of them"
     note += f"; {batch.dropped:,} are too long and left out" if batch.dropped else ""
     note += f"; {len(batch.truncated):,} are too long and cut" if batch.truncated else ""
@@ -380,21 +380,21 @@ def _asked(
     how = PromptOptions(benchmark.columns, benchmark.template, chat, benchmark.system, unusable="error")
     opened = _prepared(rows, tokenizer, how, model)
     assert isinstance(opened.maker, PromptMaker)
-    made = opened.maker.make([Drawn.of(rows, index, index) for index in range(len(rows))])
+    batch = opened.maker.make([Drawn.of(rows, index, index) for index in range(len(rows))])
     notes = [f"{name}: {note}" for note in opened.notes]
     if benchmark.problems not in (None, len(rows)):
         notes.append(
             f"warning: evaluation.named.{name} has {len(rows):,} problems here, and {benchmark.problems:,} as it is "
             "published: figures of others cannot be compared with these"
         )
-    if made.unknown:
-        notes.append(f"warning: evaluation.named.{name}: {len(rows):,} problems{remarks_on(made)}")
-    return [replace(prompt, row={**prompt.row, SCORED_BY: name}) for prompt in made.prompts], tuple(notes)
+    if batch.unknown:
+        notes.append(f"warning: evaluation.named.{name}: {len(rows):,} problems{remarks_on(batch)}")
+    return [replace(prompt, row={**prompt.row, SCORED_BY: name}) for prompt in batch.prompts], tuple(notes)
 
 
 def open_tokenizer(
-    given: PreTrainedTokenizerBase | TokenizerSource | None,
-    made: Task | None,
+    wanted: PreTrainedTokenizerBase | TokenizerSource | None,
+    task: Task | None,
     chat_template: str | None,
     *,
     what: str = "problems",
@@ -402,17 +402,17 @@ def open_tokenizer(
     """The tokenizer of a run, and where its roles load their own from: None if it was passed as an object.
 
     Args:
-        given: the model's, or where it is; None for the characters of the generated task.
-        made: that task; None for data of the user's own.
+        wanted: the model's, or where it is; None for the characters of the generated task.
+        task: that task; None for data of the user's own.
         chat_template: for it in place of its own; None keeps that.
         what: the data, in words.
 
     Raises:
         DataError: there is none for this data, or no such template.
     """
-    if given is None and made is None:
+    if wanted is None and task is None:
         raise DataError(f"data: {what} of your own need the tokenizer of a model: set model.path or model.tokenizer")
-    source = made.tokenizer if made is not None and given is None else given
+    source = task.tokenizer if task is not None and wanted is None else wanted
     assert source is not None
     tokenizer = source if isinstance(source, PreTrainedTokenizerBase) else load_tokenizer(source)
     if chat_template is not None:
@@ -517,22 +517,26 @@ def load_conversations(
         ValueError: unknown task.
     """
     how = ConversationOptions() if options is None else options
-    made = make_task(task, digits=digits, held_out=problems, seed=seed) if train is None else None
-    encoder, source = open_tokenizer(tokenizer, made, how.chat_template, what="conversations")
+    generated = make_task(task, digits=digits, held_out=problems, seed=seed) if train is None else None
+    encoder, source = open_tokenizer(tokenizer, generated, how.chat_template, what="conversations")
     if pictures is not None:
         how = replace(how, pictures=pictures(encoder))
     rows: Rows | Iterated
-    held: Rows | Iterated | None = None if evaluation is None else open_rows(evaluation, split=evaluation_split)
-    if made is None:
+    evaluation_rows: Rows | Iterated | None = (
+        None if evaluation is None else open_rows(evaluation, split=evaluation_split)
+    )
+    if generated is None:
         assert train is not None
         rows = open_rows(train, split=split)
     else:
-        rows = _of_task(f"task {task}", made.train, how)
-        held = held or _of_task(f"task {task}, held out", made.held_out, how)
+        rows = _of_task(f"task {task}", generated.train, how)
+        evaluation_rows = evaluation_rows or _of_task(f"task {task}, held out", generated.held_out, how)
     stream, notes = _stream(rows, encoder, how, seed, shuffle)
     held_out: list[Group] = []
-    if held is not None:
-        held_out, more = _held_out(held, encoder, how, {**how.columns, **(evaluation_columns or {})}, problems)
+    if evaluation_rows is not None:
+        held_out, more = _held_out(
+            evaluation_rows, encoder, how, {**how.columns, **(evaluation_columns or {})}, problems
+        )
         notes += more
     return Conversations(
         encoder,
@@ -566,8 +570,8 @@ def _checked(
         raise DataError(f"{rows.name} has no rows")
     maker = _conversation_maker(list(readable(rows)) or [rows[0]], rows.name, tokenizer, how, columns)
     check_all(rows, maker.format)
-    found = ", ".join(f"{ours} from {theirs}" for ours, theirs in maker.format.named)
-    return maker, f"{rows.name}: {counted(len(rows), 'row')}; {found}"
+    sources = ", ".join(f"{ours} from {theirs}" for ours, theirs in maker.format.named)
+    return maker, f"{rows.name}: {counted(len(rows), 'row')}; {sources}"
 
 
 def _conversation_maker(
@@ -611,15 +615,15 @@ def _held_out(
             raise DataError(f"evaluation: {rows.name} is an async iterable; give a list or a file")
         rows = ListRows(rows.name, list(islice(rows.open(), most)))  # type: ignore[arg-type]
     maker, note = _checked(rows, tokenizer, how, columns)
-    chosen = sorted(permutation(len(rows), 0)[:most].tolist())
-    batch = maker.make([Drawn.of(rows, index, index) for index in chosen])
-    said = f"evaluation on {len(batch.prompts):,} of them"
-    said += f"; {batch.dropped:,} are left out: too long, or nothing to learn" if batch.dropped else ""
-    said += f"; {len(batch.truncated):,} are too long and cut" if batch.truncated else ""
-    said += remarks_on(batch)
+    indices = sorted(permutation(len(rows), 0)[:most].tolist())
+    batch = maker.make([Drawn.of(rows, index, index) for index in indices])
+    remark = f"evaluation on {len(batch.prompts):,} of them"
+    remark += f"; {batch.dropped:,} are left out: too long, or nothing to learn" if batch.dropped else ""
+    remark += f"; {len(batch.truncated):,} are too long and cut" if batch.truncated else ""
+    remark += remarks_on(batch)
     if not batch.prompts:
-        raise DataError(f"{rows.name}: {said}{f'; the limit is {maker.limit}' if batch.dropped else ''}")
-    return batch.prompts, (note, said)
+        raise DataError(f"{rows.name}: {remark}{f'; the limit is {maker.limit}' if batch.dropped else ''}")
+    return batch.prompts, (note, remark)
 
 
 def _of_task(name: str, problems: Sequence[Problem], how: ConversationOptions) -> ListRows:

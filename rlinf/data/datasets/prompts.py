@@ -128,7 +128,7 @@ class Maker(Protocol[Item]):
 
     def make(self, rows: Sequence[Drawn]) -> Batch[Item]: ...
 
-    def numbered(self, made: Item, number: int, /) -> Item: ...
+    def numbered(self, item: Item, number: int, /) -> Item: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,122 +180,122 @@ class PromptMaker:
         """
         texts: list[tuple[Drawn, _Text]] = []
         unusable: dict[int, str] = {}
-        for drawn in rows:
+        for item in rows:
             try:
-                texts.append((drawn, self._text(drawn)))
+                texts.append((item, self._text(item)))
             except DataError as error:
-                self._leave_out(drawn, error, unusable)
+                self._leave_out(item, error, unusable)
         prompts: list[Prompt] = []
         dropped = 0
         truncated = set()
         unknown: dict[int, str] = {}
-        for (drawn, text), tokens in zip(texts, self._encode([text for _, text in texts]), strict=True):
+        for (item, text), tokens in zip(texts, self._encode([text for _, text in texts]), strict=True):
             try:
-                prompt, cut = self._prompt(drawn, text, tokens)
+                prompt, cut = self._prompt(item, text, tokens)
             except DataError as error:
-                self._leave_out(drawn, error, unusable)
+                self._leave_out(item, error, unusable)
                 continue
             if prompt is None:
                 dropped += 1
                 continue
             prompts.append(prompt)
             if cut:
-                truncated.add(drawn.id)
+                truncated.add(item.id)
             assert isinstance(tokens, list)  # else there was no prompt
             if (words := unknown_in(self.tokenizer, tokens, text.text) or self._unknown_answer(prompt)) is not None:
-                unknown[drawn.id] = f"{drawn.where}: {words}"
+                unknown[item.id] = f"{item.where}: {words}"
         return Batch(prompts, dropped, frozenset(truncated), unusable, unknown)
 
-    def _leave_out(self, drawn: Drawn, error: DataError, unusable: dict[int, str]) -> None:
+    def _leave_out(self, item: Drawn, error: DataError, unusable: dict[int, str]) -> None:
         """Note why a row is left out; raise that where rows are to be refused, or none is to blame."""
         if self.unusable == "error" or isinstance(error, Mismatch | _TooLong):
             raise error
-        unusable[drawn.id] = str(error)
+        unusable[item.id] = str(error)
 
     def _unknown_answer(self, prompt: Prompt) -> str | None:
         """Words on an answer of which the tokenizer does not know most: it can neither be taught nor sampled."""
-        given = None if self.columns.response is None else lookup(prompt.row, self.columns.response)
-        text = (given if isinstance(given, str) else prompt.answer)[:_BEGINNING]
+        response = None if self.columns.response is None else lookup(prompt.row, self.columns.response)
+        text = (response if isinstance(response, str) else prompt.answer)[:_BEGINNING]
         if not text or self.tokenizer.unk_token_id is None:
             return None
         words = unknown_in(self.tokenizer, self.tokenizer(text, add_special_tokens=False)["input_ids"], text)
         return None if words is None else f"of its answer, {words}"
 
-    def _prompt(self, drawn: Drawn, text: _Text, tokens: list[int] | Exception) -> tuple[Prompt | None, bool]:
+    def _prompt(self, item: Drawn, text: _Text, tokens: list[int] | Exception) -> tuple[Prompt | None, bool]:
         """The prompt of a row, None if it is too long, and whether it was cut."""
         if isinstance(tokens, Exception):
             reason = f"{type(tokens).__name__}: {tokens}"
-            raise DataError(f"{drawn.where}: the tokenizer cannot encode its text: {reason}") from tokens
+            raise DataError(f"{item.where}: the tokenizer cannot encode its text: {reason}") from tokens
         if not tokens:
-            raise DataError(f"{drawn.where}: the prompt {text.text!r} has no token for this tokenizer")
+            raise DataError(f"{item.where}: the prompt {text.text!r} has no token for this tokenizer")
         if (wrong := self.room.refusal(tokens)) is not None:
-            raise DataError(f"{drawn.where}: {wrong}")
+            raise DataError(f"{item.where}: {wrong}")
         if self.pictures is not None:
             try:
                 tokens = self.pictures.expand(tokens, text.images)
             except DataError as error:
-                raise DataError(f"{drawn.where}: {error}") from error
-        said, cut = text.text, False
+                raise DataError(f"{item.where}: {error}") from error
+        words, cut = text.text, False
         most, limit = self.room.limit(self.max_tokens, "data.max_prompt_tokens")
         if most is not None and len(tokens) > most:
             if self.overlong == "error":
                 raise _TooLong(
-                    f"{drawn.where}: the prompt has {len(tokens)} tokens, more than {limit}; change that, or set "
+                    f"{item.where}: the prompt has {len(tokens)} tokens, more than {limit}; change that, or set "
                     "data.overlong to drop or truncate"
                 )
             if self.overlong == "drop" or text.images:
                 return None, False
             tokens, cut = tokens[-most:], True
-            said = str(self.tokenizer.decode(tokens))
-        rest = self.columns.rest_of(drawn.row)
+            words = str(self.tokenizer.decode(tokens))
+        rest = self.columns.rest_of(item.row)
         if text.messages is not None:
             rest.setdefault("messages", text.messages)
         ids = np.asarray(tokens, dtype=np.int64)
-        return Prompt(drawn.id, ids, said, text.answer, rest, text.images), cut
+        return Prompt(item.id, ids, words, text.answer, rest, text.images), cut
 
-    def _images(self, drawn: Drawn) -> tuple[ImageRef, ...]:
+    def _images(self, item: Drawn) -> tuple[ImageRef, ...]:
         """The pictures of a row."""
         column = self.columns.images
-        images = () if column is None else image_refs(lookup(drawn.row, column), drawn.where)
+        images = () if column is None else image_refs(lookup(item.row, column), item.where)
         if images and self.pictures is None:
             raise Mismatch(
-                f"{drawn.where}: column {column!r} has {len(images)} pictures, and the model reads text alone: take "
+                f"{item.where}: column {column!r} has {len(images)} pictures, and the model reads text alone: take "
                 "one that reads pictures, or leave them out by data.columns: {images: null}"
             )
         return images
 
-    def _text(self, drawn: Drawn) -> _Text:
+    def _text(self, item: Drawn) -> _Text:
         """Make the text that the model reads of a row."""
-        if drawn.problem:
-            raise DataError(drawn.problem)
-        images = self._images(drawn)
-        row, answer = drawn.row, self.columns.answer_in(drawn.row)
-        choices = self.columns.choices_in(row, drawn.index, drawn.where)
+        if item.problem:
+            raise DataError(item.problem)
+        images = self._images(item)
+        row, answer = item.row, self.columns.answer_in(item.row)
+        choices = self.columns.choices_in(row, item.index, item.where)
         if choices is not None:
             answer = choices[1]
         if self.template is None:
             assert self.columns.prompt is not None  # Columns.find saw to it
             if (wrong := self.columns.problem_in(row)) is not None:
-                raise DataError(f"{drawn.where}: {wrong}")
-            said: Any = lookup(row, self.columns.prompt)
+                raise DataError(f"{item.where}: {wrong}")
+            content: Any = lookup(row, self.columns.prompt)
             if choices is not None:
-                said = _with_choices(said, choices[0], drawn.where)
+                content = _with_choices(content, choices[0], item.where)
         else:
             prompt = {} if self.columns.prompt is None else {"prompt": lookup(row, self.columns.prompt)}
             options = {} if choices is None else {"choices": choices[0]}
-            said = fill(self.template, {**row, **prompt, **options}, drawn.where)
-        if (wrong := unwritable(said) or unwritable(answer)) is not None:
-            raise DataError(f"{drawn.where}: {wrong}")
-        if not isinstance(said, str):
-            said = [message_of(each, f"{drawn.where}: column {self.columns.prompt!r}") for each in said]
+            content = fill(self.template, {**row, **prompt, **options}, item.where)
+        if (wrong := unwritable(content) or unwritable(answer)) is not None:
+            raise DataError(f"{item.where}: {wrong}")
+        if not isinstance(content, str):
+            content = [message_of(each, f"{item.where}: column {self.columns.prompt!r}") for each in content]
         if images and self.pictures is not None:
-            said = pictured(said, len(images), self.pictures)
-        if isinstance(said, str) and not self.chat and self.system is None:
-            return _Text(said, None, answer, images)
-        messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+            content = pictured(content, len(images), self.pictures)
+        if isinstance(content, str) and not self.chat and self.system is None:
+            return _Text(content, None, answer, images)
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         if self.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system})
-        return _Text(self._chat(messages, drawn.where), messages, answer, images)
+        return _Text(self._chat(messages, item.where), messages, answer, images)
 
     def _chat(self, messages: list[Any], where: str) -> str:
         if not self.tokenizer.chat_template:
@@ -305,18 +305,18 @@ class PromptMaker:
                 "data.chat_template to one (the Jinja text, or a file with it), take a model trained on chats, "
                 "or make plain text of the columns by data.template"
             )
-        begun = messages[-1]["role"] == "assistant"  # the model goes on with what it is made to begin with
+        prefilled = messages[-1]["role"] == "assistant"  # the model goes on with what it is made to begin with
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
-                add_generation_prompt=not begun,
-                continue_final_message=begun,
+                add_generation_prompt=not prefilled,
+                continue_final_message=prefilled,
                 **self.chat_args,
             )
         except Exception as error:  # of Jinja, of the template itself, or of an argument that it does not take
-            told = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise DataError(f"data.chat_template: {where} cannot be put into it: {told}") from error
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise DataError(f"data.chat_template: {where} cannot be put into it: {reason}") from error
         return str(text)
 
     def _encode(self, texts: Sequence[_Text]) -> list[list[int] | Exception]:
@@ -375,8 +375,8 @@ class PromptMaker:
         return examples
 
     def _response(self, prompt: Prompt) -> str:
-        given = None if self.columns.response is None else lookup(prompt.row, self.columns.response)
-        text = prompt.answer if given is None else given
+        response = None if self.columns.response is None else lookup(prompt.row, self.columns.response)
+        text = prompt.answer if response is None else response
         if not isinstance(text, str) or not text:
             column = self.columns.response or "response"
             raise DataError(f"the prompt {prompt.text[:60]!r} has no worked response: column {column!r} holds {text!r}")
@@ -416,8 +416,8 @@ def unknown_in(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | np.ndarr
     characters = [each for each in dict.fromkeys("".join(texts)) if not each.isspace()]
     pieces = tokenizer(characters, add_special_tokens=False)["input_ids"] if characters else []
     alien = [each for each, piece in zip(characters, pieces, strict=True) if unknown in piece]
-    shown = ", ".join(map(repr, alien[:_ALIEN]))
-    which = f": {shown}{' and others' if len(alien) > _ALIEN else ''}" if alien else ""
+    first = ", ".join(map(repr, alien[:_ALIEN]))
+    which = f": {first}{' and others' if len(alien) > _ALIEN else ''}" if alien else ""
     return (
         f"{lost} of {len(tokens)} tokens are {tokenizer.unk_token}, which the tokenizer writes for what it lacks{which}"
     )
@@ -427,7 +427,7 @@ class _TooLong(DataError):
     """A prompt is too long, and those are to be refused."""
 
 
-def _with_choices(said: Any, options: str, where: str) -> str:
-    if not isinstance(said, str):
+def _with_choices(text: Any, options: str, where: str) -> str:
+    if not isinstance(text, str):
         raise DataError(f"{where}: options are added to prompts of plain text; this is a list of messages")
-    return f"{said.rstrip()}\n\n{options}"
+    return f"{text.rstrip()}\n\n{options}"

@@ -81,12 +81,13 @@ class Renderer:
         if not prompt:
             ids = self._ids(completion, special=True)
             return ids, np.ones(len(ids), np.float32)
-        begun = self._open_ended(prompt)
+        prompt_ids = self._open_ended(prompt)
         whole = self._ids(prompt + completion, special=True)
-        if not np.array_equal(whole[: len(begun)], begun):  # a token reaches over the border, as none can that is made
-            whole = np.concatenate([begun, self._ids(completion, special=False)])
+        # a token may reach over the border, as none can that is sampled
+        if not np.array_equal(whole[: len(prompt_ids)], prompt_ids):
+            whole = np.concatenate([prompt_ids, self._ids(completion, special=False)])
         weights = np.zeros(len(whole), np.float32)
-        weights[len(begun) :] = 1.0
+        weights[len(prompt_ids) :] = 1.0
         return whole, weights
 
     def _ids(self, text: str, *, special: bool) -> np.ndarray:
@@ -112,7 +113,7 @@ class Renderer:
                 "Jinja text, or a file with it), or take a model that was trained on chats"
             )
         messages = [*dialogue.prompt, *dialogue.completion]  # type: ignore[list-item]  # both are messages
-        given = {**self.chat_args, **dialogue.template_args, "tools": dialogue.tools}
+        template_args = {**self.chat_args, **dialogue.template_args, "tools": dialogue.tools}
         first = len(dialogue.prompt)
         spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [number for number in spoken if number >= first and (self.learn != "last" or number == spoken[-1])]
@@ -120,27 +121,29 @@ class Renderer:
         if self.learn == "all":
             learned = []  # no turn is told from the rest
         if isinstance(template, str) and _GENERATION.search(template):
-            ids, turns = self._by_blocks(messages, given)
+            ids, turns = self._by_blocks(messages, template_args)
         else:
-            ids, turns = self._by_difference(messages, learned, given)
+            ids, turns = self._by_difference(messages, learned, template_args)
         weights = np.zeros(len(ids), np.float32)
         for number in learned:
             weights[turns[number]] = _weight(messages[number])
         return ids, weights
 
-    def _rendered(self, messages: Sequence[Message], given: Mapping[str, Any], **how: Any) -> Any:
+    def _rendered(self, messages: Sequence[Message], template_args: Mapping[str, Any], **how: Any) -> Any:
         try:
-            return self.tokenizer.apply_chat_template(list(messages), **{"tokenize": False, **given, **how})
+            return self.tokenizer.apply_chat_template(list(messages), **{"tokenize": False, **template_args, **how})
         except Exception as error:  # of Jinja, many types: a role that the template does not know, turns out of order
             raise DataError(f"the chat template refuses this conversation: {error}") from error
 
-    def _by_blocks(self, messages: list[Message], given: Mapping[str, Any]) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    def _by_blocks(
+        self, messages: list[Message], template_args: Mapping[str, Any]
+    ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """Ids, and places of those of each of the assistant's turns by their messages' numbers, by the template's
         generation blocks."""
-        found = self._rendered(
-            messages, given, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        encoded = self._rendered(
+            messages, template_args, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )  # fmt: skip
-        mask = np.asarray(found["assistant_masks"], dtype=bool)
+        mask = np.asarray(encoded["assistant_masks"], dtype=bool)
         edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
         turns = [np.arange(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
         spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -149,14 +152,14 @@ class Renderer:
                 f"the chat template's generation blocks mark {len(turns)} turns, and the assistant has {len(spoken)}: "
                 "put one such block around each"
             )
-        return np.asarray(found["input_ids"], dtype=np.int64), dict(zip(spoken, turns, strict=True))
+        return np.asarray(encoded["input_ids"], dtype=np.int64), dict(zip(spoken, turns, strict=True))
 
     def _by_difference(
-        self, messages: list[Message], learned: Sequence[int], given: Mapping[str, Any]
+        self, messages: list[Message], learned: Sequence[int], template_args: Mapping[str, Any]
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """Ids, and places of those of the messages that are learned, by what each adds to the rendering."""
-        whole = str(self._rendered(messages, given))
-        spans = {number: self._span(messages, number, whole, given) for number in learned}
+        whole = str(self._rendered(messages, template_args))
+        spans = {number: self._span(messages, number, whole, template_args) for number in learned}
         if not self.tokenizer.is_fast:
             raise Mismatch("the tokenizer is a slow one, which does not tell where its tokens begin: take a fast one")
         encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
@@ -164,21 +167,23 @@ class Renderer:
         turns = {number: np.flatnonzero((starts >= start) & (starts < end)) for number, (start, end) in spans.items()}
         return np.asarray(encoded["input_ids"], dtype=np.int64), turns
 
-    def _span(self, messages: list[Message], number: int, whole: str, given: Mapping[str, Any]) -> tuple[int, int]:
+    def _span(
+        self, messages: list[Message], number: int, whole: str, template_args: Mapping[str, Any]
+    ) -> tuple[int, int]:
         """Where one of the assistant's turns is in the whole rendering, in characters, its end token included."""
-        before = str(self._rendered(messages[:number], given, add_generation_prompt=True)) if number else ""
-        after = whole if number + 1 == len(messages) else str(self._rendered(messages[: number + 1], given))
+        before = str(self._rendered(messages[:number], template_args, add_generation_prompt=True)) if number else ""
+        after = whole if number + 1 == len(messages) else str(self._rendered(messages[: number + 1], template_args))
         if not whole.startswith(before) or not whole.startswith(after):
             raise DataError(
                 f"the chat template renders message {number + 1} otherwise when others follow it, so the assistant's "
                 "tokens cannot be told: put {% generation %} and {% endgeneration %} around them in a template of your "
                 "own (data.chat_template), or learn the last turn alone (supervised.learn=last)"
             )
-        said = after[len(before) :]
-        stripped = said.rstrip()
+        turn = after[len(before) :]
+        stripped = turn.rstrip()
         if any(stripped.endswith(token) for token in self.tokenizer.all_special_tokens):
-            said = stripped  # what a template writes behind the end token, nobody generates
-        return len(before), len(before) + len(said)
+            turn = stripped  # what a template writes behind the end token, nobody generates
+        return len(before), len(before) + len(turn)
 
 
 def _weight(message: Message) -> float:
@@ -235,51 +240,51 @@ class GroupMaker:
             DataError: a row of which no group can be made, or one that is too long, where `unusable` or `overlong` is
                 "error".
         """
-        made: list[Group] = []
+        groups: list[Group] = []
         dropped, cut = 0, set()
         unusable: dict[int, str] = {}
         unknown: dict[int, str] = {}
-        for drawn in rows:
+        for item in rows:
             try:
-                images, rendered = self._read(drawn)
+                images, rendered = self._read(item)
             except DataError as error:
                 if self.unusable == "error" or isinstance(error, Mismatch):
                     raise
-                unusable[drawn.id] = str(error)
+                unusable[item.id] = str(error)
                 continue
             longest = max(len(each.ids) for each in rendered)
             most, limit = self.room.limit(self.max_tokens, "supervised.max_tokens")
             if most is not None and longest > most:
                 if self.overlong == "error":
                     raise DataError(
-                        f"{drawn.where}: the conversation has {longest} tokens, more than {limit}; change that, or set "
+                        f"{item.where}: the conversation has {longest} tokens, more than {limit}; change that, or set "
                         "data.overlong to drop or truncate"
                     )
                 if self.overlong == "drop":
                     dropped += 1
                     continue
-                cut.add(drawn.id)
+                cut.add(item.id)
                 rendered = [_cut(each, most) for each in rendered]
             if not all(each.weights.any() for each in rendered):
-                cut.discard(drawn.id)
+                cut.discard(item.id)
                 dropped += 1
                 continue
-            made.append(self._group(drawn, rendered, images))
-            if (words := self._unknown(drawn.row, rendered)) is not None:
-                unknown[drawn.id] = f"{drawn.where}: {words}"
-        return Batch(made, dropped, frozenset(cut), unusable, unknown)
+            groups.append(self._group(item, rendered, images))
+            if (words := self._unknown(item.row, rendered)) is not None:
+                unknown[item.id] = f"{item.where}: {words}"
+        return Batch(groups, dropped, frozenset(cut), unusable, unknown)
 
-    def _read(self, drawn: Drawn) -> tuple[tuple[ImageRef, ...], list[Rendered]]:
+    def _read(self, item: Drawn) -> tuple[tuple[ImageRef, ...], list[Rendered]]:
         """The pictures of a row, and its conversations as the model reads them. Its errors say where the row is."""
-        if drawn.problem:
-            raise DataError(drawn.problem)
+        if item.problem:
+            raise DataError(item.problem)
         try:
-            images = image_refs(self.format.value(drawn.row, "images"), "column images")
-            rendered = [self._expanded(each, images) for each in self._rendered(drawn.row, images)]
+            images = image_refs(self.format.value(item.row, "images"), "column images")
+            rendered = [self._expanded(each, images) for each in self._rendered(item.row, images)]
             if (wrong := next((why for each in rendered if (why := self.room.refusal(each.ids))), None)) is not None:
                 raise DataError(wrong)
         except DataError as error:
-            raise type(error)(f"{drawn.where}: {error}") from error
+            raise type(error)(f"{item.where}: {error}") from error
         return images, rendered
 
     def numbered(self, group: Group, number: int) -> Group:
@@ -320,39 +325,39 @@ class GroupMaker:
             if not dialogue.prompt:  # one whole text
                 return replace(dialogue, completion=pictured(str(dialogue.completion), images, self.pictures))
             return replace(dialogue, prompt=pictured(dialogue.prompt, images, self.pictures))
-        said = list(pictured([*dialogue.prompt, *dialogue.completion], images, self.pictures))
-        return replace(dialogue, prompt=said[: len(dialogue.prompt)], completion=said[len(dialogue.prompt) :])
+        messages = list(pictured([*dialogue.prompt, *dialogue.completion], images, self.pictures))
+        return replace(dialogue, prompt=messages[: len(dialogue.prompt)], completion=messages[len(dialogue.prompt) :])
 
     def _expanded(self, rendered: Rendered, images: Sequence[ImageRef]) -> Rendered:
         """Copy of a rendering with as many placeholders as pictures need, none of which is learned."""
         if self.pictures is None:
             return rendered
-        repeats, begun = self.pictures.repeats(rendered.ids, images), rendered.prompt
+        repeats, first = self.pictures.repeats(rendered.ids, images), rendered.prompt
         last = max(np.flatnonzero(rendered.ids == self.pictures.placeholder), default=-1)
         weights = rendered.weights.copy()
         if self.renderer.learn == "all":
             weights[: last + 1] = 0.0
-            begun = max(begun, int(last) + 1)
-        if begun <= last:
+            first = max(first, int(last) + 1)
+        if first <= last:
             raise DataError(
                 "a picture stands behind what is learned: learn the last turn alone (supervised.learn=last), or put "
                 "pictures before the first answer"
             )
-        return Rendered(np.repeat(rendered.ids, repeats), np.repeat(weights, repeats), int(repeats[:begun].sum()))
+        return Rendered(np.repeat(rendered.ids, repeats), np.repeat(weights, repeats), int(repeats[:first].sum()))
 
-    def _group(self, drawn: Drawn, rendered: Sequence[Rendered], images: tuple[ImageRef, ...]) -> Group:
+    def _group(self, item: Drawn, rendered: Sequence[Rendered], images: tuple[ImageRef, ...]) -> Group:
         first, last = rendered[0], rendered[-1]
         shared = min(each.prompt for each in rendered)
         if len(rendered) > 1:  # a prompt's last tokens may depend on what follows
             apart = np.flatnonzero(first.ids[:shared] != last.ids[:shared])
             shared = max(1, int(apart[0])) if len(apart) else shared
-        margin = self.format.value(drawn.row, MARGIN)
+        margin = self.format.value(item.row, MARGIN)
         row: Mapping[str, Any] = {} if margin is None else {MARGIN: float(margin)}
-        prompt = Prompt(drawn.id, first.ids[:shared], row=row, images=images)
+        prompt = Prompt(item.id, first.ids[:shared], row=row, images=images)
         samples = [self._sample(prompt, number, each, shared) for number, each in enumerate(rendered)]
-        told = [self.format.value(drawn.row, f"ref_{which}_logps") for which in ("chosen", "rejected")]
-        if len(samples) == 2 and None not in told:
-            samples = [_told(sample, float(total)) for sample, total in zip(samples, told, strict=True)]
+        totals = [self.format.value(item.row, f"ref_{which}_logps") for which in ("chosen", "rejected")]
+        if len(samples) == 2 and None not in totals:
+            samples = [_told(sample, float(total)) for sample, total in zip(samples, totals, strict=True)]
         return Group(prompt, tuple(samples))
 
     def _sample(self, prompt: Prompt, index: int, rendered: Rendered, shared: int) -> Sample:

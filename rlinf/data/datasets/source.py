@@ -173,8 +173,8 @@ class TableRows:
         try:
             return self._table[int(index)]  # type: ignore[no-any-return]
         except Exception as error:  # of whatever decodes its columns, such as a picture that is broken
-            said = _ADDRESS.sub("", " ".join(str(error).split()))
-            raise DataError(f"{self.where(index)} cannot be read: {type(error).__name__}: {said}") from error
+            reason = _ADDRESS.sub("", " ".join(str(error).split()))
+            raise DataError(f"{self.where(index)} cannot be read: {type(error).__name__}: {reason}") from error
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"
@@ -236,11 +236,11 @@ def read_csv(path: Path) -> ListRows:
             reader = csv.DictReader(file, strict=True)
             for row in reader:
                 if None in row or None in row.values():
-                    given = sum(value is not None for name, value in row.items() if name is not None)
-                    given += len(row.get(None) or ())  # type: ignore[call-overload]
+                    values = sum(value is not None for name, value in row.items() if name is not None)
+                    values += len(row.get(None) or ())  # type: ignore[call-overload]
                     columns = len(reader.fieldnames or ())
                     raise DataError(
-                        f"{path}, line {reader.line_num}: {given} values for {columns} columns; put quotes around "
+                        f"{path}, line {reader.line_num}: {values} values for {columns} columns; put quotes around "
                         "values with commas or line ends in them"
                     )
                 rows.append(row)
@@ -257,10 +257,10 @@ def read_json(path: Path) -> ListRows:
         DataError: it is neither.
     """
     try:
-        found = parse_json(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except ValueError as error:
         raise DataError(f"{path} is no JSON: {error}; one object per line goes into a .jsonl file") from error
-    rows = found.get("data") if isinstance(found, dict) else found
+    rows = content.get("data") if isinstance(content, dict) else content
     if not isinstance(rows, list):
         raise DataError(f'{path} is neither a list of rows nor {{"data": [...]}}')
     return ListRows(str(path), rows)
@@ -466,7 +466,7 @@ class Columns:
     @staticmethod
     def find(
         rows: Sequence[Row],
-        given: Mapping[str, Any],
+        columns: Mapping[str, Any],
         *,
         where: str,
         template: str | None = None,
@@ -476,35 +476,35 @@ class Columns:
 
         Args:
             rows: the first ones, to see what there is.
-            given: ours to theirs, as the user said; every column must be there.
+            columns: ours to theirs, as the user said; every column must be there.
             where: the data set, for messages.
             template: makes the prompt from columns.
-            inherited: said for another data set: taken where `given` says nothing and the column is there.
+            inherited: said for another data set: taken where `columns` says nothing and the column is there.
 
         Raises:
             DataError: a column is not there, or nothing tells which is the prompt.
         """
-        if unknown := given.keys() - set(OURS):
+        if unknown := columns.keys() - set(OURS):
             raise DataError(f"columns: {sorted(unknown)} is none of ours, which are {', '.join(OURS)}")
         names = sorted({name for row in rows for name in row})
-        found: dict[str, Any] = {}
+        matches: dict[str, Any] = {}
         for ours in OURS:
-            if ours in given and given[ours] is None:
-                found[ours] = None
-            elif ours in given:
-                _check_there(given[ours], f"for {ours}", rows, names, where)
-                found[ours] = _kept(given[ours])
+            if ours in columns and columns[ours] is None:
+                matches[ours] = None
+            elif ours in columns:
+                _check_there(columns[ours], f"for {ours}", rows, names, where)
+                matches[ours] = _kept(columns[ours])
             else:
                 guesses = [*([inherited[ours]] if inherited and ours in inherited else []), *_GUESSES[ours]]
-                found[ours] = next((_kept(guess) for guess in guesses if not _missing(guess, rows)), None)
-        if template is None and found["prompt"] is None:
+                matches[ours] = next((_kept(guess) for guess in guesses if not _missing(guess, rows)), None)
+        if template is None and matches["prompt"] is None:
             raise DataError(
                 f"{where} has no column for the prompt; there are {names}. Name it in data.columns, such as "
                 "{prompt: question}, or make the prompt from columns by data.template"
             )
         others = tuple(name for name in fields(template or "", rows) if name not in ("prompt", "choices"))
         _check_there(others, "as data.template says", rows, names, where)
-        return Columns(**found, others=others)
+        return Columns(**matches, others=others)
 
     @property
     def top_level(self) -> list[str]:
@@ -516,8 +516,8 @@ class Columns:
     def named(self) -> list[tuple[str, str]]:
         """Pairs of a column's name here and its name in the data set, for messages."""
         pairs = [(ours, getattr(self, ours)) for ours in ("prompt", "answer", "response", "images")]
-        found = [(ours, theirs) for ours, theirs in pairs if theirs is not None]
-        return [*found, *([("choices", ", ".join(_each(self.choices)))] if self.choices else [])]
+        matches = [(ours, theirs) for ours, theirs in pairs if theirs is not None]
+        return [*matches, *([("choices", ", ".join(_each(self.choices)))] if self.choices else [])]
 
     def problem_in(self, row: Row) -> str | None:
         """Describe in words why a row cannot be used; None if it can."""
@@ -528,8 +528,8 @@ class Columns:
             value = lookup(row, name)
             if missing(value) or (ours == "prompt" and not value):
                 there = sorted(name for name, item in row.items() if not missing(item))
-                said = _absent(row, name) if value is None else "not a number (NaN)" if missing(value) else "empty"
-                return f"no {ours}: column {name!r} is {said}; there are {there}"
+                state = _absent(row, name) if value is None else "not a number (NaN)" if missing(value) else "empty"
+                return f"no {ours}: column {name!r} is {state}; there are {there}"
             if ours == "prompt" and (wrong := _no_prompt(value)):
                 return f"no prompt: column {name!r} {wrong}"
             if (wrong := unwritable(value)) is not None:
@@ -605,16 +605,16 @@ def fill(template: str, row: Row, where: str, key: str = "data.template") -> str
         if match["plain"] is not None:
             return f"{{{match['plain']}}}"
         name = match["within"] or match["name"]
-        found = lookup(row, name)
-        if found is None and not _NAME.fullmatch(name):
+        content = lookup(row, name)
+        if content is None and not _NAME.fullmatch(name):
             return match[0]
-        if found is None:
+        if content is None:
             there = sorted(name for name, item in row.items() if item is not None)
             raise DataError(
                 f"{where}: {key} names {name!r}, which is no column here; there are {there}. "
                 f"Write {{{{{name}}}}} for braces that are meant as such"
             )
-        return f"{{{found}}}" if match["within"] else str(found)
+        return f"{{{content}}}" if match["within"] else str(content)
 
     return _FIELD.sub(value, template)
 
@@ -726,7 +726,7 @@ def _records(source: Any) -> list[Row] | None:
     missing = source.isna()
     columns = {str(name): (source[name].tolist(), missing[name].tolist()) for name in source.columns}
     return [
-        {name: None if gone[index] else values[index] for name, (values, gone) in columns.items()}
+        {name: None if absent[index] else values[index] for name, (values, absent) in columns.items()}
         for index in range(len(source))
     ]
 

@@ -84,9 +84,9 @@ class PromptStream(Generic[Item]):
         fruitless: list[str] = []
         """Why the rows since the last prompt were left out; empty of those that are too long."""
         while len(prompts) < count:
-            drawn = [self._next() for _ in range(count - len(prompts))]
-            self._make(drawn)
-            for each in drawn:
+            items = [self._next() for _ in range(count - len(prompts))]
+            self._make(items)
+            for each in items:
                 prompt, cut, reason, unknown = self._made[each.index]
                 self.truncated += cut
                 self.unknown += bool(unknown)
@@ -145,20 +145,20 @@ class PromptStream(Generic[Item]):
         self.position, self.dropped, self.truncated = state["position"], state["dropped"], state["truncated"]
         self.unusable, self.unknown = state.get("unusable", 0), state.get("unknown", 0)  # none in older checkpoints
 
-    def _make(self, drawn: list[Drawn]) -> None:
+    def _make(self, items: list[Drawn]) -> None:
         """Make prompts of the rows that are not at hand, and keep them for when they come round again."""
         if len(self._made) > _KEPT or self._held > _KEPT_BYTES:
             self._made.clear()
             self._held = 0
         first: dict[int, Drawn] = {}  # a row that comes several times at once is made once, too
-        for each in drawn:
+        for each in items:
             if each.index not in self._made:
                 first.setdefault(each.index, each)
         new = list(first.values())
         batch = self.maker.make(new)
         by_id = {prompt.id: prompt for prompt in batch.prompts}
-        shown: list[Any] = [getattr(each, "prompt", each) for each in batch.prompts]  # given texts are groups of one's
-        self._held += sum(len(image.content) for prompt in shown for image in getattr(prompt, "images", ()))
+        prompts: list[Any] = [getattr(each, "prompt", each) for each in batch.prompts]  # some are groups
+        self._held += sum(len(image.content) for prompt in prompts for image in getattr(prompt, "images", ()))
         self._made.update(
             (
                 each.index,
@@ -179,9 +179,9 @@ class PromptStream(Generic[Item]):
             if self._shuffle:
                 self._order = permutation(len(self._rows), self._seed, which)
         index = int(self._order[at]) if self._shuffle else at
-        drawn = Drawn.of(self._rows, self.position, index)
+        item = Drawn.of(self._rows, self.position, index)
         self.position += 1
-        return drawn
+        return item
 
 
 def nothing_usable(name: str, maker: Maker[Any], reasons: Sequence[str]) -> DataError:
@@ -446,16 +446,16 @@ class IteratedStream(Generic[Item]):
         return out
 
     def _drawn_row(self, index: int, row: Row) -> Drawn:
-        drawn = Drawn(self.position, index, row, self._where(index))
+        item = Drawn(self.position, index, row, self._where(index))
         self.position += 1
         self._drawn += 1
-        return drawn
+        return item
 
     def _where(self, index: int) -> str:
         return f"{self._rows.name}, row {index + 1}"
 
-    def _add(self, prompts: list[Item], drawn: list[Drawn]) -> None:
-        batch = self.maker.make(drawn)
+    def _add(self, prompts: list[Item], items: list[Drawn]) -> None:
+        batch = self.maker.make(items)
         prompts += batch.prompts
         self.dropped += batch.dropped
         self.truncated += len(batch.truncated)

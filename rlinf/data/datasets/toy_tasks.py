@@ -90,15 +90,15 @@ def make_task(name: str, *, digits: int = 4, held_out: int = 500, seed: int = 0)
     if digits < 1:
         raise ValueError(f"task {name!r}: digits={digits} must be at least 1")
     space = 10**digits
-    held = min(held_out, space // 5) if space >= _LEAST_SPACE else 0
-    if space <= _MOST_PROBLEMS + held:
-        drawn = permutation(space, seed)
+    count = min(held_out, space // 5) if space >= _LEAST_SPACE else 0
+    if space <= _MOST_PROBLEMS + count:
+        numbers = permutation(space, seed)
     else:
-        drawn = np.random.default_rng(seed).choice(space, _MOST_PROBLEMS + held, replace=False)
+        numbers = np.random.default_rng(seed).choice(space, _MOST_PROBLEMS + count, replace=False)
     answer = KINDS[name]
-    problems = [Problem(f"{text}>", answer(text)) for text in (f"{number:0{digits}d}" for number in drawn.tolist())]
-    train = tuple(problems[held:])
-    return Task(name, "0123456789>", train, (tuple(problems[:held]) or train) if held_out else ())
+    problems = [Problem(f"{text}>", answer(text)) for text in (f"{number:0{digits}d}" for number in numbers.tolist())]
+    train = tuple(problems[count:])
+    return Task(name, "0123456789>", train, (tuple(problems[:count]) or train) if held_out else ())
 
 
 def rows_of(task: Task) -> ListRows:
@@ -181,18 +181,16 @@ def drawn(rng: np.random.Generator, fields: np.ndarray) -> bytes:
     room = SIDE // FIELDS
     for field in fields.tolist():
         size = int(rng.integers(room // 2, room - 2))
-        left, top = (
-            int(place) * room + int(rng.integers(1, room - size)) for place in (field % FIELDS, field // FIELDS)
-        )
+        x, top = (int(place) * room + int(rng.integers(1, room - size)) for place in (field % FIELDS, field // FIELDS))
         colour = tuple(int(part) for part in rng.integers(120, 256, 3))
-        box = (left, top, left + size, top + size)
+        box = (x, top, x + size, top + size)
         kind = _KINDS[rng.integers(len(_KINDS))]
         if kind == "disc":
             pen.ellipse(box, fill=colour)
         elif kind == "square":
             pen.rectangle(box, fill=colour)
         else:
-            pen.polygon([(left, top + size), (left + size, top + size), (left + size // 2, top)], fill=colour)
-    kept = io.BytesIO()
-    picture.save(kept, format="PNG")
-    return kept.getvalue()
+            pen.polygon([(x, top + size), (x + size, top + size), (x + size // 2, top)], fill=colour)
+    file = io.BytesIO()
+    picture.save(file, format="PNG")
+    return file.getvalue()

@@ -65,17 +65,17 @@ class Demonstration:
         return (one,) * len(self.actions) if isinstance(one, str) else one
 
 
-def instruction_from(kept: Any) -> str | tuple[str, ...] | None:
+def instruction_from(value: Any) -> str | tuple[str, ...] | None:
     """The instruction of an episode from what JSON keeps: a text, a list of one for each row, or null.
 
     Raises:
         ValueError: it is none of these.
     """
-    if kept is None or isinstance(kept, str):
-        return kept
-    if isinstance(kept, list | tuple) and all(isinstance(each, str) for each in kept):
-        return tuple(kept)
-    raise ValueError(f"instruction={kept!r:.60} is neither a text nor a list of texts")
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+        return tuple(value)
+    raise ValueError(f"instruction={value!r:.60} is neither a text nor a list of texts")
 
 
 def instruction_of(texts: Sequence[str]) -> str | tuple[str, ...] | None:
@@ -107,17 +107,17 @@ class Decisions:
     def __len__(self) -> int:
         return len(self.actions)
 
-    def rows(self, chosen: Tensor) -> Decisions:
-        """Some of the decisions, `chosen` int64 [d]."""
+    def rows(self, indices: Tensor) -> Decisions:
+        """Some of the decisions, `indices` int64 [d]."""
         words = self.instructions
         return Decisions(
-            {name: array[chosen] for name, array in self.observation.items()},
-            {name: array[chosen] for name, array in self.following.items()},
-            self.actions[chosen],
-            self.rewards[chosen],
-            self.valid[chosen],
-            self.terminated[chosen],
-            None if words is None else tuple(words[row] for row in chosen.tolist()),
+            {name: array[indices] for name, array in self.observation.items()},
+            {name: array[indices] for name, array in self.following.items()},
+            self.actions[indices],
+            self.rewards[indices],
+            self.valid[indices],
+            self.terminated[indices],
+            None if words is None else tuple(words[row] for row in indices.tolist()),
         )
 
 
@@ -140,20 +140,20 @@ class Window:
             raise ValueError("demonstrations: there is not one, so nothing can be learned from them")
         self.chunk = chunk
         first = demonstrations[0]
-        for number, shown in enumerate(demonstrations):
-            _check(shown, first, number, chunk)
+        for number, demo in enumerate(demonstrations):
+            _check(demo, first, number, chunk)
         self._reach = 1 if first.actions.shape[1] == chunk else chunk  # recorded rows that a decision covers
-        counts = torch.tensor([len(shown.actions) for shown in demonstrations])
+        counts = torch.tensor([len(demo.actions) for demo in demonstrations])
         self._last = counts.cumsum(0).repeat_interleave(counts)  # row after the last one of each row's episode
         self._episode = torch.arange(len(counts)).repeat_interleave(counts)
         self._observation = {
-            name: torch.cat([shown.observation[name] for shown in demonstrations]) for name in first.observation
+            name: torch.cat([demo.observation[name] for demo in demonstrations]) for name in first.observation
         }
-        self._actions = torch.cat([shown.actions for shown in demonstrations])
-        self._rewards = torch.cat([shown.rewards for shown in demonstrations])
-        self._valid = torch.cat([shown.valid for shown in demonstrations])
-        self._terminated = torch.tensor([shown.terminated for shown in demonstrations])
-        words = [shown.instructions for shown in demonstrations]
+        self._actions = torch.cat([demo.actions for demo in demonstrations])
+        self._rewards = torch.cat([demo.rewards for demo in demonstrations])
+        self._valid = torch.cat([demo.valid for demo in demonstrations])
+        self._terminated = torch.tensor([demo.terminated for demo in demonstrations])
+        words = [demo.instructions for demo in demonstrations]
         self._words = None if any(each is None for each in words) else [text for each in words for text in each or ()]
 
     def __len__(self) -> int:
@@ -164,23 +164,23 @@ class Window:
         """Neighbouring decisions, as far as there are some."""
         return self.rows(torch.arange(first, min(end, len(self))))
 
-    def rows(self, chosen: Tensor) -> Decisions:
-        """Some of the decisions, `chosen` int64 [d]."""
-        episode, last = self._episode[chosen], self._last[chosen]
-        behind = torch.minimum(chosen + self._reach, last)
-        places = chosen[:, None] + torch.arange(self._reach)
+    def rows(self, indices: Tensor) -> Decisions:
+        """Some of the decisions, `indices` int64 [d]."""
+        episode, last = self._episode[indices], self._last[indices]
+        behind = torch.minimum(indices + self._reach, last)
+        places = indices[:, None] + torch.arange(self._reach)
         there = places < last[:, None]
         places = torch.minimum(places, last[:, None] - 1)
-        valid = (self._valid[places] & there[..., None]).reshape(len(chosen), self.chunk)
+        valid = (self._valid[places] & there[..., None]).reshape(len(indices), self.chunk)
         words = self._words
         return Decisions(
-            {name: rows[chosen + episode] for name, rows in self._observation.items()},  # one more row per episode
+            {name: rows[indices + episode] for name, rows in self._observation.items()},  # one more row per episode
             {name: rows[behind + episode] for name, rows in self._observation.items()},
-            torch.where(valid[..., None], self._actions[places].reshape(len(chosen), self.chunk, -1), 0.0),
-            torch.where(valid, self._rewards[places].reshape(len(chosen), self.chunk), 0.0),
+            torch.where(valid[..., None], self._actions[places].reshape(len(indices), self.chunk, -1), 0.0),
+            torch.where(valid, self._rewards[places].reshape(len(indices), self.chunk), 0.0),
             valid,
             self._terminated[episode] & (behind == last),
-            None if words is None else tuple(words[row] for row in chosen.tolist()),
+            None if words is None else tuple(words[row] for row in indices.tolist()),
         )
 
 
@@ -194,9 +194,9 @@ def joined(parts: Sequence[Decisions]) -> Decisions:
     """Decisions of several windows, one below the other; instructions only if all of them have some."""
     if len(parts) == 1:
         return parts[0]
-    told = None
+    texts = None
     if all(part.instructions is not None for part in parts):
-        told = tuple(text for part in parts for text in part.instructions or ())
+        texts = tuple(text for part in parts for text in part.instructions or ())
     return Decisions(
         {name: torch.cat([part.observation[name] for part in parts]) for name in parts[0].observation},
         {name: torch.cat([part.following[name] for part in parts]) for name in parts[0].following},
@@ -204,18 +204,18 @@ def joined(parts: Sequence[Decisions]) -> Decisions:
         torch.cat([part.rewards for part in parts]),
         torch.cat([part.valid for part in parts]),
         torch.cat([part.terminated for part in parts]),
-        told,
+        texts,
     )
 
 
-def mistake_between(shown: Demonstration, first: Demonstration) -> str | None:
+def mistake_between(demo: Demonstration, first: Demonstration) -> str | None:
     """How an episode differs from another in what its rows are like; None if it does not."""
-    mine = {name: (tuple(rows.shape[1:]), rows.dtype) for name, rows in shown.observation.items()}
+    mine = {name: (tuple(rows.shape[1:]), rows.dtype) for name, rows in demo.observation.items()}
     theirs = {name: (tuple(rows.shape[1:]), rows.dtype) for name, rows in first.observation.items()}
     if mine != theirs:
         return f"it shows {_in_words(mine)}, and the first one {_in_words(theirs)}"
-    if shown.actions.shape[1:] != first.actions.shape[1:]:
-        mine_size, first_size = (list(each.actions.shape[1:]) for each in (shown, first))
+    if demo.actions.shape[1:] != first.actions.shape[1:]:
+        mine_size, first_size = (list(each.actions.shape[1:]) for each in (demo, first))
         return f"its actions are {mine_size}, and those of the first one {first_size}"
     return None
 
@@ -226,14 +226,14 @@ def _in_words(arrays: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
     )
 
 
-def _check(shown: Demonstration, first: Demonstration, number: int, chunk: int) -> None:
-    recorded = shown.actions.shape[1]
+def _check(demo: Demonstration, first: Demonstration, number: int, chunk: int) -> None:
+    recorded = demo.actions.shape[1]
     if recorded not in (1, chunk):
         raise ValueError(
             f"demonstrations were recorded in chunks of {recorded} actions, and the policy decides {chunk} at a time: "
             f"record them action by action, or set the policy's chunk to {recorded}"
         )
-    if (mistake := mistake_between(shown, first)) is not None:
+    if (mistake := mistake_between(demo, first)) is not None:
         raise ValueError(f"demonstrations: episode {number} does not go with the others: {mistake}")
 
 
@@ -299,12 +299,12 @@ class Episodes(ABC):
         Raises:
             ValueError: none is left.
         """
-        found = [place for place, about in enumerate(self.abouts) if not (solved and about.success is False)]
-        if not found:
+        places = [place for place, about in enumerate(self.abouts) if not (solved and about.success is False)]
+        if not places:
             raise ValueError(
                 f"{self.path}: none of its {len(self)} episodes solved its task, so there is nothing to imitate"
             )
-        return found
+        return places
 
 
 @contextmanager
@@ -320,11 +320,11 @@ def broken(path: Path, field: str) -> Iterator[None]:
     except MissingPackage:
         raise
     except Exception as error:  # of files that may hold anything
-        told = f"{path}: {field}"
+        problem = f"{path}: {field}"
         if isinstance(error, FileNotFoundError):
-            raise ValueError(f"{told}: the file is missing") from error
-        said = f"there is no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-        raise ValueError(said if said.startswith(f"{path}: ") else f"{told}: {said}") from error
+            raise ValueError(f"{problem}: the file is missing") from error
+        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise ValueError(reason if reason.startswith(f"{path}: ") else f"{problem}: {reason}") from error
 
 
 class MissingPackage(ImportError):
@@ -421,18 +421,18 @@ def _joined(name: str, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), -1)
 
 
-def plain(shown: Demonstration, form: str) -> Demonstration:
+def plain(demo: Demonstration, form: str) -> Demonstration:
     """An episode of single actions, as foreign formats keep them.
 
     Raises:
         ValueError: it was recorded in chunks.
     """
-    if shown.actions.shape[1] != 1:
+    if demo.actions.shape[1] != 1:
         raise ValueError(
-            f"{form} keeps single actions, and this episode was recorded in chunks of {shown.actions.shape[1]}, "
+            f"{form} keeps single actions, and this episode was recorded in chunks of {demo.actions.shape[1]}, "
             "between which nothing was seen: record it action by action, or keep it in rlinf's format"
         )
-    return shown
+    return demo
 
 
 def text_of(value: Any) -> str:
@@ -466,16 +466,16 @@ class Records(Episodes):
         file, (about, terminated) = self._files[index].with_suffix(".safetensors"), self._read[index]
         with broken(file, "tensors"):
             tensors = load_file(file)  # mapped into memory: what is left out is not read
-        seen = {name.removeprefix(_PREFIX): rows for name, rows in tensors.items() if name.startswith(_PREFIX)}
-        names = {name: name for name in seen} if self.names is None else self.names
+        observations = {name.removeprefix(_PREFIX): rows for name, rows in tensors.items() if name.startswith(_PREFIX)}
+        names = {name: name for name in observations} if self.names is None else self.names
         with broken(file, "observation"):
-            seen = {ours: seen[theirs] for theirs, ours in names.items() if ours != IGNORED}
+            observations = {ours: observations[theirs] for theirs, ours in names.items() if ours != IGNORED}
         if not pictures:
-            seen = {name: rows for name, rows in seen.items() if rows.dtype != torch.uint8}
-            seen = seen or {NOTHING: torch.zeros(about.rows + 1, 0)}
+            observations = {name: rows for name, rows in observations.items() if rows.dtype != torch.uint8}
+            observations = observations or {NOTHING: torch.zeros(about.rows + 1, 0)}
         with broken(file, "actions, rewards, valid"):
             parts = (tensors["actions"], tensors["rewards"], tensors["valid"])
-            return Demonstration(seen, *parts, terminated, about.success, about.instruction)
+            return Demonstration(observations, *parts, terminated, about.success, about.instruction)
 
 
 def _about(file: Path) -> tuple[About, bool]:
@@ -510,17 +510,17 @@ def write_demonstrations(directory: Path, demonstrations: Iterable[Demonstration
     directory.mkdir(parents=True, exist_ok=True)
     first = max((int(path.stem.rpartition("_")[2]) + 1 for path in directory.glob("episode_*")), default=0)
     number = first
-    for shown in demonstrations:
+    for demo in demonstrations:
         name = _NAME.format(number)
-        tensors = {"actions": shown.actions, "rewards": shown.rewards, "valid": shown.valid}
-        tensors |= {f"observation.{each}": rows for each, rows in shown.observation.items()}
+        tensors = {"actions": demo.actions, "rewards": demo.rewards, "valid": demo.valid}
+        tensors |= {f"observation.{each}": rows for each, rows in demo.observation.items()}
         save_file({each: rows.contiguous() for each, rows in tensors.items()}, directory / f"{name}.safetensors")
         about = {
-            "chunks": len(shown.actions),
-            "return": float(shown.rewards[shown.valid].double().sum()),
-            "terminated": shown.terminated,
-            "success": shown.success,
-            "instruction": shown.instruction,
+            "chunks": len(demo.actions),
+            "return": float(demo.rewards[demo.valid].double().sum()),
+            "terminated": demo.terminated,
+            "success": demo.success,
+            "instruction": demo.instruction,
         }
         unfinished = directory / f".{name}.json"
         unfinished.write_text(json.dumps(about) + "\n", encoding="utf-8")

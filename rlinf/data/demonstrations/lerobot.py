@@ -206,11 +206,11 @@ def read_tasks(directory: Path, info: Info) -> dict[int, str]:
     with needs("reading LeRobot's data sets"):
         import pyarrow.parquet as pq
     with broken(table, "task_index, task"):
-        found = {}
+        tasks = {}
         for row in pq.read_table(table).to_pylist():
             text = next(value for value in row.values() if isinstance(value, str))  # pandas' index, whatever its name
-            found[int(row["task_index"])] = text
-        return found
+            tasks[int(row["task_index"])] = text
+        return tasks
 
 
 def _lines(file: Path) -> Iterator[Any]:
@@ -239,10 +239,10 @@ def filled(template: str, named: Mapping[str, Any]) -> str:
 
 def _path(directory: Path, template: str, named: Mapping[str, Any]) -> Path:
     """A file of the data set, and of nothing else."""
-    found = directory / filled(template, named)
-    if not found.resolve().is_relative_to(directory.resolve()):
+    path = directory / filled(template, named)
+    if not path.resolve().is_relative_to(directory.resolve()):
         raise ValueError(f"the path {template!r} leads out of the data set")
-    return found
+    return path
 
 
 logger = logging.getLogger(__name__)
@@ -309,8 +309,8 @@ class LeRobot(Episodes):
             if words is None and self._tasks:  # LeRobot keeps a task for each row
                 words = instruction_of([self._tasks.get(int(row), "") for row in table["task_index"].to_pylist()])
         with broken(place.file, "features"):
-            told = About(place.length, success, words)
-            return assembled(arrays, used, place.length, told, terminated, pictures=pictures)
+            facts = About(place.length, success, words)
+            return assembled(arrays, used, place.length, facts, terminated, pictures=pictures)
 
     def _rows(self, place: Place, used: Mapping[str, str]) -> Any:
         """The rows of an episode, as a table; checked to be all of them, in order, at the rate of the data set."""
@@ -342,17 +342,17 @@ class LeRobot(Episodes):
         apart = np.abs(times - np.arange(len(times)) / self.info.fps)
         if bool((apart <= _MOST_APART).all()):
             return
-        told = f"row {int(apart.argmax())} is {apart.max():.4f} s off {self.info.fps:g} per second"
+        problem = f"row {int(apart.argmax())} is {apart.max():.4f} s off {self.info.fps:g} per second"
         between = np.diff(times) * self.info.fps
         regular = bool((between > 0).all()) and abs(float(between.mean()) - 1) <= _MOST_OFF_RATE
         if videos or not regular:
             raise ValueError(
-                f"{told}; frames of videos are found by the rate, so write frame_index / fps there if rows and frames "
-                "belong together one by one"
+                f"{problem}; frames of videos are found by the rate, so write frame_index / fps there if rows and "
+                "frames belong together one by one"
             )
         if not self._told_of_times:
             self._told_of_times = True
-            logger.warning("%s: %s; rows are taken one after the other, whatever their times", self.path, told)
+            logger.warning("%s: %s; rows are taken one after the other, whatever their times", self.path, problem)
 
     def _column(self, table: Any, name: str, feature: Feature) -> Tensor:
         if name not in table.column_names:
@@ -360,38 +360,38 @@ class LeRobot(Episodes):
         cells = table[name].to_pylist() if feature.picture else None
         if cells is not None:
             return pictures_of(cells, self.path)
-        found = np.asarray(table[name].to_pylist())
-        if found.dtype == object or found.dtype.kind not in "biuf":
+        column = np.asarray(table[name].to_pylist())
+        if column.dtype == object or column.dtype.kind not in "biuf":
             raise ValueError("its rows are not numbers of one shape")
         size = int(np.prod(feature.shape, dtype=np.int64))
-        if found.size != len(table) * size:
-            raise ValueError(f"its rows have {found.size / len(table):g} numbers, and meta/info.json says {size}")
-        shape = () if feature.shape in ((), (1,)) and found.ndim == 1 else feature.shape
-        return torch.from_numpy(found.astype(_numpy(feature.dtype), copy=False).reshape(len(table), *shape))
+        if column.size != len(table) * size:
+            raise ValueError(f"its rows have {column.size / len(table):g} numbers, and meta/info.json says {size}")
+        shape = () if feature.shape in ((), (1,)) and column.ndim == 1 else feature.shape
+        return torch.from_numpy(column.astype(_numpy(feature.dtype), copy=False).reshape(len(table), *shape))
 
 
 def _numpy(dtype: str) -> np.dtype[Any]:
-    found = np.dtype(dtype)
-    if found.kind not in "biuf":
+    kind = np.dtype(dtype)
+    if kind.kind not in "biuf":
         raise ValueError(f"{dtype} is no type of numbers")
-    return found
+    return kind
 
 
 def _own_names(features: Mapping[str, Feature]) -> dict[str, str]:
     """Our names for the features of a data set, if nobody says otherwise."""
-    found = {}
+    names = {}
     for name, feature in features.items():
         if feature.picture:
-            found[name] = RGB
+            names[name] = RGB
         elif name == "observation.state":
-            found[name] = STATE
+            names[name] = STATE
         elif name == "action":
-            found[name] = ACTIONS
+            names[name] = ACTIONS
         elif name == "next.reward":
-            found[name] = REWARDS
+            names[name] = REWARDS
         elif name.startswith(_OWN):
-            found[name] = name.removeprefix(_OWN)
-    return found
+            names[name] = name.removeprefix(_OWN)
+    return names
 
 
 CAMERAS = ("main", "wrist")
@@ -434,11 +434,11 @@ def write_lerobot(
     writer = (_Version3 if version == 3 else _Version2)(directory, fps, videos)
     first: Demonstration | None = None
     try:
-        for number, shown in enumerate(demonstrations):
-            first = plain(shown, "LeRobot") if first is None else first
-            if (mistake := mistake_between(shown, first)) is not None:
+        for number, demo in enumerate(demonstrations):
+            first = plain(demo, "LeRobot") if first is None else first
+            if (mistake := mistake_between(demo, first)) is not None:
                 raise ValueError(f"episode {number} does not go with the others: {mistake}")
-            writer.add(plain(shown, "LeRobot"))
+            writer.add(plain(demo, "LeRobot"))
     finally:
         writer.close()
     if first is None:
@@ -462,13 +462,13 @@ class _Writer:
         self._all: dict[str, Accumulator] = {}
         (directory / "meta").mkdir(parents=True, exist_ok=True)
 
-    def add(self, shown: Demonstration) -> None:
+    def add(self, demo: Demonstration) -> None:
         """Write an episode."""
-        numbers, pictures = _split(shown)
-        count, first = len(shown.actions), self.frames
+        numbers, pictures = _split(demo)
+        count, first = len(demo.actions), self.frames
         if not self.features:
             self.features = _features(numbers, pictures, self.videos)
-        words = shown.instructions or ("",) * count
+        words = demo.instructions or ("",) * count
         tasks = np.array([self.tasks.setdefault(text, len(self.tasks)) for text in words])
         columns = _columns(numbers, pictures, self.features)
         index = np.arange(count)
@@ -481,7 +481,7 @@ class _Writer:
         }
         stats = self._statistics(numbers, pictures)
         about = {"episode_index": self.episodes, "tasks": [*dict.fromkeys(words)], "length": count}
-        about |= {"success": shown.success, "terminated": shown.terminated}
+        about |= {"success": demo.success, "terminated": demo.terminated}
         self.put(about, columns, pictures if self.videos else {}, stats)
         self.episodes, self.frames = self.episodes + 1, first + count
 
@@ -500,13 +500,13 @@ class _Writer:
 
     def _statistics(self, numbers: Mapping[str, Tensor], pictures: Mapping[str, Tensor]) -> dict[str, Any]:
         """Statistics of an episode, which are added to those of all; pictures from 0 to 1 by channel, thinned out."""
-        found = {}
+        statistics = {}
         for name, rows in numbers.items():
-            found[name] = self._added(name, rows.flatten(1), ())
+            statistics[name] = self._added(name, rows.flatten(1), ())
         for name, rows in pictures.items():
             frame, down, across = (max(1, size // _LOOKED_AT) for size in rows.shape[:3])
-            found[name] = self._added(name, rows[::frame, ::down, ::across].reshape(-1, 3) / 255.0, (3, 1, 1))
-        return found
+            statistics[name] = self._added(name, rows[::frame, ::down, ::across].reshape(-1, 3) / 255.0, (3, 1, 1))
+        return statistics
 
     def _added(self, name: str, rows: Tensor, shape: tuple[int, ...]) -> dict[str, Any]:
         self._all.setdefault(name, Accumulator()).add(rows)
@@ -634,28 +634,28 @@ class _Version3(_Writer):
         self._info({**sizes, "data_path": self.data, "video_path": self.video if self.videos else None})
 
 
-def _split(shown: Demonstration) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _split(demo: Demonstration) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The columns of an episode: numbers, and pictures by camera, T rows each."""
-    numbers, pictures = {"action": shown.actions[:, 0]}, {}
-    for name, rows in shown.observation.items():
+    numbers, pictures = {"action": demo.actions[:, 0]}, {}
+    for name, rows in demo.observation.items():
         if name == RGB:
             for number, camera in enumerate(rows[:-1].split(3, -1)):
                 called = CAMERAS[number] if number < len(CAMERAS) else f"camera_{number}"
                 pictures[f"observation.images.{called}"] = camera
         else:
             numbers["observation.state" if name == STATE else f"observation.{name}"] = rows[:-1]
-    numbers["next.reward"] = shown.rewards
+    numbers["next.reward"] = demo.rewards
     return numbers, pictures
 
 
 def _features(numbers: Mapping[str, Tensor], pictures: Mapping[str, Tensor], videos: bool) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    features: dict[str, dict[str, Any]] = {}
     for name, rows in numbers.items():
         dtype = str(rows.dtype).removeprefix("torch.")
-        found[name] = {"dtype": dtype, "shape": list(rows.shape[1:]) or [1], "names": None}
+        features[name] = {"dtype": dtype, "shape": list(rows.shape[1:]) or [1], "names": None}
     for name, rows in pictures.items():
         kind = "video" if videos else "image"
-        found[name] = {"dtype": kind, "shape": list(rows.shape[1:]), "names": ["height", "width", "channels"]}
+        features[name] = {"dtype": kind, "shape": list(rows.shape[1:]), "names": ["height", "width", "channels"]}
     own = {
         "timestamp": "float32",
         "frame_index": "int64",
@@ -663,19 +663,19 @@ def _features(numbers: Mapping[str, Tensor], pictures: Mapping[str, Tensor], vid
         "index": "int64",
         "task_index": "int64",
     }
-    return found | {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in own.items()}
+    return features | {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in own.items()}
 
 
 def _columns(
     numbers: Mapping[str, Tensor], pictures: Mapping[str, Tensor], features: Mapping[str, Any]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name, rows in numbers.items():
-        found[name] = rows.numpy().reshape(-1) if features[name]["shape"] == [1] else rows.numpy()
+        columns[name] = rows.numpy().reshape(-1) if features[name]["shape"] == [1] else rows.numpy()
     for name, rows in pictures.items():
         if features[name]["dtype"] == "image":
-            found[name] = [{"bytes": png_of(picture), "path": None} for picture in rows]
-    return found
+            columns[name] = [{"bytes": png_of(picture), "path": None} for picture in rows]
+    return columns
 
 
 def _table(columns: Mapping[str, Any]) -> Any:
@@ -690,10 +690,10 @@ def _array(rows: Any) -> Any:
 
     if not isinstance(rows, np.ndarray):
         return pa.array(rows, pa.struct({"bytes": pa.binary(), "path": pa.string()}))
-    found = pa.array(np.ascontiguousarray(rows).reshape(-1))
+    column = pa.array(np.ascontiguousarray(rows).reshape(-1))
     for size in reversed(rows.shape[1:]):
-        found = pa.FixedSizeListArray.from_arrays(found, size)
-    return found
+        column = pa.FixedSizeListArray.from_arrays(column, size)
+    return column
 
 
 def _as_lists(rows: Accumulator, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -747,7 +747,7 @@ def read_frames(file: Path, first: int, count: int, fps: float) -> Tensor:
     """
     with needs("reading videos"):
         import av
-    found: list[Any] = [None] * count
+    frames: list[Any] = [None] * count
     with broken(file, f"frames {first} to {first + count - 1}"), av.open(str(file)) as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
@@ -767,13 +767,13 @@ def read_frames(file: Path, first: int, count: int, fps: float) -> Tensor:
             if abs(place - number) > _SLACK:
                 raise ValueError(f"a frame stands at {place:.2f} frames of {fps:g} a second, between two of them")
             if first <= number < first + count:
-                found[number - first] = frame.to_ndarray(format="rgb24")
+                frames[number - first] = frame.to_ndarray(format="rgb24")
             if number >= first + count - 1:
                 break
-        missing = [first + place for place, picture in enumerate(found) if picture is None]
+        missing = [first + place for place, picture in enumerate(frames) if picture is None]
         if missing:
             raise ValueError(f"it has no frame {missing[0]}, and lacks {len(missing)} of these in all")
-        return torch.from_numpy(np.stack(found))
+        return torch.from_numpy(np.stack(frames))
 
 
 class VideoWriter:
@@ -825,9 +825,9 @@ def png_of(picture: Tensor) -> bytes:
     """A picture as PNG, without loss; uint8 [H, W, 3]."""
     with needs("writing pictures"):
         from PIL import Image
-    made = io.BytesIO()
-    Image.fromarray(picture.numpy()).save(made, "png")
-    return made.getvalue()
+    file = io.BytesIO()
+    Image.fromarray(picture.numpy()).save(file, "png")
+    return file.getvalue()
 
 
 def pictures_of(cells: Sequence[Any], directory: Path) -> Tensor:
@@ -845,7 +845,7 @@ def pictures_of(cells: Sequence[Any], directory: Path) -> Tensor:
     """
     with needs("reading pictures"):
         from PIL import Image
-    found = []
+    pictures = []
     for cell in cells:
         content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
         if isinstance(content, str):
@@ -855,5 +855,5 @@ def pictures_of(cells: Sequence[Any], directory: Path) -> Tensor:
         if content is None and not (directory / str(path)).resolve().is_relative_to(directory.resolve()):
             raise ValueError(f"the picture {path!r} lies outside of the data set")
         with Image.open(directory / str(path) if content is None else io.BytesIO(content)) as picture:
-            found.append(np.asarray(picture.convert("RGB")))
-    return torch.from_numpy(np.stack(found))
+            pictures.append(np.asarray(picture.convert("RGB")))
+    return torch.from_numpy(np.stack(pictures))

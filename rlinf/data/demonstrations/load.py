@@ -108,18 +108,18 @@ def format_of(path: Path) -> str:
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such file or directory")
     if path.is_file():
-        found = {".h5": "maniskill", ".hdf5": "maniskill", ".npz": "rlds"}.get(path.suffix)
+        kind = {".h5": "maniskill", ".hdf5": "maniskill", ".npz": "rlds"}.get(path.suffix)
     elif (path / "meta" / "info.json").is_file():
-        found = "lerobot"
+        kind = "lerobot"
     else:
-        known = (("episode_*.json", "rlinf"), ("*.h5", "maniskill"), ("*.hdf5", "maniskill"), ("*.npz", "rlds"))
-        found = next((name for pattern, name in known if any(path.glob(pattern))), None)
-    if found is None:
+        patterns = (("episode_*.json", "rlinf"), ("*.h5", "maniskill"), ("*.hdf5", "maniskill"), ("*.npz", "rlds"))
+        kind = next((name for pattern, name in patterns if any(path.glob(pattern))), None)
+    if kind is None:
         raise FileNotFoundError(
             f"{path} holds no demonstrations: neither episode_*.json (`rlinf record` writes them) nor meta/info.json "
             "(LeRobot), *.h5 (ManiSkill) or *.npz (RLDS-like)"
         )
-    return found
+    return kind
 
 
 def open_episodes(path: Path, form: str | None = None, names: Mapping[str, str] | None = None) -> Episodes:
@@ -154,14 +154,14 @@ def read_demonstrations(directory: Path, *, solved: bool = True) -> list[Demonst
         FileNotFoundError: there is none.
         ValueError: none of them solved its task, or a file is broken.
     """
-    found = open_episodes(directory)
-    return [found.read(place) for place in found.chosen(solved)]
+    episodes = open_episodes(directory)
+    return [episodes.read(place) for place in episodes.chosen(solved)]
 
 
 def first_demonstration(directory: Path, *, solved: bool = True) -> Demonstration:
     """The first episode that `read_demonstrations` would give; raises what that does, if there is none."""
-    found = open_episodes(directory)
-    return found.read(found.chosen(solved)[0])
+    episodes = open_episodes(directory)
+    return episodes.read(episodes.chosen(solved)[0])
 
 
 SET_KEYS = ("path", "weight", "format", "names", "bounds")
@@ -209,19 +209,19 @@ def _whole(episodes: Episodes, places: Sequence[int]) -> list[int]:
 def _defect(episodes: Episodes, place: int) -> str | None:
     """Why an episode cannot be learned from; its pictures are not looked at."""
     try:
-        shown = episodes.read(place, pictures=False)
+        demo = episodes.read(place, pictures=False)
     except ValueError as error:
         return str(error)
-    arrays = {"actions": shown.actions, "rewards": shown.rewards, **shown.observation}
+    arrays = {"actions": demo.actions, "rewards": demo.rewards, **demo.observation}
     wrong = [name for name, rows in arrays.items() if rows.is_floating_point() and not bool(rows.isfinite().all())]
     return f"{wrong[0]} of episode {place} has a value that is not finite" if wrong else None
 
 
-def open_parts(shown: Shown, seed: int = 0) -> tuple[list[Part], list[Part]]:
+def open_parts(sets: Shown, seed: int = 0) -> tuple[list[Part], list[Part]]:
     """The data sets, each cut into what is learned from and what is held out.
 
     Args:
-        shown: which.
+        sets: which.
         seed: of which episodes are held out.
 
     Raises:
@@ -229,22 +229,22 @@ def open_parts(shown: Shown, seed: int = 0) -> tuple[list[Part], list[Part]]:
         ValueError: one is broken, has too few episodes to hold any out, or a setting of it cannot be used.
     """
     learned, watched = [], []
-    for number, (name, about) in enumerate(shown.sets.items()):
+    for number, (name, about) in enumerate(sets.sets.items()):
         if unknown := sorted({*about} - {*SET_KEYS}):
             raise ValueError(f"{name} has no {unknown[0]!r}; of a data set there are {', '.join(SET_KEYS)}")
         weight = float(about.get("weight", 1.0))
         if not 0 < weight < float("inf"):
             raise ValueError(f"{name}: weight={weight} must be above 0")
         episodes = open_episodes(Path(about["path"]), about.get("format"), about.get("names") or None)
-        places = episodes.chosen(shown.solved)
-        if shown.broken == "drop":
+        places = episodes.chosen(sets.solved)
+        if sets.broken == "drop":
             places = _whole(episodes, places)
         order = [places[each] for each in permutation(len(places), seed, number).tolist()]
-        left = round(shown.held_out * len(places))
-        if shown.held_out and not 0 < left < len(places):
-            raise ValueError(f"{episodes.path}: {shown.held_out:g} of its {len(places)} episodes cannot be held out")
-        part = bounded(Part(episodes, tuple(sorted(order[left:])), weight), about.get("bounds"))
+        count = round(sets.held_out * len(places))
+        if sets.held_out and not 0 < count < len(places):
+            raise ValueError(f"{episodes.path}: {sets.held_out:g} of its {len(places)} episodes cannot be held out")
+        part = bounded(Part(episodes, tuple(sorted(order[count:])), weight), about.get("bounds"))
         learned.append(part)
-        if left:
-            watched.append(Part(episodes, tuple(sorted(order[:left])), weight, part.low, part.high))
+        if count:
+            watched.append(Part(episodes, tuple(sorted(order[:count])), weight, part.low, part.high))
     return learned, watched

@@ -63,19 +63,21 @@ class ManiSkillH5(Episodes):
             import h5py
         about, group = self.abouts[index], f"traj_{self._entries[index]['episode_id']}"
         with broken(self.file, group), h5py.File(self.file, "r") as file:
-            found = dict(_arrays(file[group]))
+            datasets = dict(_arrays(file[group]))
             flags = {
-                name: np.asarray(found[name][()]).astype(bool) for name in ("success", "terminated") if name in found
+                name: np.asarray(datasets[name][()]).astype(bool)
+                for name in ("success", "terminated")
+                if name in datasets
             }
-            names = _own_names(found) if self.names is None else self.names
+            names = _own_names(datasets) if self.names is None else self.names
             with broken(self.file, f"{group}/actions"):
                 actions = next((theirs for theirs, ours in names.items() if ours == ACTIONS), "actions")
-                rows = len(found[actions])
+                rows = len(datasets[actions])
                 if rows != about.rows:
                     raise ValueError(f"it has {rows} rows, and the JSON beside it says elapsed_steps={about.rows}")
             wanted = {theirs for theirs, ours in names.items() if ours != IGNORED}
-            wanted = {name for name in wanted if pictures or name not in found or found[name].dtype != np.uint8}
-            arrays = {theirs: torch.from_numpy(found[theirs][()]) for theirs in wanted if theirs in found}
+            wanted = {name for name in wanted if pictures or name not in datasets or datasets[name].dtype != np.uint8}
+            arrays = {theirs: torch.from_numpy(datasets[theirs][()]) for theirs in wanted if theirs in datasets}
             success = about.success
             if success is None and "success" in flags:
                 success = bool(flags["success"].any())
@@ -108,20 +110,20 @@ def write_maniskill(directory: Path, demonstrations: Iterable[Demonstration], *,
     entries: list[dict[str, Any]] = []
     first: Demonstration | None = None
     with h5py.File(directory / FILE, "w", track_order=True) as file:
-        for number, shown in enumerate(demonstrations):
-            first = plain(shown, "ManiSkill") if first is None else first
-            if (mistake := mistake_between(shown, first)) is not None:
+        for number, demo in enumerate(demonstrations):
+            first = plain(demo, "ManiSkill") if first is None else first
+            if (mistake := mistake_between(demo, first)) is not None:
                 raise ValueError(f"episode {number} does not go with the others: {mistake}")
             group = file.create_group(f"traj_{number}", track_order=True)
-            for name, rows in _datasets(plain(shown, "ManiSkill")).items():
+            for name, rows in _datasets(plain(demo, "ManiSkill")).items():
                 group.create_dataset(name, data=rows.numpy(), compression="gzip", compression_opts=5)
             entries.append(
                 {
                     "episode_id": number,
                     "episode_seed": None,
-                    "elapsed_steps": len(shown.actions),
-                    "success": shown.success,
-                    "instruction": shown.instruction,
+                    "elapsed_steps": len(demo.actions),
+                    "success": demo.success,
+                    "instruction": demo.instruction,
                 }
             )
     if not entries:
@@ -131,29 +133,29 @@ def write_maniskill(directory: Path, demonstrations: Iterable[Demonstration], *,
     return len(entries)
 
 
-def _datasets(shown: Demonstration) -> dict[str, Tensor]:
+def _datasets(demo: Demonstration) -> dict[str, Tensor]:
     """An episode as ManiSkill names its arrays."""
-    count = len(shown.actions)
-    found = {"actions": shown.actions[:, 0], "rewards": shown.rewards[:, 0]}
+    count = len(demo.actions)
+    arrays = {"actions": demo.actions[:, 0], "rewards": demo.rewards[:, 0]}
     last = torch.arange(count) == count - 1
-    found |= {"terminated": last & shown.terminated, "truncated": last & (not shown.terminated)}
-    if shown.success is not None:
-        found["success"] = last & shown.success
-    if shown.observation.keys() == {STATE}:
-        return {"obs": shown.observation[STATE], **found}
-    for name, rows in shown.observation.items():
+    arrays |= {"terminated": last & demo.terminated, "truncated": last & (not demo.terminated)}
+    if demo.success is not None:
+        arrays["success"] = last & demo.success
+    if demo.observation.keys() == {STATE}:
+        return {"obs": demo.observation[STATE], **arrays}
+    for name, rows in demo.observation.items():
         if name == RGB:
             parts = {f"{_CAMERAS}camera_{number}/rgb": part for number, part in enumerate(rows.split(3, -1))}
         else:
             parts = {f"obs/extra/{name}" if name == STATE else f"obs/{name}": rows}
-        found |= parts
-    return found
+        arrays |= parts
+    return arrays
 
 
-def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
+def _own_names(arrays: Mapping[str, Any]) -> dict[str, str]:
     """Our names for the arrays of an episode, if nobody says otherwise."""
     names: dict[str, str] = {}
-    for path in found:
+    for path in arrays:
         if path.startswith(_CAMERAS):
             if path.endswith("/rgb"):
                 names[path] = RGB
@@ -180,11 +182,11 @@ def _arrays(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _only_file(path: Path) -> Path:
     if path.is_file():
         return path
-    found = sorted([*path.glob("*.h5"), *path.glob("*.hdf5")])
-    if len(found) != 1:
-        names = ", ".join(file.name for file in found) or "none"
+    files = sorted([*path.glob("*.h5"), *path.glob("*.hdf5")])
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files) or "none"
         raise FileNotFoundError(f"{path}: name one file with trajectories; there is {names}")
-    return found[0]
+    return files[0]
 
 
 def _refuse_robomimic(file: Path) -> None:
@@ -209,10 +211,10 @@ def _entries(file: Path) -> list[dict[str, Any]]:
     with broken(file, "the text"):
         raw = parse_json(file.read_text(encoding="utf-8"))
     with broken(file, "episodes"):
-        found = list(raw["episodes"])
-        if not found:
+        entries = list(raw["episodes"])
+        if not entries:
             raise ValueError("there is none")
-    for number, each in enumerate(found):
+    for number, each in enumerate(entries):
         with broken(file, f"episodes[{number}]"):
             each["elapsed_steps"], each["episode_id"] = int(each["elapsed_steps"]), int(each["episode_id"])
             if each["elapsed_steps"] < 1:
@@ -220,4 +222,4 @@ def _entries(file: Path) -> list[dict[str, Any]]:
             if not isinstance(each.get("success"), bool | None):
                 each["success"] = bool(np.any(each["success"]))
             each["instruction"] = instruction_from(each.get("instruction"))
-    return found
+    return entries

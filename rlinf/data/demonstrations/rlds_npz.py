@@ -73,8 +73,8 @@ class RldsNpz(Episodes):
         files = [path] if path.is_file() else sorted(path.glob("*.npz"))
         if not files:
             raise FileNotFoundError(f"{path} holds no *.npz")
-        found = [each for file in files for each in _places(file)]
-        self._places, self.abouts = [place for place, _ in found], [about for _, about in found]
+        places = [each for file in files for each in _places(file)]
+        self._places, self.abouts = [place for place, _ in places], [about for _, about in places]
         self._open: tuple[Path, dict[str, np.ndarray]] | None = None  # the archive that was read last
 
     def read(self, index: int, *, pictures: bool = True) -> Demonstration:
@@ -113,28 +113,26 @@ def write_rlds(directory: Path, demonstrations: Iterable[Demonstration]) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     number = -1
     for number, each in enumerate(demonstrations):
-        shown = plain(each, "RLDS")
-        count = len(shown.actions)
+        demo = plain(each, "RLDS")
+        count = len(demo.actions)
         steps = np.arange(count + 1)
 
         def padded(rows: Tensor) -> np.ndarray:
             return np.concatenate([rows.numpy(), np.zeros_like(rows[:1].numpy())])
 
-        arrays = {f"observation/{name}": rows.numpy() for name, rows in shown.observation.items()}
-        arrays |= {"action": padded(shown.actions[:, 0]), "reward": padded(shown.rewards[:, 0])}
+        arrays = {f"observation/{name}": rows.numpy() for name, rows in demo.observation.items()}
+        arrays |= {"action": padded(demo.actions[:, 0]), "reward": padded(demo.rewards[:, 0])}
         arrays |= {
             "is_first": steps == 0,
             "is_last": steps == count,
-            "is_terminal": (steps == count) & shown.terminated,
+            "is_terminal": (steps == count) & demo.terminated,
         }
         arrays[FINAL] = np.array(True)
-        if shown.instruction is not None:
-            words = (
-                shown.instruction if isinstance(shown.instruction, str) else [*shown.instruction, shown.instruction[-1]]
-            )
+        if demo.instruction is not None:
+            words = demo.instruction if isinstance(demo.instruction, str) else [*demo.instruction, demo.instruction[-1]]
             arrays["language_instruction"] = np.array(words)
-        if shown.success is not None:
-            arrays["success"] = np.array(shown.success)
+        if demo.success is not None:
+            arrays["success"] = np.array(demo.success)
         np.savez_compressed(directory / f"episode_{number:06d}.npz", allow_pickle=False, **arrays)
     if number < 0:
         raise ValueError("there is no episode to write")
@@ -144,26 +142,26 @@ def write_rlds(directory: Path, demonstrations: Iterable[Demonstration]) -> int:
 def _read(file: Path, only: tuple[str, ...] | None = None) -> dict[str, np.ndarray]:
     """The arrays of an archive."""
     with broken(file, "the archive"), np.load(file, allow_pickle=False) as archive:
-        found = {}
+        arrays = {}
         for name in archive.files:
             if only is None or name in only:
                 with broken(file, name):
-                    found[name] = archive[name]
-        return found
+                    arrays[name] = archive[name]
+        return arrays
 
 
 def _places(file: Path) -> list[tuple[_Place, About]]:
     """The episodes of an archive, without their observations."""
-    known = ("is_first", "is_last", "is_terminal", "language_instruction", "success", "action", FINAL)
-    found = _read(file, known)
+    names = ("is_first", "is_last", "is_terminal", "language_instruction", "success", "action", FINAL)
+    arrays = _read(file, names)
     with broken(file, "action"):
-        steps = len(found["action"])
-    final = bool(found.get(FINAL, np.array(False)).any())
+        steps = len(arrays["action"])
+    final = bool(arrays.get(FINAL, np.array(False)).any())
     starts = [0]
-    if "is_first" in found:
+    if "is_first" in arrays:
         with broken(file, "is_first"):
-            starts = [int(place) for place in np.flatnonzero(found["is_first"])]
-            if len(found["is_first"]) != steps or starts[:1] != [0]:
+            starts = [int(place) for place in np.flatnonzero(arrays["is_first"])]
+            if len(arrays["is_first"]) != steps or starts[:1] != [0]:
                 raise ValueError(f"it must have {steps} rows as the actions do, and the first one must be set")
     places = []
     for first, end in zip(starts, [*starts[1:], steps], strict=True):
@@ -171,11 +169,11 @@ def _places(file: Path) -> list[tuple[_Place, About]]:
             rows = end - first - final
             if rows < 1:
                 raise ValueError("they are too few for an episode")
-            terminal = bool(found["is_terminal"][first:end].any()) if "is_terminal" in found else False
-            success = None if "success" not in found else bool(_part(found["success"], first, end).any())
+            terminal = bool(arrays["is_terminal"][first:end].any()) if "is_terminal" in arrays else False
+            success = None if "success" not in arrays else bool(_part(arrays["success"], first, end).any())
             words = None
-            if "language_instruction" in found:
-                texts = _part(found["language_instruction"], first, first + rows).reshape(-1)
+            if "language_instruction" in arrays:
+                texts = _part(arrays["language_instruction"], first, first + rows).reshape(-1)
                 words = instruction_of([text_of(each) for each in texts])
         places.append((_Place(file, first, end - first, terminal), About(rows, success, words)))
     return places
@@ -186,11 +184,11 @@ def _part(array: np.ndarray, first: int, end: int) -> np.ndarray:
     return array[first:end] if array.ndim else array
 
 
-def _own_names(found: Mapping[str, np.ndarray]) -> dict[str, str]:
+def _own_names(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
     """Our names for the arrays of an archive, if nobody says otherwise."""
     names: dict[str, str] = {}
     pictures = []
-    for name, array in found.items():
+    for name, array in arrays.items():
         short = name.removeprefix("observation/").removeprefix("observation.")
         if short == name:
             continue
@@ -200,8 +198,8 @@ def _own_names(found: Mapping[str, np.ndarray]) -> dict[str, str]:
             names[name] = STATE if short in _STATES else short
     pictures.sort(key=lambda name: (_PICTURE not in name or "wrist" in name, name))
     names |= dict.fromkeys(pictures, RGB)
-    if "action" in found:
+    if "action" in arrays:
         names["action"] = ACTIONS
-    if "reward" in found:
+    if "reward" in arrays:
         names["reward"] = REWARDS
     return names

@@ -60,19 +60,19 @@ class FeatureStatistics:
     count: int
     """Rows."""
 
-    def masked(self, left: Sequence[int]) -> FeatureStatistics:
+    def masked(self, unscaled: Sequence[int]) -> FeatureStatistics:
         """Copy in which some numbers are not to be normalised.
 
         Args:
-            left: their places; negative ones count from the end.
+            unscaled: their places; negative ones count from the end.
 
         Raises:
             ValueError: there is no such place.
         """
         mask, size = torch.ones_like(self.mask), len(self.mask)
-        if odd := [place for place in left if not -size <= place < size]:
+        if odd := [place for place in unscaled if not -size <= place < size]:
             raise ValueError(f"there is no number {odd[0]} in a feature of {size}")
-        mask[list(left)] = False
+        mask[list(unscaled)] = False
         return replace(self, mask=mask)
 
 
@@ -159,16 +159,16 @@ def statistics_of(episodes: Episodes, places: Sequence[int], *, keep: int = KEEP
     Raises:
         ValueError: there are none, or a file is broken.
     """
-    found: dict[str, Accumulator] = {}
+    accumulators: dict[str, Accumulator] = {}
     for place in track(places, f"statistics of {episodes.path}", unit="episodes"):
         for name, rows in features_of(episodes.read(place, pictures=False)).items():
             try:
-                found.setdefault(name, Accumulator(keep)).add(rows)
+                accumulators.setdefault(name, Accumulator(keep)).add(rows)
             except ValueError as error:
                 raise ValueError(
                     f"{episodes.path}: {name} of episode {place}: {error} (imitation.broken=drop leaves such out)"
                 ) from error
-    statistics = {name: each.done() for name, each in found.items()} or {ACTIONS: Accumulator().done()}
+    statistics = {name: each.done() for name, each in accumulators.items()} or {ACTIONS: Accumulator().done()}
     for name, each in statistics.items():
         tell_rare(f"{name} of {episodes.path}", each)
     return statistics
@@ -183,15 +183,15 @@ def tell_rare(feature: str, statistics: FeatureStatistics) -> None:
         )  # fmt: skip
 
 
-def features_of(shown: Demonstration) -> dict[str, Tensor]:
+def features_of(demo: Demonstration) -> dict[str, Tensor]:
     """The actions that were done, and what was shown before each row that is no picture: [n, D] by name."""
     numbers = {
         name: rows[:-1].flatten(1)
-        for name, rows in shown.observation.items()
+        for name, rows in demo.observation.items()
         if rows.dtype != torch.uint8 and rows[0].numel()
     }
     state = {STATE: numbers.pop(STATE)} if STATE in numbers else {}
-    return {ACTIONS: shown.actions[shown.valid], **state, **numbers}
+    return {ACTIONS: demo.actions[demo.valid], **state, **numbers}
 
 
 FILES = {"openvla": "dataset_statistics.json", "openpi": "norm_stats.json", "groot": "metadata.json"}
@@ -202,28 +202,28 @@ Part = tuple[int, int]
 """From and to which number of a feature."""
 
 
-def as_openvla(found: Mapping[str, FeatureStatistics], name: str, episodes: int) -> dict[str, Any]:
+def as_openvla(statistics: Mapping[str, FeatureStatistics], name: str, episodes: int) -> dict[str, Any]:
     """Lay statistics out as OpenVLA's checkpoints have them.
 
     Args:
-        found: with actions, and the state if there is one.
+        statistics: with actions, and the state if there is one.
         name: of the data set, which is the key that a policy un-normalises by.
         episodes: how many there are.
     """
-    mine: dict[str, Any] = {"action": _openvla(found[ACTIONS])}
-    if STATE in found:
-        mine["proprio"] = _openvla(found[STATE])
-    return {name: {**mine, "num_transitions": found[ACTIONS].count, "num_trajectories": episodes}}
+    mine: dict[str, Any] = {"action": _openvla(statistics[ACTIONS])}
+    if STATE in statistics:
+        mine["proprio"] = _openvla(statistics[STATE])
+    return {name: {**mine, "num_transitions": statistics[ACTIONS].count, "num_trajectories": episodes}}
 
 
-def as_openpi(found: Mapping[str, FeatureStatistics]) -> dict[str, Any]:
-    """Lay statistics out as openpi's checkpoints have them; `found` has actions, and the state if there is one."""
-    wanted = {name: found[name] for name in (STATE, ACTIONS) if name in found}
+def as_openpi(statistics: Mapping[str, FeatureStatistics]) -> dict[str, Any]:
+    """Lay statistics out as openpi's checkpoints have them; `statistics` has actions, and the state if there is one."""
+    wanted = {name: statistics[name] for name in (STATE, ACTIONS) if name in statistics}
     return {"norm_stats": {name: _numbers(each, "mean", "std", "q01", "q99") for name, each in wanted.items()}}
 
 
 def as_groot(
-    found: Mapping[str, FeatureStatistics],
+    features: Mapping[str, FeatureStatistics],
     tag: str,
     parts: Mapping[str, Mapping[str, Part]] | None = None,
     cameras: Mapping[str, Sequence[int]] | None = None,
@@ -232,13 +232,13 @@ def as_groot(
     """Lay statistics out as GR00T's checkpoints have them, below `experiment_cfg`.
 
     Args:
-        found: with actions, and the state if there is one.
+        features: with actions, and the state if there is one.
         tag: of the robot.
         parts: by `state` and `action`: which numbers are which part of the body. None makes one part of each.
         cameras: height, width and channels by name.
         fps: rows per second.
     """
-    given = {"state": found.get(STATE), "action": found[ACTIONS]}
+    by_modality = {"state": features.get(STATE), "action": features[ACTIONS]}
     statistics: dict[str, Any] = {}
     modalities: dict[str, Any] = {
         "video": {
@@ -246,7 +246,7 @@ def as_groot(
             for name, shape in (cameras or {}).items()
         }
     }
-    for name, each in given.items():
+    for name, each in by_modality.items():
         if each is None:
             continue
         cut = (parts or {}).get(name) or {name: (0, len(each.mean))}
@@ -269,9 +269,9 @@ def write_statistics(path: Path, content: Mapping[str, Any]) -> None:
     unfinished.replace(path)
 
 
-def _openvla(found: FeatureStatistics) -> dict[str, Any]:
-    return {**_numbers(found, "mean", "std", "max", "min", "q01", "q99"), "mask": found.mask.tolist()}
+def _openvla(statistics: FeatureStatistics) -> dict[str, Any]:
+    return {**_numbers(statistics, "mean", "std", "max", "min", "q01", "q99"), "mask": statistics.mask.tolist()}
 
 
-def _numbers(found: FeatureStatistics, *kinds: str) -> dict[str, list[float]]:
-    return {kind: getattr(found, kind).tolist() for kind in kinds}
+def _numbers(statistics: FeatureStatistics, *kinds: str) -> dict[str, list[float]]:
+    return {kind: getattr(statistics, kind).tolist() for kind in kinds}

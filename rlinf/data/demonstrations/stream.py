@@ -48,16 +48,16 @@ class Part:
         Raises:
             ValueError: it is broken, or its actions have another size than the bounds.
         """
-        shown = self.episodes.read(place, pictures=pictures)
+        demo = self.episodes.read(place, pictures=pictures)
         if self.low is None or self.high is None:
-            return shown
-        if shown.actions.shape[-1] != len(self.low):
+            return demo
+        if demo.actions.shape[-1] != len(self.low):
             raise ValueError(
-                f"{self.episodes.path}: actions have {shown.actions.shape[-1]} numbers, and the bounds {len(self.low)}"
+                f"{self.episodes.path}: actions have {demo.actions.shape[-1]} numbers, and the bounds {len(self.low)}"
             )
         wide = self.high - self.low
-        inside = 2.0 * (shown.actions - self.low) / wide.clamp(min=_CONSTANT) - 1.0
-        return replace(shown, actions=torch.where(wide < _CONSTANT, 0.0, inside).clamp(-1.0, 1.0))
+        inside = 2.0 * (demo.actions - self.low) / wide.clamp(min=_CONSTANT) - 1.0
+        return replace(demo, actions=torch.where(wide < _CONSTANT, 0.0, inside).clamp(-1.0, 1.0))
 
 
 def bounded(part: Part, bounds: Any) -> Part:
@@ -74,8 +74,8 @@ def bounded(part: Part, bounds: Any) -> Part:
     if bounds is None:
         return part
     if bounds in BOUNDS:
-        found = statistics_of(part.episodes, part.places)[ACTIONS]
-        low, high = (found.min, found.max) if bounds == "min_max" else (found.q01, found.q99)
+        actions = statistics_of(part.episodes, part.places)[ACTIONS]
+        low, high = (actions.min, actions.max) if bounds == "min_max" else (actions.q01, actions.q99)
         return replace(part, low=low.float(), high=high.float())
     try:
         low, high = (torch.tensor([float(each) for each in bounds[name]]) for name in ("low", "high"))
@@ -151,9 +151,9 @@ class DecisionStream:
 
     def _drawn(self, step: int) -> list[int]:
         """How many decisions of each data set the steps before this one took."""
-        found = [int(step * self.batch * weight) for weight in self._weights]
-        found[self._rest] = step * self.batch - sum(found) + found[self._rest]
-        return found
+        counts = [int(step * self.batch * weight) for weight in self._weights]
+        counts[self._rest] = step * self.batch - sum(counts) + counts[self._rest]
+        return counts
 
 
 class _Endless:
@@ -174,24 +174,24 @@ class _Endless:
 
     def rows(self, first: int, count: int) -> list[Decisions]:
         """Neighbours in the sequence, in parts of one window each."""
-        found = []
+        parts = []
         while count:
             epoch, place = divmod(first, self.count)
             windows, ends = self._windows(epoch)
             number = bisect_right(ends, place)
-            begun = ends[number - 1] if number else 0
-            taken = min(count, ends[number] - place)
-            order = permutation(ends[number] - begun, self._seed, epoch, number)
-            chosen = torch.from_numpy(order[place - begun : place - begun + taken])
-            found.append(self._window(windows[number]).rows(chosen))
-            first, count = first + taken, count - taken
-        return found
+            start = ends[number - 1] if number else 0
+            size = min(count, ends[number] - place)
+            order = permutation(ends[number] - start, self._seed, epoch, number)
+            indices = torch.from_numpy(order[place - start : place - start + size])
+            parts.append(self._window(windows[number]).rows(indices))
+            first, count = first + size, count - size
+        return parts
 
     def beginning(self, most: int) -> Iterator[Decisions]:
         """The decisions of the first window, in their order."""
         window = self._window(self._windows(0)[0][0])
-        for chosen in torch.arange(len(window)).split(most):
-            yield window.rows(chosen)
+        for indices in torch.arange(len(window)).split(most):
+            yield window.rows(indices)
 
     def _windows(self, epoch: int) -> tuple[list[tuple[int, ...]], list[int]]:
         """The episodes of each window of an epoch, and after how many of its decisions each ends."""
@@ -201,8 +201,8 @@ class _Endless:
             windows: list[list[int]] = [[]]
             for number in permutation(len(self._part.places), self._seed, epoch).tolist():
                 place = self._part.places[number]
-                held = sum(self._rows[each] for each in windows[-1])
-                if held and held + self._rows[place] > self._most:
+                total = sum(self._rows[each] for each in windows[-1])
+                if total and total + self._rows[place] > self._most:
                     windows.append([])
                 windows[-1].append(place)
             ends = [*accumulate(sum(self._rows[place] for place in window) for window in windows)]
@@ -213,13 +213,13 @@ class _Endless:
         if self._held is None or self._held[0] != places:
             self._held = None  # before others are read
             path = self._part.episodes.path
-            shown = [self._part.read(place) for place in places]
-            for place, each in zip(places, shown, strict=True):
+            demos = [self._part.read(place) for place in places]
+            for place, each in zip(places, demos, strict=True):
                 if len(each.actions) != self._rows[place]:
-                    told = f"it has {len(each.actions)} rows, and {self._rows[place]} by the index"
-                    raise ValueError(f"{path}: episode {place}: {told}")
+                    problem = f"it has {len(each.actions)} rows, and {self._rows[place]} by the index"
+                    raise ValueError(f"{path}: episode {place}: {problem}")
             try:
-                self._held = (places, Window(shown, self._chunk))
+                self._held = (places, Window(demos, self._chunk))
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
         return self._held[1]

@@ -293,8 +293,8 @@ def shaped_rewards(spec: AlgorithmSpec, group: Group) -> list[float]:
     if spec.shaping is None:
         return group.rewards
     lengths = torch.tensor([sample.generated_tokens for sample in group.scored])
-    found: list[float] = shaped(spec, torch.tensor(group.rewards, dtype=torch.float64), lengths).tolist()
-    return found
+    rewards: list[float] = shaped(spec, torch.tensor(group.rewards, dtype=torch.float64), lengths).tolist()
+    return rewards
 
 
 @dataclass(slots=True, eq=False)
@@ -309,7 +309,7 @@ class Choosing:
     """Which groups give a gradient."""
     offered: int = 0
     """Groups seen."""
-    kept: int = 0
+    accepted: int = 0
     """Groups taken."""
     rewards: list[float] = field(default_factory=list)
     """Rewards of all groups that were seen."""
@@ -325,34 +325,34 @@ class Choosing:
         """Count an entry as seen, and return True if the step learns from it."""
         self.offered += 1
         if self.sampling is None:
-            self.kept += 1
+            self.accepted += 1
             return True
         groups = [group for group in results if isinstance(group, Group)]
         self.rewards += [reward for group in groups for reward in group.rewards]
         if not any(map(self.teaches, groups)):
             self.even.append((entry, results))
             return False
-        self.kept += 1
+        self.accepted += 1
         return True
 
     def instead(self) -> list[tuple[Entry, Sequence[Any]]]:
         """Results for the trainer where not one group gives a gradient: it learns nothing, but tells of them."""
-        if self.kept:
+        if self.accepted:
             return []
-        chosen, self.even = self.even[: self.wanted], self.even[self.wanted :]
-        return chosen
+        results, self.even = self.even[: self.wanted], self.even[self.wanted :]
+        return results
 
     def metrics(self) -> dict[str, float]:
         """Metrics of dynamic sampling, as those of `flows.dynamic_sampling`; empty without it."""
         if self.sampling is None:
             return {}
-        told = {
+        counts = {
             "sampling/rounds": float(-(-self.offered // max(self.wanted, 1))),
             "sampling/drawn": float(self.offered),
-            "sampling/dropped": float(self.offered - self.kept),
-            "sampling/kept": float(self.kept),
+            "sampling/dropped": float(self.offered - self.accepted),
+            "sampling/kept": float(self.accepted),
         }
-        return told | ({"sampling/reward/mean": sum(self.rewards) / len(self.rewards)} if self.rewards else {})
+        return counts | ({"sampling/reward/mean": sum(self.rewards) / len(self.rewards)} if self.rewards else {})
 
 
 Mode = Literal["drop", "mask", "resample"]
@@ -389,38 +389,38 @@ def oldest(results: Sequence[Any]) -> tuple[int | None, int]:
     return (int(joined.min()) if len(joined) else None), len(joined)
 
 
-def without_old(results: Sequence[Any], version: int, mode: Mode, found: Fresh) -> list[Any]:
+def without_old(results: Sequence[Any], version: int, mode: Mode, counts: Fresh) -> list[Any]:
     """Results without what was made by weights older than `version`, see `fresh`; those without versions stay."""
-    kept = [fresh(one, version, mode, found) if isinstance(one, Group) else one for one in results]
-    return [one for one in kept if one is not None]
+    young = [fresh(one, version, mode, counts) if isinstance(one, Group) else one for one in results]
+    return [one for one in young if one is not None]
 
 
-def fresh(group: Group, version: int, mode: Mode, found: Fresh) -> Group | None:
+def fresh(group: Group, version: int, mode: Mode, counts: Fresh) -> Group | None:
     """A group without what was made by weights older than `version`; None if nothing is left of it.
 
     Args:
         group: of which nothing was learned yet.
         version: the oldest that may be learned.
         mode: `mask` keeps answers, and learns their other tokens; `drop` leaves out whole answers.
-        found: counts what became of old tokens.
+        counts: counts what became of old tokens.
     """
-    kept: list[Sample] = []
+    samples: list[Sample] = []
     for sample in group.samples:
         old = sample.versions < version
         if sample.loss_mask is not None:
             old &= sample.loss_mask
         if not (count := int(np.count_nonzero(old))):
-            kept.append(sample)
+            samples.append(sample)
         elif mode == "mask":
             learned = np.ones(len(old), bool) if sample.loss_mask is None else sample.loss_mask
-            kept.append(replace(sample, loss_mask=learned & ~old, too_old=sample.too_old + count))
-            found.masked += count
+            samples.append(replace(sample, loss_mask=learned & ~old, too_old=sample.too_old + count))
+            counts.masked += count
         else:
-            found.dropped += sample.learned_tokens
-            found.lost.append((group.prompt.id, sample.index, sample.learned_tokens))
-    if len(kept) == len(group.samples) and all(map(operator.is_, kept, group.samples)):
+            counts.dropped += sample.learned_tokens
+            counts.lost.append((group.prompt.id, sample.index, sample.learned_tokens))
+    if len(samples) == len(group.samples) and all(map(operator.is_, samples, group.samples)):
         return group
-    return Group(group.prompt, tuple(kept)) if kept else None
+    return Group(group.prompt, tuple(samples)) if samples else None
 
 
 Answers = Callable[[Any], AsyncIterable[Any]]

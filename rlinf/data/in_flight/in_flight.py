@@ -86,16 +86,16 @@ class Drawing:
             step: the one in hand.
         """
         if self._draw is not None:
-            drawn = [(item.id, item) for item in await self._draw(count)]
+            items = [(item.id, item) for item in await self._draw(count)]
         elif hasattr(step, "prompts"):
             own, self._own = self._own[:count], self._own[count:]
-            drawn = [(prompt.id, prompt) for prompt in own]
+            items = [(prompt.id, prompt) for prompt in own]
         else:
             first = max(self._next, step.index)
             self._next = first + count
-            drawn = [(index, replace(step, index=index)) for index in range(first, self._next)]
-        self.exhausted = not drawn
-        return drawn
+            items = [(index, replace(step, index=index)) for index in range(first, self._next)]
+        self.exhausted = not items
+        return items
 
 
 class Making:
@@ -137,13 +137,13 @@ class Making:
     async def _make(self, answers: Answers, actor: Any) -> None:
         prompts: Stream[Any] = Stream.of(self._feed(actor), name="prompts")
         try:
-            made = answers(prompts)
+            results = answers(prompts)
             try:
-                async for one in each(made):
+                async for one in each(results):
                     self._arrived(one)
             finally:
-                if isinstance(made, Stream):
-                    await made.close()
+                if isinstance(results, Stream):
+                    await results.close()
         except Exception as error:
             self._error = self._error or error
         finally:
@@ -190,16 +190,16 @@ class Making:
             return
         async with self._reading:
             try:
-                drawn = await self._drawing.take(count, step)
+                items = await self._drawing.take(count, step)
             except Exception as error:  # of the data: it is not the answers' failure
                 self._error, self._drawing.exhausted = error, True
                 return
-            for number, item in drawn:
+            for number, item in items:
                 entry = Entry(number, item, self._size, self._base + self._loaded)
                 book.enter(entry)
                 self._queue.append(entry)
             if self._ledger is not None:
-                self._ledger.drawn([number for number, _ in drawn], self._size)
+                self._ledger.drawn([number for number, _ in items], self._size)
 
     def _enter_again(self, entry: Entry) -> None:
         """It is in flight once more, complete or not."""
@@ -215,20 +215,20 @@ class Making:
         """Something has come of what was begun."""
         book = self._book
         assert book is not None
-        made = one if isinstance(one, Made) else Made(one.prompt.id, (one,))
-        version, tokens = oldest(made.results)
-        part = self.rules.partial and one is not made  # groups come in parts, and what came of a task all at once
-        size = sum(len(group.samples) for group in made.results) if part else None
-        if not made.results:
-            if (entry := book.entries.get((made.id, 0))) is not None and entry.result is None:
+        result = one if isinstance(one, Made) else Made(one.prompt.id, (one,))
+        version, tokens = oldest(result.results)
+        part = self.rules.partial and one is not result  # groups come in parts, and what came of a task all at once
+        size = sum(len(group.samples) for group in result.results) if part else None
+        if not result.results:
+            if (entry := book.entries.get((result.id, 0))) is not None and entry.result is None:
                 book.drop(entry)
-                self._drop(made.id, made.dropped or FAILED)
+                self._drop(result.id, result.dropped or FAILED)
         else:
             if not part:  # all that will come of it: the other attempts at a task have failed
-                self._drop(made.id, FAILED, 0, {*range(self._size)} - sample_numbers(made.results))
-            book.complete(made.id, made.results, version=version, size=size, tokens=tokens)
-        if (rest := book.entries.get((made.id, 0))) is None or rest.result is not None:
-            self._making.discard(made.id)
+                self._drop(result.id, FAILED, 0, {*range(self._size)} - sample_numbers(result.results))
+            book.complete(result.id, result.results, version=version, size=size, tokens=tokens)
+        if (rest := book.entries.get((result.id, 0))) is None or rest.result is not None:
+            self._making.discard(result.id)
         self._stir()
 
     async def _give_up_old(self) -> None:
@@ -272,8 +272,8 @@ class Making:
     @property
     def entries(self) -> list[Entry]:
         """All entries in flight, those included that the step under way has taken."""
-        kept = self._kept.entries if self._kept is not None else ()
-        return [*kept, *(() if self._book is None else self._book.entries.values()), *self._taken, *self._aside]
+        resumed = self._kept.entries if self._kept is not None else ()
+        return [*resumed, *(() if self._book is None else self._book.entries.values()), *self._taken, *self._aside]
 
     def _drop(self, number: int, reason: str, tokens: int = 0, indices: Iterable[int] | None = None) -> None:
         if self._ledger is not None and (indices is None or tokens or [*indices]):
@@ -305,17 +305,17 @@ class InFlight(Making):
         keeper: Keeper | None = None,
         ledger: Books | None = None,
         end: int | None = None,
-        kept: Kept | None = None,
+        snapshot: Kept | None = None,
     ) -> None:
         super().__init__(rules, draw, keeper, ledger, end)
         self._open = True  # the step `_index` has not begun
         self._lookahead = Lookahead()
         self._told: list[Callable[[], None]] = []  # what is entered in the ledger once the step is over
-        self.resume(kept)
+        self.resume(snapshot)
 
-    def resume(self, kept: Kept | None) -> None:
+    def resume(self, snapshot: Kept | None) -> None:
         """Go on from what a checkpoint kept; before the first step."""
-        self._kept, self.version = kept, 0 if kept is None else kept.version
+        self._kept, self.version = snapshot, 0 if snapshot is None else snapshot.version
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -371,32 +371,32 @@ class InFlight(Making):
         """
         partials = {} if self._keeper is None or self._pipe is None else await self._keeper.partials()
         async with self._reading:
-            kept = [
+            entries = [
                 replace(one, partial=self._rest(one.id, partials.get(one.id, one.partial)))
                 if one.result is None
                 else one
                 for one in self.entries
             ]
-            return Kept(self.version, tuple(sorted(kept, key=lambda one: one.id)))
+            return Kept(self.version, tuple(sorted(entries, key=lambda one: one.id)))
 
-    def _rest(self, number: int, begun: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _rest(self, number: int, partial: tuple[Any, ...]) -> tuple[Any, ...]:
         """The part of what was begun of one thing that has not been received yet."""
         if self._keeper is None or not self.rules.partial:
-            return begun
-        return self._keeper.rest(begun, {*range(self._size)} - self._unfinished(number))
+            return partial
+        return self._keeper.rest(partial, {*range(self._size)} - self._unfinished(number))
 
     async def suspend(self) -> None:
         """Stop all work under way, and keep it: the next batch goes on from there, whoever makes answers by then."""
         keeper = None if self._pipe is None else self._keeper
         if keeper is not None:
             await keeper.pause()  # what it made from now on would be lost
-        kept = await self.state()
+        snapshot = await self.state()
         await self.close()
         if keeper is not None:
             await keeper.unpause()
         self._book = None
         self._queue.clear()
-        self.resume(kept)
+        self.resume(snapshot)
 
     async def close(self) -> None:
         """Give up work under way; what was drawn and what is complete is kept, and weights that are to be loaded."""
@@ -415,7 +415,7 @@ class InFlight(Making):
             self._pipe = asyncio.create_task(self._make(answers, actor), name="answers in flight")
         self._stir()
         rules, wanted = self.rules, max(1, book.left // self._size)
-        found, choosing = Fresh(), Choosing(rules.sampling, wanted, rules.teaches)
+        fresh, choosing = Fresh(), Choosing(rules.sampling, wanted, rules.teaches)
         spare, waited = sum(one.size for one in book.entries.values() if one.result is not None) - book.left, False
         while book.left > 0 and not choosing.over:
             entry = book.take()
@@ -423,7 +423,7 @@ class InFlight(Making):
                 waited, entry = True, await self._wait_for(book, step.index)
             if entry is None:
                 break
-            results = self._usable(entry, found)
+            results = self._usable(entry, fresh)
             if results is None and self.rules.mode == "resample":
                 await self._resample(book, entry)
                 continue
@@ -442,9 +442,9 @@ class InFlight(Making):
             for result in results:
                 yield result
         for entry, results in choosing.even:
-            gone = sample_numbers(results)
-            self._told.append(partial(self._drop, entry.id, EQUAL_REWARDS, entry.tokens, gone))
-        metrics |= {**choosing.metrics(), **found.metrics()}
+            numbers = sample_numbers(results)
+            self._told.append(partial(self._drop, entry.id, EQUAL_REWARDS, entry.tokens, numbers))
+        metrics |= {**choosing.metrics(), **fresh.metrics()}
         ready = sum(one.result is not None for one in book.entries.values())
         metrics |= {"in_flight/prompts": float(len(book.entries)), "in_flight/ready": float(ready)}
 
@@ -476,8 +476,8 @@ class InFlight(Making):
             book.batch = book.left = max(self.rules.batch, 1) * self._size
         book.extra = self._lookahead.answers(book.batch, self._most_early(book))
         if self._kept is not None:
-            kept, self._kept = self._kept, None
-            for entry in kept.entries:
+            snapshot, self._kept = self._kept, None
+            for entry in snapshot.entries:
                 self._enter_again(replace(entry))
         return book
 
@@ -487,7 +487,7 @@ class InFlight(Making):
 
     async def _wait_for(self, book: Admission, index: int) -> Entry | None:
         """The next entry that the step may take; None if there will be none. Raises what ended the answers."""
-        asked = False
+        split = False
         while (entry := book.take()) is None:
             if self._error is not None:
                 error, self._error = self._error, None
@@ -502,8 +502,8 @@ class InFlight(Making):
                     book.drop(one)
                     self._drop(one.id, "not answered", 0, self._unfinished(one.id))
                 continue
-            if self.rules.partial and self._keeper is not None and not asked:
-                asked = True
+            if self.rules.partial and self._keeper is not None and not split:
+                split = True
                 await self._keeper.split()
                 continue
             change = self._change()
@@ -511,24 +511,24 @@ class InFlight(Making):
                 await change
         return entry
 
-    def _usable(self, entry: Entry, found: Fresh) -> Sequence[Any] | None:
+    def _usable(self, entry: Entry, fresh: Fresh) -> Sequence[Any] | None:
         """The results of an entry that may be learned from; None if there are none."""
         version, mode = self._base + self.version - self.rules.staleness, self.rules.mode
         results: Sequence[Any] = entry.result
         if entry.version >= version:
             return results
         if mode == "resample":
-            found.resampled += entry.tokens
+            fresh.resampled += entry.tokens
             return None
-        masked, lost = found.masked, len(found.lost)
-        usable = without_old(results, version, mode, found)
+        masked, lost = fresh.masked, len(fresh.lost)
+        usable = without_old(results, version, mode, fresh)
         if not usable:
             self._drop(entry.id, TOO_OLD, entry.tokens, sample_numbers(results))
         elif self._ledger is not None:
-            gone = sample_numbers(results) - sample_numbers(usable)
-            tokens = sum(each for _, _, each in found.lost[lost:])
-            self._told.append(partial(self._ledger.masked, found.masked - masked))
-            self._told.append(partial(self._drop, entry.id, TOO_OLD, tokens, gone))
+            lost_numbers = sample_numbers(results) - sample_numbers(usable)
+            tokens = sum(each for _, _, each in fresh.lost[lost:])
+            self._told.append(partial(self._ledger.masked, fresh.masked - masked))
+            self._told.append(partial(self._drop, entry.id, TOO_OLD, tokens, lost_numbers))
         return usable or None
 
     async def _resample(self, book: Admission, entry: Entry) -> None:

@@ -30,12 +30,12 @@ KINDS: tuple[type[Any], ...] = (Kept, Entry, Prompt, ImageRef, Sample, Group)
 """Dataclasses that may be kept, besides those that the caller names."""
 
 
-def write_kept(directory: Path, kept: Kept, kinds: Sequence[type[Any]] = ()) -> None:
+def write_kept(directory: Path, snapshot: Kept, kinds: Sequence[type[Any]] = ()) -> None:
     """Write what is in flight; blocking.
 
     Args:
         directory: of the checkpoint.
-        kept: what.
+        snapshot: what.
         kinds: further dataclasses in it.
 
     Raises:
@@ -43,7 +43,7 @@ def write_kept(directory: Path, kept: Kept, kinds: Sequence[type[Any]] = ()) -> 
         OSError: it cannot be written.
     """
     writer = _Writer({kind.__name__ for kind in (*KINDS, *kinds)})
-    root = writer.node(kept, "in flight")
+    root = writer.node(snapshot, "in flight")
     write_text(directory / PLAIN, json.dumps({"root": root, "objects": writer.objects}, separators=(",", ":")))
     joined = {name: np.concatenate(arrays) for name, arrays in writer.arrays.items()}
     write_tensors(directory / ARRAYS, {name: torch.from_numpy(array) for name, array in joined.items()})
@@ -62,12 +62,12 @@ def read_kept(directory: Path, kinds: Sequence[type[Any]] = ()) -> Kept | None:
         reader = _Reader({kind.__name__: kind for kind in (*KINDS, *kinds)}, load_file(directory / ARRAYS))
         for described in plain["objects"]:
             reader.read(described)
-        found = reader.value(plain["root"])
+        snapshot = reader.value(plain["root"])
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"{directory / PLAIN} is damaged: {type(error).__name__}: {error}") from error
-    if not isinstance(found, Kept):
+    if not isinstance(snapshot, Kept):
         raise ValueError(f"{directory / PLAIN} is damaged: it holds no work in flight")
-    return found
+    return snapshot
 
 
 class _Writer:
@@ -129,8 +129,8 @@ class _Reader:
     def read(self, described: Any) -> None:
         name, parts = described
         kind = self._kinds[name]
-        known = {each.name for each in fields(kind)}
-        self._objects.append(kind(**{key: self.value(node) for key, node in parts.items() if key in known}))
+        names = {each.name for each in fields(kind)}
+        self._objects.append(kind(**{key: self.value(node) for key, node in parts.items() if key in names}))
 
     def value(self, node: Any) -> Any:
         if isinstance(node, list):

@@ -146,9 +146,9 @@ class Libero(SerialSimulator):
 
         if self._envs[env] is not None:
             self._envs[env].close()
-        told = self._suite.get_task(task)
+        description = self._suite.get_task(task)
         self._envs[env] = OffScreenRenderEnv(
-            bddl_file_name=str(self._folder / told.problem_folder / told.bddl_file),
+            bddl_file_name=str(self._folder / description.problem_folder / description.bddl_file),
             camera_heights=self._size,
             camera_widths=self._size,
             horizon=_HORIZON,

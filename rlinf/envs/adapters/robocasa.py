@@ -87,8 +87,8 @@ class RoboCasa(Benchmark):
         os.environ.setdefault("MUJOCO_GL", "egl")  # the only one that needs no display and uses a GPU where one is
         imported("robocasa", INSTALL)  # it registers its tasks with robosuite
         self._robosuite = imported("robosuite", INSTALL)
-        known = self._robosuite.ALL_ENVIRONMENTS
-        if unknown := [task for task in tasks if task not in known]:
+        names = self._robosuite.ALL_ENVIRONMENTS
+        if unknown := [task for task in tasks if task not in names]:
             raise WrongOption("tasks", f"RoboCasa has no task {unknown[0]!r}")
         controllers = imported("robosuite.controllers", INSTALL)
         self._arguments = {

@@ -92,15 +92,15 @@ class RoboTwin(Benchmark):
         for folder in (self._root, self._root / "description" / "utils"):
             if str(folder) not in sys.path:
                 sys.path.insert(0, str(folder))
-        self._kwargs, left, right = self._configured(config)
+        self._kwargs, left_arm, right = self._configured(config)
         with self._inside():
             self._class = getattr(imported(f"envs.{task}", INSTALL), task)
             self._unstable = imported("envs.utils.create_actor", INSTALL).UnStableError
         self._found: dict[int, tuple[int, str]] = {}
         self.max_steps = int(limits[task])
-        arms = [([-math.inf] * joints + [0.0], [math.inf] * joints + [1.0]) for joints in (left, right)]
+        arms = [([-math.inf] * joints + [0.0], [math.inf] * joints + [1.0]) for joints in (left_arm, right)]
         low, high = (arms[0][side] + arms[1][side] for side in (0, 1))
-        self._shape(num_envs, len(_CAMERAS), image_size, left + right + 2, low, high)
+        self._shape(num_envs, len(_CAMERAS), image_size, left_arm + right + 2, low, high)
 
     def close(self) -> None:
         for simulation in self._simulations.values():
@@ -111,9 +111,9 @@ class RoboTwin(Benchmark):
         return self._class()
 
     def _begin(self, env: int, seed: int) -> dict[str, np.ndarray]:
-        known = env in self._simulations
+        running = env in self._simulations
         simulation = self._simulation(env)
-        if known:
+        if running:
             simulation.close_env()
         with self._inside():
             number = self._first + seed % self._starts
@@ -165,21 +165,26 @@ class RoboTwin(Benchmark):
 
     def _configured(self, config: str) -> tuple[dict[str, Any], int, int]:
         """Arguments of `setup_demo` for a configuration, and the joints of the left and of the right arm."""
-        told = self._load(f"task_config/{config}.yml")
+        settings = self._load(f"task_config/{config}.yml")
         robots = self._load("task_config/_embodiment_config.yml")
-        names = told["embodiment"]  # one robot with two arms, or two robots and their distance
-        left, right = (str(robots[names[place]]["file_path"]) for place in (0, 1 if len(names) == 3 else 0))
-        head = self._load("task_config/_camera_config.yml")[told["camera"]["head_camera_type"]]
-        arms = [self._load(f"{file}/config.yml") for file in (left, right)]
-        told |= {"task_name": self._task, "task_config": config, "eval_mode": True, "render_freq": 0}
-        told |= {"left_robot_file": left, "right_robot_file": right, "dual_arm_embodied": len(names) == 1}
-        told |= {"left_embodiment_config": arms[0], "right_embodiment_config": arms[1]}
-        told |= {"head_camera_h": head["h"], "head_camera_w": head["w"], "save_data": False, "eval_video_log": False}
-        told["camera"] |= {"collect_head_camera": True, "collect_wrist_camera": True}
-        told["data_type"] = {**told.get("data_type", {}), "rgb": True, "qpos": True}
+        names = settings["embodiment"]  # one robot with two arms, or two robots and their distance
+        left_arm, right = (str(robots[names[place]]["file_path"]) for place in (0, 1 if len(names) == 3 else 0))
+        head = self._load("task_config/_camera_config.yml")[settings["camera"]["head_camera_type"]]
+        arms = [self._load(f"{file}/config.yml") for file in (left_arm, right)]
+        settings |= {"task_name": self._task, "task_config": config, "eval_mode": True, "render_freq": 0}
+        settings |= {"left_robot_file": left_arm, "right_robot_file": right, "dual_arm_embodied": len(names) == 1}
+        settings |= {"left_embodiment_config": arms[0], "right_embodiment_config": arms[1]}
+        settings |= {
+            "head_camera_h": head["h"],
+            "head_camera_w": head["w"],
+            "save_data": False,
+            "eval_video_log": False,
+        }
+        settings["camera"] |= {"collect_head_camera": True, "collect_wrist_camera": True}
+        settings["data_type"] = {**settings.get("data_type", {}), "rgb": True, "qpos": True}
         if len(names) == 3:
-            told["embodiment_dis"] = names[2]
-        return told, len(arms[0]["arm_joints_name"][0]), len(arms[1]["arm_joints_name"][1])
+            settings["embodiment_dis"] = names[2]
+        return settings, len(arms[0]["arm_joints_name"][0]), len(arms[1]["arm_joints_name"][1])
 
     def _load(self, file: str) -> Any:
         path = self._root / file

@@ -108,13 +108,13 @@ def resized(picture: np.ndarray, size: int) -> np.ndarray:
     return planes[0].round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
 
 
-def check_name(options: Mapping[str, Any], option: str, known: Sequence[str], what: str) -> None:
+def check_name(options: Mapping[str, Any], option: str, names: Sequence[str], what: str) -> None:
     """Hold an option to names that are known.
 
     Raises:
         WrongOption: it is none of them; the text has the nearest.
     """
-    if (name := options[option]) not in known:
-        near = nearest(str(name), known)
-        said = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
-        raise WrongOption(option, f"{what} has no {option} {name!r}; {said}")
+    if (name := options[option]) not in names:
+        near = nearest(str(name), names)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(names)}"
+        raise WrongOption(option, f"{what} has no {option} {name!r}; {hint}")

@@ -193,22 +193,22 @@ class Remote(Simulator):
 
     def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
         self._come_back()
-        told = self._call("reset", seeds=seeds.numpy(), env_ids=env_ids.numpy())
-        self._words = self._instructions_in(told)
-        found = self._observation(told, len(env_ids))
+        reply = self._call("reset", seeds=seeds.numpy(), env_ids=env_ids.numpy())
+        self._words = self._instructions_in(reply)
+        observation = self._observation(reply, len(env_ids))
         self._begun[env_ids] = True
-        return found
+        return observation
 
     def step(self, actions: Tensor, active: Tensor) -> Transition:
         if bool((active & ~self._begun).any()):
             lost = (active & ~self._begun).nonzero().flatten().tolist()
             raise SimulatorLost(f"{self._who} is gone, and with it the episodes of environments {lost}")
-        told = self._call("step", actions=actions.numpy(), active=active.numpy())
-        observation = self._observation(told, self.num_envs)
-        reward, terminated, truncated = (self._array(told, name, self.num_envs, _ROWS[name]) for name in _ROWS)
+        reply = self._call("step", actions=actions.numpy(), active=active.numpy())
+        observation = self._observation(reply, self.num_envs)
+        reward, terminated, truncated = (self._array(reply, name, self.num_envs, _ROWS[name]) for name in _ROWS)
         success = None
-        if told.get("success") is not None:
-            success = self._array(told, "success", self.num_envs, _BOOL)
+        if reply.get("success") is not None:
+            success = self._array(reply, "success", self.num_envs, _BOOL)
         return Transition(observation, reward, terminated, truncated, success)
 
     def instructions(self) -> list[str] | None:
@@ -227,26 +227,26 @@ class Remote(Simulator):
 
     def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
         self._come_back()
-        told = self._call("restore", states=arrays(list(states)), env_ids=env_ids.numpy())
-        self._words = self._instructions_in(told)
+        reply = self._call("restore", states=arrays(list(states)), env_ids=env_ids.numpy())
+        self._words = self._instructions_in(reply)
         self._begun[env_ids] = True
 
     def close(self) -> None:
         self._leave()
 
-    def _observation(self, told: Any, rows: int) -> Observation:
-        found = told.get("observation") if isinstance(told, dict) else None
-        return {name: self._array(found, name, rows, spec) for name, spec in self.observation_spec.items()}
+    def _observation(self, reply: Any, rows: int) -> Observation:
+        arrays = reply.get("observation") if isinstance(reply, dict) else None
+        return {name: self._array(arrays, name, rows, spec) for name, spec in self.observation_spec.items()}
 
-    def _array(self, told: Any, name: str, rows: int, spec: ArraySpec) -> Tensor:
+    def _array(self, reply: Any, name: str, rows: int, spec: ArraySpec) -> Tensor:
         """An array of an answer, held to what it must be.
 
         Raises:
             RemoteError: it is not there, of another shape, or of numbers that would not mean the same.
         """
-        if not isinstance(told, dict) or name not in told:
+        if not isinstance(reply, dict) or name not in reply:
             raise RemoteError(f"{self._who} did not tell {name!r}")
-        array = np.array(told[name])
+        array = np.array(reply[name])
         wanted, kind = [rows, *spec.shape], str(spec.dtype).removeprefix("torch.")
         if list(array.shape) != wanted:
             raise RemoteError(f"{self._who} told {name!r} as {list(array.shape)}, not {wanted}")
@@ -254,13 +254,13 @@ class Remote(Simulator):
             raise RemoteError(f"{self._who} told {name!r} as {array.dtype}, not {kind}")
         return torch.from_numpy(array).to(spec.dtype)
 
-    def _instructions_in(self, told: Any) -> list[str] | None:
+    def _instructions_in(self, reply: Any) -> list[str] | None:
         """Instructions in an answer, one for each environment; None where it has none.
 
         Raises:
             RemoteError: not one text for each of them.
         """
-        words: list[str] | None = told.get("instructions") if isinstance(told, dict) else None
+        words: list[str] | None = reply.get("instructions") if isinstance(reply, dict) else None
         if words is not None and len(words) != self.num_envs:
             raise RemoteError(f"{self._who} told {len(words)} instructions for {self.num_envs} environments")
         return words
@@ -282,7 +282,7 @@ class Remote(Simulator):
         deadline = time.monotonic() + self._connect_seconds
         try:
             self._socket = self._started() if self._command is not None else self._reached()
-            told = self._ask(
+            reply = self._ask(
                 {
                     "call": "hello",
                     "version": serve.VERSION,
@@ -295,26 +295,26 @@ class Remote(Simulator):
         except (OSError, serve.Closed, serve.Garbled, TypeError) as error:
             ended = self._leave(0.0 if isinstance(error, TimeoutError) else _END_SECONDS)
             raise CannotSimulate(f"{self._who}: {error or type(error).__name__}{ended}") from error
-        if "error" in told:
+        if "error" in reply:
             self._leave()
-            raise CannotSimulate(f"{self._who}: {told['kind']}: {told['error']}")
-        value: dict[str, Any] = told["value"]
+            raise CannotSimulate(f"{self._who}: {reply['kind']}: {reply['error']}")
+        value: dict[str, Any] = reply["value"]
         return value
 
     def _reached(self) -> socket.socket:
         assert self._address is not None
         if self._address.startswith("unix:"):
-            found = socket.socket(socket.AF_UNIX)
-            found.settimeout(self._connect_seconds)
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(self._connect_seconds)
             try:
-                found.connect(self._address[5:])
+                connection.connect(self._address[5:])
             except OSError:
-                found.close()
+                connection.close()
                 raise
-            return found
-        found = socket.create_connection(serve.split_address(self._address), self._connect_seconds)
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return found
+            return connection
+        connection = socket.create_connection(serve.split_address(self._address), self._connect_seconds)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
 
     def _started(self) -> socket.socket:
         assert self._command is not None
@@ -334,18 +334,18 @@ class Remote(Simulator):
         try:
             if self._socket is None:
                 raise serve.Closed("there is no connection")
-            told = self._ask({"call": name, **arguments}, time.monotonic() + seconds)
+            reply = self._ask({"call": name, **arguments}, time.monotonic() + seconds)
         except TimeoutError as error:
             self._leave(patience=0.0)  # it hangs
             raise SimulatorLost(f"{self._who} has not answered {name!r} within {seconds:g} s") from error
         except (OSError, serve.Closed, serve.Garbled) as error:
             ended = self._leave()
             raise SimulatorLost(f"{self._who} was lost in {name!r}: {error or type(error).__name__}{ended}") from error
-        if "error" not in told:
-            return told["value"]
-        if told["kind"] in _REFUSALS:
+        if "error" not in reply:
+            return reply["value"]
+        if reply["kind"] in _REFUSALS:
             self._leave()
-        raise RemoteError(f"{self._who} could not {name}: {told['kind']}: {told['error']}")
+        raise RemoteError(f"{self._who} could not {name}: {reply['kind']}: {reply['error']}")
 
     def _ask(self, call: dict[str, Any], deadline: float) -> dict[str, Any]:
         connection = self._socket
@@ -368,12 +368,12 @@ class Remote(Simulator):
         except (BrokenPipeError, ConnectionResetError) as error:  # it may have said why, before it went
             lost = error
         try:
-            told = serve.receive(read)
+            reply = serve.receive(read)
         except (OSError, serve.Closed) as error:
             raise lost or error from None
-        if not isinstance(told, dict) or not ({"error", "kind"} <= told.keys() or "value" in told):
+        if not isinstance(reply, dict) or not ({"error", "kind"} <= reply.keys() or "value" in reply):
             raise serve.Garbled("an answer that is neither a value nor an error")
-        return told
+        return reply
 
     def _leave(self, patience: float = _END_SECONDS) -> str:
         """Give the connection up, and end what was started, by force after some seconds; how it ended, for messages."""

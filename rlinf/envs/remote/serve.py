@@ -120,24 +120,24 @@ def _told(value: Any, parts: list[Any]) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent: {value!r}")
 
 
-def _understood(told: Any, body: bytes, place: list[int], depth: int) -> Any:
+def _understood(value: Any, body: bytes, place: list[int], depth: int) -> Any:
     if depth > _DEEPEST:
         raise ValueError("collections too deep in one another")
-    if isinstance(told, list):
-        return [_understood(each, body, place, depth + 1) for each in told]
-    if not isinstance(told, dict):
-        return told
-    if "#array" in told:
-        dtype, shape = np.dtype(told["#array"][0]), told["#array"][1]
+    if isinstance(value, list):
+        return [_understood(each, body, place, depth + 1) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "#array" in value:
+        dtype, shape = np.dtype(value["#array"][0]), value["#array"][1]
         if dtype.kind not in "biuf" or not all(type(side) is int and side >= 0 for side in shape):
-            raise ValueError(f"no array: {told}")
+            raise ValueError(f"no array: {value}")
         raw = _next(body, place, math.prod(shape) * dtype.itemsize)
         return np.frombuffer(raw, dtype).reshape(shape).copy()
-    if "#bytes" in told:
-        return bytes(_next(body, place, int(told["#bytes"])))
-    if "#dict" in told:
-        return {str(key): _understood(each, body, place, depth + 1) for key, each in told["#dict"]}
-    return {key: _understood(each, body, place, depth + 1) for key, each in told.items()}
+    if "#bytes" in value:
+        return bytes(_next(body, place, int(value["#bytes"])))
+    if "#dict" in value:
+        return {str(key): _understood(each, body, place, depth + 1) for key, each in value["#dict"]}
+    return {key: _understood(each, body, place, depth + 1) for key, each in value.items()}
 
 
 def _next(body: bytes, place: list[int], size: int) -> memoryview:
@@ -147,33 +147,34 @@ def _next(body: bytes, place: list[int], size: int) -> memoryview:
     return memoryview(body)[place[0] - size : place[0]]
 
 
-def receive(read: Callable[[int], bytes], known: bool = True) -> Any:
+def receive(recv: Callable[[int], bytes], trusted: bool = True) -> Any:
     """The value of the next frame.
 
     Args:
-        read: `read(n)` returns from 1 to n bytes, or none at the end.
-        known: whether the other side has said the token; otherwise only small frames are taken.
+        recv: `read(n)` returns from 1 to n bytes, or none at the end.
+        trusted: whether the other side has said the token; otherwise only small frames are taken.
 
     Raises:
         Closed: the connection has ended.
         Garbled: what comes is no frame.
     """
-    magic, header, body = _PREFIX.unpack(_exactly(read, _PREFIX.size))
+    magic, header, body = _PREFIX.unpack(_exactly(recv, _PREFIX.size))
     if magic != _MAGIC:
         raise Garbled(f"this is not rlinf's protocol for remote simulators (it begins with {magic!r})")
-    if header > (_MOST_HEADER if known else _MOST_UNKNOWN) or body > (_MOST_BODY if known else _MOST_UNKNOWN):
+    most_header, most_body = (_MOST_HEADER, _MOST_BODY) if trusted else (_MOST_UNKNOWN, _MOST_UNKNOWN)
+    if header > most_header or body > most_body:
         raise Garbled(f"a frame of {header} and {body} bytes is too long")
-    return unpack(_exactly(read, header), _exactly(read, body))
+    return unpack(_exactly(recv, header), _exactly(recv, body))
 
 
-def _exactly(read: Callable[[int], bytes], size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        part = read(min(size - len(found), 1 << 20))
+def _exactly(recv: Callable[[int], bytes], size: int) -> bytes:
+    content = bytearray()
+    while len(content) < size:
+        part = recv(min(size - len(content), 1 << 20))
         if not part:
             raise Closed("the connection has ended")
-        found += part
-    return bytes(found)
+        content += part
+    return bytes(content)
 
 
 def found(make: str) -> Any:
@@ -214,22 +215,22 @@ class Session:
         """True once the other side has said hello."""
         return self._simulator is not None
 
-    def answer(self, asked: Any) -> Any:
+    def answer(self, request: Any) -> Any:
         """The value of a call.
 
         Args:
-            asked: the call, as it came.
+            request: the call, as it came.
         """
-        if not isinstance(asked, dict):
+        if not isinstance(request, dict):
             raise Garbled("a call must be a dictionary")
-        name = asked.pop("call", None)
+        name = request.pop("call", None)
         if name == "hello" and not self.known:
-            return self._hello(**asked)
+            return self._hello(**request)
         if not self.known:
             raise PermissionError(f"the first call must be hello, not {name!r}")
         if name not in ("reset", "step", "render", "save", "restore"):
             raise ValueError(f"there is no call {name!r}")
-        value = getattr(self._simulator, name)(**asked)
+        value = getattr(self._simulator, name)(**request)
         if name in ("reset", "restore"):  # the two after which others may be meant to do other things
             return {"observation": value, "instructions": self._words()}
         return value
@@ -243,14 +244,14 @@ class Session:
     def _hello(self, version: Any = None, token: str = "", num_envs: int = 1, options: Any = None) -> Any:
         if version != VERSION:
             raise PermissionError(f"this side speaks version {VERSION} of the protocol, and the other {version!r}")
-        shown = str(token).encode("utf-8", "surrogatepass")  # JSON may hold half a pair
-        if self._token and not hmac.compare_digest(shown, self._token.encode()):
+        secret = str(token).encode("utf-8", "surrogatepass")  # JSON may hold half a pair
+        if self._token and not hmac.compare_digest(secret, self._token.encode()):
             raise PermissionError("the token is wrong")
-        made = self._make(num_envs=num_envs, **(options or {}))
-        if hasattr(made, "action_spec"):  # of rlinf's own kind, which is here then
-            made = importlib.import_module("rlinf.envs.remote.client").OfRlinf(made)
-        self._simulator = made
-        spec = made.observation_spec.items()
+        simulator = self._make(num_envs=num_envs, **(options or {}))
+        if hasattr(simulator, "action_spec"):  # of rlinf's own kind, which is here then
+            simulator = importlib.import_module("rlinf.envs.remote.client").OfRlinf(simulator)
+        self._simulator = simulator
+        spec = simulator.observation_spec.items()
         specs = {name: [list(shape), np.dtype(dtype).name] for name, (shape, dtype) in spec}
         return {
             "version": VERSION,
@@ -264,30 +265,30 @@ class Session:
         }
 
     def _words(self) -> Any:
-        told = self._simulator.instructions() if hasattr(self._simulator, "instructions") else None
-        return None if told is None else [str(text) for text in told]
+        texts = self._simulator.instructions() if hasattr(self._simulator, "instructions") else None
+        return None if texts is None else [str(text) for text in texts]
 
 
-def converse(session: Session, read: Callable[[int], bytes], write: Callable[[Any], Any], turn: threading.Lock) -> None:
+def converse(session: Session, recv: Callable[[int], bytes], write: Callable[[Any], Any], turn: threading.Lock) -> None:
     """Answer calls until the connection ends.
 
     Args:
         session: what answers.
-        read: see `receive`.
+        recv: see `receive`.
         write: sends a buffer whole.
         turn: a lock: simulators of one process are called one at a time.
     """
     try:
         while True:
             try:
-                asked = receive(read, session.known)
+                request = receive(recv, session.known)
             except Garbled as error:  # where the next frame begins is not known any more
                 _send(write, {"error": str(error), "kind": "Garbled"})
                 return
             try:
                 with turn:
-                    told = {"value": session.answer(asked)}
-                frame = pack(told)
+                    reply = {"value": session.answer(request)}
+                frame = pack(reply)
             except Exception as error:  # of a simulator, which may raise anything
                 lines = traceback.format_exc().strip().splitlines()
                 text = f"{error}\n" + "\n".join(lines[-7:-1]) if session.known else str(error)
@@ -386,17 +387,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--stdio", action="store_true", help="serve whoever started this process")
     parser.add_argument("--connections", type=int, default=16, help="at a time, each with a simulator of its own")
     parser.add_argument("--no-token", action="store_true", help="take connections of anybody")
-    given = parser.parse_args(arguments)
-    if given.stdio == (given.listen is not None):
+    options = parser.parse_args(arguments)
+    if options.stdio == (options.listen is not None):
         parser.error("name either --listen or --stdio")
-    if given.stdio:  # who started this hears of mistakes as answers
-        over_stdio(lambda **about: found(given.make)(**about), os.environ.get(TOKEN, ""))
+    if options.stdio:  # who started this hears of mistakes as answers
+        over_stdio(lambda **about: found(options.make)(**about), os.environ.get(TOKEN, ""))
         return
-    make = found(given.make)
-    token = "" if given.no_token else os.environ.get(TOKEN) or secrets.token_urlsafe(24)
+    make = found(options.make)
+    token = "" if options.no_token else os.environ.get(TOKEN) or secrets.token_urlsafe(24)
     if token and TOKEN not in os.environ:
         _say(f"{TOKEN}={token}")
-    listen(make, token, given.listen, given.connections, _say)
+    listen(make, token, options.listen, options.connections, _say)
 
 
 if __name__ == "__main__":

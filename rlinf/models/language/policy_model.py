@@ -368,7 +368,7 @@ class PolicyModel(nn.Module):
             whole: Tensor = getattr(part(**given, use_cache=False), output)[0]
             return whole.index_select(0, mine.predicting())
         ids, places = padded(batch)
-        at = places.index_select(0, batch.kept)
+        at = places.index_select(0, batch.predictors)
         self.mixture.begin(batch, at, (places, ids.numel()))
         given = {"input_ids": ids}
         if self.pictures is not None:

@@ -223,7 +223,7 @@ class Division:
         share = order[me // parts]
         part = share.reshape(parts, -1)[me % parts]
         stands = batch.stands if batch.stands is not None else np.arange(sum(batch.lengths))
-        predicting = stood[stands[batch.kept.cpu().numpy()]]
+        predicting = stood[stands[batch.predictors.cpu().numpy()]]
         kept, places, most = _spread(predicting // len(part), ranks, me)
         lengths, arrays = _pieces(batch.lengths, stands, share, stood, tokens)
         at_hand = [
@@ -242,7 +242,7 @@ class Division:
             places=None,
             stands=None,
             routes=None if batch.routes is None else batch.routes.index_select(0, chosen),
-            kept=local,
+            predictors=local,
             targets=batch.targets.index_select(0, mine),
             temperature=None if batch.temperature is None else batch.temperature.index_select(0, mine),
         )

@@ -116,11 +116,11 @@ def _split(batch: Packed, multiple: int, context: int, rank: int) -> Reading:
     owner = torch.minimum(number, 2 * context - 1 - number)
     local = every % piece + piece * (number >= context)
     mine = torch.nonzero(owner == rank).squeeze(1)
-    kept_by, kept_at = owner[batch.kept], local[batch.kept]
+    kept_by, kept_at = owner[batch.predictors], local[batch.predictors]
     here = kept_by == rank
     counts = torch.bincount(kept_by, minlength=context)
     room = int(counts.max())
-    among = torch.zeros_like(batch.kept)
+    among = torch.zeros_like(batch.predictors)
     for one in range(context):
         theirs = kept_by == one
         among[theirs] = torch.arange(int(counts[one]), device=ids.device)

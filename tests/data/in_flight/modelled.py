@@ -210,7 +210,7 @@ class Run:
         rollout = Rollout(self.lengths, self.n, self.rows, done)
         self.rollout = rollout
         in_flight = InFlight(
-            self.rules, draw=self.draw, keeper=Keeper(rollout), ledger=self.books, end=self.steps, kept=kept
+            self.rules, draw=self.draw, keeper=Keeper(rollout), ledger=self.books, end=self.steps, snapshot=kept
         )
         running = asyncio.create_task(self.train(in_flight, rollout, done))
         await asyncio.wait([running], timeout=killed_after)

@@ -249,9 +249,9 @@ def plain(net: Any, batch: Packed, head: str) -> tuple[torch.Tensor, torch.Tenso
     ids = batch.ids if batch.places is None else batch.ids[batch.places]
     if head == "values":
         parts = [net.base_model(part[None]).last_hidden_state[0] for part in ids.split(batch.lengths)]
-        hidden = torch.cat(parts)[batch.kept]
+        hidden = torch.cat(parts)[batch.predictors]
         return net.score(hidden)[:, 0], hidden
-    logits = torch.cat([net(part[None]).logits[0] for part in ids.split(batch.lengths)])[batch.kept]
+    logits = torch.cat([net(part[None]).logits[0] for part in ids.split(batch.lengths)])[batch.predictors]
     if batch.temperature is not None:
         logits = logits / batch.temperature[:, None]
     every = torch.log_softmax(logits, dim=-1)

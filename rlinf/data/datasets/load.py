@@ -8,17 +8,18 @@ conversations or pairs to learn from, and those that are held out.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic
 
 from transformers import PreTrainedTokenizerBase
 
 from rlinf.data.datasets.benchmarks import SCORED_BY, Benchmark
-from rlinf.data.datasets.conversations import Format, Kind
-from rlinf.data.datasets.prompts import Batch, Drawn, Overlong, PromptMaker, Room, Unusable
-from rlinf.data.datasets.rendering import GroupMaker, Learn, Renderer
+from rlinf.data.datasets.conversations import Format
+from rlinf.data.datasets.prompts import Batch, Drawn, Item, Layout, Maker, PromptMaker, PromptOptions, Room
+from rlinf.data.datasets.rendering import ConversationOptions, GroupMaker, Renderer
 from rlinf.data.datasets.source import Columns, DataError, Iterated, ListRows, Row, Rows, Source, counted, open_rows
 from rlinf.data.datasets.stream import BUFFER, IteratedStream, PromptStream
 from rlinf.data.datasets.toy_tasks import Problem, Task, make_task, prompts, rows_of, task_maker
@@ -27,34 +28,54 @@ from rlinf.data.rng import permutation
 from rlinf.data.sample import Example, Group, Prompt
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 
+__all__ = ["ConversationOptions", "Conversations", "Data", "PromptOptions", "Rooms", "load_conversations", "load_data"]
+
 _SHOWN = 5
 """Wrong rows that an error shows; the rest is counted."""
 _LOOKED_AT = 100
 """Rows that tell which columns there are: a column that is first filled later must be named by the user."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptOptions:
-    """How rows become prompts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """The rows of a run."""
 
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """Ours (prompt, answer, response, choices, images) to theirs."""
-    template: str | None = None
-    """Makes the prompt's text from columns: "Question: {question}\\nAnswer:"."""
-    chat: bool = False
-    """Texts are what a user says, to be put into the chat template; lists of messages always are."""
-    system: str | None = None
-    """System message for chats that have none; makes every prompt a chat."""
-    chat_template: str | None = None
-    """Jinja text, or a file with it; None takes the tokenizer's."""
-    chat_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template, such as {enable_thinking: false}."""
-    max_prompt_tokens: int | None = None
-    """Longest prompt; None for as long as there is room for."""
-    overlong: Overlong = "drop"
-    """Treatment of longer ones."""
-    unusable: Unusable = "drop"
-    """Treatment of rows of which no prompt can be made."""
+    train: Source | None = None
+    """To learn from; None generates those of `task`. Rejected answers of its pairs have two digits exchanged."""
+    split: str = "train"
+    """Which split of it."""
+    shuffle: bool = True
+    """Draw them in an order made from (seed, pass); False keeps theirs."""
+    seed: int = 0
+    """Of the orders, and of a generated task."""
+    task: str = "sort"
+    """The generated task, see `make_task`."""
+    digits: int = 4
+    """Of its problems."""
+    evaluation: Source | None = None
+    """To evaluate on; None takes those that the generated task holds out, or none."""
+    evaluation_split: str = "test"
+    """Which split of it."""
+    evaluation_columns: Mapping[str, Any] = field(default_factory=dict)
+    """Like the option `columns`, which holds for what is not named here."""
+    problems: int = 500
+    """How many to evaluate on at most, the same ones every time."""
+
+    def generated(self) -> Task | None:
+        """The generated task; None where rows are the user's own.
+
+        Raises:
+            ValueError: there is no such task.
+        """
+        if self.train is not None:
+            return None
+        return make_task(self.task, digits=self.digits, held_out=self.problems, seed=self.seed)
+
+
+PicturesOf = Callable[[PreTrainedTokenizerBase], Pictures | None]
+"""Of the tokenizer, what reads pictures for the model; None if it reads text alone."""
+MakerOf = Callable[[Sequence[Row], str], Maker[Item]]
+"""Makes what makes prompts or groups, of the first rows and the name of the data set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +86,6 @@ class Rooms:
     """Behind a prompt that is learned from."""
     evaluation: Room = Room()
     """Behind one that is evaluated on."""
-
-
-class Layout(Protocol):
-    """Which column is what."""
-
-    @property
-    def top_level(self) -> list[str]:
-        """Columns whose values are looked at in each row."""
-
-    def problem_in(self, row: Row) -> str | None:
-        """Describe in words why a row cannot be used; None if it can."""
 
 
 @dataclass(slots=True)
@@ -133,64 +143,51 @@ class Data:
 def load_data(
     tokenizer: PreTrainedTokenizerBase | TokenizerSource | None = None,
     *,
-    train: Source | None = None,
-    split: str = "train",
-    shuffle: bool = True,
-    seed: int = 0,
-    task: str = "sort",
-    digits: int = 4,
-    evaluation: Source | None = None,
-    evaluation_split: str = "test",
-    evaluation_columns: Mapping[str, Any] | None = None,
-    problems: int = 500,
     named: Mapping[str, Benchmark] | None = None,
-    pictures: Callable[[PreTrainedTokenizerBase], Pictures | None] | None = None,
+    pictures: PicturesOf | None = None,
     rooms: Rooms | None = None,
-    **options: Any,
+    **settings: Any,
 ) -> Data:
     """Open what a run reads.
 
     Args:
         tokenizer: the model's, or where it is; None for the characters of the generated task.
-        train: problems to learn from; None generates those of `task`.
-        split: which split of it.
-        shuffle: draw them in an order made from (seed, pass); False keeps theirs.
-        seed: of the orders, and of a generated task.
-        task, digits: the generated task, see `make_task`.
-        evaluation: problems to evaluate on; None takes held-out ones of the generated task, or none.
-        evaluation_split: which split of it.
-        evaluation_columns: like the option `columns`, which holds for what is not named here.
-        problems: how many to evaluate on at most, the same ones every time.
         named: benchmarks to evaluate on beside, by name.
-        pictures: of the tokenizer, what reads pictures for the model; None if it reads text alone.
+        pictures: what reads pictures for the model.
         rooms: what model and engine take of a prompt; None: nobody knows.
-        options: see `PromptOptions`; they hold for data of the user's own.
+        settings: fields of `Sources` and of `PromptOptions`; the latter hold for data of the user's own.
 
     Raises:
         DataError: something cannot be read or used; rows that are wrong are gathered.
         ValueError: unknown task.
     """
-    how, rooms = PromptOptions(**options), rooms or Rooms()
-    generated = make_task(task, digits=digits, held_out=problems, seed=seed) if train is None else None
-    encoder, source = open_tokenizer(tokenizer, generated, how.chat_template)
-    reader: Pictures | None = None if pictures is None else pictures(encoder)
-    held_out = [] if generated is None else prompts(generated.held_out, encoder)
-    if generated is not None:
-        opened = _Opened(rows_of(generated), task_maker(encoder), tuple(sorted(rows_of(generated)[0])), ())
+    names = {each.name for each in fields(Sources)}
+    sources = Sources(**{name: value for name, value in settings.items() if name in names})
+    how = PromptOptions(**{name: value for name, value in settings.items() if name not in names})
+    rooms, task = rooms or Rooms(), sources.generated()
+    encoder, source = open_tokenizer(tokenizer, task, how.chat_template)
+    reader = None if pictures is None else pictures(encoder)
+    held_out = [] if task is None else prompts(task.held_out, encoder)
+    if task is not None:
+        rows, maker = rows_of(task), task_maker(encoder)
+        columns = tuple(sorted(rows[0]))
+        opened = _Opened(lambda seed: PromptStream(rows, maker, seed=seed, shuffle=sources.shuffle), columns)
     else:
-        assert train is not None
-        opened = _open(train, split, encoder, how, _Model(reader, rooms.train))
+        assert sources.train is not None
+        make = partial(_prompt_maker, encoder, how, reader, rooms.train)
+        opened = _open(open_rows(sources.train, split=sources.split), make, sources.shuffle)
     notes = opened.notes
-    if evaluation is not None and problems:
-        columns = {**(evaluation_columns or {})}
-        model = _Model(reader, rooms.evaluation)
-        held_out, more = _evaluated_on(evaluation, evaluation_split, encoder, how, model, columns, problems)
+    if sources.evaluation is not None and sources.problems:
+        make = partial(_prompt_maker, encoder, how, reader, rooms.evaluation, own=sources.evaluation_columns)
+        evaluated = open_rows(sources.evaluation, split=sources.evaluation_split)
+        held_out, more = _evaluated_on(evaluated, make, sources.problems)
         notes += more
     benchmarks: dict[str, list[Prompt]] = {}
     for name, benchmark in (named or {}).items():
-        benchmarks[name], more = _asked(name, benchmark, encoder, _Model(reader))
+        benchmarks[name], more = _problems_of(name, benchmark, encoder, reader)
         notes += more
-    warm_up, steps = opened.streams(seed, shuffle)
+    steps = opened.stream(2 * sources.seed + 1)
+    warm_up = steps if opened.once else opened.stream(2 * sources.seed)  # what comes once cannot be handed out twice
     return Data(
         encoder,
         source,
@@ -199,87 +196,69 @@ def load_data(
         held_out,
         opened.columns,
         notes,
-        learn_prompt=generated is not None,
+        learn_prompt=task is not None,
         named=benchmarks,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """Properties of the model that matter to its prompts."""
-
-    pictures: Pictures | None
-    """Reads pictures for it; None if it reads text alone."""
-    room: Room = Room()
-    """Limits that it and its engine put on a prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A source of problems, found and checked."""
-
-    rows: Rows | Iterated
-    """The problems."""
-    maker: PromptMaker | Callable[[Sequence[Row]], PromptMaker]
-    """Makes prompts of them; or makes that once the first rows are known."""
-    columns: tuple[str, ...]
-    """Names of their columns, as far as they are known."""
-    notes: tuple[str, ...]
-    """Remarks on the data set, in lines."""
-
-    def streams(self, seed: int, shuffle: bool) -> tuple[PromptStream | IteratedStream, PromptStream | IteratedStream]:
-        """Two supplies in orders of their own: worked problems, and problems to try."""
-        if not isinstance(self.rows, Iterated):
-            assert isinstance(self.maker, PromptMaker)
-            first, second = (
-                PromptStream(self.rows, self.maker, seed=2 * seed + part, shuffle=shuffle) for part in (0, 1)
-            )
-            return first, second
-        assert not isinstance(self.maker, PromptMaker)
-        size = BUFFER if shuffle else 0
-        one, other = (IteratedStream(self.rows, self.maker, seed=2 * seed + part, buffer=size) for part in (0, 1))
-        return (other, other) if self.rows.once else (one, other)  # what comes only once cannot be handed out twice
-
-
-def _open(source: Source, split: str, tokenizer: PreTrainedTokenizerBase, how: PromptOptions, model: _Model) -> _Opened:
-    rows = open_rows(source, split=split)
-    if not isinstance(rows, Iterated):
-        return _prepared(rows, tokenizer, how, model)
-
-    def maker(first: Sequence[Row]) -> PromptMaker:
-        columns = Columns.find(first, how.columns, where=rows.name, template=how.template)
-        return _maker(tokenizer, columns, how, model)
-
-    return _Opened(rows, maker, (), (f"{rows.name}: rows come one after the other",))
-
-
-def _prepared(
-    rows: Rows,
+def _prompt_maker(
     tokenizer: PreTrainedTokenizerBase,
     how: PromptOptions,
-    model: _Model,
+    pictures: Pictures | None,
+    room: Room,
+    first: Sequence[Row],
+    name: str,
+    *,
     own: Mapping[str, Any] | None = None,
-) -> _Opened:
-    """Find the columns of rows that are there, and check every one.
+) -> PromptMaker:
+    """Make the maker of prompts for rows, of which these are the first.
 
     Args:
         own: columns of this data set alone; those of `how` then hold only where they fit.
     """
+    inherited, wanted = (None, how.columns) if own is None else (how.columns, own)
+    columns = Columns.find(first, wanted, where=name, template=how.template, inherited=inherited)
+    return PromptMaker(tokenizer, columns, how, pictures, room)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened(Generic[Item]):
+    """A source of rows, found and checked."""
+
+    stream: Callable[[int], PromptStream[Item] | IteratedStream[Item]]
+    """Makes an endless supply, of a seed."""
+    columns: tuple[str, ...] = ()
+    """Names of their columns, as far as they are known."""
+    notes: tuple[str, ...] = ()
+    """Remarks on the data set, in lines."""
+    once: bool = False
+    """Rows come only once."""
+
+
+def _open(rows: Rows | Iterated, make: MakerOf[Item], shuffle: bool) -> _Opened[Item]:
+    """Find the columns of rows and, where they are there, check every one."""
+    if isinstance(rows, Iterated):
+        source, size = rows, BUFFER if shuffle else 0
+
+        def maker_of(first: Sequence[Row]) -> Maker[Item]:
+            return make(first, source.name)
+
+        note = f"{rows.name}: rows come one after the other"
+        return _Opened(lambda seed: IteratedStream(source, maker_of, seed=seed, buffer=size), (), (note,), rows.once)
+    table = rows
+    maker, note = _checked(rows, make)
+    names = sorted({name for row in readable(rows) for name in row})
+    return _Opened(lambda seed: PromptStream(table, maker, seed=seed, shuffle=shuffle), tuple(names), (note,))
+
+
+def _checked(rows: Rows, make: MakerOf[Item]) -> tuple[Maker[Item], str]:
+    """Make the maker for rows that are there, after looking at each; and a line on them."""
     if not len(rows):
         raise DataError(f"{rows.name} has no rows")
-    first = list(readable(rows)) or [rows[0]]  # the latter raises, and says why not one can be read
-    inherited = None if own is None else how.columns
-    wanted = how.columns if own is None else own
-    columns = Columns.find(first, wanted, where=rows.name, template=how.template, inherited=inherited)
-    check_all(rows, columns)
-    named = dict(columns.named)
-    if how.template is not None:  # whatever column is the prompt, the template says what is taken
-        origin = ", ".join(columns.others) or named.get("prompt", "data.template")
-        named = {"prompt": origin} | {ours: theirs for ours, theirs in named.items() if ours != "prompt"}
-    sources = ", ".join(f"{ours} from {theirs}" for ours, theirs in named.items())
-    note = f"{rows.name}: {counted(len(rows), 'row')}; {sources}"
-    names = sorted({name for row in first for name in row})
-    return _Opened(rows, _maker(tokenizer, columns, how, model), tuple(names), (note,))
+    maker = make(list(readable(rows)) or [rows[0]], rows.name)  # the latter raises, and says why not one can be read
+    check_all(rows, maker.layout)
+    sources = ", ".join(f"{ours} from {theirs}" for ours, theirs in maker.sources.items())
+    return maker, f"{rows.name}: {counted(len(rows), 'row')}; {sources}"
 
 
 def readable(rows: Rows) -> Iterator[Row]:
@@ -290,22 +269,6 @@ def readable(rows: Rows) -> Iterator[Row]:
         except DataError:
             continue
         yield row
-
-
-def _maker(tokenizer: PreTrainedTokenizerBase, columns: Columns, how: PromptOptions, model: _Model) -> PromptMaker:
-    return PromptMaker(
-        tokenizer,
-        columns,
-        template=how.template,
-        chat=how.chat,
-        system=how.system,
-        chat_args=how.chat_args,
-        max_tokens=how.max_prompt_tokens,
-        overlong=how.overlong,
-        unusable=how.unusable,
-        pictures=model.pictures,
-        room=model.room,
-    )
 
 
 def check_all(rows: Rows, columns: Layout) -> None:
@@ -328,31 +291,22 @@ def check_all(rows: Rows, columns: Layout) -> None:
         raise DataError(f"{rows.name}: {wrong} of {counted(len(rows), 'row')} cannot be used:\n  {listed}{more}")
 
 
-def _evaluated_on(
-    source: Source,
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    how: PromptOptions,
-    model: _Model,
-    own: Mapping[str, Any],
-    problems: int,
-) -> tuple[list[Prompt], tuple[str, ...]]:
-    rows = open_rows(source, split=split)
+def _evaluated_on(rows: Rows | Iterated, make: MakerOf[Item], most: int) -> tuple[list[Item], tuple[str, ...]]:
+    """Some of the rows, always the same ones, and lines about them."""
     if isinstance(rows, Iterated):
         if rows.is_async:
             raise DataError(f"evaluation: {rows.name} is an async iterable; give a list or a file")
-        rows = ListRows(rows.name, list(islice(rows.open(), problems)))  # type: ignore[arg-type]
-    opened = _prepared(rows, tokenizer, how, model, own)
-    indices = sorted(permutation(len(rows), 0)[:problems].tolist())
-    assert isinstance(opened.maker, PromptMaker)
-    batch = opened.maker.make([Drawn.of(rows, index, index) for index in indices])
-    note = f"evaluation on {len(batch.prompts):,} of them"
-    note += f"; {batch.dropped:,} are too long and left out" if batch.dropped else ""
-    note += f"; {len(batch.truncated):,} are too long and cut" if batch.truncated else ""
-    note += remarks_on(batch)
+        rows = ListRows(rows.name, list(islice(rows.open(), most)))  # type: ignore[arg-type]
+    maker, note = _checked(rows, make)
+    indices = sorted(permutation(len(rows), 0)[:most].tolist())
+    batch = maker.make([Drawn.of(rows, index, index) for index in indices])
+    remark = f"evaluation on {len(batch.prompts):,} of them"
+    remark += f"; {batch.dropped:,} are left out: {maker.too_long}" if batch.dropped else ""
+    remark += f"; {len(batch.truncated):,} are too long and cut" if batch.truncated else ""
+    remark += remarks_on(batch)
     if not batch.prompts:
-        raise DataError(f"{rows.name}: {note}{f'; the limit is {opened.maker.limit}' if batch.dropped else ''}")
-    return batch.prompts, (*opened.notes, note)
+        raise DataError(f"{rows.name}: {remark}{f'; the limit is {maker.limit}' if batch.dropped else ''}")
+    return batch.prompts, (note, remark)
 
 
 def remarks_on(batch: Batch[Any]) -> str:
@@ -365,8 +319,8 @@ def remarks_on(batch: Batch[Any]) -> str:
     return "".join(f"; {len(of):,} {what}, the first: {next(iter(of.values()))}" for what, of in kinds if of)
 
 
-def _asked(
-    name: str, benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, model: _Model
+def _problems_of(
+    name: str, benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, pictures: Pictures | None
 ) -> tuple[list[Prompt], tuple[str, ...]]:
     """The problems of a benchmark, all of them, and lines about them."""
     try:
@@ -375,13 +329,16 @@ def _asked(
         raise DataError(f"evaluation.named.{name}={{data: FILE}}: {str(error).removeprefix('data: ')}") from error
     if isinstance(rows, Iterated):
         raise DataError(f"evaluation.named.{name}: {rows.name} comes row by row; give a file or a hub name")
-    chat = bool(tokenizer.chat_template) if benchmark.chat is None else benchmark.chat
-    # a problem that is left out would change what is compared with the figures of others
-    how = PromptOptions(benchmark.columns, benchmark.template, chat, benchmark.system, unusable="error")
-    opened = _prepared(rows, tokenizer, how, model)
-    assert isinstance(opened.maker, PromptMaker)
-    batch = opened.maker.make([Drawn.of(rows, index, index) for index in range(len(rows))])
-    notes = [f"{name}: {note}" for note in opened.notes]
+    how = PromptOptions(
+        columns=benchmark.columns,
+        template=benchmark.template,
+        chat=bool(tokenizer.chat_template) if benchmark.chat is None else benchmark.chat,
+        system=benchmark.system,
+        unusable="error",  # what is left out would change what is compared with the figures of others
+    )
+    maker, note = _checked(rows, partial(_prompt_maker, tokenizer, how, pictures, Room()))
+    batch = maker.make([Drawn.of(rows, index, index) for index in range(len(rows))])
+    notes = [f"{name}: {note}"]
     if benchmark.problems not in (None, len(rows)):
         notes.append(
             f"warning: evaluation.named.{name} has {len(rows):,} problems here, and {benchmark.problems:,} as it is "
@@ -431,38 +388,6 @@ def _template_text(template: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ConversationOptions:
-    """How rows become conversations."""
-
-    kind: Kind = "sft"
-    """One conversation of each row, or a preference pair."""
-    scored: bool = False
-    """See `GroupMaker`."""
-    learn: Learn = "assistant"
-    """Which tokens are learned."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """Ours to theirs, see `formats.OURS`."""
-    chat: bool = False
-    """Plain texts of prompt and completion are turns of a chat."""
-    system: str | None = None
-    """System message for chats that have none; makes every row a chat."""
-    chat_template: str | None = None
-    """Jinja text, or a file with it; None takes the tokenizer's."""
-    chat_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template."""
-    max_tokens: int | None = None
-    """Longest conversation; None for as long as there is room for."""
-    overlong: Overlong = "drop"
-    """Treatment of longer ones."""
-    unusable: Unusable = "drop"
-    """Treatment of rows of which nothing can be made."""
-    room: Room = Room()
-    """Limits that the model puts on a conversation."""
-    pictures: Pictures | None = None
-    """Reads pictures for the model; None if it reads text alone."""
-
-
-@dataclass(frozen=True, slots=True)
 class Conversations:
     """The data of a run without generation: groups to learn from, ready to be drawn, and groups that are held out."""
 
@@ -483,104 +408,56 @@ class Conversations:
 def load_conversations(
     tokenizer: PreTrainedTokenizerBase | TokenizerSource | None = None,
     *,
-    train: Source | None = None,
-    split: str = "train",
-    shuffle: bool = True,
-    seed: int = 0,
-    task: str = "sort",
-    digits: int = 4,
-    evaluation: Source | None = None,
-    evaluation_split: str = "test",
-    evaluation_columns: Mapping[str, Any] | None = None,
-    problems: int = 500,
     options: ConversationOptions | None = None,
-    pictures: Callable[[PreTrainedTokenizerBase], Pictures | None] | None = None,
+    pictures: PicturesOf | None = None,
+    **sources: Any,
 ) -> Conversations:
     """Open what a run reads.
 
     Args:
         tokenizer: the model's, or where it is; None for the characters of the generated task.
-        train: rows to learn from; None generates those of `task`, whose rejected answers have two digits exchanged.
-        split: which split of it.
-        shuffle: draw them in an order made from (seed, pass); False keeps theirs.
-        seed: of the order, and of a generated task.
-        task, digits: the generated task, see `make_task`.
-        evaluation: rows that are held out; None takes those of the generated task, or none.
-        evaluation_split: which split of it.
-        evaluation_columns: like the option `columns`, which holds for what is not named here.
-        problems: how many are held out at most, the same ones every time.
         options: how rows become conversations.
-        pictures: of the tokenizer, what reads pictures for the model; None if it reads text alone.
+        pictures: what reads pictures for the model.
+        sources: fields of `Sources`.
 
     Raises:
         DataError: something cannot be read or used; rows that are wrong are gathered.
         ValueError: unknown task.
     """
-    how = ConversationOptions() if options is None else options
-    generated = make_task(task, digits=digits, held_out=problems, seed=seed) if train is None else None
-    encoder, source = open_tokenizer(tokenizer, generated, how.chat_template, what="conversations")
+    how, where = ConversationOptions() if options is None else options, Sources(**sources)
+    task = where.generated()
+    encoder, source = open_tokenizer(tokenizer, task, how.chat_template, what="conversations")
     if pictures is not None:
         how = replace(how, pictures=pictures(encoder))
     rows: Rows | Iterated
-    evaluation_rows: Rows | Iterated | None = (
-        None if evaluation is None else open_rows(evaluation, split=evaluation_split)
-    )
-    if generated is None:
-        assert train is not None
-        rows = open_rows(train, split=split)
+    others: Rows | Iterated | None = None
+    if task is None:
+        assert where.train is not None
+        rows = open_rows(where.train, split=where.split)
     else:
-        rows = _of_task(f"task {task}", generated.train, how)
-        evaluation_rows = evaluation_rows or _of_task(f"task {task}, held out", generated.held_out, how)
-    stream, notes = _stream(rows, encoder, how, seed, shuffle)
+        rows = _of_task(f"task {where.task}", task.train, how)
+        others = _of_task(f"task {where.task}, held out", task.held_out, how)
+    if where.evaluation is not None:
+        others = open_rows(where.evaluation, split=where.evaluation_split)
+    opened = _open(rows, partial(_group_maker, encoder, how, how.columns), where.shuffle)
     held_out: list[Group] = []
-    if evaluation_rows is not None:
-        held_out, more = _held_out(
-            evaluation_rows, encoder, how, {**how.columns, **(evaluation_columns or {})}, problems
-        )
+    notes = opened.notes
+    if others is not None:
+        columns = {**how.columns, **where.evaluation_columns}
+        held_out, more = _evaluated_on(others, partial(_group_maker, encoder, how, columns), where.problems)
         notes += more
-    return Conversations(
-        encoder,
-        source,
-        stream,
-        None if isinstance(rows, Iterated) else len(rows),
-        held_out,
-        notes,
-    )
+    count = None if isinstance(rows, Iterated) else len(rows)
+    return Conversations(encoder, source, opened.stream(where.seed), count, held_out, notes)
 
 
-def _stream(
-    rows: Rows | Iterated, tokenizer: PreTrainedTokenizerBase, how: ConversationOptions, seed: int, shuffle: bool
-) -> tuple[PromptStream[Group] | IteratedStream[Group], tuple[str, ...]]:
-    if not isinstance(rows, Iterated):
-        maker, note = _checked(rows, tokenizer, how, how.columns)
-        return PromptStream(rows, maker, seed=seed, shuffle=shuffle), (note,)
-
-    def make(first: Sequence[Row]) -> GroupMaker:
-        return _conversation_maker(first, rows.name, tokenizer, how, how.columns)
-
-    stream = IteratedStream[Group](rows, make, seed=seed, buffer=BUFFER if shuffle else 0)
-    return stream, (f"{rows.name}: rows come one after the other",)
-
-
-def _checked(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, how: ConversationOptions, columns: Mapping[str, Any]
-) -> tuple[GroupMaker, str]:
-    """Make the maker of groups for rows that can be read in any order, after looking at each; and a line on them."""
-    if not len(rows):
-        raise DataError(f"{rows.name} has no rows")
-    maker = _conversation_maker(list(readable(rows)) or [rows[0]], rows.name, tokenizer, how, columns)
-    check_all(rows, maker.format)
-    sources = ", ".join(f"{ours} from {theirs}" for ours, theirs in maker.format.named)
-    return maker, f"{rows.name}: {counted(len(rows), 'row')}; {sources}"
-
-
-def _conversation_maker(
-    first: Sequence[Row],
-    name: str,
+def _group_maker(
     tokenizer: PreTrainedTokenizerBase,
     how: ConversationOptions,
     columns: Mapping[str, Any],
+    first: Sequence[Row],
+    name: str,
 ) -> GroupMaker:
+    """Make the maker of groups for rows, of which these are the first."""
     layout = Format.find(
         first,
         columns,
@@ -590,40 +467,7 @@ def _conversation_maker(
         system=how.system,
         has_template=bool(tokenizer.chat_template),
     )
-    renderer = Renderer(tokenizer, how.learn, how.chat_args)
-    return GroupMaker(
-        renderer,
-        layout,
-        how.max_tokens,
-        how.overlong,
-        unusable=how.unusable,
-        scored=how.scored,
-        pictures=how.pictures,
-        room=how.room,
-    )
-
-
-def _held_out(
-    rows: Rows | Iterated,
-    tokenizer: PreTrainedTokenizerBase,
-    how: ConversationOptions,
-    columns: Mapping[str, Any],
-    most: int,
-) -> tuple[list[Group], tuple[str, ...]]:
-    if isinstance(rows, Iterated):
-        if rows.is_async:
-            raise DataError(f"evaluation: {rows.name} is an async iterable; give a list or a file")
-        rows = ListRows(rows.name, list(islice(rows.open(), most)))  # type: ignore[arg-type]
-    maker, note = _checked(rows, tokenizer, how, columns)
-    indices = sorted(permutation(len(rows), 0)[:most].tolist())
-    batch = maker.make([Drawn.of(rows, index, index) for index in indices])
-    remark = f"evaluation on {len(batch.prompts):,} of them"
-    remark += f"; {batch.dropped:,} are left out: too long, or nothing to learn" if batch.dropped else ""
-    remark += f"; {len(batch.truncated):,} are too long and cut" if batch.truncated else ""
-    remark += remarks_on(batch)
-    if not batch.prompts:
-        raise DataError(f"{rows.name}: {remark}{f'; the limit is {maker.limit}' if batch.dropped else ''}")
-    return batch.prompts, (note, remark)
+    return GroupMaker(Renderer(tokenizer, how.learn, how.chat_args), layout, how)
 
 
 def _of_task(name: str, problems: Sequence[Problem], how: ConversationOptions) -> ListRows:

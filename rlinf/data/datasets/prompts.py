@@ -5,7 +5,7 @@ In: rows of a data set. Out: `Prompt`s as the model reads them, and how many wer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Literal, Protocol
 
@@ -27,6 +27,36 @@ Overlong = Literal["drop", "truncate", "error"]
 
 Unusable = Literal["drop", "error"]
 """Treatment of a row that turns out not to fit when its prompt is made: left out and counted; refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOptions:
+    """How rows become what a model reads."""
+
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Ours to theirs."""
+    chat: bool = False
+    """Plain texts are turns of a chat, to be put into the chat template; lists of messages always are."""
+    system: str | None = None
+    """System message for chats that have none; makes every row a chat."""
+    chat_template: str | None = None
+    """Jinja text, or a file with it; None takes the tokenizer's."""
+    chat_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template, such as {enable_thinking: false}."""
+    overlong: Overlong = "drop"
+    """Treatment of rows that are too long; prompts with pictures are left out rather than cut."""
+    unusable: Unusable = "drop"
+    """Treatment of rows of which nothing can be made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions(RowOptions):
+    """How rows become prompts; `columns` are of `source.OURS`."""
+
+    template: str | None = None
+    """Makes the prompt's text from columns, such as "Question: {question}\\nAnswer:"; None takes the prompt column."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt; None for as long as there is room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +127,24 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
+class Outcome(Generic[Item]):
+    """What became of one row."""
+
+    prompt: Item | None
+    """None: it was left out."""
+    cut: bool = False
+    """It was longer."""
+    reason: str = ""
+    """Why no prompt can be made of it; empty if one can, or if that is too long."""
+    unknown: str = ""
+    """Words on a text most tokens of which stand for what the tokenizer does not know."""
+
+    def at(self, number: int, maker: Maker[Item]) -> Outcome[Item]:
+        """Copy at another position of its stream."""
+        return self if self.prompt is None else replace(self, prompt=maker.numbered(self.prompt, number))
+
+
+@dataclass(frozen=True, slots=True)
 class Batch(Generic[Item]):
     """Prompts that were made together."""
 
@@ -111,6 +159,24 @@ class Batch(Generic[Item]):
     unknown: Mapping[int, str] = field(default_factory=dict)
     """Words on texts most tokens of which stand for what the tokenizer does not know, by their ids."""
 
+    def outcomes(self, rows: Iterable[Drawn]) -> Iterator[Outcome[Item]]:
+        """What became of each row that it was made of."""
+        prompts = {prompt.id: prompt for prompt in self.prompts}
+        for number in (row.id for row in rows):
+            cut, reason = number in self.truncated, self.unusable.get(number, "")
+            yield Outcome(prompts.get(number), cut, reason, self.unknown.get(number, ""))
+
+
+class Layout(Protocol):
+    """Which column is what."""
+
+    @property
+    def top_level(self) -> list[str]:
+        """Columns whose values are looked at in each row."""
+
+    def problem_in(self, row: Row) -> str | None:
+        """Describe in words why a row cannot be used; None if it can."""
+
 
 class Maker(Protocol[Item]):
     """Makes prompts, or groups, of rows."""
@@ -123,8 +189,18 @@ class Maker(Protocol[Item]):
     """Name of the things that are made, for errors."""
     units: ClassVar[str]
     """Those that are left out as too long, up to the word before the limit."""
+    too_long: ClassVar[str]
+    """Why those are left out that are not unusable."""
     cut_at: ClassVar[str]
     """Where longer ones are cut."""
+
+    @property
+    def layout(self) -> Layout:
+        """Which column is what."""
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """What is made of which columns, for people."""
 
     def make(self, rows: Sequence[Drawn]) -> Batch[Item]: ...
 
@@ -139,32 +215,34 @@ class PromptMaker:
     """The model's."""
     columns: Columns
     """Which column is what."""
-    template: str | None = None
-    """Makes the text from columns, such as "Question: {question}\\nAnswer:"; None takes the prompt column."""
-    chat: bool = False
-    """A plain text is what a user says, to be put into the tokenizer's chat template. Lists of messages always are."""
-    system: str | None = None
-    """System message for chats that have none; makes every prompt a chat."""
-    chat_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template, such as enable_thinking."""
-    max_tokens: int | None = None
-    """Longest prompt; None for as long as there is room for."""
-    overlong: Overlong = "drop"
-    """Treatment of longer ones; those with pictures are left out rather than cut."""
-    unusable: Unusable = "error"
-    """Treatment of rows of which no prompt can be made."""
+    how: PromptOptions = PromptOptions(unusable="error")
+    """Template, chat, limits, and what becomes of rows that do not fit."""
     pictures: Pictures | None = None
     """Reads pictures for the model; None if it reads text alone."""
     room: Room = Room()
     """Limits that the model and its engine put on a prompt."""
     unit: ClassVar[str] = "prompt"
     units: ClassVar[str] = "prompts longer than"
+    too_long: ClassVar[str] = "too long"
     cut_at: ClassVar[str] = "beginning"
 
     @property
     def limit(self) -> str:
         """The longest prompt, as a person knows it."""
-        return self.room.limit(self.max_tokens, "data.max_prompt_tokens")[1]
+        return self.room.limit(self.how.max_prompt_tokens, "data.max_prompt_tokens")[1]
+
+    @property
+    def layout(self) -> Columns:
+        """Which column is what."""
+        return self.columns
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """What is made of which columns; whatever column is the prompt, a template says what is taken."""
+        named = dict(self.columns.named)
+        if self.how.template is None:
+            return named
+        return {"prompt": ", ".join(self.columns.others) or named.pop("prompt", "data.template"), **named}
 
     def numbered(self, prompt: Prompt, number: int) -> Prompt:
         """Copy of a prompt at another position of its stream."""
@@ -208,7 +286,7 @@ class PromptMaker:
 
     def _leave_out(self, item: Drawn, error: DataError, unusable: dict[int, str]) -> None:
         """Note why a row is left out; raise that where rows are to be refused, or none is to blame."""
-        if self.unusable == "error" or isinstance(error, Mismatch | _TooLong):
+        if self.how.unusable == "error" or isinstance(error, Mismatch | _TooLong):
             raise error
         unusable[item.id] = str(error)
 
@@ -236,14 +314,14 @@ class PromptMaker:
             except DataError as error:
                 raise DataError(f"{item.where}: {error}") from error
         words, cut = text.text, False
-        most, limit = self.room.limit(self.max_tokens, "data.max_prompt_tokens")
+        most, limit = self.room.limit(self.how.max_prompt_tokens, "data.max_prompt_tokens")
         if most is not None and len(tokens) > most:
-            if self.overlong == "error":
+            if self.how.overlong == "error":
                 raise _TooLong(
                     f"{item.where}: the prompt has {len(tokens)} tokens, more than {limit}; change that, or set "
                     "data.overlong to drop or truncate"
                 )
-            if self.overlong == "drop" or text.images:
+            if self.how.overlong == "drop" or text.images:
                 return None, False
             tokens, cut = tokens[-most:], True
             words = str(self.tokenizer.decode(tokens))
@@ -273,7 +351,7 @@ class PromptMaker:
         choices = self.columns.choices_in(row, item.index, item.where)
         if choices is not None:
             answer = choices[1]
-        if self.template is None:
+        if self.how.template is None:
             assert self.columns.prompt is not None  # Columns.find saw to it
             if (wrong := self.columns.problem_in(row)) is not None:
                 raise DataError(f"{item.where}: {wrong}")
@@ -283,18 +361,18 @@ class PromptMaker:
         else:
             prompt = {} if self.columns.prompt is None else {"prompt": lookup(row, self.columns.prompt)}
             options = {} if choices is None else {"choices": choices[0]}
-            content = fill(self.template, {**row, **prompt, **options}, item.where)
+            content = fill(self.how.template, {**row, **prompt, **options}, item.where)
         if (wrong := unwritable(content) or unwritable(answer)) is not None:
             raise DataError(f"{item.where}: {wrong}")
         if not isinstance(content, str):
             content = [message_of(each, f"{item.where}: column {self.columns.prompt!r}") for each in content]
         if images and self.pictures is not None:
             content = pictured(content, len(images), self.pictures)
-        if isinstance(content, str) and not self.chat and self.system is None:
+        if isinstance(content, str) and not self.how.chat and self.how.system is None:
             return _Text(content, None, answer, images)
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-        if self.system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.system})
+        if self.how.system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.how.system})
         return _Text(self._chat(messages, item.where), messages, answer, images)
 
     def _chat(self, messages: list[Any], where: str) -> str:
@@ -312,7 +390,7 @@ class PromptMaker:
                 tokenize=False,
                 add_generation_prompt=not prefilled,
                 continue_final_message=prefilled,
-                **self.chat_args,
+                **self.how.chat_args,
             )
         except Exception as error:  # of Jinja, of the template itself, or of an argument that it does not take
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlinf.data.datasets.conversations import Dialogue, Format, Message
-from rlinf.data.datasets.prompts import Batch, Drawn, Overlong, Room, Unusable, unknown_in
+from rlinf.data.datasets.conversations import Dialogue, Format, Kind, Message
+from rlinf.data.datasets.prompts import Batch, Drawn, Room, RowOptions, unknown_in
 from rlinf.data.datasets.source import DataError, Mismatch, Row, unwritable
 from rlinf.data.images import Pictures, image_refs, pictured
 from rlinf.data.sample import Group, ImageRef, Prompt, Sample
@@ -28,6 +28,25 @@ from rlinf.data.sample import Group, ImageRef, Prompt, Sample
 Learn = Literal["assistant", "last", "all"]
 """Which tokens are learned: those of the assistant's turns; of its last turn; all, prompts included."""
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationOptions(RowOptions):
+    """How rows become conversations; `columns` are of `conversations.OURS`."""
+
+    kind: Kind = "sft"
+    """One conversation of each row, or a preference pair."""
+    scored: bool = False
+    """Each conversation is scored as a whole: one token is added to it, and only that is learned, since a score is read
+    from where it would be predicted."""
+    learn: Learn = "assistant"
+    """Which tokens are learned."""
+    max_tokens: int | None = None
+    """Longest conversation; None for as long as there is room for."""
+    room: Room = Room()
+    """Limits that the model puts on a conversation."""
+    pictures: Pictures | None = None
+    """Reads pictures for the model; None if it reads text alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,9 +159,8 @@ class Renderer:
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """Ids, and places of those of each of the assistant's turns by their messages' numbers, by the template's
         generation blocks."""
-        encoded = self._rendered(
-            messages, template_args, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )  # fmt: skip
+        how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = self._rendered(messages, template_args, **how)
         mask = np.asarray(encoded["assistant_masks"], dtype=bool)
         edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
         turns = [np.arange(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
@@ -210,27 +228,27 @@ class GroupMaker:
     """Makes token ids."""
     format: Format
     """The layout of the rows."""
-    max_tokens: int | None = None
-    """Longest conversation; None for as long as there is room for."""
-    overlong: Overlong = "drop"
-    """Treatment of longer ones: left out and counted; cut at their end and counted; refused."""
-    unusable: Unusable = "error"
-    """Treatment of rows of which no group can be made."""
-    scored: bool = False
-    """Each conversation is scored as a whole: one token is added to it, and only that is learned, since a score is read
-    from where it would be predicted."""
-    pictures: Pictures | None = None
-    """Reads pictures for the model; None if it reads text alone."""
-    room: Room = Room()
-    """Limits that the model puts on a conversation."""
+    how: ConversationOptions
+    """Limits, pictures, and what becomes of rows that do not fit."""
     unit: ClassVar[str] = "row has nothing to learn, or"
     units: ClassVar[str] = "rows with nothing to learn, or longer than"
+    too_long: ClassVar[str] = "too long, or nothing to learn"
     cut_at: ClassVar[str] = "end"
 
     @property
     def limit(self) -> str:
         """The longest conversation, as a person knows it."""
-        return self.room.limit(self.max_tokens, "supervised.max_tokens")[1]
+        return self.how.room.limit(self.how.max_tokens, "supervised.max_tokens")[1]
+
+    @property
+    def layout(self) -> Format:
+        """Which column is what."""
+        return self.format
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """What is made of which columns."""
+        return self.format.columns
 
     def make(self, rows: Sequence[Drawn]) -> Batch[Group]:
         """Make groups; rows with nothing to learn are left out and counted, like those that are too long.
@@ -248,19 +266,19 @@ class GroupMaker:
             try:
                 images, rendered = self._read(item)
             except DataError as error:
-                if self.unusable == "error" or isinstance(error, Mismatch):
+                if self.how.unusable == "error" or isinstance(error, Mismatch):
                     raise
                 unusable[item.id] = str(error)
                 continue
             longest = max(len(each.ids) for each in rendered)
-            most, limit = self.room.limit(self.max_tokens, "supervised.max_tokens")
+            most, limit = self.how.room.limit(self.how.max_tokens, "supervised.max_tokens")
             if most is not None and longest > most:
-                if self.overlong == "error":
+                if self.how.overlong == "error":
                     raise DataError(
                         f"{item.where}: the conversation has {longest} tokens, more than {limit}; change that, or set "
                         "data.overlong to drop or truncate"
                     )
-                if self.overlong == "drop":
+                if self.how.overlong == "drop":
                     dropped += 1
                     continue
                 cut.add(item.id)
@@ -281,7 +299,9 @@ class GroupMaker:
         try:
             images = image_refs(self.format.value(item.row, "images"), "column images")
             rendered = [self._expanded(each, images) for each in self._rendered(item.row, images)]
-            if (wrong := next((why for each in rendered if (why := self.room.refusal(each.ids))), None)) is not None:
+            if (
+                wrong := next((why for each in rendered if (why := self.how.room.refusal(each.ids))), None)
+            ) is not None:
                 raise DataError(wrong)
         except DataError as error:
             raise type(error)(f"{item.where}: {error}") from error
@@ -316,24 +336,24 @@ class GroupMaker:
         """Copy of a dialogue with the model's tokens where pictures stand."""
         if not images:
             return dialogue
-        if self.pictures is None:
+        if self.how.pictures is None:
             raise Mismatch(
                 f"the row has {images} pictures, and the model reads text alone: take one that reads pictures, or "
                 "leave them out by data.columns: {images: null}"
             )
         if isinstance(dialogue.prompt, str):
             if not dialogue.prompt:  # one whole text
-                return replace(dialogue, completion=pictured(str(dialogue.completion), images, self.pictures))
-            return replace(dialogue, prompt=pictured(dialogue.prompt, images, self.pictures))
-        messages = list(pictured([*dialogue.prompt, *dialogue.completion], images, self.pictures))
+                return replace(dialogue, completion=pictured(str(dialogue.completion), images, self.how.pictures))
+            return replace(dialogue, prompt=pictured(dialogue.prompt, images, self.how.pictures))
+        messages = list(pictured([*dialogue.prompt, *dialogue.completion], images, self.how.pictures))
         return replace(dialogue, prompt=messages[: len(dialogue.prompt)], completion=messages[len(dialogue.prompt) :])
 
     def _expanded(self, rendered: Rendered, images: Sequence[ImageRef]) -> Rendered:
         """Copy of a rendering with as many placeholders as pictures need, none of which is learned."""
-        if self.pictures is None:
+        if self.how.pictures is None:
             return rendered
-        repeats, first = self.pictures.repeats(rendered.ids, images), rendered.prompt
-        last = max(np.flatnonzero(rendered.ids == self.pictures.placeholder), default=-1)
+        repeats, first = self.how.pictures.repeats(rendered.ids, images), rendered.prompt
+        last = max(np.flatnonzero(rendered.ids == self.how.pictures.placeholder), default=-1)
         weights = rendered.weights.copy()
         if self.renderer.learn == "all":
             weights[: last + 1] = 0.0
@@ -362,7 +382,7 @@ class GroupMaker:
 
     def _sample(self, prompt: Prompt, index: int, rendered: Rendered, shared: int) -> Sample:
         ids, weights = rendered.ids[shared:], rendered.weights[shared:]
-        if self.scored:
+        if self.how.scored:
             tokenizer = self.renderer.tokenizer
             while len(ids) > 1 and ids[-1] == tokenizer.pad_token_id:  # transformers scores the last that is no padding
                 ids = ids[:-1]

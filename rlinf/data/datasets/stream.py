@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic
 
 import numpy as np
 
-from rlinf.data.datasets.prompts import Drawn, Item, Maker
+from rlinf.data.datasets.prompts import Drawn, Item, Maker, Outcome
 from rlinf.data.datasets.source import DataError, Iterated, Row, Rows, canonical, checked, counted, fingerprint
 from rlinf.data.rng import permutation
 
@@ -32,7 +33,71 @@ MOST_UNUSABLE = 100
 but a template or a column that fits none."""
 
 
-class PromptStream(Generic[Item]):
+class Counted(ABC):
+    """A stream of prompts that counts the rows that it leaves out, cuts or cannot write.
+
+    Args:
+        name: of its data, for errors.
+        seed: of the orders.
+        most: rows in a row that are left out before it gives up; of those that cannot be used, `MOST_UNUSABLE`.
+    """
+
+    def __init__(self, name: str, seed: int, most: int):
+        self.position = 0
+        """Rows drawn so far; a prompt's id is the position of its row."""
+        self.dropped = 0
+        """Rows that were left out since their prompts were too long."""
+        self.truncated = 0
+        """Prompts that were cut."""
+        self.unusable = 0
+        """Rows that were left out since no prompt can be made of them."""
+        self.remark = ""
+        """Why, of the first of them."""
+        self.unknown = 0
+        """Rows handed out most of whose text the tokenizer does not know."""
+        self.unknown_remark = ""
+        """Remark on the first of them."""
+        self._name, self._seed, self._most = name, seed, most
+        self._fruitless: list[str] = []  # why the rows since the last prompt were left out; empty of those too long
+
+    @property
+    @abstractmethod
+    def maker(self) -> Maker[Any]:
+        """Makes prompts of rows."""
+
+    def _count(self, outcomes: Iterable[Outcome[Item]]) -> Iterator[Item]:
+        """Count what became of rows; those that are prompts.
+
+        Raises:
+            DataError: too many in a row are left out.
+        """
+        for outcome in outcomes:
+            self.truncated += outcome.cut
+            self.unknown += bool(outcome.unknown)
+            self.unknown_remark = self.unknown_remark or outcome.unknown
+            if outcome.prompt is not None:
+                self._fruitless.clear()
+                yield outcome.prompt
+                continue
+            self._fruitless.append(outcome.reason)
+            self.dropped += not outcome.reason
+            self.unusable += bool(outcome.reason)
+            self.remark = self.remark or outcome.reason
+        if len(self._fruitless) >= self._most or sum(map(bool, self._fruitless)) >= MOST_UNUSABLE:
+            raise nothing_usable(self._name, self.maker, self._fruitless)
+
+    def _counts(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in _COUNTERS}
+
+    def _load_counts(self, state: Mapping[str, Any]) -> None:
+        for name in _COUNTERS:
+            setattr(self, name, {"unusable": 0, "unknown": 0, **state}[name])  # older checkpoints lack these two
+
+
+_COUNTERS = ("position", "dropped", "truncated", "unusable", "unknown")
+
+
+class PromptStream(Counted, Generic[Item]):
     """Prompts without end.
 
     `position` says where the stream is: set it, or load a saved state, and it goes on from there, to the token.
@@ -50,29 +115,17 @@ class PromptStream(Generic[Item]):
     def __init__(self, rows: Rows, maker: Maker[Item], *, seed: int = 0, shuffle: bool = True):
         if not len(rows):
             raise DataError(f"{rows.name}: there is no row to draw from")
-        self.maker = maker
-        self.position = 0
-        """Rows drawn so far; a prompt's id is the position of its row."""
-        self.dropped = 0
-        """Rows that were left out since their prompts were too long."""
-        self.truncated = 0
-        """Prompts that were cut."""
-        self.unusable = 0
-        """Rows that were left out since no prompt can be made of them."""
-        self.remark = ""
-        """Why, of the first of them."""
-        self.unknown = 0
-        """Rows handed out most of whose text the tokenizer does not know."""
-        self.unknown_remark = ""
-        """Remark on the first of them."""
-        self._rows = rows
-        self._seed = seed
-        self._shuffle = shuffle
+        super().__init__(rows.name, seed, 2 * len(rows))  # first in one pass and last in the next is the widest gap
+        self._maker, self._rows, self._shuffle = maker, rows, shuffle
         self._pass = -1
         self._order = np.empty(0, dtype=np.int64)
         self._fingerprint: str | None = None
-        self._made: dict[int, tuple[Item | None, bool, str, str]] = {}
+        self._made: dict[int, Outcome[Item]] = {}
         self._held = 0  # bytes of their pictures
+
+    @property
+    def maker(self) -> Maker[Item]:
+        return self._maker
 
     def take(self, count: int) -> list[Item]:
         """The next `count` prompts.
@@ -81,27 +134,10 @@ class PromptStream(Generic[Item]):
             DataError: a row cannot be used, or not one prompt is short enough.
         """
         prompts: list[Item] = []
-        fruitless: list[str] = []
-        """Why the rows since the last prompt were left out; empty of those that are too long."""
         while len(prompts) < count:
             items = [self._next() for _ in range(count - len(prompts))]
             self._make(items)
-            for each in items:
-                prompt, cut, reason, unknown = self._made[each.index]
-                self.truncated += cut
-                self.unknown += bool(unknown)
-                self.unknown_remark = self.unknown_remark or unknown
-                if prompt is not None:
-                    fruitless.clear()
-                    prompts.append(self.maker.numbered(prompt, each.id))
-                    continue
-                fruitless.append(reason)
-                self.dropped += not reason
-                self.unusable += bool(reason)
-                self.remark = self.remark or reason
-            # first in one pass and last in the next is the widest gap there is
-            if len(fruitless) >= 2 * len(self._rows) or sum(map(bool, fruitless)) >= MOST_UNUSABLE:
-                raise nothing_usable(self._rows.name, self.maker, fruitless)
+            prompts += self._count(self._made[each.index].at(each.id, self.maker) for each in items)
         return prompts
 
     async def draw(self, count: int) -> list[Item]:
@@ -112,17 +148,8 @@ class PromptStream(Generic[Item]):
         """All that is needed to go on from here, as JSON: position, counts, and what the position refers to."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self._rows)
-        return {
-            "position": self.position,
-            "dropped": self.dropped,
-            "truncated": self.truncated,
-            "unusable": self.unusable,
-            "unknown": self.unknown,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "rows": len(self._rows),
-            "fingerprint": self._fingerprint,
-        }
+        data = {"seed": self._seed, "shuffle": self._shuffle, "rows": len(self._rows), "fingerprint": self._fingerprint}
+        return {**self._counts(), **data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a saved stream was.
@@ -138,12 +165,8 @@ class PromptStream(Generic[Item]):
             if state[name] != now[name]
         ]
         if changed:
-            raise DataError(
-                f"{self._rows.name} is not the data set of the checkpoint ({'; '.join(changed)}): bring that back, or "
-                "start a new run from the checkpoint's model"
-            )
-        self.position, self.dropped, self.truncated = state["position"], state["dropped"], state["truncated"]
-        self.unusable, self.unknown = state.get("unusable", 0), state.get("unknown", 0)  # none in older checkpoints
+            raise another_data_set(self._name, "; ".join(changed))
+        self._load_counts(state)
 
     def _make(self, items: list[Drawn]) -> None:
         """Make prompts of the rows that are not at hand, and keep them for when they come round again."""
@@ -154,23 +177,10 @@ class PromptStream(Generic[Item]):
         for each in items:
             if each.index not in self._made:
                 first.setdefault(each.index, each)
-        new = list(first.values())
-        batch = self.maker.make(new)
-        by_id = {prompt.id: prompt for prompt in batch.prompts}
-        prompts: list[Any] = [getattr(each, "prompt", each) for each in batch.prompts]  # some are groups
-        self._held += sum(len(image.content) for prompt in prompts for image in getattr(prompt, "images", ()))
-        self._made.update(
-            (
-                each.index,
-                (
-                    by_id.get(each.id),
-                    each.id in batch.truncated,
-                    batch.unusable.get(each.id, ""),
-                    batch.unknown.get(each.id, ""),
-                ),
-            )
-            for each in new
-        )
+        for index, outcome in zip(first, self._maker.make(list(first.values())).outcomes(first.values()), strict=True):
+            self._made[index] = outcome
+            prompt = getattr(outcome.prompt, "prompt", outcome.prompt)  # some are groups of one's
+            self._held += sum(len(image.content) for image in getattr(prompt, "images", ()))
 
     def _next(self) -> Drawn:
         which, at = divmod(self.position, len(self._rows))
@@ -182,6 +192,14 @@ class PromptStream(Generic[Item]):
         item = Drawn.of(self._rows, self.position, index)
         self.position += 1
         return item
+
+
+def another_data_set(name: str, difference: str) -> DataError:
+    """The error for a checkpoint of other data."""
+    return DataError(
+        f"{name} is not the data set of the checkpoint ({difference}): bring that back, or start a new run from the "
+        "checkpoint's model"
+    )
 
 
 def nothing_usable(name: str, maker: Maker[Any], reasons: Sequence[str]) -> DataError:
@@ -197,21 +215,6 @@ def nothing_usable(name: str, maker: Maker[Any], reasons: Sequence[str]) -> Data
     return DataError(
         f"{name}: every {maker.unit} is longer than {maker.limit}; change that, or set data.overlong to truncate"
     )
-
-
-class Counted(Protocol):
-    """A stream that counts the rows that it leaves out, cuts or cannot write."""
-
-    position: int
-    dropped: int
-    truncated: int
-    unusable: int
-    remark: str
-    unknown: int
-    unknown_remark: str
-
-    @property
-    def maker(self) -> Maker[Any]: ...
 
 
 def left_out(stream: Counted) -> dict[str, str]:
@@ -288,7 +291,7 @@ class ShuffleBuffer:
         return self._rows.pop()
 
 
-class IteratedStream(Generic[Item]):
+class IteratedStream(Counted, Generic[Item]):
     """Prompts from an iterable, with the interface of `PromptStream`.
 
     Args:
@@ -301,36 +304,19 @@ class IteratedStream(Generic[Item]):
     def __init__(
         self, rows: Iterated, maker: Callable[[Sequence[Row]], Maker[Item]], *, seed: int = 0, buffer: int = BUFFER
     ):
-        self._maker_of = maker
+        super().__init__(rows.name, seed, _MOST_FRUITLESS)
+        self._maker_of, self._rows, self._size = maker, rows, buffer
         self._maker: Maker[Item] | None = None
-        self.position = 0
-        """Rows drawn so far; a prompt's id is the position of its row."""
-        self.dropped = 0
-        """Rows that were left out since their prompts were too long."""
-        self.truncated = 0
-        """Prompts that were cut."""
-        self.unusable = 0
-        """Rows that were left out since no prompt can be made of them."""
-        self.remark = ""
-        """Why, of the first of them."""
-        self.unknown = 0
-        """Rows handed out most of whose text the tokenizer does not know."""
-        self.unknown_remark = ""
-        """Remark on the first of them."""
-        self._rows = rows
-        self._seed = seed
-        self._size = buffer
         self._pass = -1
         self._drawn = 0  # rows of this pass that went out
         self._read = 0  # rows of this pass that came in
         self._saved: Mapping[str, Any] | None = None
-        self._fruitless: list[str] = []  # why the rows since the last prompt were left out
 
     @property
     def maker(self) -> Maker[Item]:
         """Makes prompts of rows. Raises `DataError` before the first row was read."""
         if self._maker is None:
-            raise DataError(f"{self._rows.name}: no row was read yet, so nothing is known about its columns")
+            raise DataError(f"{self._name}: no row was read yet, so nothing is known about its columns")
         return self._maker
 
     def take(self, count: int) -> list[Item]:
@@ -340,29 +326,25 @@ class IteratedStream(Generic[Item]):
             DataError: a row cannot be used; the iterable has ended for good, or is async.
         """
         if self._rows.is_async:
-            raise DataError(f"{self._rows.name} is an async iterable: await `draw` instead of calling `take`")
-        self._ready()
-        if (saved := self._to_replay()) is not None:
-            for _ in range(saved["drawn"]):
-                self._next()
-            self._replayed(saved)
+            raise DataError(f"{self._name} is an async iterable: await `draw` instead of calling `take`")
+        for _ in range(self._to_replay()):
+            self._next()
+        self._replayed()
         prompts: list[Item] = []
         while len(prompts) < count:
-            self._add(prompts, [self._next() for _ in range(count - len(prompts))])
+            prompts += self._prompts([self._next() for _ in range(count - len(prompts))])
         return prompts
 
     async def draw(self, count: int) -> list[Item]:
         """The next `count` prompts; those of a plain iterable are made in a thread. See `take`."""
         if not self._rows.is_async:
             return await asyncio.to_thread(self.take, count)
-        self._ready()
-        if (saved := self._to_replay()) is not None:
-            for _ in range(saved["drawn"]):
-                await self._next_async()
-            self._replayed(saved)
+        for _ in range(self._to_replay()):
+            await self._next_async()
+        self._replayed()
         prompts: list[Item] = []
         while len(prompts) < count:
-            self._add(prompts, [await self._next_async() for _ in range(count - len(prompts))])
+            prompts += self._prompts([await self._next_async() for _ in range(count - len(prompts))])
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
@@ -370,19 +352,8 @@ class IteratedStream(Generic[Item]):
         if self._saved is not None:
             return dict(self._saved)
         self._ready()
-        return {
-            "position": self.position,
-            "dropped": self.dropped,
-            "truncated": self.truncated,
-            "unusable": self.unusable,
-            "unknown": self.unknown,
-            "seed": self._seed,
-            "buffer": self._size,
-            "pass": self._pass,
-            "drawn": self._drawn,
-            "read": self._read,
-            "checksum": self._checksum,
-        }
+        now = {"drawn": self._drawn, "read": self._read, "checksum": self._checksum}
+        return {**self._counts(), "seed": self._seed, "buffer": self._size, "pass": self._pass, **now}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a saved stream was. The rows of its pass so far are read again when the next are drawn.
@@ -393,10 +364,9 @@ class IteratedStream(Generic[Item]):
         """
         for name, now in (("seed", self._seed), ("buffer", self._size)):
             if state[name] != now:
-                raise self._changed(f"{name} was {state[name]!r} and is {now!r}")
+                raise another_data_set(self._name, f"{name} was {state[name]!r} and is {now!r}")
         self._saved = dict(state)
-        self.position, self.dropped, self.truncated = state["position"], state["dropped"], state["truncated"]
-        self.unusable, self.unknown = state.get("unusable", 0), state.get("unknown", 0)  # none in older checkpoints
+        self._load_counts(state)
 
     def _begin(self, which: int) -> None:
         """Begin a pass."""
@@ -404,9 +374,7 @@ class IteratedStream(Generic[Item]):
         self._source: Any = aiter(opened) if self._rows.is_async else iter(opened)  # type: ignore[arg-type]
         self._pass = which
         self._buffer = ShuffleBuffer(self._size, self._seed, which)
-        self._drawn = 0
-        self._read = 0
-        self._checksum = 0
+        self._drawn = self._read = self._checksum = 0
         self._ended = False
 
     def _ready(self) -> None:
@@ -441,7 +409,7 @@ class IteratedStream(Generic[Item]):
         out = self._buffer.pop()
         if out is None:
             if self._read == 0:
-                raise DataError(f"{self._rows.name} gave no row at all")
+                raise DataError(f"{self._name} gave no row at all")
             self._begin(self._pass + 1)
         return out
 
@@ -452,39 +420,24 @@ class IteratedStream(Generic[Item]):
         return item
 
     def _where(self, index: int) -> str:
-        return f"{self._rows.name}, row {index + 1}"
+        return f"{self._name}, row {index + 1}"
 
-    def _add(self, prompts: list[Item], items: list[Drawn]) -> None:
-        batch = self.maker.make(items)
-        prompts += batch.prompts
-        self.dropped += batch.dropped
-        self.truncated += len(batch.truncated)
-        self.unusable += len(batch.unusable)
-        self.remark = self.remark or next(iter(batch.unusable.values()), "")
-        self.unknown += len(batch.unknown)
-        self.unknown_remark = self.unknown_remark or next(iter(batch.unknown.values()), "")
-        if batch.prompts:
-            self._fruitless.clear()
-            return
-        self._fruitless += [*batch.unusable.values(), *[""] * batch.dropped]
-        if len(self._fruitless) >= _MOST_FRUITLESS or sum(map(bool, self._fruitless)) >= MOST_UNUSABLE:
-            raise nothing_usable(self._rows.name, self.maker, self._fruitless)
+    def _prompts(self, items: list[Drawn]) -> Iterator[Item]:
+        return self._count(self.maker.make(items).outcomes(items))
 
-    def _to_replay(self) -> Mapping[str, Any] | None:
-        """A saved state that was loaded and not reached yet; its pass is begun."""
-        saved, self._saved = self._saved, None
-        if saved is not None:
-            self._begin(saved["pass"])
-        return saved
+    def _to_replay(self) -> int:
+        """How many rows went out before a saved state that was loaded and not reached yet; its pass is begun."""
+        self._ready()
+        if self._saved is None:
+            return 0
+        self._begin(self._saved["pass"])
+        return int(self._saved["drawn"])
 
-    def _replayed(self, saved: Mapping[str, Any]) -> None:
+    def _replayed(self) -> None:
         """The rows before a saved state were drawn again: see that they were the same."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return
         if (self._pass, self._read, self._checksum) != (saved["pass"], saved["read"], saved["checksum"]):
-            raise self._changed("its first rows are others")
+            raise another_data_set(self._name, "its first rows are others")
         self.position = saved["position"]
-
-    def _changed(self, what: str) -> DataError:
-        return DataError(
-            f"{self._rows.name} is not the data of the checkpoint ({what}): bring that back, or start a new run from "
-            "the checkpoint's model"
-        )

@@ -166,7 +166,7 @@ def test_a_chat_template_may_be_given_as_text_or_file(tmp_path):
 def test_long_prompts_of_an_evaluation_are_told(tokenizer):
     test = [{"prompt": "a", "answer": "b"}, {"prompt": "a" * 20, "answer": "b"}]
     more = {"train": test, "evaluation": test, "max_prompt_tokens": 10}
-    assert load_data(tokenizer, **more).notes[-1].endswith("evaluation on 1 of them; 1 are too long and left out")
+    assert load_data(tokenizer, **more).notes[-1].startswith("evaluation on 1 of them; 1 are left out")
     data = load_data(tokenizer, **more, overlong="truncate")
     assert data.notes[-1] == "evaluation on 2 of them; 1 are too long and cut"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlinf.data.datasets.prompts import Drawn, PromptMaker, Room
+from rlinf.data.datasets.prompts import Drawn, PromptMaker, PromptOptions, Room
 from rlinf.data.datasets.source import Columns, DataError, Mismatch
 from rlinf.data.tokenizer import character_tokenizer
 
@@ -13,6 +13,7 @@ CHAT = (
 )
 PLAIN = Columns("prompt", None, "response", None)
 ANSWERED = Columns("prompt", "answer", "response", None)
+NO_LIMIT = Room()
 
 
 @pytest.fixture
@@ -30,8 +31,8 @@ def rows(*given):
     return [Drawn(100 + index, index, row, f"data, row {index + 1}") for index, row in enumerate(given)]
 
 
-def make(tokenizer, *given, columns=PLAIN, **more):
-    return PromptMaker(tokenizer, columns, **more).make(rows(*given))
+def make(tokenizer, *given, columns=PLAIN, room=NO_LIMIT, **more):
+    return PromptMaker(tokenizer, columns, PromptOptions(**{"unusable": "error", **more}), room=room).make(rows(*given))
 
 
 def text_of(tokenizer, *given, **more):
@@ -145,22 +146,22 @@ def test_tokens_that_begin_a_text_are_added_and_an_end_is_not():
 
 
 def test_long_prompts_are_dropped_and_counted(tokenizer):
-    batch = make(tokenizer, {"prompt": "abcdef"}, {"prompt": "abc"}, max_tokens=3)
+    batch = make(tokenizer, {"prompt": "abcdef"}, {"prompt": "abc"}, max_prompt_tokens=3)
     assert [(prompt.id, prompt.text) for prompt in batch.prompts] == [(101, "abc")]
     assert (batch.dropped, batch.truncated) == (1, set())
 
 
 def test_long_prompts_are_cut_at_their_beginning(tokenizer):
-    assert text_of(tokenizer, {"prompt": "abcdef"}, {"prompt": "abc"}, max_tokens=3, overlong="truncate") == [
+    assert text_of(tokenizer, {"prompt": "abcdef"}, {"prompt": "abc"}, max_prompt_tokens=3, overlong="truncate") == [
         "def",
         "abc",
     ]
-    assert make(tokenizer, {"prompt": "abcdef"}, max_tokens=3, overlong="truncate").truncated == {100}
+    assert make(tokenizer, {"prompt": "abcdef"}, max_prompt_tokens=3, overlong="truncate").truncated == {100}
 
 
 def test_long_prompts_are_refused(tokenizer):
     with pytest.raises(DataError, match=r"2:.*prompt.*6 tokens.*data.max_prompt_tokens=3"):
-        make(tokenizer, {"prompt": "abc"}, {"prompt": "abcdef"}, max_tokens=3, overlong="error")
+        make(tokenizer, {"prompt": "abc"}, {"prompt": "abcdef"}, max_prompt_tokens=3, overlong="error")
 
 
 @pytest.mark.parametrize(
@@ -169,11 +170,11 @@ def test_long_prompts_are_refused(tokenizer):
 )
 def test_the_room_that_model_and_engine_leave_is_a_limit_too(tokenizer, most, told):
     room = Room(4, "positions for 6, of which an answer may have 2")
-    batch = make(tokenizer, {"prompt": "abcde"}, {"prompt": "abc"}, max_tokens=most, room=room)
+    batch = make(tokenizer, {"prompt": "abcde"}, {"prompt": "abc"}, max_prompt_tokens=most, room=room)
     assert ([prompt.text for prompt in batch.prompts], batch.dropped) == (["abc"], 1)
     with pytest.raises(DataError, match=f"1:.*prompt.*5 tokens.*{told}"):
-        make(tokenizer, {"prompt": "abcde"}, max_tokens=most, room=room, overlong="error")
-    (cut,) = make(tokenizer, {"prompt": "abcde"}, max_tokens=most, room=room, overlong="truncate").prompts
+        make(tokenizer, {"prompt": "abcde"}, max_prompt_tokens=most, room=room, overlong="error")
+    (cut,) = make(tokenizer, {"prompt": "abcde"}, max_prompt_tokens=most, room=room, overlong="truncate").prompts
     assert cut.text == "abcde"[-min(most or 4, 4) :]
 
 

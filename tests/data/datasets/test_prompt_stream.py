@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.data.datasets.prompts import PromptMaker
+from rlinf.data.datasets.prompts import PromptMaker, PromptOptions
 from rlinf.data.datasets.source import Columns, DataError, ListRows
 from rlinf.data.datasets.stream import PromptStream, left_out
 from rlinf.data.tokenizer import character_tokenizer
@@ -19,8 +19,8 @@ def rows(count, long=()):
 
 
 def stream(count=20, long=(), *, given=None, **more):
-    limit = {"max_tokens": 10, "overlong": more.pop("overlong", "drop")}
-    maker = PromptMaker(TOKENIZER, Columns("prompt", None, None, None), unusable="drop", **limit)
+    how = PromptOptions(max_prompt_tokens=10, overlong=more.pop("overlong", "drop"))
+    maker = PromptMaker(TOKENIZER, Columns("prompt", None, None, None), how)
     return PromptStream(ListRows("data", rows(count, long) if given is None else given), maker, **more)
 
 

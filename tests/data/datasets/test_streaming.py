@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.datasets.prompts import PromptMaker
+from rlinf.data.datasets.prompts import PromptMaker, PromptOptions
 from rlinf.data.datasets.source import Columns, DataError, open_rows
 from rlinf.data.datasets.stream import IteratedStream, ShuffleBuffer
 from rlinf.data.tokenizer import character_tokenizer
@@ -17,7 +17,7 @@ ROWS = [{"prompt": str(index)} for index in range(12)]
 
 def maker(first):
     columns = Columns.find(first, {}, where="data")
-    return PromptMaker(TOKENIZER, columns, max_tokens=10, unusable="drop")
+    return PromptMaker(TOKENIZER, columns, PromptOptions(max_prompt_tokens=10))
 
 
 def generate():

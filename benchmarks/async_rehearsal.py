@@ -89,7 +89,7 @@ def workload(answers: int) -> Workload:
     tokens = lengths(answers, 0)
     sizes = range(16, DEVICES + 1, 16)
     times = {size: alone(tokens, size // LAW.engine_devices) for size in sizes}
-    release = Release.measured(times[DEVICES // 2].reshape(-1, GROUP).max(axis=1).tolist())
+    release = Release.from_times(times[DEVICES // 2].reshape(-1, GROUP).max(axis=1).tolist())
     took = {size: float(done.max()) for size, done in times.items()}
     rollout = tuple(Option(n, took[n], longest=min(LIMIT * LAW.base, took[n])) for n in sizes)
     stages = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlinf.placement.planner import Found, best_of_each_mode, leaves, plan
+from rlinf.placement.planner import Candidate, best_of_each_mode, leaves, plan
 from rlinf.placement.profile import Release
 from rlinf.placement.workload import Edge, Option, Stage, Workload
 
@@ -48,7 +48,7 @@ def grpo_7b(devices: int = 64) -> Workload:
     sizes = range(8, devices + 1, 8)
     times = {size: _decode(lengths, size // 2) for size in sizes}
     half = times[max(8, devices // 2)]
-    release = Release.measured(half.reshape(-1, 16).max(axis=1).tolist())
+    release = Release.from_times(half.reshape(-1, 16).max(axis=1).tolist())
     rollout = Stage("rollout", tuple(Option(n, float(times[n].max())) for n in sizes), release)
     logprob = Stage("logprob", tuple(Option(n, 5.22e-5 * tokens / n) for n in sizes))
     trainer = Stage("trainer", tuple(Option(n, 1.877e-4 * tokens / n) for n in sizes))
@@ -170,7 +170,7 @@ def _by_loop(name: str, published: str, workload: Workload) -> Ranking:
     return Ranking(name, published, "none" if best is None else words[_loop_note(best)], seconds)
 
 
-def _loop_note(found: Found) -> str:
+def _loop_note(found: Candidate) -> str:
     return next(leaf.option.note for leaf in leaves(found.tree) if leaf.stage.name == "rollout")
 
 

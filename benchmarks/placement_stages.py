@@ -29,7 +29,7 @@ from rlinf.actors.base import SpmdActor
 from rlinf.data.step import Step
 from rlinf.data.weights import Weights
 from rlinf.flows.grpo import grpo
-from rlinf.placement.costs import Ledger
+from rlinf.placement.costs import Ledger, MeasuredRun
 from rlinf.placement.profile import Release, save
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.calls import lease_here
@@ -206,10 +206,8 @@ class Measuring:
         self.case, self.plan, self._virtual = case, case.plan(), virtual
         self.placed = seated(self.plan)
         held = {name: (role.active_bytes, role.parked_bytes) for name, role in case.roles.items() if name != "judge"}
-        self.ledger = Ledger(
-            self.placed.of_actors, case.items, model="modelled", machine="sleeping", flow="rlinf.flows.grpo.grpo",
-            kinds=(KIND,) * self.case.devices, held=held,
-        )  # fmt: skip
+        run = MeasuredRun("modelled", "sleeping", "rlinf.flows.grpo.grpo", (KIND,) * self.case.devices, held)
+        self.ledger = Ledger(self.placed.of_actors, case.items, run)
         self.seconds: list[float] = []
         self.told: list[dict[str, float]] = []
 

@@ -36,7 +36,7 @@ from rlinf.config.load import InputError, RunFailure
 from rlinf.config.reading import parse_yaml
 from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
-from rlinf.metrics.progress import shown
+from rlinf.metrics.progress import progress_bars
 from rlinf.runs.rules import is_embodied, load_config, load_embodied, suites_of
 from rlinf.runs.start import leaving_gpus
 from rlinf.runtime.base.errors import HostLost
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in _ELSEWHERE:
         command: Callable[[Sequence[str]], int] = resolve(_ELSEWHERE[words[0]][0])
-        with shown():
+        with progress_bars():
             return command(words[1:])
     if words and not words[0].startswith("-") and words[0] not in _HERE:
         near = nearest(words[0], commands := [*_ELSEWHERE, *_HERE])
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     options = _parsed(words or ["--help"])
     try:
-        with shown():
+        with progress_bars():
             options.run(options)
     except (InputError, RunFailure) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -40,7 +40,7 @@ from rlinf.config.importing import look_in_working_directory, shipped
 from rlinf.config.load import InputError, RunFailure, dump
 from rlinf.config.schema import leaves, nearest
 from rlinf.config.text import RunConfig
-from rlinf.metrics.progress import shown
+from rlinf.metrics.progress import progress_bars
 from rlinf.placement.plan import GB
 from rlinf.placement.seats import CONTROL, TEXT, Placed
 from rlinf.runs.rules import is_embodied, load_any
@@ -203,12 +203,12 @@ def _memory(placed: Placed, footprints: Mapping[str, tuple[int, int]], *, cuda: 
 
 def _prediction(prepared: RunPlan, config: RunConfig | EmbodiedConfig) -> Iterator[str]:
     from rlinf.runs.dry_run.embodied import seconds_of
-    from rlinf.runs.dry_run.estimate import modelled, plans
+    from rlinf.runs.dry_run.estimate import plans, step_lines
 
     choice, placed = prepared.chosen, prepared.placed
     if choice is None and isinstance(config, RunConfig) and prepared.algorithm is not None and placed.fleet.hardware:
         again, roles = prepared.algorithm.needs_recomputed_logprobs, prepared.roles
-        yield from modelled(prepared.config, prepared.model_config, placed, prepared.flow, roles, recomputes=again)
+        yield from step_lines(prepared.config, prepared.model_config, placed, prepared.flow, roles, recomputes=again)
         return
     if choice is None and isinstance(config, EmbodiedConfig) and (lines := [*seconds_of(config, placed)]):
         yield from lines
@@ -307,7 +307,7 @@ def main(arguments: Sequence[str] | None = None, starting: Starting | None = Non
     """
     rank, hosts = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        with shown(), starting or Starting() as starting:
+        with progress_bars(), starting or Starting() as starting:
             return _serve(parse(sys.argv[1:] if arguments is None else arguments), rank, hosts, starting)
     except (InputError, RunFailure) as error:
         return _report(error, rank)

@@ -27,8 +27,8 @@ from rlinf.placement.planner import leaves
 from rlinf.placement.profile import BESIDE, Profile, load
 
 if TYPE_CHECKING:
-    from rlinf.placement.asynchronous import Recommended
-    from rlinf.placement.auto import Chosen, Row
+    from rlinf.placement.asynchronous import Recommendation
+    from rlinf.placement.auto import Choice, Row
     from rlinf.placement.simulate import Flow
     from rlinf.runtime.actor.actor import Actor
 
@@ -205,7 +205,7 @@ def _resolved(key: str, path: str) -> Any:
         raise PlanError(f"{key} {path}: importing it failed: {type(error).__name__}: {error}") from error
 
 
-def _show(choice: Chosen, profile: Profile, devices: Mapping[str, int], options: argparse.Namespace) -> None:
+def _show(choice: Choice, profile: Profile, devices: Mapping[str, int], options: argparse.Namespace) -> None:
     count = sum(devices.values())
     items = options.items or profile.items
     early = f", begun up to {choice.staleness} steps early," if choice.staleness else ""
@@ -224,8 +224,8 @@ def _show(choice: Chosen, profile: Profile, devices: Mapping[str, int], options:
     wanted = options.rehearse is None or options.rehearse > 0
     if choice.staleness and wanted and choice.rows[0].rehearsed is None:
         _tell("calculated only: the flow works on one step at a time; add --flow rlinf.flows.grpo_async, or its like")
-    if choice.handed_over:
-        gains = (f"{mode} {one.seconds:,.3f} s, {one.gain:.0%} quicker" for mode, one in choice.handed_over.items())
+    if choice.handovers:
+        gains = (f"{mode} {one.seconds:,.3f} s, {one.gain:.0%} quicker" for mode, one in choice.handovers.items())
         _tell(f"if trainers took devices over as these run out of answers (calculated, at most): {'; '.join(gains)}")
     if choice.recommended is not None:
         _tell(_recommended(choice.recommended))
@@ -243,19 +243,19 @@ def _show(choice: Chosen, profile: Profile, devices: Mapping[str, int], options:
     )
 
 
-def _recommended(advice: Recommended) -> str:
+def _recommended(advice: Recommendation) -> str:
     """Describe the gain of each staleness, and the best split at the one to take."""
     row = next(row for row in advice.rows if row.staleness == advice.staleness)
-    sizes = ", ".join(f"{leaf.stage.name} {leaf.option.devices or 'beside'}" for leaf in leaves(row.found.tree))
-    share = row.bound.efficiency(row.found.seconds)
-    return f"{advice.said} ({sizes}: {row.found.seconds:,.3f} s a step, calculated, {share:.0%} of its bound)"
+    sizes = ", ".join(f"{leaf.stage.name} {leaf.option.devices or 'beside'}" for leaf in leaves(row.candidate.tree))
+    share = row.bound.efficiency(row.candidate.seconds)
+    return f"{advice.text} ({sizes}: {row.candidate.seconds:,.3f} s a step, calculated, {share:.0%} of its bound)"
 
 
 def _tell(line: str) -> None:
     sys.stdout.write(f"{line}\n")
 
 
-def _cells(row: Row, choice: Chosen) -> list[str]:
+def _cells(row: Row, choice: Choice) -> list[str]:
     sizes = ", ".join(f"{name} {_place(role.devices)}" for name, role in row.plan.roles.items())
     rehearsed = "-" if row.rehearsed is None else f"{row.rehearsed:,.3f}"
     peak = f"{row.peak_bytes / GB:.1f}" if row.peak_bytes else "-"

@@ -1,12 +1,12 @@
-"""Events of live runs: the job behind a run directory, its feed, and the outbox of each page.
+"""Events of live runs: the job behind a run directory, its feed, and the queue of each page.
 
 `Job` is read from live.json of a run directory; `status` says in a word for pages whether its process is there. `Feed`
 listens at the socket that live.json names: lines, each a JSON object, of which those that pages know are passed on as
 they come, and answers to what the job was asked. The job's lines wake `follow`; an answer wakes who asked. The job
 measures only while somebody listens, so this connects when a page is there and leaves when the last is gone.
 
-An `Outbox` has what one page is still to be sent: events of the runs that it shows, as server-sent events, each with an
-id by which a page that lost its connection is sent what it missed. `put` wakes `next`.
+A `ClientQueue` has what one page is still to be sent: events of the runs that it shows, as server-sent events, each
+with an id by which a page that lost its connection is sent what it missed. `put` wakes `next`.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def job_of(directory: Path) -> Job | None:
     """The job that says that it writes to a run directory; None if none does, or it cannot be understood."""
     path = directory / LIVE
     try:
-        said, written = parse_json(read_bytes(path, links=False)), path.stat().st_mtime
-        return Job(int(said["pid"]), str(said["machine"]), str(said["socket"]), written)
+        status, written = parse_json(read_bytes(path, links=False)), path.stat().st_mtime
+        return Job(int(status["pid"]), str(status["machine"]), str(status["socket"]), written)
     except (OSError, ValueError, TypeError, LookupError):
         return None
 
@@ -128,7 +128,7 @@ class TooSlow(Exception):
     """The page does not take what it is sent."""
 
 
-class Outbox:
+class ClientQueue:
     """Events that wait for a page.
 
     Args:
@@ -168,12 +168,12 @@ class Outbox:
             self.since[event["run"]] = max(self.since.get(event["run"], 0), event["rows"][-1]["step"])
         elif event["kind"] == "anew":
             self.since[event["run"]] = 0
-        known = ",".join(f"{run}:{step}" for run, step in self.since.items())
-        return f"id: {known}\ndata: {json.dumps(event)}\n\n"
+        last_id = ",".join(f"{run}:{step}" for run, step in self.since.items())
+        return f"id: {last_id}\ndata: {json.dumps(event)}\n\n"
 
 
 def known_steps(written: str) -> dict[str, int]:
-    """`since` of an outbox from the id of an event; what cannot be read is left out."""
+    """`since` of a queue from the id of an event; what cannot be read is left out."""
     pairs = (each.rpartition(":") for each in written.split(",")[:MOST_EVENTS])
     return {run: int(step) for run, _, step in pairs if run and step.isascii() and step.isdigit() and len(step) < 16}
 
@@ -232,14 +232,14 @@ class Feed:
         self._writer: asyncio.StreamWriter | None = None
         self._tried = asyncio.Event()
         """Somebody has answered, or nobody has."""
-        self._asked: dict[int, asyncio.Future[Message]] = {}
+        self._requests: dict[int, asyncio.Future[Message]] = {}
         self._number = 0
 
     @property
     def status(self) -> str | None:
         """The job's own word for what it does; None as long as it has not said."""
-        said = self._last.get("status", {}).get("status")
-        return said if isinstance(said, str) else None
+        word = self._last.get("status", {}).get("status")
+        return word if isinstance(word, str) else None
 
     @property
     def now(self) -> Iterator[Message]:
@@ -261,7 +261,7 @@ class Feed:
             self._tried.set()
         try:
             while line := await reader.readline():
-                self._heard(line)
+                self._receive(line)
         except (OSError, ValueError):  # it is gone; or a line is too long, which no feed of ours sends
             pass
         finally:
@@ -286,7 +286,7 @@ class Feed:
                 await self._tried.wait()
                 if self._writer is None:
                     raise NoFeed("nobody answers at the job's socket")
-                self._asked[number] = answer
+                self._requests[number] = answer
                 self._writer.write(json.dumps({"do": what, "id": number}).encode() + b"\n")
                 await self._writer.drain()
                 return dict(await answer)
@@ -295,9 +295,9 @@ class Feed:
         except OSError:
             raise NoFeed("the job has ended") from None
         finally:
-            self._asked.pop(number, None)
+            self._requests.pop(number, None)
 
-    def _heard(self, line: bytes) -> None:
+    def _receive(self, line: bytes) -> None:
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
@@ -306,7 +306,7 @@ class Feed:
             return
         if kind == "did":
             number = message.get("id")
-            answer = self._asked.get(number) if isinstance(number, int) else None
+            answer = self._requests.get(number) if isinstance(number, int) else None
             if answer is not None and not answer.done():
                 answer.set_result(message)
         elif kind == "lanes":
@@ -327,7 +327,7 @@ class Feed:
         self._writer = None
         self._last.clear()
         self._lanes.clear()
-        for answer in self._asked.values():
+        for answer in self._requests.values():
             if not answer.done():
                 answer.set_exception(NoFeed("the job has ended"))
 

@@ -92,17 +92,17 @@ class Trace:
 
     def spans(self, windows: Sequence[Interval]) -> list[dict[int, list[Span]]]:
         """The spans that reach into each of some windows of time, by host."""
-        kept: list[dict[int, list[Span]]] = [{} for _ in windows]
+        by_window: list[dict[int, list[Span]]] = [{} for _ in windows]
         if not windows:
-            return kept
+            return by_window
         first, last = min(start for start, _ in windows), max(end for _, end in windows)
         for event in _events(self._path, lambda line: _near(line, (first, last))):
             if (span := _span(event)) is None:
                 continue
-            for (begin, finish), hosts in zip(windows, kept, strict=True):
+            for (begin, finish), hosts in zip(windows, by_window, strict=True):
                 if span.end > begin and span.start < finish:
                     hosts.setdefault(event["pid"], []).append(span)
-        return kept
+        return by_window
 
 
 def _events(path: Path, wanted: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
@@ -127,10 +127,10 @@ def _span(event: Mapping[str, Any]) -> Span | None:
 
 def _near(line: str, within: Interval) -> bool:
     """True if a span may reach into some seconds: cheaper than reading it, which a long trace is mostly spared."""
-    found = _WHEN.search(line)
-    if found is None:
+    match = _WHEN.search(line)
+    if match is None:
         return False
-    start, lasts = float(found[1]) / _TRACE_UNIT, float(found[2]) / _TRACE_UNIT
+    start, lasts = float(match[1]) / _TRACE_UNIT, float(match[2]) / _TRACE_UNIT
     return start < within[1] and start + lasts > within[0]
 
 
@@ -242,13 +242,13 @@ class Lanes:
     def shares(self) -> list[tuple[int, dict[str, float]]]:
         """Per host the share of the time in which each role worked, under "moves" that in which any role moved, and
         under "idle" that in which nothing of this went on."""
-        found = []
+        by_host = []
         for lane in self.lanes:
             moves = lane.of(LOADING, PARKING)
             parts = {role: _length(times) for role, times in _by_name(lane.work).items()}
             parts |= {"moves": _length(_times(moves)), "idle": self.seconds - _length(_times([*lane.work, *moves]))}
-            found.append((lane.host, {name: spent / self.seconds for name, spent in parts.items()}))
-        return found
+            by_host.append((lane.host, {name: spent / self.seconds for name, spent in parts.items()}))
+        return by_host
 
     def overlap(self) -> list[Interval]:
         """When at least two different activities went on, seconds since the window began."""
@@ -266,7 +266,7 @@ def actor_lanes(trace: Trace, steps: Sequence[int]) -> list[Lanes]:
         ValueError: the trace has not all of these.
     """
     windows = [trace.window(step) for step in steps]
-    found = []
+    pictures = []
     for step, window, hosts in zip(steps, windows, trace.spans(windows), strict=True):
         parts = {host: busy(spans) for host, spans in sorted(hosts.items())}
         lanes: list[Lane] = []
@@ -280,8 +280,8 @@ def actor_lanes(trace: Trace, steps: Sequence[int]) -> list[Lanes]:
                 if stretch.name in by_actor:
                     by_actor[stretch.name].append(stretch)
             lanes += [Lane(host, tuple(stretches), actor) for actor, stretches in by_actor.items()]
-        found.append(_window(trace, step, window, lanes, parts))
-    return found
+        pictures.append(_window(trace, step, window, lanes, parts))
+    return pictures
 
 
 def device_lanes(path: Path, step: int | None = None, *, whole: bool = False) -> Lanes:
@@ -335,26 +335,26 @@ def _stretches(
         window: start and end, seconds of the trace.
         name_of: actor to the name under which its time counts.
     """
-    found: dict[tuple[str, str], list[Interval]] = defaultdict(list)
+    intervals: dict[tuple[str, str], list[Interval]] = defaultdict(list)
     worked: dict[str, list[Interval]] = defaultdict(list)
     called: dict[str, list[Interval]] = defaultdict(list)
     for part in parts:
         if (activity := activity_of(part.actor, part.endpoint)) is not None:
-            found[name_of(part.actor), activity] += part.intervals
+            intervals[name_of(part.actor), activity] += part.intervals
             worked[name_of(part.actor)] += part.intervals
     for span in spans:
         name, interval = name_of(span.actor), (span.start, span.end)
         if span.kind == "lease":
-            found[name, HELD].append(interval)
+            intervals[name, HELD].append(interval)
         elif span.kind in OF_ACTORS:
             called[name].append(interval)
             if span.kind == "move":
-                found[name, _MOVES[span.endpoint]].append(interval)
+                intervals[name, _MOVES[span.endpoint]].append(interval)
     for name, times in called.items():
-        found[name, WAITING] = list(without(union(times), union(worked[name])))
+        intervals[name, WAITING] = list(without(union(times), union(worked[name])))
     stretches = (
         Stretch(name, activity, start - window[0], end - window[0])
-        for (name, activity), times in found.items()
+        for (name, activity), times in intervals.items()
         for start, end in clip(union(times), *window)
     )
     return sorted(stretches, key=lambda stretch: stretch.start)
@@ -365,10 +365,10 @@ def _times(stretches: Iterable[Stretch]) -> list[Interval]:
 
 
 def _by_name(stretches: Iterable[Stretch]) -> dict[str, list[Interval]]:
-    found: dict[str, list[Stretch]] = defaultdict(list)
+    stretches_of: dict[str, list[Stretch]] = defaultdict(list)
     for stretch in stretches:
-        found[stretch.name].append(stretch)
-    return {name: _times(own) for name, own in found.items()}
+        stretches_of[stretch.name].append(stretch)
+    return {name: _times(own) for name, own in stretches_of.items()}
 
 
 def _length(intervals: Iterable[Interval]) -> float:

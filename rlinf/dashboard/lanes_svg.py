@@ -154,10 +154,10 @@ def device_lanes_svg(traces: Sequence[Lanes]) -> str:
 
     panels = []
     for one in traces:
-        shown, which = one.lanes[:MOST_LANES], f"step {one.step}: " if one.step is not None else ""
-        told = f"{which}{in_words(one.seconds)}, devices busy {one.busy:.0%}"
-        rows = [row(lane, one.seconds) for lane in shown]
-        panels.append(_Panel(one.title, told, one.seconds, rows, len(one.lanes) - len(shown)))
+        lanes, which = one.lanes[:MOST_LANES], f"step {one.step}: " if one.step is not None else ""
+        title_text = f"{which}{in_words(one.seconds)}, devices busy {one.busy:.0%}"
+        rows = [row(lane, one.seconds) for lane in lanes]
+        panels.append(_Panel(one.title, title_text, one.seconds, rows, len(one.lanes) - len(lanes)))
     label = f"What each device did: {', '.join(one.title for one in traces)}"
     return _picture(panels, _device_legend(traces, colours), label, min(len(traces), max(WIDTHS)))
 
@@ -201,15 +201,15 @@ def _picture(panels: Sequence[_Panel], legend: Iterable[tuple[str, int, str]], l
     width = WIDTHS[columns]
     room = (width - 2 * MARGIN - (columns - 1) * BETWEEN) / columns
     rows = [row for panel in panels for row in panel.rows]
-    left = 4 + CHARACTER * max((len(f"{row.label} {row.note}".strip()) for row in rows), default=0)
+    margin = 4 + CHARACTER * max((len(f"{row.label} {row.note}".strip()) for row in rows), default=0)
     right = 40 if any(row.share for row in rows) else 0
     longest = max(1e-9, *(panel.seconds for panel in panels))
-    scale = (room - left - right) / longest
+    scale = (room - margin - right) / longest
     parts, top = _legend(legend, width)
     for first in range(0, len(panels), columns):
         line = panels[first : first + columns]
         for column, panel in enumerate(line):
-            parts += _panel(panel, MARGIN + column * (room + BETWEEN), top, room, left, scale, longest)
+            parts += _panel(panel, MARGIN + column * (room + BETWEEN), top, room, margin, scale, longest)
         top += max(_height(panel) for panel in line) + MARGIN
     height = round(top)
     ground = f'<rect class="card" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="10"/>'
@@ -240,14 +240,14 @@ def _height(panel: _Panel) -> float:
 
 
 def _panel(
-    panel: _Panel, x: float, top: float, width: float, left: float, scale: float, longest: float
+    panel: _Panel, x: float, top: float, width: float, margin: float, scale: float, longest: float
 ) -> Iterator[str]:
-    """The drawing of one panel, `width` pixels wide with `left` for labels; the longest one has `longest` seconds."""
+    """The drawing of one panel, `width` pixels wide with `margin` for labels; the longest one has `longest` seconds."""
     room = int(width / (CHARACTER + 1.5))
     title = panel.title if len(panel.title) <= room else f"{panel.title[: room - 1]}…"
     yield f'<text class="name" x="{x:.1f}" y="{top + 16:g}">{escape(title)}<title>{escape(panel.title)}</title></text>'
     yield f'<text class="soft" x="{x:.1f}" y="{top + 36:g}">{escape(panel.subtitle)}</text>'
-    first, start = top + TITLE, x + left
+    first, start = top + TITLE, x + margin
     bottom = first + sum((row.height or BAR) + GAP for row in panel.rows) - GAP / 2
     apart = spacing(max(panel.seconds, 1e-9), max(2, round(panel.seconds / longest * _TICKS)))
     for number in range(int(panel.seconds / apart * (1 + 1e-9)) + 1):
@@ -263,22 +263,23 @@ def _panel(
         yield f'<text class="soft" x="{x:.1f}" y="{bottom + 32:g}">and {panel.hidden} more</text>'
 
 
-def _row(row: _Row, seconds: float, x: float, y: float, left: float, scale: float) -> Iterator[str]:
+def _row(row: _Row, seconds: float, x: float, y: float, margin: float, scale: float) -> Iterator[str]:
     middle = y + BAR / 2 + 5
     label = f'{escape(row.label)} <tspan class="soft">{escape(row.note)}</tspan>' if row.note else escape(row.label)
     yield f'<text x="{x:.1f}" y="{middle:g}">{label}</text>'
     if row.height:
-        yield f'<rect class="row" x="{left:.1f}" y="{y:g}" width="{seconds * scale:.1f}" height="{row.height}" rx="3"/>'
+        x_y = f'x="{margin:.1f}" y="{y:g}"'
+        yield f'<rect class="row" {x_y} width="{seconds * scale:.1f}" height="{row.height}" rx="3"/>'
     if row.share:
-        yield f'<text class="soft" x="{left + seconds * scale + 6:.1f}" y="{middle:g}">{row.share}</text>'
+        yield f'<text class="soft" x="{margin + seconds * scale + 6:.1f}" y="{middle:g}">{row.share}</text>'
     for bar in _joined(row.bars, FINEST / scale):
         wide = max((bar.end - bar.start) * scale, FINEST)
         corner = ' rx="2"' if wide > 6 and bar.height > LINE else ""
-        at = f'x="{left + bar.start * scale:.1f}" y="{y + bar.top:g}" width="{wide:.1f}" height="{bar.height:g}"'
+        at = f'x="{margin + bar.start * scale:.1f}" y="{y + bar.top:g}" width="{wide:.1f}" height="{bar.height:g}"'
         tip = f"{bar.tip}, {in_words(bar.end - bar.start)} from {in_words(bar.start)}"
         yield f"<rect {bar.look} {at}{corner}" + (f"><title>{escape(tip)}</title></rect>" if wide >= HOVER else "/>")
         if bar.text and bar.height > 14 and wide > CHARACTER * len(bar.text) + 8:
-            where = f'x="{left + (bar.start + bar.end) / 2 * scale:.1f}" y="{y + bar.top + bar.height / 2 + 4:g}"'
+            where = f'x="{margin + (bar.start + bar.end) / 2 * scale:.1f}" y="{y + bar.top + bar.height / 2 + 4:g}"'
             yield f'<text class="in" {where} text-anchor="middle" pointer-events="none">{escape(bar.text)}</text>'
 
 

@@ -131,8 +131,8 @@ def in_lines(directories: Sequence[Path]) -> Iterator[str]:
     widths = [max(len(values[place]) for _, values in rows) for place in range(len(runs))]
     first = max(len(what) for what, _ in rows)
     for what, values in rows:
-        told = (f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
-        yield f"{what:<{first}}  {'  '.join(told)}"
+        cells = (f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
+        yield f"{what:<{first}}  {'  '.join(cells)}"
 
 
 def _cell(value: object) -> str:
@@ -151,9 +151,9 @@ def _names(directories: Sequence[Path]) -> list[str]:
     """The shortest ends of paths that tell them apart."""
     parts = [each.resolve().parts for each in directories]
     for count in range(1, max(map(len, parts)) + 1):
-        found = ["/".join(each[-count:]) for each in parts]
-        if len(set(found)) == len(found):
-            return found
+        names = ["/".join(each[-count:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
     return [f"{number}: {each.name}" for number, each in enumerate(directories, start=1)]
 
 

@@ -1,9 +1,9 @@
 """Finds runs below directories and follows them for pages: their files as they grow, and their jobs' feeds.
 
 In: directories of runs, or of directories of runs. Out: runs by id, and what a list says of each without reading them
-whole; of a run its state as JSON, and events for the outboxes of pages. Who wakes whom: a page that comes wakes the
-tick, which has files looked at each second (`look`) until the last page has gone; lines of a feed go to the outboxes as
-they come. Looking is asking for sizes and times: it works on network file systems too, which tell nobody of changes,
+whole; of a run its state as JSON, and events for the queues of pages. Who wakes whom: a page that comes wakes the
+tick, which has files looked at each second (`look`) until the last page has gone; lines of a feed go to these as they
+come. Looking is asking for sizes and times: it works on network file systems too, which tell nobody of changes,
 and this process is none of the job's.
 """
 
@@ -23,7 +23,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlinf.config.reading import open_regular, parse_json, read_bytes
-from rlinf.dashboard.events import CONTROLS, LIVE, Event, Feed, Job, Message, NoFeed, Outbox, elsewhere, job_of, status
+from rlinf.dashboard.events import (
+    CONTROLS,
+    LIVE,
+    ClientQueue,
+    Event,
+    Feed,
+    Job,
+    Message,
+    NoFeed,
+    elsewhere,
+    job_of,
+    status,
+)
 from rlinf.dashboard.state import VIDEOS, Samples, run_lanes, run_state
 from rlinf.storage.files import ALARMS, ENVIRONMENT, EXPLAINED, METRICS, SAMPLES
 from rlinf.storage.reading import Appended, MetricFile, objects
@@ -36,7 +48,7 @@ _STEPS = re.compile(r"^steps:[ \t]*(\d+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RunPlace:
     """A run directory."""
 
     id: str
@@ -51,10 +63,10 @@ def is_run(directory: Path) -> bool:
     return any(os.path.isfile(directory / name) for name in (METRICS, LIVE))  # False where one may not look
 
 
-def runs_in(named: Sequence[Path]) -> list[Found]:
+def runs_in(named: Sequence[Path]) -> list[RunPlace]:
     """The runs in and below directories, each once, in the order of their names."""
-    found = {path.resolve(): name for directory in named for path, name in _below(directory)}
-    return [Found(_id(path), name, path) for path, name in found.items()]
+    names = {path.resolve(): name for directory in named for path, name in _below(directory)}
+    return [RunPlace(_id(path), name, path) for path, name in names.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +84,7 @@ class Summary:
     """That there are to be; None if nobody said."""
 
 
-def summary(run: Found) -> Summary:
+def summary(run: RunPlace) -> Summary:
     """Summarize a run for the list of runs. It reads the end of a file, and little else."""
     step, steps = _last_step(run.directory / METRICS), _planned(run.directory)
     return Summary(run.id, run.name, str(run.directory), status(job_of(run.directory), step, steps), step, steps)
@@ -128,13 +140,13 @@ def _last_step(metrics: Path) -> int:
 
 def _planned(directory: Path) -> int | None:
     try:
-        told = parse_json(read_bytes(directory / ENVIRONMENT, links=False))
-        if isinstance(told, dict) and type(told.get("steps")) is int:
-            return int(told["steps"])
-        found = _STEPS.search(read_bytes(directory / "resolved.yaml", links=False).decode("utf-8", errors="replace"))
+        environment = parse_json(read_bytes(directory / ENVIRONMENT, links=False))
+        if isinstance(environment, dict) and type(environment.get("steps")) is int:
+            return int(environment["steps"])
+        match = _STEPS.search(read_bytes(directory / "resolved.yaml", links=False).decode("utf-8", errors="replace"))
     except (OSError, ValueError):
         return None
-    return None if found is None else int(found[1])
+    return None if match is None else int(match[1])
 
 
 _GROWING = (METRICS, SAMPLES, EXPLAINED, ALARMS)
@@ -150,18 +162,18 @@ T = TypeVar("T")
 Signature = tuple[tuple[int, int, int] | None, ...]
 
 
-class Followed:
+class RunTail:
     """A run.
 
     Args:
         found: where.
     """
 
-    def __init__(self, found: Found) -> None:
-        self.found = found
-        self.outboxes: set[Outbox] = set()
+    def __init__(self, run: RunPlace) -> None:
+        self.run = run
+        self.client_queues: set[ClientQueue] = set()
         """Outboxes of the pages that show it."""
-        directory = found.directory
+        directory = run.directory
         self._metrics, self._samples = MetricFile(directory / METRICS), Samples(directory / SAMPLES)
         self._explained, self._alarms = Appended(directory / EXPLAINED), Appended(directory / ALARMS)
         self._reading, self._drawing = asyncio.Lock(), asyncio.Lock()
@@ -196,7 +208,7 @@ class Followed:
 
     def video(self, name: str) -> Path | None:
         """The file of a video; None if there is no such file below the run's directory of videos."""
-        top = (self.found.directory / VIDEOS).resolve()
+        top = (self.run.directory / VIDEOS).resolve()
         try:
             path = (top / name).resolve()
             return path if path.is_relative_to(top) and path.is_file() else None
@@ -205,32 +217,32 @@ class Followed:
 
     def summary(self) -> Summary:
         """Return its entry in the list of runs. It blocks for a moment."""
-        now = _signature(self.found.directory, (METRICS, LIVE, ENVIRONMENT, "resolved.yaml"))
+        now = _signature(self.run.directory, (METRICS, LIVE, ENVIRONMENT, "resolved.yaml"))
         lives = now[1] is not None  # then it may die without a file's changing
         if self._summary is None or lives or self._summary[0] != now:
-            self._summary = (now, summary(self.found))
-        told, word = self._summary[1], self._feed.status
-        return told if word is None else replace(told, status=word)
+            self._summary = (now, summary(self.run))
+        entry, word = self._summary[1], self._feed.status
+        return entry if word is None else replace(entry, status=word)
 
-    async def show(self, outbox: Outbox) -> None:
+    async def show(self, client_queue: ClientQueue) -> None:
         """Begin to send a page what happens: at once what it does not know yet."""
-        run = self.found.id
+        run = self.run.id
         await self._alone(self._catch_up())
         async with self._reading:  # nothing is read meanwhile, so no event is missed or sent twice
-            known = self._metrics.rows
-            if run not in outbox.since:
-                outbox.since[run] = known.steps[-1] if len(known) else 0
-            elif rows := known.after(outbox.since[run]):
-                outbox.put({"run": run, "kind": "rows", "rows": rows})
+            rows_now = self._metrics.rows
+            if run not in client_queue.since:
+                client_queue.since[run] = rows_now.steps[-1] if len(rows_now) else 0
+            elif rows := rows_now.after(client_queue.since[run]):
+                client_queue.put({"run": run, "kind": "rows", "rows": rows})
             for message in self._feed.now:
-                outbox.put({**message, "run": run})
-            self.outboxes.add(outbox)
+                client_queue.put({**message, "run": run})
+            self.client_queues.add(client_queue)
         await self._listen()
 
     async def look(self) -> None:
         """Tell the pages what was added to files; listen to the job as long as there are pages."""
         await self.rest()
-        if not self.outboxes:
+        if not self.client_queues:
             return
         await self._listen()
         await self._alone(self._catch_up())
@@ -256,7 +268,7 @@ class Followed:
 
     async def rest(self) -> None:
         """Listen to the job no longer, unless a page shows the run or somebody waits for the job's answer."""
-        if not self.outboxes and not self._asking:
+        if not self.client_queues and not self._asking:
             await self.leave()
 
     async def leave(self) -> None:
@@ -271,10 +283,10 @@ class Followed:
         if self._listens:
             return
         job = await asyncio.to_thread(self._job)
-        wanted = bool(self.outboxes or self._asking)  # whoever wanted it may have gone meanwhile
+        wanted = bool(self.client_queues or self._asking)  # whoever wanted it may have gone meanwhile
         if job is not None and job.near and wanted and not self._listens:
             self._feed.begins()
-            self._following = asyncio.create_task(self._follow(job), name=f"feed of {self.found.name}")
+            self._following = asyncio.create_task(self._follow(job), name=f"feed of {self.run.name}")
 
     @property
     def _listens(self) -> bool:
@@ -282,7 +294,7 @@ class Followed:
 
     def _job(self) -> Job | None:
         """Return the job that writes to it; None if none lives."""
-        job = job_of(self.found.directory)
+        job = job_of(self.run.directory)
         return job if job is not None and job.lives else None
 
     async def _follow(self, job: Job) -> None:
@@ -301,7 +313,7 @@ class Followed:
             async with lock or self._reading:
                 return await work
 
-        reading = asyncio.create_task(alone(), name=f"read {self.found.name}")
+        reading = asyncio.create_task(alone(), name=f"read {self.run.name}")
         self._reads.add(reading)
         reading.add_done_callback(self._reads.discard)
         return await asyncio.shield(reading)
@@ -317,18 +329,18 @@ class Followed:
             self._send(event)
 
     def _send(self, event: Event) -> None:
-        for outbox in self.outboxes:
-            outbox.put({**event, "run": self.found.id})
+        for client_queue in self.client_queues:
+            client_queue.put({**event, "run": self.run.id})
 
     def _read(self) -> list[Event]:
         """Read what was added; returns what pages are to be told."""
-        seen, self._seen = self._seen, _signature(self.found.directory, _GROWING)
-        if seen == self._seen:
+        before_signature, self._seen = self._seen, _signature(self.run.directory, _GROWING)
+        if before_signature == self._seen:
             return []
         before, anew = self._metrics.rows.steps[-1:], self._metrics.times_anew
         self._metrics.update()
         steps = self._samples.refresh()
-        told = {
+        additions = {
             kind: [row for _, block in file.blocks() for row in objects(block.splitlines())]
             for kind, file in (("explained", self._explained), ("alarms", self._alarms))
         }
@@ -338,28 +350,28 @@ class Followed:
         # Once more the last row that is known, to which an evaluation may have added.
         if rows := self._metrics.rows.after(before[0] - 1 if before else -1):
             events.append({"kind": "rows", "rows": rows})
-        events += [{"kind": kind, "rows": rows} for kind, rows in told.items() if rows]
+        events += [{"kind": kind, "rows": rows} for kind, rows in additions.items() if rows]
         if steps:
             events.append({"kind": "answers", "steps": steps})
         return events
 
     def _make_state(self) -> bytes:
         status = self.summary().status
-        now = _signature(self.found.directory, _SHOWN), status  # a job that is killed changes no file
+        now = _signature(self.run.directory, _SHOWN), status  # a job that is killed changes no file
         if self._state is None or self._state[0] != now:
             rows, samples = self._metrics.rows, self._samples
-            state = run_state(self.found.directory, traced=False, metrics=rows, samples=samples)
-            state |= {"id": self.found.id, "status": status}
+            state = run_state(self.run.directory, traced=False, metrics=rows, samples=samples)
+            state |= {"id": self.run.id, "status": status}
             state["controls"] = [{"what": what, **asdict(each)} for what, each in CONTROLS.items()]
-            state["elsewhere"] = elsewhere(job_of(self.found.directory), self.found.directory)
+            state["elsewhere"] = elsewhere(job_of(self.run.directory), self.run.directory)
             state["about"] = [*state["about"], *self._left_out]
             self._state = (now, _packed(state))
         return self._state[1]
 
     def _make_lanes(self) -> bytes:
-        now = _signature(self.found.directory, (_TRACE,))
+        now = _signature(self.run.directory, (_TRACE,))
         if self._lanes is None or self._lanes[0] != now:
-            self._lanes = (now, _packed(run_lanes(self.found.directory)))
+            self._lanes = (now, _packed(run_lanes(self.run.directory)))
         return self._lanes[1]
 
     @property
@@ -380,14 +392,14 @@ def _signature(directory: Path, names: tuple[str, ...]) -> Signature:
 
 def _stat(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _packed(told: Any) -> bytes:
-    return gzip.compress(json.dumps(told).encode(), _LEAST)
+def _packed(value: Any) -> bytes:
+    return gzip.compress(json.dumps(value).encode(), _LEAST)
 
 
 logger = logging.getLogger(__name__)
@@ -398,7 +410,7 @@ SEARCH = 5
 """Every how many looks new runs are looked for."""
 
 
-class Shelf:
+class RunList:
     """The runs in and below some directories.
 
     Args:
@@ -407,11 +419,11 @@ class Shelf:
 
     def __init__(self, named: Sequence[Path]) -> None:
         self._named = list(named)
-        self.runs: dict[str, Followed] = {}
+        self.runs: dict[str, RunTail] = {}
         """By id."""
-        self._outboxes: set[Outbox] = set()
+        self._client_queues: set[ClientQueue] = set()
         self._page_came = asyncio.Event()
-        self._told: list[dict[str, Any]] = []
+        self._listed: list[dict[str, Any]] = []
 
     async def listed(self) -> list[dict[str, Any]]:
         """Return an entry for each run that there is now: those found first come first, and those of one search by
@@ -420,18 +432,18 @@ class Shelf:
         return await self._summaries()
 
     @contextlib.asynccontextmanager
-    async def shown(self, runs: Sequence[Followed], outbox: Outbox) -> AsyncIterator[None]:
+    async def showing(self, runs: Sequence[RunTail], client_queue: ClientQueue) -> AsyncIterator[None]:
         """While a page shows runs, it is sent what happens."""
-        self._outboxes.add(outbox)
+        self._client_queues.add(client_queue)
         self._page_came.set()
         try:
             for run in runs:
-                await run.show(outbox)
+                await run.show(client_queue)
             yield
         finally:
-            self._outboxes.discard(outbox)
+            self._client_queues.discard(client_queue)
             for run in runs:
-                run.outboxes.discard(outbox)
+                run.client_queues.discard(client_queue)
 
     @contextlib.asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
@@ -452,7 +464,7 @@ class Shelf:
                 await next(iter(self.runs.values())).state()
         ticks = 0
         while True:
-            if not self._outboxes:
+            if not self._client_queues:
                 self._page_came.clear()
                 for run in list(self.runs.values()):
                     await run.rest()
@@ -464,21 +476,21 @@ class Shelf:
                 try:
                     await run.look()
                 except Exception as error:  # a disk that fails for a while, or one damaged run: the others are shown
-                    logger.warning("%s: %s: %s", run.found.directory, type(error).__name__, error)
+                    logger.warning("%s: %s: %s", run.run.directory, type(error).__name__, error)
             listed = await self._summaries()
-            if listed != self._told:
-                self._told = listed
-                for outbox in self._outboxes:
-                    outbox.put({"run": None, "kind": "runs", "runs": listed})
+            if listed != self._listed:
+                self._listed = listed
+                for client_queue in self._client_queues:
+                    client_queue.put({"run": None, "kind": "runs", "runs": listed})
             await asyncio.sleep(TICK)
 
     async def _search(self) -> None:
-        found = await asyncio.to_thread(runs_in, self._named)
-        there = {each.id for each in found}
-        for each in found:
-            self.runs.setdefault(each.id, Followed(each))
-        for gone in [name for name, run in self.runs.items() if name not in there and not run.outboxes]:
-            if (run := self.runs.pop(gone, None)) is not None:  # a request may have searched meanwhile, too
+        runs = await asyncio.to_thread(runs_in, self._named)
+        there = {each.id for each in runs}
+        for each in runs:
+            self.runs.setdefault(each.id, RunTail(each))
+        for missing in [name for name, run in self.runs.items() if name not in there and not run.client_queues]:
+            if (run := self.runs.pop(missing, None)) is not None:  # a request may have searched meanwhile, too
                 await run.leave()
 
     async def _summaries(self) -> list[dict[str, Any]]:

@@ -42,10 +42,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from rlinf.config.reading import parse_json
-from rlinf.dashboard import runs as shelf
-from rlinf.dashboard.events import CONTROLS, NoFeed, Outbox, TooSlow, job_of, known_steps
+from rlinf.dashboard import runs
+from rlinf.dashboard.events import CONTROLS, ClientQueue, NoFeed, TooSlow, job_of, known_steps
 from rlinf.dashboard.report import live_page
-from rlinf.dashboard.runs import Followed, Shelf
+from rlinf.dashboard.runs import RunList, RunTail
 
 logger = logging.getLogger(__name__)
 
@@ -138,10 +138,10 @@ async def in_words(request: web.Request, handler: Handler) -> web.StreamResponse
     try:
         return await handler(request)
     except web.HTTPException as refusal:
-        return _said(request, (refusal.text or refusal.reason).strip(), refusal.status)
+        return _text(request, (refusal.text or refusal.reason).strip(), refusal.status)
     except (OSError, ValueError) as error:  # files that are damaged, or that cannot be read for now
         logger.warning("%s: %s", request.path, error)
-        return _said(request, str(error), web.HTTPInternalServerError.status_code)
+        return _text(request, str(error), web.HTTPInternalServerError.status_code)
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -150,10 +150,10 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         response.headers.setdefault(name, value)
 
 
-def _said(request: web.Request, said: str, status: int) -> web.Response:
+def _text(request: web.Request, text: str, status: int) -> web.Response:
     if request.path.startswith("/api/"):
-        return web.json_response({"said": said}, status=status)
-    return web.Response(text=f"{said}\n", status=status)
+        return web.json_response({"said": text}, status=status)
+    return web.Response(text=f"{text}\n", status=status)
 
 
 def _from_here(request: web.Request) -> bool:
@@ -180,8 +180,8 @@ def _cookie(host: str) -> str:
         return "rlinf-watch"
 
 
-def _forbidden(said: str) -> web.HTTPForbidden:
-    return web.HTTPForbidden(text=said)
+def _forbidden(text: str) -> web.HTTPForbidden:
+    return web.HTTPForbidden(text=text)
 
 
 _ALIVE = 15.0
@@ -192,16 +192,16 @@ _PLAYED = {".mp4": "video/mp4", ".webm": "video/webm", ".webp": "image/webp", ".
 """Files that are sent from a run's directory of videos, and as what."""
 
 
-def application(shelf: Shelf, guard: Guard) -> web.Application:
+def application(run_list: RunList, guard: Guard) -> web.Application:
     """The server.
 
     Args:
-        shelf: the runs.
+        run_list: the runs.
         guard: who may see them.
     """
     app = web.Application(middlewares=[in_words, _guarded(guard)], client_max_size=_MOST_BODY)
     app.on_response_prepare.append(add_headers)
-    routes = _Routes(shelf)
+    routes = _Routes(run_list)
     app.router.add_get("/", routes.page)
     app.router.add_get("/api/runs", routes.runs)
     app.router.add_get("/api/events", routes.events)
@@ -211,7 +211,7 @@ def application(shelf: Shelf, guard: Guard) -> web.Application:
     app.router.add_post("/api/runs/{run}/do", routes.do)
 
     async def ticking(app: web.Application) -> AsyncIterator[None]:
-        async with shelf.followed():
+        async with run_list.followed():
             yield
 
     app.cleanup_ctx.append(ticking)
@@ -219,15 +219,15 @@ def application(shelf: Shelf, guard: Guard) -> web.Application:
 
 
 class _Routes:
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, run_list: RunList) -> None:
+        self._run_list = run_list
 
     async def page(self, request: web.Request) -> web.Response:
         html, policy = await asyncio.to_thread(live_page)
         return web.Response(text=html, content_type="text/html", headers={"Content-Security-Policy": policy})
 
     async def runs(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._shelf.listed())
+        return web.json_response(await self._run_list.listed())
 
     async def state(self, request: web.Request) -> web.Response:
         return await _unpacked(request, await self._run(request).state())
@@ -264,31 +264,31 @@ class _Routes:
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         names = [each for each in request.query.get("runs", "").split(",") if each]
-        shown = [self._known(name) for name in dict.fromkeys(names)]
-        if (known := request.headers.get("Last-Event-ID")) is not None:
-            since = known_steps(known)
+        runs = [self._tail(name) for name in dict.fromkeys(names)]
+        if (last_id := request.headers.get("Last-Event-ID")) is not None:
+            since = known_steps(last_id)
         else:
             steps = request.query.get("since", "").split(",")
             since = known_steps(",".join(f"{name}:{step}" for name, step in zip(names, steps, strict=False)))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
         await response.prepare(request)
-        outbox = Outbox(since)
-        async with self._shelf.shown(shown, outbox):
+        client_queue = ClientQueue(since)
+        async with self._run_list.showing(runs, client_queue):
             with contextlib.suppress(TooSlow, ConnectionError):
                 while True:
                     try:
                         async with asyncio.timeout(_ALIVE):
-                            event = await outbox.next()
+                            event = await client_queue.next()
                     except TimeoutError:
                         event = ": here\n\n"
                     await response.write(event.encode())
         return response
 
-    def _run(self, request: web.Request) -> Followed:
-        return self._known(request.match_info["run"])
+    def _run(self, request: web.Request) -> RunTail:
+        return self._tail(request.match_info["run"])
 
-    def _known(self, name: str) -> Followed:
-        if (run := self._shelf.runs.get(name)) is None:
+    def _tail(self, name: str) -> RunTail:
+        if (run := self._run_list.runs.get(name)) is None:
             raise web.HTTPNotFound(text="there is no such run here")
         return run
 
@@ -356,7 +356,7 @@ async def serve(named: Sequence[Path], where: Where, say: Callable[[str], None])
     listening = _listen(where)
     port = listening.getsockname()[1]
     guard = Guard(where.host)
-    runner = runner_of(Shelf(named), guard)
+    runner = runner_of(RunList(named), guard)
     try:
         await runner.setup()
         await web.SockSite(runner, listening).start()
@@ -373,10 +373,10 @@ async def serve(named: Sequence[Path], where: Where, say: Callable[[str], None])
         listening.close()
 
 
-def runner_of(shelf: Shelf, guard: Guard) -> web.AppRunner:
+def runner_of(run_list: RunList, guard: Guard) -> web.AppRunner:
     """The server of a page, before it listens."""
     return web.AppRunner(
-        application(shelf, guard),
+        application(run_list, guard),
         access_log=None, logger=_own_logger(), handler_cancellation=True, shutdown_timeout=_GOODBYE,
     )  # fmt: skip
 
@@ -443,7 +443,7 @@ async def _job_over(directory: Path, over: asyncio.Event) -> None:
         began |= job
         if os.getppid() != parent or (began and not lives):
             break
-        await _sleep(over, shelf.TICK)
+        await _sleep(over, runs.TICK)
     await _sleep(over, LINGER)
 
 

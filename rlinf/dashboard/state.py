@@ -78,8 +78,8 @@ class Samples:
         new: set[int] = set()
         for place, block in self._file.blocks():
             for line in block.splitlines(keepends=True):
-                if (told := _told(line)) is not None:
-                    step, held_out = told
+                if (head := _head(line)) is not None:
+                    step, held_out = head
                     (self._held_out if held_out else self._answers)[step].append((place, len(line)))
                     if not held_out:
                         new.add(step)
@@ -123,25 +123,25 @@ class Samples:
 
 def cut(row: Row) -> Row:
     """A row whose texts and tokens are no more than a page shows."""
-    shown: dict[str, Any] = {}
+    short: dict[str, Any] = {}
     for name, value in row.items():
         long = isinstance(value, str) and len(value) > MOST_TEXT
-        shown[name] = f"{value[:MOST_TEXT]}… ({len(value):,} characters)" if long else value
+        short[name] = f"{value[:MOST_TEXT]}… ({len(value):,} characters)" if long else value
     if isinstance(spans := row.get("read"), list):
-        shown["read"] = [[begin, min(end, MOST_TEXT)] for begin, end in spans if begin < MOST_TEXT]
+        short["read"] = [[begin, min(end, MOST_TEXT)] for begin, end in spans if begin < MOST_TEXT]
     if isinstance(tokens := row.get("tokens"), dict):
         lists = {name: tokens[name] for name in _TOKENS if isinstance(tokens.get(name), list)}
-        shown["tokens"] = {name: each[:MOST_TOKENS] for name, each in lists.items()}
+        short["tokens"] = {name: each[:MOST_TOKENS] for name, each in lists.items()}
         left_out = max(map(len, lists.values()), default=0) - MOST_TOKENS
-        if (gone := max(left_out, 0) + int(tokens.get("cut") or 0)) > 0:
-            shown["tokens"]["cut"] = gone
-    return shown
+        if (excess := max(left_out, 0) + int(tokens.get("cut") or 0)) > 0:
+            short["tokens"]["cut"] = excess
+    return short
 
 
-def _told(line: bytes) -> tuple[int, bool] | None:
+def _head(line: bytes) -> tuple[int, bool] | None:
     """(step, whether it is held-out) of a line; None if it is none."""
-    if (found := _BEGINS.match(line)) is not None:
-        return int(found[1]), _HELD_OUT in line
+    if (match := _BEGINS.match(line)) is not None:
+        return int(match[1]), _HELD_OUT in line
     row = _row(line)
     step = None if row is None else row.get("step")
     return None if row is None or not isinstance(step, int) else (step, row.get("kind") == HELD_OUT)
@@ -173,10 +173,10 @@ def success(metrics: MetricRows) -> list[dict[str, Any]]:
     """
     counts = [name for name in metrics.names if name.startswith(_EVALUATION) and name.endswith("/episodes")]
     tried = np.flatnonzero(np.any([~np.isnan(metrics.column(name)) for name in counts], axis=0)) if counts else ()
-    told = [found for place in tried if (found := _episodes_told(metrics[int(place)]))]
-    if not told:
+    evaluations = [by_task for place in tried if (by_task := _success_by_task(metrics[int(place)]))]
+    if not evaluations:
         return []
-    first, last = told[0], told[-1]
+    first, last = evaluations[0], evaluations[-1]
     return [
         {
             "suite": row.suite, "task": row.task, "name": row.name, "episodes": row.episodes,
@@ -193,24 +193,24 @@ def episodes(directory: Path) -> list[dict[str, Any]]:
     Args:
         directory: of the run.
     """
-    found = sorted(_videos(directory / VIDEOS), key=lambda row: (-row["step"], row["success"] is True, row["video"]))
-    return found[:MOST_EPISODES]
+    videos = sorted(_videos(directory / VIDEOS), key=lambda row: (-row["step"], row["success"] is True, row["video"]))
+    return videos[:MOST_EPISODES]
 
 
 def _videos(directory: Path) -> Iterator[dict[str, Any]]:
     for path in directory.rglob("*"):
-        kept = path.relative_to(directory)
-        numbered = _STEP.fullmatch(kept.parts[0])
+        relative = path.relative_to(directory)
+        numbered = _STEP.fullmatch(relative.parts[0])
         if path.suffix not in _PLAYED or numbered is None or path.name.startswith("."):
             continue
         ends = {"-success": True, "-failure": False}
         yield {
-            "step": int(numbered[1]), "video": kept.as_posix(), "task": "/".join(kept.parts[1:-1]),
+            "step": int(numbered[1]), "video": relative.as_posix(), "task": "/".join(relative.parts[1:-1]),
             "success": next((value for end, value in ends.items() if path.stem.endswith(end)), None),
         }  # fmt: skip
 
 
-def _episodes_told(metrics: Mapping[str, Any]) -> dict[tuple[str, str], SuccessRow]:
+def _success_by_task(metrics: Mapping[str, Any]) -> dict[tuple[str, str], SuccessRow]:
     numbers = {
         name.removeprefix(_EVALUATION): value
         for name, value in metrics.items()
@@ -278,7 +278,7 @@ class RunData:
         values = self.values(name)
         return statistics.median(values) if values else None
 
-    def told(self, name: str, first: int = 0) -> list[tuple[int, float]]:
+    def points(self, name: str, first: int = 0) -> list[tuple[int, float]]:
         """(step, value) of a metric from a step on, where it has one."""
         values = self.metrics.column(name).tolist()
         pairs = zip(self.metrics.steps, values, strict=True)
@@ -287,24 +287,24 @@ class RunData:
     @property
     def accuracies(self) -> list[tuple[int, float]]:
         """(step, mean reward on held-out problems), step 0 included."""
-        return self.told(ACCURACY)
+        return self.points(ACCURACY)
 
     @property
     def best(self) -> tuple[str, int, float] | None:
         """(metric, step, value) of the best evaluation after a step, where the configuration asks for one."""
-        asked = self.config.get("checkpoint")
-        metric = asked.get("best") if isinstance(asked, Mapping) else None
-        known = self.told(str(metric), first=1) if metric else []
-        if not known:
+        settings = self.config.get("checkpoint")
+        metric = settings.get("best") if isinstance(settings, Mapping) else None
+        values = self.points(str(metric), first=1) if metric else []
+        if not values:
             return None
-        sign = -1 if isinstance(asked, Mapping) and asked.get("best_mode") == "min" else 1
-        step, value = max(known, key=lambda pair: sign * pair[1])  # the first of equal ones, as the run takes it
+        sign = -1 if isinstance(settings, Mapping) and settings.get("best_mode") == "min" else 1
+        step, value = max(values, key=lambda pair: sign * pair[1])  # the first of equal ones, as the run takes it
         return str(metric), step, value
 
     @property
     def graded(self) -> bool:
         """Some reward of an evaluation was neither 0 nor 1, so that its mean is no share of right answers."""
-        return any(value for _, value in self.told(GRADED))
+        return any(value for _, value in self.points(GRADED))
 
     @property
     def seconds(self) -> float:
@@ -352,15 +352,15 @@ def shown_answers(samples: Samples) -> dict[int, list[Row]]:
     steps = samples.steps
     if not steps:
         return {}
-    chosen: dict[int, list[Row]] = {}
+    rows_by_step: dict[int, list[Row]] = {}
     characters = 0
     for share in _SHOWN_STEPS:
         step = steps[round(share * (len(steps) - 1))]
-        if step in chosen or (len(chosen) >= _SHOWN_ANYWAY and characters > MOST_ANSWERS):
+        if step in rows_by_step or (len(rows_by_step) >= _SHOWN_ANYWAY and characters > MOST_ANSWERS):
             continue
-        chosen[step] = samples.rows(step, SHOWN_SAMPLES)
-        characters += len(json.dumps(chosen[step]))
-    return dict(sorted(chosen.items()))
+        rows_by_step[step] = samples.rows(step, SHOWN_SAMPLES)
+        characters += len(json.dumps(rows_by_step[step]))
+    return dict(sorted(rows_by_step.items()))
 
 
 def _text(path: Path) -> str:
@@ -380,10 +380,10 @@ def _mapping(text: str) -> Mapping[str, Any]:
 
 def _environment(path: Path) -> Mapping[str, Any]:
     try:
-        found = parse_json(_text(path) or "{}")
+        environment = parse_json(_text(path) or "{}")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return environment if isinstance(environment, dict) else {}
 
 
 EDGE = 5
@@ -394,13 +394,13 @@ Fact = dict[str, str]
 
 def about(run: RunData) -> list[str]:
     """Describe the set-up of a run: algorithm, model, number of processes, start."""
-    told = [
+    parts = [
         str(run.config.get("flow") or _named(run.config.get("algorithm"))),
         _model(run.config.get("model")),
         f"{run.environment['hosts']} processes" if run.environment.get("hosts", 1) != 1 else "",
         str(run.environment.get("started", "")).replace("T", " "),
     ]
-    return [each for each in told if each]
+    return [each for each in parts if each]
 
 
 def headline(run: RunData) -> list[Fact]:
@@ -417,11 +417,11 @@ def time(run: RunData) -> dict[str, Any]:
     """
     names = [name for name in (*ACTIVITIES, "switching", "overlap", "other") if run.values(f"timing/{name}")]
     steps = _steps(run, [f"timing/{name}" for name in names])
-    told = typical(steps) if names and steps else {}
-    if not told.get("timing/step"):
+    means = typical(steps) if names and steps else {}
+    if not means.get("timing/step"):
         return {}
-    parts = [(name, told.get(f"timing/{name}", 0.0)) for name in names]
-    return {"step": told["timing/step"], "over": over(steps), "parts": parts}
+    parts = [(name, means.get(f"timing/{name}", 0.0)) for name in names]
+    return {"step": means["timing/step"], "over": over(steps), "parts": parts}
 
 
 def possible(run: RunData) -> dict[str, Any]:
@@ -431,25 +431,25 @@ def possible(run: RunData) -> dict[str, Any]:
         `step`, seconds, and `over`, as in `time`; `efficiency`, a share; `devices`; and `parts`: (name, seconds,
         meaning), the least possible first, which add up to the step.
     """
-    told = _typical(run)
-    if not told:
+    means = _typical(run)
+    if not means:
         return {}
-    which = binding(told)
-    least = ("the least possible", told["bound/seconds"], f"{which}: {BINDING[which]}")
+    which = binding(means)
+    least = ("the least possible", means["bound/seconds"], f"{which}: {BINDING[which]}")
     return {
-        "step": told["timing/step"],
+        "step": means["timing/step"],
         "over": over(_steps(run)),
-        "efficiency": told["bound/efficiency"],
-        "devices": round(told["bound/devices"]),
-        "parts": [least, *((part, told.get(f"lost/{part}", 0.0), MEANINGS[part]) for part in PARTS)],
+        "efficiency": means["bound/efficiency"],
+        "devices": round(means["bound/devices"]),
+        "parts": [least, *((part, means.get(f"lost/{part}", 0.0), MEANINGS[part]) for part in PARTS)],
     }
 
 
 def side_by_side(run: RunData) -> list[tuple[str, str]]:
     """Return the figures by which runs are compared, each with its value; empty where a run does not tell it."""
-    rewards, told = run.values("reward/mean")[-EDGE:], _typical(run)
+    rewards, means = run.values("reward/mean")[-EDGE:], _typical(run)
     step = _step_seconds(run)
-    found = [
+    facts = [
         ("held-out problems", _newest(run)),
         (f"mean reward of the last {EDGE} steps", f"{sum(rewards) / len(rewards):.3f}" if rewards else ""),
         ("steps", f"{run.steps} of {run.planned}"),
@@ -461,10 +461,10 @@ def side_by_side(run: RunData) -> list[tuple[str, str]]:
                 ("environment steps per second (median)", "env_steps_per_s", ",.0f"),
             )
         ),
-        ("of what is possible", f"{told['bound/efficiency']:.0%}" if told else ""),
+        ("of what is possible", f"{means['bound/efficiency']:.0%}" if means else ""),
         ("seconds in all", f"{run.seconds:.0f}"),
     ]
-    return [(what, value) for what, value in found if value]
+    return [(what, value) for what, value in facts if value]
 
 
 def _typical(run: RunData) -> dict[str, float]:
@@ -504,8 +504,10 @@ def _named(algorithm: Any) -> str:
 def _model(model: Any) -> str:
     if not isinstance(model, Mapping):
         return ""
-    made = model.get("config")
-    return str(model.get("path") or (f"a new {made.get('model_type')}" if isinstance(made, Mapping) else ""))
+    architecture = model.get("config")
+    return str(
+        model.get("path") or (f"a new {architecture.get('model_type')}" if isinstance(architecture, Mapping) else "")
+    )
 
 
 def _tried(run: RunData) -> Iterator[Fact]:
@@ -515,11 +517,11 @@ def _tried(run: RunData) -> Iterator[Fact]:
         ("evaluation/success_once", "Solved in trials", ".1%"),
         ("evaluation/reward/mean", "Return in trials", ".2f"),
     ):
-        if told := run.told(metric):
-            (_, before), (step, after) = told[0], told[-1]
-            episodes = run.told("evaluation/episodes")
+        if values := run.points(metric):
+            (_, before), (step, after) = values[0], values[-1]
+            episodes = run.points("evaluation/episodes")
             note = f"of {episodes[-1][1]:,.0f} episodes, after step {step}" if episodes else f"after step {step}"
-            yield _fact(label, f"{after:{style}}", note) | ({"before": f"{before:{style}}"} if len(told) > 1 else {})
+            yield _fact(label, f"{after:{style}}", note) | ({"before": f"{before:{style}}"} if len(values) > 1 else {})
             return
 
 
@@ -628,7 +630,7 @@ def run_state(
     """
     return {
         **state_of(read_run(directory, metrics, samples)),
-        **told_in(directory),
+        **events_in(directory),
         "directory": str(directory),
         "lanes": run_lanes(directory) if traced else [],
     }
@@ -662,7 +664,7 @@ def state_of(run: RunData) -> dict[str, Any]:
     }
 
 
-def told_in(directory: Path) -> dict[str, Any]:
+def events_in(directory: Path) -> dict[str, Any]:
     """Make the part of a run's state that follows from smaller files: sentences, causes, alarms, and the videos of
     episodes."""
     explained = _lines(directory / EXPLAINED)
@@ -687,18 +689,18 @@ def causes(explained: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Returns:
         Of each cause `cause`, `steps`, `seconds`, and of the last step that tells one its `text`, `change` and `saves`.
     """
-    found: dict[str, dict[str, Any]] = {}
+    by_cause: dict[str, dict[str, Any]] = {}
     for line in explained:
         name = line.get("cause")
         if not isinstance(name, str) or name == "none":
             continue
-        one = found.setdefault(name, {"cause": name, "steps": 0, "seconds": 0.0, "change": None, "saves": 0.0})
+        one = by_cause.setdefault(name, {"cause": name, "steps": 0, "seconds": 0.0, "change": None, "saves": 0.0})
         one["steps"] += 1
         one["seconds"] += line.get("seconds") or 0.0
         one["text"] = line.get("text")
         if line.get("change"):
             one["change"], one["saves"] = line["change"], line.get("saves") or 0.0
-    return sorted(found.values(), key=lambda one: -one["seconds"])
+    return sorted(by_cause.values(), key=lambda one: -one["seconds"])
 
 
 def run_lanes(directory: Path) -> list[dict[str, Any]]:
@@ -736,12 +738,14 @@ def lanes_json(lanes: Lanes) -> dict[str, Any]:
 
 def _joined(stretches: Sequence[Stretch], finest: float) -> Iterator[tuple[str, float, float]]:
     """Stretches of one lane, those of one activity as one where less than `finest` seconds lie between them."""
-    found: dict[str, list[list[float]]] = {}
+    by_activity: dict[str, list[list[float]]] = {}
     for each in stretches:
-        times = found.setdefault(each.activity, [])
+        times = by_activity.setdefault(each.activity, [])
         if times and each.start - times[-1][1] < finest:
             times[-1][1] = max(times[-1][1], each.end)
         else:
             times.append([each.start, each.end])
-    every = ((activity, round(start, 5), round(end, 5)) for activity, times in found.items() for start, end in times)
+    every = (
+        (activity, round(start, 5), round(end, 5)) for activity, times in by_activity.items() for start, end in times
+    )
     yield from sorted(every, key=lambda each: each[1])

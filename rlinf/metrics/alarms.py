@@ -26,9 +26,9 @@ class Alarm(str):
 
     def __new__(cls, where: str, text: str, do: str = "") -> Alarm:
         """An alarm of a place in the run, such as "step 3"."""
-        made = super().__new__(cls, f"{where}: {text}{f'. {do}' if do else ''}")
-        made.text, made.do = text, do
-        return made
+        alarm = super().__new__(cls, f"{where}: {text}{f'. {do}' if do else ''}")
+        alarm.text, alarm.do = text, do
+        return alarm
 
 
 MOVED = 10
@@ -49,7 +49,7 @@ class MismatchAlarm:
         self._limits = {f"mismatch/{name}": limit for name, limit in (("mean", mean), ("max", max))}
         self._passed: set[str] = set()
 
-    def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+    def check(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         """Return the alarm of a step; None if nothing is new."""
         limits = {name: limit for name, limit in self._limits.items() if limit is not None and name in metrics}
         mean, youngest = self._limits["mismatch/mean"], _youngest(metrics)
@@ -98,15 +98,15 @@ class RouteDriftAlarm:
         self._limit = limit
         self._passed = False
 
-    def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+    def check(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         """Return the alarm of a step; None if nothing is new."""
-        found = metrics.get("moe/route_drift", 0.0)
-        before, self._passed = self._passed, self._limit is not None and not found <= self._limit
+        drift = metrics.get("moe/route_drift", 0.0)
+        before, self._passed = self._passed, self._limit is not None and not drift <= self._limit
         if before or not self._passed:
             return None
         return Alarm(
             f"step {step}",
-            f"engine and trainer send {percent(found)} of tokens to other experts with the same weights "
+            f"engine and trainer send {percent(drift)} of tokens to other experts with the same weights "
             f"(limit metrics.route_drift = {self._limit:g})",
             "trainer.router_replay computes on the engine's; but so many say that the two compute differently: let "
             "both have the same precision (rollout.dtype, trainer.dtype), and see whether mismatch/mean is as large at "
@@ -126,7 +126,7 @@ class StalenessAlarm:
         self._bound, self._key = bound, key
         self._worst = 0.0
 
-    def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+    def check(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         """Return the alarm of a step; None unless its tokens are older than ever."""
         oldest = metrics.get("staleness/max", 0.0)
         if oldest <= max(self._bound, self._worst):
@@ -166,10 +166,10 @@ class NothingLearnedAlarm:
     ) -> None:
         self._compares, self._limit, self._reward, self._no_end = compares, limit, reward, no_end
         self._since: dict[str, int] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._in_a_row = 0
 
-    def heard(
+    def check(
         self, step: int, metrics: Mapping[str, float], rows: Iterable[Mapping[str, Any]] = (), last: bool = False
     ) -> Alarm | None:
         """Return the alarm of a step; None if nothing is new.
@@ -185,23 +185,23 @@ class NothingLearnedAlarm:
         self._since = {sign: self._since.get(sign, step) for sign in signs}
         none_taught = last and self._in_a_row == step  # not of a resumed run, of which the beginning is not known
         due = [sign for sign, since in self._since.items() if step - since + 1 >= STEPS_OF_SILENCE or none_taught]
-        if not due or not set(due) - self._told:
+        if not due or not set(due) - self._reported:
             return None
-        self._told.update(due)
+        self._reported.update(due)
         first, where = min(self._since[sign] for sign in due), f"step {step}"
         steps = f"in steps {first} to {step}" if first < step else f"in step {step}"
         return self._alarm(where, steps, due, metrics, list(rows))
 
     def _signs(self, metrics: Mapping[str, float]) -> list[str]:
         """Return the signs that a step teaches nothing, the most telling first."""
-        found = ["cut"] if metrics.get("truncated") == 1.0 and self._may_end else []
+        signs = ["cut"] if metrics.get("truncated") == 1.0 and self._may_end else []
         if self._compares is not None and metrics.get("reward/std") == 0.0:
-            found.append("equal")
+            signs.append("equal")
         elif self._compares and metrics.get("groups/uniform") == 1.0:
-            found.append("uniform")
+            signs.append("uniform")
         elif metrics.get("grad_norm") == 0.0:
-            found.append("still")
-        return found
+            signs.append("still")
+        return signs
 
     @property
     def _may_end(self) -> bool:
@@ -218,9 +218,9 @@ class NothingLearnedAlarm:
             "uniform": f"no group had two different rewards (mean {mean:.3g}), so there was nothing to learn",
             "still": "the gradient was 0, so the weights stayed as they are",
         }
-        told = " and ".join(texts[sign] for sign in due)
-        shown = f"; {examples(rows)}" if rows and set(due) - {"still"} else ""
-        return Alarm(where, f"{steps} {told}{shown}", self._advice(due[0], mean))
+        reasons = " and ".join(texts[sign] for sign in due)
+        excerpt = f"; {examples(rows)}" if rows and set(due) - {"still"} else ""
+        return Alarm(where, f"{steps} {reasons}{excerpt}", self._advice(due[0], mean))
 
     def _advice(self, sign: str, mean: float) -> str:
         """Return advice on the most telling sign."""
@@ -265,14 +265,14 @@ def default_reward(where: str, rows: Iterable[Mapping[str, Any]]) -> Alarm:
 
 def examples(rows: Iterable[Mapping[str, Any]]) -> str:
     """The ends of a few answers beside the right ones: `answers: '3577' (right: '3577'), …`."""
-    shown: dict[str, None] = {}
+    excerpts: dict[str, None] = {}
     for row in rows:
         right = row.get("answer")
-        beside = f" (right: {_end(right)})" if right not in (None, "") else " (the data names no right one)"
-        shown.setdefault(f"{_end(row.get('response', ''))}{beside}")
-        if len(shown) == EXAMPLES:
+        remark = f" (right: {_end(right)})" if right not in (None, "") else " (the data names no right one)"
+        excerpts.setdefault(f"{_end(row.get('response', ''))}{remark}")
+        if len(excerpts) == EXAMPLES:
             break
-    return f"answers: {', '.join(shown)}"
+    return f"answers: {', '.join(excerpts)}"
 
 
 def right_answers(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -293,7 +293,7 @@ class NoUpdateAlarm:
     def __init__(self) -> None:
         self._steps = 0  # in a row
 
-    def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+    def check(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         """Return the alarm of a step without an update; None unless it is the first, the tenth, the hundredth ... in a
         row."""
         self._steps = self._steps + 1 if metrics.get("update/skipped") else 0
@@ -306,9 +306,9 @@ class NoUpdateAlarm:
     @staticmethod
     def _reason(metrics: Mapping[str, float]) -> tuple[str, str]:
         if metrics.get("sampling/kept") == 0.0:
-            drawn, rounds = metrics.get("sampling/drawn", 0.0), metrics.get("sampling/rounds", 0.0)
+            groups, rounds = metrics.get("sampling/drawn", 0.0), metrics.get("sampling/rounds", 0.0)
             return (
-                f"sampling/kept is 0, for not one of the {drawn:,.0f} groups of {rounds:g} rounds has answers of "
+                f"sampling/kept is 0, for not one of the {groups:,.0f} groups of {rounds:g} rounds has answers of "
                 "different reward",
                 "Easier problems, a larger algorithm.group_size, or rewards that tell better answers from worse ones; "
                 "algorithm.sampling.max_rounds bounds what such a step costs",
@@ -333,7 +333,7 @@ class ShapingAlarm:
         self._on_best = self._parted = False
         self._past: list[tuple[float, float, float]] = []  # of each step: reward, after shaping, error of the former
 
-    def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+    def check(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         """Return the alarm of a step; None if nothing is new."""
         if "reward/shaped" not in metrics:
             return None
@@ -438,31 +438,34 @@ class FailureAlarm:
     """Watches which share of answers fails, step by step."""
 
     def __init__(self) -> None:
-        self._told = 0.0
+        self._reported = 0.0
         self._kinds: set[str] = set()
         self.total = Scored()
         """Counts of all steps."""
 
-    def heard(self, where: str, found: Scored) -> Alarm | None:
+    def check(self, where: str, scored: Scored) -> Alarm | None:
         """Return the alarm of a step's failures; None if nothing is new.
 
         Args:
             where: such as "step 3".
-            found: what judges counted there.
+            scored: what judges counted there.
         """
-        self.total += found
-        if not found.answers or not self._is_news(found):
+        self.total += scored
+        if not scored.answers or not self._is_news(scored):
             return None
-        self._told = found.failed
-        if not found.failed:
+        self._reported = scored.failed
+        if not scored.failed:
             return Alarm(where, "all answers are scored again")
-        return Alarm(where, str(found), "They count as not drawn; samples.jsonl shows some of them")
+        return Alarm(where, str(scored), "They count as not drawn; samples.jsonl shows some of them")
 
-    def _is_news(self, found: Scored) -> bool:
+    def _is_news(self, scored: Scored) -> bool:
         """A kind of failure that was not told yet, or another rate."""
-        kinds = {name for name in NAMES if getattr(found, name)}
+        kinds = {name for name in NAMES if getattr(scored, name)}
         new, self._kinds = kinds - self._kinds, self._kinds | kinds
-        change, spread = abs(found.failed - self._told), sqrt(self._told * (1.0 - self._told) / found.answers)
+        change, spread = (
+            abs(scored.failed - self._reported),
+            sqrt(self._reported * (1.0 - self._reported) / scored.answers),
+        )
         return bool(new) or (change >= CHANGE and change >= CERTAIN * spread)
 
 

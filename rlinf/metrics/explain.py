@@ -3,8 +3,8 @@
 In: the `Lap` of a step, the devices of every actor, what was read off the lap, the step's metrics, and a few steps
 before it. Out: seconds of the step by what they went to, as means over the devices, which together with work are the
 step; causes that were measured, the costliest first, each with its seconds and a clause that says it; and an
-`Explained`, for people and for explained.jsonl: the costliest cause, and the change that would help, with what it would
-save. Pure but for the memory of earlier steps.
+`Explanation`, for people and for explained.jsonl: the costliest cause, and the change that would help, with what
+it would save. Pure but for the memory of earlier steps.
 
 A moment in which a device does no work counts once, as the first of these that it is: the device loads or parks roles;
 it publishes or takes weights; the last few items are generated; a role works on other devices; a role beside the
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from rlinf.placement.bound import Spans, in_turn, joined, length, spans
-from rlinf.placement.costs import ASIDE, MOVING, PUBLISHING, Seen, role_of
+from rlinf.placement.costs import ASIDE, MOVING, PUBLISHING, MeasuredStep, role_of
 from rlinf.runtime.observe.spans import Lap
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
+class TimeSplit:
     """Where the devices' time of a step went, seconds of the step."""
 
     seconds: float
@@ -40,7 +40,7 @@ class Waited:
     """They idled while the last few items were generated."""
     others: Mapping[tuple[str, str], float]
     """They idled while a role worked elsewhere: by (role whose device idled, role that worked)."""
-    beside: Mapping[str, float]
+    off_devices: Mapping[str, float]
     """No device worked, and a role beside them did: by role."""
     nobody: float
     """Nobody worked."""
@@ -50,13 +50,13 @@ class Waited:
     """By role: seconds of loading and parking, added up over its actors."""
 
 
-def waited(lap: Lap, devices: Mapping[str, frozenset[int]], seen: Seen) -> Waited:
+def split_time(lap: Lap, devices: Mapping[str, frozenset[int]], measurements: MeasuredStep) -> TimeSplit:
     """Split the time of a step.
 
     Args:
         lap: the step.
         devices: of every actor, by a name such as "rollout[0]"; an actor that is missing has none.
-        seen: what was read off it.
+        measurements: what was read off it.
     """
     actors: dict[str, list[Spans]] = defaultdict(list)
     for part in lap.busy:
@@ -64,39 +64,39 @@ def waited(lap: Lap, devices: Mapping[str, frozenset[int]], seen: Seen) -> Waite
             actors[part.actor].append(spans(part.intervals, lap.start, lap.end))
     own = {actor: joined(*parts) for actor, parts in actors.items()}
     roles: dict[str, list[Spans]] = defaultdict(list)
-    beside: dict[str, list[Spans]] = defaultdict(list)
+    deviceless: dict[str, list[Spans]] = defaultdict(list)
     for actor, times in own.items():
-        (roles if devices.get(actor) else beside)[role_of(actor)].append(times)
-    on, off = ({role: joined(*parts) for role, parts in each.items()} for each in (roles, beside))
+        (roles if devices.get(actor) else deviceless)[role_of(actor)].append(times)
+    on, off = ({role: joined(*parts) for role, parts in each.items()} for each in (roles, deviceless))
     sums: dict[str, float] = defaultdict(float)
     others: dict[tuple[str, str], float] = defaultdict(float)
     apart: dict[str, float] = defaultdict(float)
     names = sorted(off, key=lambda role: -length(off[role]))
-    for number, lane in seen.lanes.items():
+    for number, lane in measurements.lanes.items():
         mine = sorted({role_of(actor) for actor, where in devices.items() if number in where})
         working = [role for role in on if len(on[role])]
         parts = [
             lane.work,
             lane.switch,
             lane.sync,
-            seen.tail,
+            measurements.tail,
             *(on[role] for role in working),
             *(off[n] for n in names),
         ]
-        found = in_turn(parts)
-        for name, seconds in zip(("work", "switching", "sync", "tail"), found, strict=False):
+        in_order = in_turn(parts)
+        for name, seconds in zip(("work", "switching", "sync", "tail"), in_order, strict=False):
             sums[name] += seconds
-        for role, seconds in zip(working, found[4:], strict=False):
+        for role, seconds in zip(working, in_order[4:], strict=False):
             others["+".join(mine) or "nobody", role] += seconds
-        for role, seconds in zip(names, found[4 + len(working) :], strict=True):
+        for role, seconds in zip(names, in_order[4 + len(working) :], strict=True):
             apart[role] += seconds
-        sums["nobody"] += seen.seconds - sum(found)
-    count = max(1, len(seen.lanes))
+        sums["nobody"] += measurements.seconds - sum(in_order)
+    count = max(1, len(measurements.lanes))
     moved: dict[str, float] = defaultdict(float)
     for move in lap.moves:
         moved[role_of(move.actor)] += move.end - move.start
-    return Waited(
-        seen.seconds,
+    return TimeSplit(
+        measurements.seconds,
         sums["work"] / count,
         sums["switching"] / count,
         sums["sync"] / count,
@@ -157,8 +157,13 @@ class Causes:
         self._tokens: deque[float] = deque(maxlen=16)
         self._pieces: deque[tuple[float, float]] = deque(maxlen=_FIT)
 
-    def found(
-        self, lap: Lap, seen: Seen, where: Waited, losses: Mapping[str, float], metrics: Mapping[str, float]
+    def find(
+        self,
+        lap: Lap,
+        measurements: MeasuredStep,
+        where: TimeSplit,
+        losses: Mapping[str, float],
+        metrics: Mapping[str, float],
     ) -> list[Cause]:
         """Return the causes of one step, the costliest first.
 
@@ -168,8 +173,8 @@ class Causes:
             metrics: of the step.
         """
         causes = [
-            *self._waits(seen, where),
-            *self._beside(where, metrics),
+            *self._waits(measurements, where),
+            *self._off_devices(where, metrics),
             *self._moves(where),
             *self._work(lap, losses, metrics),
         ]
@@ -177,22 +182,25 @@ class Causes:
 
     # Idle devices ------------------------------------------------------------------------------------------------
 
-    def _waits(self, seen: Seen, where: Waited) -> Iterator[Cause]:
+    def _waits(self, measurements: MeasuredStep, where: TimeSplit) -> Iterator[Cause]:
         slow = dict(self._slow_hosts(where))
         tail, others = where.tail, dict(where.others)
         for role, (actor, excess) in slow.items():
             waited = sum(seconds for (_, working), seconds in others.items() if working == role)
-            ends = seen.source is not None and role in seen.source.split("+")
+            ends = measurements.source is not None and role in measurements.source.split("+")
             waited += tail if ends else 0.0
             if (cost := min(excess, waited)) > 0:
                 yield Cause("slow host", cost, f"{actor} took {excess:.2g} s longer than its peers, as before", actor)
                 tail = 0.0 if ends else tail
                 others = {pair: each for pair, each in others.items() if pair[1] != role}
         if tail:
-            count = len(seen.released)
+            count = len(measurements.released)
             last = max(1, count - int(0.95 * count))
             yield Cause(
-                "tail", tail, f"devices idled {_s(tail)} for the last {last} of {count} items", seen.source or ""
+                "tail",
+                tail,
+                f"devices idled {_s(tail)} for the last {last} of {count} items",
+                measurements.source or "",
             )
         for (idle, working), seconds in others.items():
             ahead = self._staleness and working == "trainer" and idle != "nobody"
@@ -200,7 +208,7 @@ class Causes:
             text = f"devices of {idle} idled {_s(seconds)} while {working} worked elsewhere"
             yield Cause(name, seconds, text + (": nothing may be begun earlier" if ahead else ""), working)
 
-    def _slow_hosts(self, where: Waited) -> Iterator[tuple[str, tuple[str, float]]]:
+    def _slow_hosts(self, where: TimeSplit) -> Iterator[tuple[str, tuple[str, float]]]:
         """By role: an actor that was the slowest in nearly all of the last steps, and by how much in this one."""
         roles: dict[str, dict[str, float]] = {}
         for actor, seconds in where.by_actor.items():
@@ -216,8 +224,8 @@ class Causes:
             if stands_out and past.count(slowest) >= REMEMBERED - 1:
                 yield role, (slowest, actors[slowest] - usual)
 
-    def _beside(self, where: Waited, metrics: Mapping[str, float]) -> Iterator[Cause]:
-        for role, seconds in where.beside.items():
+    def _off_devices(self, where: TimeSplit, metrics: Mapping[str, float]) -> Iterator[Cause]:
+        for role, seconds in where.off_devices.items():
             if role in _JUDGES:
                 failed = metrics.get("reward/failed", 0.0)
                 late = f" ({failed:.0%} of them failed)" if failed else ""
@@ -231,7 +239,7 @@ class Causes:
         text = f"nobody worked for {_s(where.nobody)}: the flow itself, data, or what it calls besides its roles"
         yield Cause("flow", where.nobody, text)
 
-    def _moves(self, where: Waited) -> Iterator[Cause]:
+    def _moves(self, where: TimeSplit) -> Iterator[Cause]:
         if where.switching:
             parts = ", ".join(
                 f"{role} {_s(each)}" for role, each in sorted(where.moved.items(), key=lambda one: -one[1])
@@ -314,7 +322,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
+class Explanation:
     """Why a step took as long as it did."""
 
     text: str
@@ -350,46 +358,46 @@ class Explainer:
         self._causes = Causes(staleness)
 
     def step(
-        self, lap: Lap, devices: Mapping[str, frozenset[int]], seen: Seen, metrics: Mapping[str, float]
-    ) -> Explained | None:
+        self, lap: Lap, devices: Mapping[str, frozenset[int]], measurements: MeasuredStep, metrics: Mapping[str, float]
+    ) -> Explanation | None:
         """Explain a step.
 
         Args:
             lap: the step.
             devices: of every actor.
-            seen: what was read off it.
+            measurements: what was read off it.
             metrics: of the step, `lost/...` among them.
 
         Returns:
             None where no device worked.
         """
-        if not seen.lanes or seen.seconds <= 0:
+        if not measurements.lanes or measurements.seconds <= 0:
             return None
         losses = {name.removeprefix("lost/"): value for name, value in metrics.items() if name.startswith("lost/")}
-        found = self._causes.found(lap, seen, waited(lap, devices, seen), losses, metrics)
-        first = next((cause for cause in found if cause.seconds >= WORTH * seen.seconds), None)
+        causes = self._causes.find(lap, measurements, split_time(lap, devices, measurements), losses, metrics)
+        first = next((cause for cause in causes if cause.seconds >= WORTH * measurements.seconds), None)
         if first is None:
-            return Explained("devices were at work nearly all the time", "none")
-        change = None if self._advice is None else self._advice.change(first, seen.seconds)
+            return Explanation("devices were at work nearly all the time", "none")
+        change = None if self._advice is None else self._advice.change(first, measurements.seconds)
         if change is None:
-            return Explained(first.text, first.name, first.seconds)
+            return Explanation(first.text, first.name, first.seconds)
         saves = min(change.seconds, first.seconds) if change.seconds else 0.0
-        gain = f", which would save {saves / seen.seconds:.0%}".replace("%", " %") if saves else ""
-        return Explained(f"{first.text}; {change.text}{gain}", first.name, first.seconds, change.text, saves)
+        gain = f", which would save {saves / measurements.seconds:.0%}".replace("%", " %") if saves else ""
+        return Explanation(f"{first.text}; {change.text}{gain}", first.name, first.seconds, change.text, saves)
 
 
-def in_short(steps: Sequence[Explained]) -> list[str]:
+def in_short(steps: Sequence[Explanation]) -> list[str]:
     """A line on what most steps waited for, and the newest sentence that says so; none where there is nothing to say.
 
     Args:
         steps: of a run, in order; the first, which warms up, does not count if there are others.
     """
-    told = [each for each in (steps[1:] or steps) if each.cause != "none"]
-    if not told:
+    explanations = [each for each in (steps[1:] or steps) if each.cause != "none"]
+    if not explanations:
         return []
-    names = Counter(each.cause for each in told)
-    often = max(names, key=lambda name: sum(each.seconds for each in told if each.cause == name))
+    names = Counter(each.cause for each in explanations)
+    often = max(names, key=lambda name: sum(each.seconds for each in explanations if each.cause == name))
     if names[often] < TWICE:
         return []
-    last = next(each for each in reversed(told) if each.cause == often)
+    last = next(each for each in reversed(explanations) if each.cause == often)
     return [f"{names[often]} of {len(steps)} steps lost most to: {often}; the last of them: {last.text}"]

@@ -28,7 +28,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from rlinf.metrics.progress import clock, progress_shown
+from rlinf.metrics.progress import clock, progress_here
 from rlinf.metrics.tables import ACCURACY, FAILED, GRADED, HELD_OUT
 from rlinf.metrics.timing import sentence
 from rlinf.runtime.system.host_service import ActorState, QueueState
@@ -57,7 +57,7 @@ there while there are any."""
 
 
 @dataclass(slots=True)
-class Shown:
+class ViewState:
     """All that the view knows of a run."""
 
     title: str
@@ -80,20 +80,20 @@ class Shown:
     """A line about each long work under way."""
 
 
-def picture(shown: Shown, width: int, height: int) -> Group:
+def picture(state: ViewState, width: int, height: int) -> Group:
     """The lines of the view, none longer than the terminal is wide.
 
     Args:
-        shown: what is known.
+        state: what is known.
         width, height: of the terminal, characters.
     """
-    lines = [_progress(shown, width), *shown.works]
-    if shown.metrics:
-        lines.append(_numbers(shown, width))
-        if told := sentence(shown.metrics):
-            lines.append(Text(f" {told}", style="dim"))
-    if shown.moment is not None:
-        lines += _roles(shown.moment, max(0, height - FRAME - len(shown.works)))
+    lines = [_progress(state, width), *state.works]
+    if state.metrics:
+        lines.append(_numbers(state, width))
+        if timing_text := sentence(state.metrics):
+            lines.append(Text(f" {timing_text}", style="dim"))
+    if state.moment is not None:
+        lines += _roles(state.moment, max(0, height - FRAME - len(state.works)))
     for line in lines:
         line.no_wrap = True
         line.truncate(max(1, width - 1), overflow="ellipsis")
@@ -112,30 +112,30 @@ def curve(values: Sequence[float], columns: int) -> str:
     return "".join(BARS[0 if spread == 0 else round((mean - low) / spread * (len(BARS) - 1))] for mean in means)
 
 
-def _progress(shown: Shown, width: int) -> Text:
-    title = "".join(character if character.isprintable() else " " for character in shown.title)
-    of = "" if shown.steps is None else f" of {shown.steps}"
-    text = Text(" ").append(title, style="bold").append(f"  step {shown.step}{of}")
-    times = f"{clock(shown.elapsed)} gone"
-    if shown.steps is None:
+def _progress(state: ViewState, width: int) -> Text:
+    title = "".join(character if character.isprintable() else " " for character in state.title)
+    of = "" if state.steps is None else f" of {state.steps}"
+    text = Text(" ").append(title, style="bold").append(f"  step {state.step}{of}")
+    times = f"{clock(state.elapsed)} gone"
+    if state.steps is None:
         return text.append(f"  {times}")
-    if shown.pace is not None:
-        times += f", {clock(shown.pace * (shown.steps - shown.step))} left"
+    if state.pace is not None:
+        times += f", {clock(state.pace * (state.steps - state.step))} left"
     room = min(40, width - len(text) - len(times) - 5)
     if room >= 8:
-        done = round(room * shown.step / max(1, shown.steps))
+        done = round(room * state.step / max(1, state.steps))
         text.append("  ").append("━" * done, style="green").append("━" * (room - done), style="bright_black")
     return text.append(f"  {times}")
 
 
-def _numbers(shown: Shown, width: int) -> Text:
+def _numbers(state: ViewState, width: int) -> Text:
     text = Text(" ")
-    if shown.rewards:
-        text.append("reward ").append(f"{shown.rewards[-1]:.3f} ", style="bold green")
-        text.append(curve(list(shown.rewards), min(CURVE, width - len(text) - 1)), style="green")
-    graded = GRADED in shown.metrics
+    if state.rewards:
+        text.append("reward ").append(f"{state.rewards[-1]:.3f} ", style="bold green")
+        text.append(curve(list(state.rewards), min(CURVE, width - len(text) - 1)), style="green")
+    graded = GRADED in state.metrics
     for label, name, style in (HELD_OUT if graded and number[1] == ACCURACY else number for number in NUMBERS):
-        value = shown.metrics.get(name)
+        value = state.metrics.get(name)
         if value is None or (name == FAILED and not value):
             continue
         cell = style.format(value)
@@ -164,9 +164,9 @@ def _roles(moment: Moment, most: int) -> list[Text]:
 
 def _role_line(role: str, doing: Text, longest: int, queues: Iterable[QueueState]) -> Text:
     text = Text(f" {role}  ").append_text(doing)
-    ready, taken = sum(queue.ready for queue in queues), sum(queue.running for queue in queues)
-    if ready or taken:
-        text.append(" " * (longest - len(doing))).append(f"   {ready} ready, {taken} taken", style="dim")
+    ready, running = sum(queue.ready for queue in queues), sum(queue.running for queue in queues)
+    if ready or running:
+        text.append(" " * (longest - len(doing))).append(f"   {ready} ready, {running} taken", style="dim")
     return text
 
 
@@ -203,13 +203,13 @@ class LiveView:
 
     def __init__(self, title: str, steps: int | None, out: TextIO) -> None:
         self._console = Console(file=out, highlight=False)
-        self._shown = Shown(title, steps)
+        self._state = ViewState(title, steps)
         self._lines: list[str] = []
         self._version = 0
         self._over = False
         self._began = time.monotonic()
         self._changed = threading.Condition()  # guards all of the above
-        self._progress = progress_shown()
+        self._progress = progress_here()
         if self._progress is not None:
             self._progress.lend(self._more)
         self._thread = threading.Thread(target=self._draw, name="live view", daemon=True)
@@ -224,19 +224,19 @@ class LiveView:
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is over."""
         with self._changed:
-            shown = self._shown
-            shown.step = step
-            shown.metrics.update(metrics)
+            state = self._state
+            state.step = step
+            state.metrics.update(metrics)
             if "reward/mean" in metrics:
-                shown.rewards.append(metrics["reward/mean"])
+                state.rewards.append(metrics["reward/mean"])
             if (seconds := metrics.get("timing/step")) is not None:
-                shown.pace = seconds if shown.pace is None else shown.pace + _SMOOTH * (seconds - shown.pace)
+                state.pace = seconds if state.pace is None else state.pace + _SMOOTH * (seconds - state.pace)
             self._touch()
 
     def moment(self, moment: Moment) -> None:
         """This is what everybody is at."""
         with self._changed:
-            self._shown.moment = moment
+            self._state.moment = moment
             self._touch()
 
     async def close(self) -> None:
@@ -269,19 +269,19 @@ class LiveView:
             redirect_stderr=sys.stderr.isatty(),  # a library's warnings land above; in a file they stay in the file
         ) as live:
             self._console.show_cursor(True)
-            drawn, over = 0, False
+            version, over = 0, False
             while not over:
                 with self._changed:
                     works = self._progress is not None and self._progress.busy
-                    self._changed.wait_for(lambda: self._version != drawn, 0.0 if works else None)  # noqa: B023
-                    drawn, over = self._version, self._over
+                    self._changed.wait_for(lambda: self._version != version, 0.0 if works else None)  # noqa: B023
+                    version, over = self._version, self._over
                     lines, self._lines = self._lines, []
                 width, height = self._console.size
                 works_shown = () if self._progress is None else self._progress.lines(width, max(0, height - FRAME))
                 with self._changed:
-                    self._shown.elapsed = time.monotonic() - self._began
-                    self._shown.works = works_shown
-                    drawing = picture(self._shown, width, height)
+                    self._state.elapsed = time.monotonic() - self._began
+                    self._state.works = works_shown
+                    drawing = picture(self._state, width, height)
                 for line in lines:
                     live.console.print(line, markup=False, soft_wrap=True)
                 live.update(drawing, refresh=True)

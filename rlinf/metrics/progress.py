@@ -57,7 +57,7 @@ class Ongoing:
         self.logged: float | None = None
         """When a log had the newest line on it; None: it has none."""
         self._over: Callable[[Ongoing, bool], None] | None = over
-        self._seen = deque([(began, 0.0)])  # (when, done) of looks
+        self._looks = deque([(began, 0.0)])  # (when, done) of looks
         self._guard = threading.Lock()  # `done += amount` is several instructions
 
     def advance(self, amount: float = 1) -> None:
@@ -80,13 +80,13 @@ class Ongoing:
 
     def look(self, now: float) -> None:
         """Note how far it is: the rate is that between looks."""
-        self._seen.append((now, self.done))
-        while len(self._seen) > 2 and self._seen[1][0] <= now - WINDOW_SECONDS:
-            self._seen.popleft()
+        self._looks.append((now, self.done))
+        while len(self._looks) > 2 and self._looks[1][0] <= now - WINDOW_SECONDS:
+            self._looks.popleft()
 
     def rate(self, now: float) -> float | None:
         """How much is done per second, lately, or on the whole if nothing was lately; None: nothing was yet."""
-        since, before = self._seen[0]
+        since, before = self._looks[0]
         if now > since and self.done > before:
             return (self.done - before) / (now - since)
         return self.done / (now - self.began) if now > self.began and self.done > 0 else None
@@ -96,7 +96,7 @@ class Ongoing:
         total, done = self.total, self.done
         return done / total if total is not None and total > 0 and 0 <= done <= total else None
 
-    def left(self, now: float) -> float | None:
+    def remaining(self, now: float) -> float | None:
         """Seconds until it is done, if it goes on as lately; None: that cannot be told."""
         share, rate = self.share(), self.rate(now)
         if share is None or not rate or self.total is None:
@@ -115,8 +115,8 @@ def line(work: Ongoing, now: float, width: int) -> Text:
     facts = _facts(work, now)
     text = Text(f" {_printable(work.what)}", no_wrap=True)
     share = work.share()
-    beside = len(facts) + 5 + (0 if share is None else LEAST_BAR + 2)
-    text.truncate(max(20, width - beside), overflow="ellipsis")
+    margin = len(facts) + 5 + (0 if share is None else LEAST_BAR + 2)
+    text.truncate(max(20, width - margin), overflow="ellipsis")
     room = min(BAR, width - len(text) - len(facts) - 5)
     if share is not None and room >= LEAST_BAR:
         full = int(room * share)
@@ -133,22 +133,22 @@ def log_lines(works: Iterable[Ongoing], now: float) -> list[str]:
         works: under way; it is noted when a line was made of them.
         now: seconds of the clock by which they began.
     """
-    told = []
+    lines = []
     for work in works:
         work.look(now)
         if now >= (work.began + LOGGED_AFTER if work.logged is None else work.logged + LOGGED_EVERY):
             work.logged = now
-            told.append(_so_far(work, now))
-    return told
+            lines.append(_so_far(work, now))
+    return lines
 
 
 def _so_far(work: Ongoing, now: float) -> str:
     share = work.share()
     percent = "" if share is None or not work.unit else f" ({share:.0%})"
     amount = _amount(work)
-    gone = f"{clock(now - work.began)} gone"
-    left = work.left(now)
-    parts = [f"{amount}{percent}" if amount else "", gone, "" if left is None else f"{clock(left)} left"]
+    elapsed = f"{clock(now - work.began)} gone"
+    remaining = work.remaining(now)
+    parts = [f"{amount}{percent}" if amount else "", elapsed, "" if remaining is None else f"{clock(remaining)} left"]
     return f"{_printable(work.what)}: {', '.join(part for part in parts if part)}"
 
 
@@ -168,9 +168,9 @@ def clock(seconds: float) -> str:
 
 
 def _facts(work: Ongoing, now: float) -> str:
-    rate, left = work.rate(now), work.left(now)
+    rate, remaining = work.rate(now), work.remaining(now)
     pace = "" if rate is None or not work.unit else _pace(rate, work.unit)
-    time = f"{clock(now - work.began)} gone" if left is None else f"{clock(left)} left"
+    time = f"{clock(now - work.began)} gone" if remaining is None else f"{clock(remaining)} left"
     return "  ".join(part for part in (_amount(work), pace, time) if part)
 
 
@@ -304,7 +304,7 @@ class Progress:
         """There is work under way."""
         return bool(self._works)
 
-    def beside(self, stream: TextIO) -> Any:
+    def wrap(self, stream: TextIO) -> Any:
         """Wrap the stream for all who write on the same terminal: what they write lands above the bars."""
         return _Above(stream, self)
 
@@ -314,8 +314,8 @@ class Progress:
             return stream.write(text)
         with self._screen:
             self._erase()
-            if said := _CONTROL.sub("", text):
-                self._within = not said.endswith("\n")
+            if plain := _CONTROL.sub("", text):
+                self._within = not plain.endswith("\n")
             return stream.write(text)
 
     def _over(self, work: Ongoing, broken: bool) -> None:
@@ -352,25 +352,25 @@ class Progress:
         """Write what a log is to be told now."""
         now = self._now()
         with self._changed:
-            told, self._ended = self._ended, []
+            messages, self._ended = self._ended, []
             works, viewed = list(self._works), self._view is not None
         if not viewed:
-            told += log_lines(works, now)
-        if told:
-            self._out.write("".join(f"{each}\n" for each in told))
+            messages += log_lines(works, now)
+        if messages:
+            self._out.write("".join(f"{each}\n" for each in messages))
             self._out.flush()
 
     def _paint(self, lines: Iterable[Text]) -> None:
         with self._screen:
             if self._within:
                 return
-            shown = list(lines)
-            if shown or self._painted:
-                with self._console.capture() as drawn:
-                    self._console.print(Text("\n").join(shown), end="", soft_wrap=True)
-                self._out.write(self._upwards() + drawn.get())
+            works = list(lines)
+            if works or self._painted:
+                with self._console.capture() as capture:
+                    self._console.print(Text("\n").join(works), end="", soft_wrap=True)
+                self._out.write(self._upwards() + capture.get())
                 self._out.flush()
-            self._painted = [cell_len(each.plain) for each in shown]
+            self._painted = [cell_len(each.plain) for each in works]
 
     def _erase(self) -> None:
         with self._screen:
@@ -405,14 +405,14 @@ class _Above:
         return getattr(self._stream, name)
 
 
-def progress_shown() -> Progress | None:
+def progress_here() -> Progress | None:
     """Return the display of work in this process; None if there is none."""
-    found = listener()
-    return found if isinstance(found, Progress) else None
+    owner = listener()
+    return owner if isinstance(owner, Progress) else None
 
 
 @contextmanager
-def shown() -> Iterator[None]:
+def progress_bars() -> Iterator[None]:
     """Work of this process is shown meanwhile: on stderr, with bars if that is a terminal.
 
     In ranks other than 0, and where work is shown already, this changes nothing.
@@ -428,13 +428,13 @@ def shown() -> Iterator[None]:
         for name in ("stdout", "stderr") if terminal else ():
             stream = getattr(sys, name)
             if stream.isatty():
-                beside = progress.beside(stream)
-                setattr(sys, name, beside)
-                stack.callback(_put_back, name, beside, stream)
+                wrapper = progress.wrap(stream)
+                setattr(sys, name, wrapper)
+                stack.callback(_put_back, name, wrapper, stream)
         yield
 
 
-def _put_back(name: str, beside: Any, stream: TextIO) -> None:
+def _put_back(name: str, wrapper: Any, stream: TextIO) -> None:
     """Undo a replacement, unless somebody has replaced it since."""
-    if getattr(sys, name) is beside:
+    if getattr(sys, name) is wrapper:
         setattr(sys, name, stream)

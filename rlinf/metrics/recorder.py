@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlinf.metrics.explain import Explained, Explainer
+from rlinf.metrics.explain import Explainer, Explanation
 from rlinf.metrics.machine import environment
 from rlinf.metrics.timing import parts, timing
 from rlinf.metrics.trackers import Tracking
@@ -59,17 +59,17 @@ class Recorder:
         about: Mapping[str, Any] | None = None,
         explainer: Explainer | None = None,
     ) -> None:
-        self._explainer, self._said = explainer, JsonLines(directory / EXPLAINED)
+        self._explainer, self._explanations = explainer, JsonLines(directory / EXPLAINED)
         self._alarms = JsonLines(directory / ALARMS)
-        self.explained: list[Explained] = []
+        self.explained: list[Explanation] = []
         """Explanation of each step of this process."""
         self._directory, self._watch, self._tracking, self._ledger = directory, watch, tracking, ledger
         self._began = watch.now() - _elapsed(directory / METRICS)
         self._metrics, self._samples = MetricsFile(directory / METRICS), SamplesFile(directory / SAMPLES)
-        self.files = (self._metrics, self._samples, self._said, self._alarms)
+        self.files = (self._metrics, self._samples, self._explanations, self._alarms)
         """To which lines are added."""
-        told = {**environment(hosts), **(about or {})}
-        (directory / ENVIRONMENT).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        facts = {**environment(hosts), **(about or {})}
+        (directory / ENVIRONMENT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
     def step_begins(self) -> None:
         """The flow starts its next step."""
@@ -106,13 +106,13 @@ class Recorder:
         return metrics
 
     async def _explain(self, step: int, lap: Lap, metrics: Mapping[str, float]) -> None:
-        if self._explainer is None or self._ledger is None or self._ledger.seen is None:
+        if self._explainer is None or self._ledger is None or self._ledger.measured_step is None:
             return
-        told = (lap, self._ledger.devices, self._ledger.seen, dict(metrics))
-        found = await asyncio.to_thread(self._explainer.step, *told)  # it may ask the planner, which computes
-        if found is not None:
-            self.explained.append(found)
-            self._said.add([{"step": step, **asdict(found)}])
+        arguments = (lap, self._ledger.devices, self._ledger.measured_step, dict(metrics))
+        explained = await asyncio.to_thread(self._explainer.step, *arguments)  # it may ask the planner, which computes
+        if explained is not None:
+            self.explained.append(explained)
+            self._explanations.add([{"step": step, **asdict(explained)}])
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write down a step; step 0 is what was known before the first one."""

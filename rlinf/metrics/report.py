@@ -27,7 +27,7 @@ from rlinf.data.tokenizer import shown_prompt
 from rlinf.metrics.live import LiveView
 from rlinf.metrics.tables import ProgressTable
 from rlinf.metrics.timing import sentence
-from rlinf.metrics.trackers import Tracked, Tracking, chosen
+from rlinf.metrics.trackers import TrackedRun, Tracking, wanted_trackers
 from rlinf.metrics.verdict import over, tells, typical, verdict
 from rlinf.placement.plan import GB
 from rlinf.runtime.base.errors import ActorDied
@@ -71,7 +71,7 @@ def rows(
     ]
 
 
-def compared(before: Evaluation, after: Evaluation, temperature: float) -> Iterator[str]:
+def compare(before: Evaluation, after: Evaluation, temperature: float) -> Iterator[str]:
     """Compare the evaluations before and after a run: accuracy or mean reward, and a few problems with their answers
     then and now; those that changed first, since they say most.
 
@@ -90,8 +90,8 @@ def compared(before: Evaluation, after: Evaluation, temperature: float) -> Itera
     pairs.sort(key=lambda pair: pair[0].text == pair[1].text)  # stable: otherwise in the order of the problems
     table: list[tuple[str, ...]] = [("problem", "before", "after", "right answer")]
     problem = own_parts([group.prompt.text for group in now])
-    shown = [(problem[new.prompt.text], old.text, new.text, new.prompt.answer) for old, new in pairs[:SHOWN]]
-    table += [tuple(map(_cell, texts)) for texts in shown]
+    answers = [(problem[new.prompt.text], old.text, new.text, new.prompt.answer) for old, new in pairs[:SHOWN]]
+    table += [tuple(map(_cell, texts)) for texts in answers]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         yield "  " + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -227,19 +227,19 @@ class Report:
             all_of_them = [moved, *(run for run in previous_runs(self._directory.path) if run != moved)]
             sizes = [size_of(run) for run in all_of_them]
             others = f"; with {len(sizes) - 1} more, {in_bytes(sum(sizes))}" if len(sizes) > 1 else ""
-            kept = f"({in_bytes(sizes[0])}{others}; keep_previous says how many stay)"
-            self.line(f"an earlier run of this name is now {_shown(moved)} {kept}")
-        for gone in self._directory.removed:
-            if gone == self._directory.path:
+            sizes_text = f"({in_bytes(sizes[0])}{others}; keep_previous says how many stay)"
+            self.line(f"an earlier run of this name is now {_short_path(moved)} {sizes_text}")
+        for removal in self._directory.removed:
+            if removal == self._directory.path:
                 self.line("an earlier run of this name, which had not done a step, is removed")
             else:
-                self.line(f"the oldest run of this name, {_shown(gone)}, is removed; see keep_previous")
+                self.line(f"the oldest run of this name, {_short_path(removal)}, is removed; see keep_previous")
         self._since = time.perf_counter()
 
     def resumed(self, step: int, checkpoint: Path, metrics: Mapping[str, float] | None = None) -> None:
         """The run goes on from a checkpoint, written after `step`; its newest evaluation is known, as metrics."""
         self._table.announce(metrics or {})
-        self.line(f"going on after step {step}, from {_shown(checkpoint)}")
+        self.line(f"going on after step {step}, from {_short_path(checkpoint)}")
         self.line("")
 
     def warmed_up(self, metrics: Mapping[str, float], source: str) -> None:
@@ -282,12 +282,12 @@ class Report:
         for line in [*came_of_it, ""] if came_of_it else []:
             self.line(line)
         usual = typical(self._steps_taken)
-        if told := sentence(usual):
+        if timing_text := sentence(usual):
             which = over(self._steps_taken)
-            self.line(f"a step took {told}{f' ({which})' if which else ''}")
+            self.line(f"a step took {timing_text}{f' ({which})' if which else ''}")
         for line in [*(verdict(usual) if tells(self._steps_taken) else ()), *why, *fullest(memory or {})]:
             self.line(line)
-        self.line(f"done in {time.perf_counter() - self._start:.0f} s; results in {_shown(self._directory.path)}:")
+        self.line(f"done in {time.perf_counter() - self._start:.0f} s; results in {_short_path(self._directory.path)}:")
         results = {str(path.relative_to(self._directory.path)): what for path, what in self._results()}
         width = max([24, *map(len, results)])
         for name, what in results.items():
@@ -343,12 +343,12 @@ def report_of(
 
 
 def tracking_of(
-    config: RunConfig | EmbodiedConfig, directory: RunDirectory, begun: Checkpoint | None, report: Report
+    config: RunConfig | EmbodiedConfig, directory: RunDirectory, checkpoint: Checkpoint | None, report: Report
 ) -> Tracking:
     """The trackers that a configuration wants, from the step on where its run goes on; their trouble is reported."""
     metrics = config.metrics
-    wanted = chosen(tensorboard=metrics.tensorboard, wandb=metrics.wandb, swanlab=metrics.swanlab)
-    about = Tracked(config.name, directory.path, asdict(config), None if begun is None else begun.step)
+    wanted = wanted_trackers(tensorboard=metrics.tensorboard, wandb=metrics.wandb, swanlab=metrics.swanlab)
+    about = TrackedRun(config.name, directory.path, asdict(config), None if checkpoint is None else checkpoint.step)
     return Tracking(wanted, about, report.line)
 
 
@@ -386,7 +386,7 @@ def _listed(hosts: Sequence[int]) -> str:
     return ", ".join(map(str, hosts))
 
 
-def _shown(path: Path) -> str:
+def _short_path(path: Path) -> str:
     """A path as a person would type it from here."""
     relative = os.path.relpath(path)
     return relative if not relative.startswith("..") else str(path)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlinf.metrics.trackers import Rows, Tracked
+from rlinf.metrics.trackers import Rows, TrackedRun
 
 _NUMBERS = ("reward", "advantage", "length")
 _COLUMNS = ("step", "kind", "prompt", "response", "answer", *_NUMBERS, "outcome", "scores", "remark")
@@ -22,7 +22,7 @@ evaluation."""
 class TensorBoardSink:
     """TensorBoard event files in `<run>/tensorboard`: `tensorboard --logdir outputs` compares runs."""
 
-    def __init__(self, about: Tracked, project: str) -> None:  # it knows no projects
+    def __init__(self, about: TrackedRun, project: str) -> None:  # it knows no projects
         from torch.utils.tensorboard import SummaryWriter
 
         directory = about.directory / "tensorboard"
@@ -54,7 +54,7 @@ class WandbSink:
     with the one that its directory had.
     """
 
-    def __init__(self, about: Tracked, project: str) -> None:
+    def __init__(self, about: TrackedRun, project: str) -> None:
         import wandb
 
         _check_credentials()
@@ -124,7 +124,7 @@ def _remember(path: Path, run: str) -> None:
 class SwanLabSink:
     """SwanLab. Its own `SWANLAB_MODE` chooses between the cloud, a local copy and nothing; unset, it stays offline."""
 
-    def __init__(self, about: Tracked, project: str) -> None:
+    def __init__(self, about: TrackedRun, project: str) -> None:
         import swanlab
 
         self._swanlab = swanlab

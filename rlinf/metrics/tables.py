@@ -79,8 +79,8 @@ class ProgressTable:
             self._print("step", [heading for heading, _, _ in self._columns], "" if self._steps is None else "left")
         cells = [self._cell(name, style) for _, name, style in self._columns]
         seconds = self._mean("timing/step") or 0.0
-        left = "" if self._steps is None else f"{0.0 if last else (self._steps - step) * seconds:.0f} s"
-        self._print(str(step), cells, left)
+        remaining = "" if self._steps is None else f"{0.0 if last else (self._steps - step) * seconds:.0f} s"
+        self._print(str(step), cells, remaining)
         self._pending.clear()
 
     def _cell(self, name: str, style: str) -> str:
@@ -138,14 +138,14 @@ def success_rows(metrics: Mapping[str, float]) -> list[SuccessRow]:
         metrics: such as `success_once`, `suites/ood/success_once` and `tasks/push/success_once`, each with `/low` and
             `/high` and beside it `episodes` and `reward/mean`.
     """
-    found = []
+    rows = []
     for name in (name for name in metrics if f"/{name}".endswith(COUNT)):
         prefix = name[: -len(COUNT) + 1]
         suite, task = _named(prefix)
         share, low, high = (metrics.get(f"{prefix}success_once{end}") for end in ("", "/low", "/high"))
         total = metrics.get(f"{prefix}reward/mean", 0.0)
-        found.append(SuccessRow(suite, task, int(metrics[name]), share, low, high, total))
-    return sorted(found, key=lambda row: row.suite != "")  # stable: the environments of training first
+        rows.append(SuccessRow(suite, task, int(metrics[name]), share, low, high, total))
+    return sorted(rows, key=lambda row: row.suite != "")  # stable: the environments of training first
 
 
 def success_table(before: Mapping[str, float] | None, after: Mapping[str, float]) -> Iterator[str]:
@@ -159,12 +159,12 @@ def success_table(before: Mapping[str, float] | None, after: Mapping[str, float]
     if not rows:
         return
     earlier = {(row.suite, row.task): row.success for row in success_rows(before or {})}
-    wide = max(len(_shown(row)) for row in rows)
+    wide = max(len(_label(row)) for row in rows)
     yield f"  {'':<{wide}}  episodes{'' if before is None else '   before'}  success{'95% interval':>16}{'return':>10}"
     for row in rows:
         was = "" if before is None else f"{_share(earlier.get((row.suite, row.task))):>9}"
         between = f"{_share(row.low)} to {_share(row.high)}"
-        yield f"  {_shown(row):<{wide}}{row.episodes:>10}{was}{_share(row.success):>9}{between:>16}{row.total:>10.2f}"
+        yield f"  {_label(row):<{wide}}{row.episodes:>10}{was}{_share(row.success):>9}{between:>16}{row.total:>10.2f}"
 
 
 def _named(prefix: str) -> tuple[str, str]:
@@ -176,7 +176,7 @@ def _named(prefix: str) -> tuple[str, str]:
     return suite, task
 
 
-def _shown(row: SuccessRow) -> str:
+def _label(row: SuccessRow) -> str:
     text = f"  {row.task}" if row.task else row.name
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
 

@@ -107,7 +107,7 @@ def parts(lap: Lap) -> dict[str, float]:
 
     `weights/send_seconds` is the time from a trainer's having packed its weights to their arrival at the last receiver.
     """
-    found: dict[str, float] = defaultdict(float)
+    metrics: dict[str, float] = defaultdict(float)
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     packed, arrived = [], []
     for span in lap.parts:
@@ -116,13 +116,13 @@ def parts(lap: Lap) -> dict[str, float]:
         elif span.what == ARRIVED:
             arrived.append(span.end)
         if span.what.endswith("_bytes"):
-            found[span.what] += span.bytes
+            metrics[span.what] += span.bytes
         elif span.what.endswith("_seconds"):
             seconds[span.what, span.actor] += span.end - span.start
     for (what, _), each in seconds.items():
-        found[what] = max(found[what], each)
+        metrics[what] = max(metrics[what], each)
     sent = [at - max(before) for at in arrived if (before := [end for end in packed if end <= at])]
-    return {**found, **({"weights/send_seconds": max(sent)} if sent else {})}
+    return {**metrics, **({"weights/send_seconds": max(sent)} if sent else {})}
 
 
 def sentence(metrics: Mapping[str, float]) -> str:
@@ -131,10 +131,10 @@ def sentence(metrics: Mapping[str, float]) -> str:
     if "timing/step" not in metrics or "timing/other" not in metrics:
         return ""
     named = [(name, metrics.get(f"timing/{name}", 0.0)) for name in (*ACTIVITIES, "switching")]
-    shown = [(name, seconds) for name, seconds in named if seconds >= READABLE]
-    text = ", ".join(f"{name} {seconds:.2f}" for name, seconds in sorted(shown, key=lambda part: -part[1]))
-    if (beside := metrics.get("timing/overlap", 0.0)) >= READABLE:
-        text += f" ({beside:.2f} side by side)"
+    activities = [(name, seconds) for name, seconds in named if seconds >= READABLE]
+    text = ", ".join(f"{name} {seconds:.2f}" for name, seconds in sorted(activities, key=lambda part: -part[1]))
+    if (overlap := metrics.get("timing/overlap", 0.0)) >= READABLE:
+        text += f" ({overlap:.2f} side by side)"
     if (other := metrics["timing/other"]) >= READABLE or text:
         text += f"{', ' if text else ''}other {other:.2f}"
     return f"{metrics['timing/step']:.2f} s{f': {text}' if text else ''}"

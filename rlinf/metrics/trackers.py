@@ -51,7 +51,7 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Tracked:
+class TrackedRun:
     """Facts about a run with which a tracker is opened."""
 
     name: str
@@ -82,7 +82,9 @@ KINDS = {
 """The trackers there are, by the key that switches them on: `metrics.<name>`."""
 
 
-def chosen(*, tensorboard: bool = False, wandb: str | None = None, swanlab: str | None = None) -> dict[str, str]:
+def wanted_trackers(
+    *, tensorboard: bool = False, wandb: str | None = None, swanlab: str | None = None
+) -> dict[str, str]:
     """The trackers that a configuration switches on, each with its project; TensorBoard knows no projects."""
     named = {"tensorboard": "" if tensorboard else None, "wandb": wandb, "swanlab": swanlab}
     return {name: project for name, project in named.items() if project is not None}
@@ -107,7 +109,7 @@ class Tracking:
     Use it as `async with Tracking(...) as tracking:`; leaving sends what is queued.
     """
 
-    def __init__(self, wanted: Mapping[str, str], about: Tracked, say: Callable[[str], None]) -> None:
+    def __init__(self, wanted: Mapping[str, str], about: TrackedRun, say: Callable[[str], None]) -> None:
         self._trackers = [
             _Tracker(name, partial(_open, KINDS[name].opener, about, project), say) for name, project in wanted.items()
         ]
@@ -138,7 +140,7 @@ class Tracking:
         await self.close(FLUSH_SECONDS if error is None else HASTY_SECONDS)
 
 
-def _open(opener: str, about: Tracked, project: str) -> Sink:
+def _open(opener: str, about: TrackedRun, project: str) -> Sink:
     sink: Sink = resolve(opener)(about, project)
     return sink
 

@@ -50,14 +50,14 @@ def typical(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         lie, `bound/low` and `bound/high`: what roles cost varies with what else the machine does.
     """
     counted = _counted(steps)
-    told = sorted(counted, key=lambda step: float(step["timing/step"]))
-    middle = told[len(told) // 4 : len(told) - len(told) // 4]
+    ordered = sorted(counted, key=lambda step: float(step["timing/step"]))
+    middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
     names = {name for step in middle for name in step if name.startswith(("bound/", "lost/", "timing/"))}
-    found = {name: statistics.fmean(float(step.get(name) or 0.0) for step in middle) for name in names}
-    if "bound/seconds" in found:
-        found["bound/efficiency"] = found["bound/seconds"] / found["timing/step"]
-        found["bound/low"], found["bound/high"] = _four_of_five([float(step["bound/seconds"]) for step in told])
-    return found
+    means = {name: statistics.fmean(float(step.get(name) or 0.0) for step in middle) for name in names}
+    if "bound/seconds" in means:
+        means["bound/efficiency"] = means["bound/seconds"] / means["timing/step"]
+        means["bound/low"], means["bound/high"] = _four_of_five([float(step["bound/seconds"]) for step in ordered])
+    return means
 
 
 def over(steps: Iterable[Mapping[str, Any]]) -> str:
@@ -79,8 +79,8 @@ def over(steps: Iterable[Mapping[str, Any]]) -> str:
 def _counted(steps: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Steps that tell of a typical one: those with a bound if there are any, without the first of several."""
     timed = [step for step in steps if "timing/step" in step]
-    known = [step for step in timed if isinstance(step.get("bound/seconds"), int | float)] or timed
-    return known[1:] or known
+    with_bound = [step for step in timed if isinstance(step.get("bound/seconds"), int | float)] or timed
+    return with_bound[1:] or with_bound
 
 
 def tells(steps: Sequence[Mapping[str, Any]]) -> bool:
@@ -126,8 +126,8 @@ def verdict(metrics: Mapping[str, float]) -> Sequence[str]:
         f"{spread if high - low >= _SPREAD * least else ''} ({which}: {BINDING[which]})"
     ]
     if parts := lost(metrics):
-        told = ", ".join(f"{part} {_seconds(seconds, step)}" for part, seconds in parts)
-        lines.append(f"lost per step: {told} s")
+        losses = ", ".join(f"{part} {_seconds(seconds, step)}" for part, seconds in parts)
+        lines.append(f"lost per step: {losses} s")
     return lines
 
 

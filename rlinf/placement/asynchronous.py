@@ -48,7 +48,7 @@ from itertools import combinations, pairwise
 
 from rlinf.placement.bound import Bound, bound
 from rlinf.placement.plan import Mode
-from rlinf.placement.planner import Found, Leaf, Pair, Tree, ideals, layout, leaves, plan, replay, to_plan, width
+from rlinf.placement.planner import Candidate, Leaf, Pair, Tree, ideals, layout, leaves, plan, replay, to_plan, width
 from rlinf.placement.workload import Option, Stage, Workload
 
 
@@ -173,29 +173,31 @@ class Part:
     def tree(self) -> Tree:
         """Its stages in turns."""
         trees: list[Tree] = list(self.leaves)
-        return reduce(lambda left, right: Pair("temporal", left, right), trees)
+        return reduce(lambda first, second: Pair("temporal", first, second), trees)
 
 
 Sizes = Sequence[Sequence[Part]]
 """Per part of a partition, its sizes: more devices and less load from one to the next."""
 
 
-def plan_ahead(workload: Workload, staleness: int) -> dict[Mode, Found]:
+def plan_ahead(workload: Workload, staleness: int) -> dict[Mode, Candidate]:
     """Return the best plan of each mode that has one.
 
     Args:
         workload: what to plan.
         staleness: versions by which weights that generate may be behind, at least 1.
     """
-    best: dict[Mode, Found] = {}
+    best: dict[Mode, Candidate] = {}
     for parts in _partitions(workload):
         for chunks in workload.chunks:
             sizes = [_sizes(stages, workload, chunks, staleness) for stages in parts]
             if not all(sizes):
                 continue
-            found = _sized(sizes, workload, chunks, staleness)
-            if found is not None and (found.mode not in best or found.seconds < best[found.mode].seconds):
-                best[found.mode] = found
+            candidate = _sized(sizes, workload, chunks, staleness)
+            if candidate is not None and (
+                candidate.mode not in best or candidate.seconds < best[candidate.mode].seconds
+            ):
+                best[candidate.mode] = candidate
     return best
 
 
@@ -210,13 +212,13 @@ def _partitions(workload: Workload) -> Iterator[tuple[tuple[Stage, ...], ...]]:
             source, target = number[edge.source], number[edge.target]
             before[target] |= before[source] | 1 << source
     depth = {index: before[index].bit_count() for index in range(len(stages))}
-    beside = sum(1 << i for i, stage in enumerate(stages) if not any(one.devices for one in stage.options))
+    deviceless = sum(1 << i for i, stage in enumerate(stages) if not any(one.devices for one in stage.options))
     everything = (1 << len(stages)) - 1
-    seen: set[frozenset[int]] = set()
+    done: set[frozenset[int]] = set()
 
     def cut(rest: int) -> Iterator[tuple[int, ...]]:
         for part in (*sorted(ideals(rest, before), key=lambda part: (part & -part, part)), rest):  # as stages are named
-            if part & beside and part.bit_count() > 1 and part != everything:
+            if part & deviceless and part.bit_count() > 1 and part != everything:
                 continue
             if part == rest:
                 yield (part,)
@@ -224,8 +226,8 @@ def _partitions(workload: Workload) -> Iterator[tuple[tuple[Stage, ...], ...]]:
                 yield from ((part, *others) for others in cut(rest & ~part))
 
     for parts in cut(everything):
-        if (key := frozenset(parts)) not in seen:
-            seen.add(key)
+        if (key := frozenset(parts)) not in done:
+            done.add(key)
             members = ([index for index in range(len(stages)) if part >> index & 1] for part in parts)
             yield tuple(tuple(stages[i] for i in sorted(own, key=lambda i: (depth[i], i))) for own in members)
 
@@ -233,7 +235,7 @@ def _partitions(workload: Workload) -> Iterator[tuple[tuple[Stage, ...], ...]]:
 def _sizes(stages: Sequence[Stage], workload: Workload, chunks: int, staleness: int) -> list[Part]:
     """Return the sizes that a part may have: with each number of devices, every stage at its quickest; only what more
     devices improve."""
-    found: list[Part] = []
+    sizes: list[Part] = []
     for kind in workload.devices:
         own = [[one for one in workload.usable(stage) if one.kind == kind] for stage in stages]
         if not all(own):
@@ -246,8 +248,8 @@ def _sizes(stages: Sequence[Stage], workload: Workload, chunks: int, staleness: 
             part = _part(stages, own, count, workload.memory.get(kind), chunks, staleness)
             if part is not None and part.load < least:
                 least = part.load
-                found.append(part)
-    return found
+                sizes.append(part)
+    return sizes
 
 
 def _part(
@@ -274,7 +276,7 @@ def _part(
     return Part(leaves, sum(load(leaf, chunks, staleness, alone=len(leaves) == 1) for leaf in leaves))
 
 
-def _sized(sizes: Sizes, workload: Workload, chunks: int, staleness: int) -> Found | None:
+def _sized(sizes: Sizes, workload: Workload, chunks: int, staleness: int) -> Candidate | None:
     """The best sizes of a partition."""
 
     def judged(parts: Sequence[Part]) -> tuple[float, Sequence[Part]]:
@@ -284,7 +286,7 @@ def _sized(sizes: Sizes, workload: Workload, chunks: int, staleness: int) -> Fou
         fitting = [judged(parts) for parts in itertools.product(*sizes) if _fit(parts, workload.devices)]
         best = min(fitting, key=lambda one: one[0], default=None)
     else:
-        balanced = _balanced(sizes, workload.devices)
+        balanced = _balance(sizes, workload.devices)
         best = None if balanced is None else judged(balanced)
         for ratio in RATIOS if best is not None else ():
             for _ in range(MOST_STEPS):
@@ -294,19 +296,19 @@ def _sized(sizes: Sizes, workload: Workload, chunks: int, staleness: int) -> Fou
                 if better[0] >= best[0] * (1 - 1e-9):
                     break
                 best = better
-    return None if best is None else Found(_tree(best[1]), chunks, best[0], best[0])
+    return None if best is None else Candidate(_tree(best[1]), chunks, best[0], best[0])
 
 
 def _tree(parts: Iterable[Part]) -> Tree:
-    return reduce(lambda left, right: Pair("spatial", left, right), (part.tree for part in parts))
+    return reduce(lambda first, second: Pair("spatial", first, second), (part.tree for part in parts))
 
 
 def _fit(parts: Sequence[Part], devices: Mapping[str, int]) -> bool:
-    taken = width(_tree(parts))
-    return all(count <= devices.get(kind, 0) for kind, count in taken.items())
+    need = width(_tree(parts))
+    return all(count <= devices.get(kind, 0) for kind, count in need.items())
 
 
-def _balanced(sizes: Sizes, devices: Mapping[str, int]) -> Sequence[Part] | None:
+def _balance(sizes: Sizes, devices: Mapping[str, int]) -> Sequence[Part] | None:
     """The parts whose largest load is the least for which there are devices."""
     loads = sorted({part.load for own in sizes for part in own})
     low, high, fitting = 0, len(loads), None
@@ -314,11 +316,11 @@ def _balanced(sizes: Sizes, devices: Mapping[str, int]) -> Sequence[Part] | None
         middle = (low + high) // 2
         quick = [[part for part in own if part.load <= loads[middle]] for own in sizes]
         smallest = [_smallest(own) for own in quick]
-        chosen = next((parts for parts in itertools.product(*smallest) if _fit(parts, devices)), None)
-        if chosen is None:
+        fitting_parts = next((parts for parts in itertools.product(*smallest) if _fit(parts, devices)), None)
+        if fitting_parts is None:
             low = middle + 1
         else:
-            high, fitting = middle, chosen
+            high, fitting = middle, fitting_parts
     return fitting
 
 
@@ -355,38 +357,38 @@ PAYS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Stale:
+class AtStaleness:
     """The best plan at one staleness."""
 
     staleness: int
     """Versions by which weights that generate may be behind."""
-    found: Found
+    candidate: Candidate
     """The plan, with its seconds in the long run."""
     bound: Bound
     """Lower bound that no plan could beat."""
 
 
 @dataclass(frozen=True, slots=True)
-class Recommended:
+class Recommendation:
     """The seconds of a step at several values of staleness, and the recommended one."""
 
-    rows: tuple[Stale, ...]
+    rows: tuple[AtStaleness, ...]
     """In ascending order, the first of them synchronous."""
     staleness: int
     """The one to take: more of it quickens a step by less than `PAYS`."""
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """Such as "staleness 1 gains 31 %, 2 gains 2 % more, 4 gains nothing more: take 1"."""
         parts = []
         for before, row in zip(self.rows, self.rows[1:], strict=False):
-            gain = before.found.seconds / row.found.seconds - 1
+            gain = before.candidate.seconds / row.candidate.seconds - 1
             words = f"{gain:.0%}".replace("%", " %") if gain >= 0.005 else "nothing"
             parts.append(f"{row.staleness} gains {words}" + (" more" if before.staleness else ""))
         return f"staleness {', '.join(parts)}: {f'take {self.staleness}' if self.staleness else 'stay synchronous'}"
 
 
-def recommend(workload: Workload, tried: Sequence[int] = TRIED) -> Recommended | None:
+def recommend(workload: Workload, tried: Sequence[int] = TRIED) -> Recommendation | None:
     """Plan at several values of staleness.
 
     Args:
@@ -401,26 +403,26 @@ def recommend(workload: Workload, tried: Sequence[int] = TRIED) -> Recommended |
     rows = list(_rows(workload, tried))
     if not rows or rows[0].staleness:
         return None
-    taken = rows[0]
+    best = rows[0]
     for row in rows[1:]:
-        if taken.found.seconds / row.found.seconds - 1 >= PAYS:
-            taken = row
-    return Recommended(tuple(rows), taken.staleness)
+        if best.candidate.seconds / row.candidate.seconds - 1 >= PAYS:
+            best = row
+    return Recommendation(tuple(rows), best.staleness)
 
 
-def _rows(workload: Workload, tried: Iterable[int]) -> Iterable[Stale]:
+def _rows(workload: Workload, tried: Iterable[int]) -> Iterable[AtStaleness]:
     """The best at each staleness: never slower than with less, since nothing needs to be begun early."""
-    best: Found | None = None
+    best: Candidate | None = None
     for staleness in tried:
-        found = list(plan_ahead(workload, staleness).values()) if staleness else [plan(workload)]
-        there = [one for one in (best, *found) if one is not None]
+        candidates = list(plan_ahead(workload, staleness).values()) if staleness else [plan(workload)]
+        there = [one for one in (best, *candidates) if one is not None]
         if there:
             best = min(there, key=lambda one: one.seconds)
-            yield Stale(staleness, best, bound(workload, staleness=staleness))
+            yield AtStaleness(staleness, best, bound(workload, staleness=staleness))
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
+class Handover:
     """A synchronous step with devices that change hands, beside one without."""
 
     mode: Mode
@@ -436,11 +438,11 @@ class HandedOver:
         return max(0.0, self.without / self.seconds - 1)
 
 
-def handed_over(found: Found, workload: Workload, items: int, least: float = 0.0) -> HandedOver | None:
+def handover(candidate: Candidate, workload: Workload, items: int, least: float = 0.0) -> Handover | None:
     """Calculate a step whose devices change hands.
 
     Args:
-        found: the plan; all of its stages in turns on the same devices, or all on devices of their own.
+        candidate: the plan; all of its stages in turns on the same devices, or all on devices of their own.
         workload: what it plans.
         items: of a step.
         least: seconds below which no step can be, see `bound`.
@@ -448,12 +450,12 @@ def handed_over(found: Found, workload: Workload, items: int, least: float = 0.0
     Returns:
         None where nothing is known of when items leave, or where some stages share devices and others do not.
     """
-    parts = [leaf for leaf in leaves(found.tree) if leaf.option.devices]
+    parts = [leaf for leaf in leaves(candidate.tree) if leaf.option.devices]
     fed = {edge.target for edge in workload.edges}
     feeds = {edge.source for edge in workload.edges}
     source = next((leaf for leaf in parts if leaf.stage.release is not None and leaf.stage.name not in fed), None)
-    made = to_plan(found.tree, workload, found.chunks, None, None)
-    places = [set(role.devices) for role in made.roles.values() if role.devices]
+    placement = to_plan(candidate.tree, workload, candidate.chunks, None, None)
+    places = [set(role.devices) for role in placement.roles.values() if role.devices]
     meet = {bool(one & other) for one, other in combinations(places, 2)}
     if source is None or source.stage.release is None or len(meet) != 1:
         return None
@@ -463,7 +465,7 @@ def handed_over(found: Found, workload: Workload, items: int, least: float = 0.0
     else:
         fillers = [leaf for leaf in parts if leaf.stage.name not in feeds]
         own = sum(leaf.option.devices for leaf in fillers)
-    work = sum(leaf.option.devices * leaf.stage.alone(leaf.option, found.chunks) for leaf in fillers)
+    work = sum(leaf.option.devices * leaf.stage.alone(leaf.option, candidate.chunks) for leaf in fillers)
     shares = source.stage.release.shares
     each = max(1.0, items / source.option.devices)
     times = [0.0, *(share * source.option.seconds for share in shares)]
@@ -471,18 +473,18 @@ def handed_over(found: Found, workload: Workload, items: int, least: float = 0.0
     free = [source.option.devices * (number / len(shares)) ** each for number in range(len(times))]
     count = [min(own + devices, float(most)) for devices in free]
     seconds = _least(
-        times, count, [at * source.option.seconds for at in source.stage.release.chunks(found.chunks)], work
+        times, count, [at * source.option.seconds for at in source.stage.release.chunks(candidate.chunks)], work
     )
-    return HandedOver(made.mode, min(max(seconds, least), found.seconds), found.seconds)
+    return Handover(placement.mode, min(max(seconds, least), candidate.seconds), candidate.seconds)
 
 
-def _least(times: list[float], count: list[float], left: list[float], work: float) -> float:
+def _least(times: list[float], count: list[float], leaving: list[float], work: float) -> float:
     """The least T: for every chunk, that and all that leave later fit between its leaving and T.
 
     Args:
         times: ascending from 0, at which there are more devices than before.
         count: devices from then on.
-        left: when each chunk leaves, ascending.
+        leaving: when each chunk leaves, ascending.
         work: device-seconds of all chunks.
     """
     done = [0.0]
@@ -499,4 +501,4 @@ def _least(times: list[float], count: list[float], left: list[float], work: floa
             at += 1
         return times[at] + max(0.0, amount - done[at]) / count[at]
 
-    return max(when(until(time) + work * (len(left) - k) / len(left)) for k, time in enumerate(left))
+    return max(when(until(time) + work * (len(leaving) - k) / len(leaving)) for k, time in enumerate(leaving))

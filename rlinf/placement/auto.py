@@ -39,12 +39,12 @@ from itertools import chain, islice
 from types import MappingProxyType
 
 from rlinf.data.step import works_ahead
-from rlinf.placement.asynchronous import HandedOver, Recommended, handed_over, load, plan_ahead, recommend, steady
+from rlinf.placement.asynchronous import Handover, Recommendation, handover, load, plan_ahead, recommend, steady
 from rlinf.placement.bound import Bound, bound
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.hardware import Fleet, Hardware
 from rlinf.placement.plan import Mode, Plan, Prediction
-from rlinf.placement.planner import Found, Leaf, Tree, best_of_each_mode, leaves, replay, to_plan, width
+from rlinf.placement.planner import Candidate, Leaf, Tree, best_of_each_mode, leaves, replay, to_plan, width
 from rlinf.placement.profile import Profile
 from rlinf.placement.seats import by_role
 from rlinf.placement.simulate import Cast, Flow, Rehearsal, rehearse, trial
@@ -57,33 +57,33 @@ DRAWS = 32
 """Costs that are drawn: the mean then is within about a percent at an error of 40 %."""
 
 
-def risk(found: Found, workload: Workload, cost_error: float, staleness: int = 0) -> float:
+def risk(candidate: Candidate, workload: Workload, cost_error: float, staleness: int = 0) -> float:
     """Return the expected seconds of a plan over those calculated.
 
     Args:
-        found: the plan.
+        candidate: the plan.
         workload: what it plans.
         cost_error: share by which a stage's seconds may be wrong: they are drawn, evenly on a log scale, between the
             known ones divided by, and multiplied by, 1 + cost_error; the same draws for every plan.
         staleness: steps that work is begun early.
     """
-    if cost_error <= 0 or found.seconds <= 0:
+    if cost_error <= 0 or candidate.seconds <= 0:
         return 1.0
     rng = random.Random(0)
     names = [stage.name for stage in workload.stages]
-    drawn = [{name: (1 + cost_error) ** rng.uniform(-1, 1) for name in names} for _ in range(DRAWS)]
+    draws = [{name: (1 + cost_error) ** rng.uniform(-1, 1) for name in names} for _ in range(DRAWS)]
 
     def seconds(tree: Tree) -> float:
-        return steady(tree, workload, found.chunks, staleness).seconds
+        return steady(tree, workload, candidate.chunks, staleness).seconds
 
-    known = seconds(found.tree)
-    return statistics.mean(seconds(_scaled(found.tree, factors)) / known for factors in drawn)
+    expected = seconds(candidate.tree)
+    return statistics.mean(seconds(_scaled(candidate.tree, factors)) / expected for factors in draws)
 
 
 def _scaled(tree: Tree, factors: Mapping[str, float]) -> Tree:
     if isinstance(tree, Leaf):
         return replace(tree, option=_slower(tree.option, factors[tree.stage.name]))
-    return replace(tree, left=_scaled(tree.left, factors), right=_scaled(tree.right, factors))
+    return replace(tree, first=_scaled(tree.first, factors), second=_scaled(tree.second, factors))
 
 
 def _slower(option: Option, factor: float) -> Option:
@@ -96,7 +96,7 @@ WITHIN = 1.1
 less."""
 
 
-def finalists(workload: Workload, per_mode: int = 3, *, sizes: int | None = None) -> list[Found]:
+def finalists(workload: Workload, per_mode: int = 3, *, sizes: int | None = None) -> list[Candidate]:
     """Return the best plans of each mode.
 
     Args:
@@ -104,12 +104,12 @@ def finalists(workload: Workload, per_mode: int = 3, *, sizes: int | None = None
         per_mode: how many of each.
         sizes: see `planner.plan`.
     """
-    chosen: list[Found] = []
+    results: list[Candidate] = []
     for best in best_of_each_mode(workload, sizes=sizes).values():
-        near = sorted(_neighbours(best, workload), key=lambda found: found.seconds)
-        close = (found for found in near if found.seconds <= WITHIN * best.seconds)
-        chosen += islice(_distinct(chain([best], close), workload), per_mode)
-    return sorted(chosen, key=lambda found: found.seconds)
+        near = sorted(_neighbours(best, workload), key=lambda candidate: candidate.seconds)
+        close = (candidate for candidate in near if candidate.seconds <= WITHIN * best.seconds)
+        results += islice(_distinct(chain([best], close), workload), per_mode)
+    return sorted(results, key=lambda candidate: candidate.seconds)
 
 
 def fits(plan: Plan, workload: Workload) -> bool:
@@ -133,11 +133,11 @@ def peaks(plan: Plan, kinds: Sequence[str] = ()) -> dict[int, int]:
     return {device: plan.peak(device) for device in alike.values()}
 
 
-def _neighbours(found: Found, workload: Workload) -> Iterator[Found]:
+def _neighbours(candidate: Candidate, workload: Workload) -> Iterator[Candidate]:
     for chunks in workload.chunks:
-        yield Found(found.tree, chunks, replay(found.tree, workload, chunks), found.estimate)
-    for tree in _resized(found.tree, workload):
-        yield Found(tree, found.chunks, replay(tree, workload, found.chunks), found.estimate)
+        yield Candidate(candidate.tree, chunks, replay(candidate.tree, workload, chunks), candidate.estimate)
+    for tree in _resized(candidate.tree, workload):
+        yield Candidate(tree, candidate.chunks, replay(tree, workload, candidate.chunks), candidate.estimate)
 
 
 def _resized(tree: Tree, workload: Workload) -> Iterator[Tree]:
@@ -157,10 +157,10 @@ def _resized(tree: Tree, workload: Workload) -> Iterator[Tree]:
 def _with(tree: Tree, name: str, step: int, workload: Workload) -> Tree | None:
     """The tree with one stage at its next larger or smaller size on the same kind of device; None if there is none."""
     if not isinstance(tree, Leaf):
-        left, right = _with(tree.left, name, step, workload), _with(tree.right, name, step, workload)
-        if left is not None:
-            return replace(tree, left=left)
-        return None if right is None else replace(tree, right=right)
+        first, second = _with(tree.first, name, step, workload), _with(tree.second, name, step, workload)
+        if first is not None:
+            return replace(tree, first=first)
+        return None if second is None else replace(tree, second=second)
     if tree.stage.name != name:
         return None
     option = _next(tree.option, workload.usable(tree.stage), step)
@@ -168,23 +168,23 @@ def _with(tree: Tree, name: str, step: int, workload: Workload) -> Tree | None:
 
 
 def _next(option: Option, options: tuple[Option, ...], step: int) -> Option | None:
-    beside = [one for one in options if one.kind == option.kind and (one.devices - option.devices) * step > 0]
-    return min(beside, key=lambda one: (abs(one.devices - option.devices), one.seconds), default=None)
+    neighbours = [one for one in options if one.kind == option.kind and (one.devices - option.devices) * step > 0]
+    return min(neighbours, key=lambda one: (abs(one.devices - option.devices), one.seconds), default=None)
 
 
 def _beside_each_other(tree: Tree, workload: Workload) -> bool:
     return all(count <= workload.devices.get(kind, 0) for kind, count in width(tree).items())
 
 
-def _distinct(found: Iterable[Found], workload: Workload) -> Iterator[Found]:
+def _distinct(candidates: Iterable[Candidate], workload: Workload) -> Iterator[Candidate]:
     """Those that fit, without those that a rehearsal could not tell from an earlier one."""
-    seen: set[object] = set()
-    for one in found:
-        made = to_plan(one.tree, workload, one.chunks, None, None)
-        cut = one.chunks if len(made.phases) < len(made.roles) else 1
-        key = (cut, *((name, role.devices, role.phases, role.resident) for name, role in made.roles.items()))
-        if key not in seen and fits(made, workload):
-            seen.add(key)
+    keys: set[object] = set()
+    for one in candidates:
+        placement = to_plan(one.tree, workload, one.chunks, None, None)
+        cut = one.chunks if len(placement.phases) < len(placement.roles) else 1
+        key = (cut, *((name, role.devices, role.phases, role.resident) for name, role in placement.roles.items()))
+        if key not in keys and fits(placement, workload):
+            keys.add(key)
             yield one
 
 
@@ -233,7 +233,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class Choice:
     """The outcome."""
 
     rows: tuple[Row, ...]
@@ -246,9 +246,9 @@ class Chosen:
     """Seconds of this machine's time that choosing took, most of them of one core."""
     staleness: int = 0
     """Versions by which weights that generate may be behind."""
-    recommended: Recommended | None = None
+    recommended: Recommendation | None = None
     """The gain of each staleness; None where the profile cannot tell."""
-    handed_over: Mapping[Mode, HandedOver] = field(default_factory=dict)
+    handovers: Mapping[Mode, Handover] = field(default_factory=dict)
     """By mode: what it would bring if devices changed hands within a synchronous step, where that can be told."""
 
     @property
@@ -261,7 +261,7 @@ class Chosen:
         """The first plan of each mode."""
         return _firsts(self.rows)
 
-    def numbered(self, fleet: Fleet) -> Chosen:
+    def numbered(self, fleet: Fleet) -> Choice:
         """Return this choice with devices by the numbers that a job gives them; see `Fleet.numbered`."""
         return replace(self, rows=tuple(replace(row, plan=fleet.numbered(row.plan)) for row in self.rows))
 
@@ -280,7 +280,7 @@ def choose(
     actors: Mapping[str, type[Actor]] | None = None,
     staleness: int | None = None,
     hardware: Mapping[str, Hardware] = MappingProxyType({}),
-) -> Chosen:
+) -> Choice:
     """Choose a plan for a profiled flow.
 
     Three stages were seen to take 0.3 s of one core on 8 devices and 2 to 5 s on 1,024: most of it is the search for
@@ -321,12 +321,12 @@ def choose(
     workload, items = _coarse(workload, quantum), items or profile.items
     if cost_error is None:
         cost_error = _mean_error(profile, workload, items, hardware, extrapolate=extrapolate)
-    chosen = choose_for(workload, items, flow, per_mode=per_mode, cost_error=cost_error, cast=cast, staleness=staleness)
+    choice = choose_for(workload, items, flow, per_mode=per_mode, cost_error=cost_error, cast=cast, staleness=staleness)
     if profile.staleness:
-        return chosen
+        return choice
     started = time.monotonic()
     recommended = recommend(workload)
-    return replace(chosen, recommended=recommended, took=chosen.took + time.monotonic() - started)
+    return replace(choice, recommended=recommended, took=choice.took + time.monotonic() - started)
 
 
 def choose_for(
@@ -338,7 +338,7 @@ def choose_for(
     cost_error: float = 0.0,
     cast: Cast | None = None,
     staleness: int = 0,
-) -> Chosen:
+) -> Choice:
     """Choose a plan for a workload; see `choose`.
 
     Args:
@@ -361,28 +361,30 @@ def choose_for(
     if flow is not None and per_mode:
         cast = cast or trial(flow, [stage.name for stage in workload.stages])
     with work("searching for plans"):
-        found = list(plan_ahead(workload, staleness).values()) if staleness else finalists(workload, max(1, per_mode))
-    if not found:
+        candidates = (
+            list(plan_ahead(workload, staleness).values()) if staleness else finalists(workload, max(1, per_mode))
+        )
+    if not candidates:
         raise PlacementError([_nothing_fits(workload)])
     rows = [
         replace(
             _row(one, workload, items, flow if per_mode else None, limit, cast, staleness),
             risk=risk(one, workload, cost_error, staleness),
         )
-        for one in track(found, "rehearsing plans", unit="plans")
+        for one in track(candidates, "rehearsing plans", unit="plans")
     ]
     rows.sort(key=lambda row: row.expected)
     why = _why(_firsts(rows), limit, cost_error)
     rows = [replace(row, plan=replace(row.plan, reason=why if row is rows[0] else "")) for row in rows]
-    handed: dict[Mode, HandedOver] = {}
-    for one in () if staleness else found:
-        if (gained := handed_over(one, workload, items, limit.seconds)) is not None:
+    handed: dict[Mode, Handover] = {}
+    for one in () if staleness else candidates:
+        if (gained := handover(one, workload, items, limit.seconds)) is not None:
             handed.setdefault(gained.mode, gained)
-    return Chosen(tuple(rows), limit, why, time.monotonic() - started, staleness, handed_over=handed)
+    return Choice(tuple(rows), limit, why, time.monotonic() - started, staleness, handovers=handed)
 
 
 def _row(
-    found: Found,
+    candidate: Candidate,
     workload: Workload,
     items: int,
     flow: Flow | None,
@@ -390,7 +392,7 @@ def _row(
     cast: Cast | None,
     staleness: int,
 ) -> Row:
-    plan = to_plan(found.tree, workload, found.chunks, items, None)
+    plan = to_plan(candidate.tree, workload, candidate.chunks, items, None)
     rehearsed: Rehearsal | None = None
     if flow is not None:
         rehearsed = rehearse(
@@ -398,21 +400,21 @@ def _row(
             plan,
             workload,
             items=items,
-            rehearsed_items=stand_in(items, found.chunks),
+            rehearsed_items=stand_in(items, candidate.chunks),
             cast=cast,
             staleness=staleness,
         )
-    seconds = found.seconds if rehearsed is None else rehearsed.seconds
+    seconds = candidate.seconds if rehearsed is None else rehearsed.seconds
     plan = replace(plan, predicted=Prediction(seconds, limit.seconds))
     peak = max(peaks(plan).values(), default=0)
     return Row(
         plan,
         plan.mode,
-        found.seconds,
+        candidate.seconds,
         None if rehearsed is None else rehearsed.seconds,
-        _bubble(found, workload, seconds, staleness),
+        _bubble(candidate, workload, seconds, staleness),
         max(peak, rehearsed.peak_bytes if rehearsed else 0),
-        found.chunks,
+        candidate.chunks,
     )
 
 
@@ -422,12 +424,12 @@ def stand_in(items: int, chunks: int) -> int:
     return min(items, chunks * min(each, -(-REHEARSED_ITEMS // chunks)))
 
 
-def _bubble(found: Found, workload: Workload, seconds: float, staleness: int) -> float:
+def _bubble(candidate: Candidate, workload: Workload, seconds: float, staleness: int) -> float:
     """Share of all device-seconds that is no work."""
     everywhere = sum(workload.devices.values()) * seconds
     work = sum(
-        leaf.option.devices * load(replace(leaf, resident=True), found.chunks, staleness, alone=True)
-        for leaf in leaves(found.tree)
+        leaf.option.devices * load(replace(leaf, resident=True), candidate.chunks, staleness, alone=True)
+        for leaf in leaves(candidate.tree)
     )
     return max(0.0, 1 - work / everywhere) if everywhere else 0.0
 
@@ -460,8 +462,8 @@ def _mean_error(
         middle = stage.options[len(stage.options) // 2]
         there = profile.stages[stage.name].on(middle.kind, hardware)
         assert there is not None  # of every kind that it has an option on
-        seen = there.time(items, max(1, middle.devices), extrapolate=extrapolate)
-        bars.append(min(MOST_ERROR, seen.error / seen.seconds))
+        estimate = there.time(items, max(1, middle.devices), extrapolate=extrapolate)
+        bars.append(min(MOST_ERROR, estimate.error / estimate.seconds))
     return sum(bars) / len(bars)
 
 
@@ -475,8 +477,8 @@ def _coarse(workload: Workload, quantum: int) -> Workload:
 
     stages = []
     for stage in workload.stages:
-        kept = tuple(option for option in stage.options if keeps(option.devices, option.kind))
-        stages.append(replace(stage, options=kept or stage.options))
+        options = tuple(option for option in stage.options if keeps(option.devices, option.kind))
+        stages.append(replace(stage, options=options or stage.options))
     return replace(workload, stages=tuple(stages))
 
 
@@ -529,7 +531,7 @@ class Decision:
 
     plan: Plan | None
     """Where to go; None stays."""
-    said: str
+    sentence: str
     """One line for whoever watches."""
 
 
@@ -593,27 +595,27 @@ class AutoPlacement:
         why = "" if expected is None else f" (steps take {typical:.2f} s where {expected:.2f} s were expected)"
         options = list(self._measured)
         try:
-            chosen = await asyncio.to_thread(self._choose, profile)
-            simulated = [row for row in chosen.best_of_modes if all(not _same(row.plan, one) for one, _ in options)]
-            lag = _lag(chosen, plan, typical)
+            choice = await asyncio.to_thread(self._choose, profile)
+            simulated = [row for row in choice.best_of_modes if all(not _same(row.plan, one) for one, _ in options)]
+            lag = _lag(choice, plan, typical)
             options += [(row.plan, row.seconds + lag) for row in simulated]
-            said = _rows(chosen)
+            sentence = _rows(choice)
         except PlacementError as error:
-            said = f"no plan can be made: {error}"
+            sentence = f"no plan can be made: {error}"
         goal, seconds = min(options, key=lambda option: option[1])
         if _same(goal, plan) or seconds > (1 - WORTH) * typical:
             self._expected = typical
-            return Decision(None, f"placement{why}: {plan.mode} stays, at {typical:.2f} s a step; {said}")
+            return Decision(None, f"placement{why}: {plan.mode} stays, at {typical:.2f} s a step; {sentence}")
         self._expected = seconds
-        return Decision(goal, f"placement{why}: {goal.mode}, {seconds:.2f} s a step expected; {said}")
+        return Decision(goal, f"placement{why}: {goal.mode}, {seconds:.2f} s a step expected; {sentence}")
 
-    def _choose(self, profile: Profile) -> Chosen:
-        def by(flow: Flow | None) -> Chosen:
+    def _choose(self, profile: Profile) -> Choice:
+        def by(flow: Flow | None) -> Choice:
             fleet = self._fleet
-            found = choose(
+            choice = choose(
                 profile, fleet.counts, self._memory, flow, extrapolate=True, hardware=fleet.hardware,
             )  # fmt: skip
-            return found.numbered(fleet)
+            return choice.numbered(fleet)
 
         try:
             return by(self._flow)
@@ -622,14 +624,14 @@ class AutoPlacement:
 
     def _note(self, plan: Plan, seconds: float) -> None:
         """A placement was measured. If it was before and now takes longer, the others are taken to do so too."""
-        known = next((before for one, before in self._measured if _same(one, plan)), seconds)
-        others = [(one, before * seconds / known) for one, before in self._measured if not _same(one, plan)]
+        earlier = next((before for one, before in self._measured if _same(one, plan)), seconds)
+        others = [(one, before * seconds / earlier) for one, before in self._measured if not _same(one, plan)]
         self._measured = [*others, (plan, seconds)]
 
 
-def _lag(chosen: Chosen, plan: Plan, seconds: float) -> float:
+def _lag(choice: Choice, plan: Plan, seconds: float) -> float:
     """Seconds by which steps here outlast their simulation: messages and threads, which no other plan avoids either."""
-    return next((max(0.0, seconds - row.seconds) for row in chosen.rows if _same(row.plan, plan)), 0.0)
+    return next((max(0.0, seconds - row.seconds) for row in choice.rows if _same(row.plan, plan)), 0.0)
 
 
 def _same(one: Plan, other: Plan) -> bool:
@@ -639,10 +641,10 @@ def _same(one: Plan, other: Plan) -> bool:
     return all(here == there for here, there in both if here and there)
 
 
-def _rows(chosen: Chosen) -> str:
+def _rows(choice: Choice) -> str:
     """The best of each mode, as rehearsed."""
-    rows = ", ".join(f"{row.mode} {row.seconds:.2f} s" for row in chosen.best_of_modes)
-    said = f"simulated from what was measured: {rows}"
-    if chosen.recommended is not None and chosen.recommended.staleness:
-        said += f"; were answers begun early (a flow such as grpo_async), {chosen.recommended.said}"
-    return said
+    rows = ", ".join(f"{row.mode} {row.seconds:.2f} s" for row in choice.best_of_modes)
+    text = f"simulated from what was measured: {rows}"
+    if choice.recommended is not None and choice.recommended.staleness:
+        text += f"; were answers begun early (a flow such as grpo_async), {choice.recommended.text}"
+    return text

@@ -80,8 +80,8 @@ def fair_shares(parts: Sequence[Spans]) -> list[float]:
     passed = np.where(depth > 0, np.diff(times[order]) / np.maximum(depth, 1), 0.0)
     shared = np.zeros(len(times))  # fair seconds until each edge
     shared[order[1:]] = np.cumsum(passed)
-    found = np.bincount(owner, weights=-change * shared, minlength=len(parts))
-    return [max(0.0, float(share)) for share in found]  # rounding can leave -1e-17 of nothing
+    shares = np.bincount(owner, weights=-change * shared, minlength=len(parts))
+    return [max(0.0, float(share)) for share in shares]  # rounding can leave -1e-17 of nothing
 
 
 def in_turn(parts: Sequence[Spans]) -> list[float]:
@@ -91,12 +91,12 @@ def in_turn(parts: Sequence[Spans]) -> list[float]:
         parts: each in order and apart.
     """
     times, change, owner, order = _edges(parts)
-    passed, left, found = np.diff(times[order]), np.ones(max(len(times) - 1, 0), np.bool_), []
+    passed, free, seconds = np.diff(times[order]), np.ones(max(len(times) - 1, 0), np.bool_), []
     for number in range(len(parts)):
         on = np.cumsum(np.where(owner == number, change, 0)[order])[:-1] > 0
-        found.append(float(passed[left & on].sum()))
-        left &= ~on
-    return found
+        seconds.append(float(passed[free & on].sum()))
+        free &= ~on
+    return seconds
 
 
 def _edges(parts: Sequence[Spans]) -> tuple[Spans, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -294,9 +294,9 @@ def _forced_switches(workload: Workload) -> float:
     for price, freed in sorted(_parkings(workload)):
         if excess <= 0:
             break
-        taken = min(excess, freed)
-        seconds += price * taken
-        excess -= taken
+        freeable = min(excess, freed)
+        seconds += price * freeable
+        excess -= freeable
     return seconds / everywhere
 
 
@@ -389,7 +389,7 @@ def split(
         for name, part in zip(sums, (*own, seconds - sum(own)), strict=True):
             sums[name] += part
     devices = len(lanes)
-    found = Losses(
+    losses = Losses(
         imbalance=sums["imbalance"] / devices,
         tail=sums["tail"] / devices,
         switching=sums["switching"] / devices,
@@ -398,14 +398,14 @@ def split(
         interference=(sums["work"] - expected) / devices,
         overhead=sums["overhead"] / devices,
     )
-    return _excused(found, limit.seconds - least / devices)
+    return _excused(losses, limit.seconds - least / devices)
 
 
 def _excused(losses: Losses, seconds: float) -> Losses:
     """Take off what the bound says could not be helped."""
     for name in _UNAVOIDABLE:
         part = float(getattr(losses, name))
-        taken = min(seconds, max(0.0, part))
-        losses = replace(losses, **{name: part - taken})
-        seconds -= taken
+        share = min(seconds, max(0.0, part))
+        losses = replace(losses, **{name: part - share})
+        seconds -= share
     return replace(losses, interference=losses.interference - seconds)

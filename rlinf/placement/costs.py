@@ -1,7 +1,7 @@
 """Costs of each stage and accounts of each step, read off the runtime's spans.
 
 Flows in: a `Lap` (who was busy when, what flowed where, what was loaded and parked) and the devices of every actor.
-Flows out: per device what it did, per stage its time (`Seen`), and a `Profile` of this one step.
+Flows out: per device what it did, per stage its time (`MeasuredStep`), and a `Profile` of this one step.
 
 A stage is a role, all its endpoints together; roles that feed each other in a loop, such as environment and policy, are
 one stage of the name "env+policy". Time of an actor without devices is beside the devices: it is known, and costs none.
@@ -31,7 +31,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -113,7 +112,7 @@ class StageTime:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class MeasuredStep:
     """Measurements of one step, per device and per stage."""
 
     seconds: float
@@ -150,7 +149,7 @@ def role_of(actor: str) -> str:
     return actor.partition("[")[0].partition(".")[0]
 
 
-def see(lap: Lap, devices: Mapping[str, frozenset[int]], count: int = 0) -> Seen:
+def read_step(lap: Lap, devices: Mapping[str, frozenset[int]], count: int = 0) -> MeasuredStep:
     """Read a step.
 
     Args:
@@ -186,7 +185,7 @@ def see(lap: Lap, devices: Mapping[str, frozenset[int]], count: int = 0) -> Seen
     edges = tuple(replace(edge, barrier=edge.barrier and _after(groups, whole, edge)) for edge in edges)
     stages = {name: _stage(members, whole, shares, placed) for name, members in groups.items()}
     source, released = _source(groups, edges, lap.flows)
-    return Seen(
+    return MeasuredStep(
         step,
         lanes,
         stages,
@@ -200,63 +199,62 @@ def see(lap: Lap, devices: Mapping[str, frozenset[int]], count: int = 0) -> Seen
     )
 
 
-def observed(
-    seen: Seen,
-    items: int,
-    *,
-    model: str,
-    machine: str,
-    flow: str,
-    kinds: Sequence[str] = (),
-    held: Mapping[str, tuple[int, int]] | None = None,
-    staleness: int = 0,
-) -> Profile:
-    """Return the profile of a step that was read.
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """Facts about a run that its profile states."""
+
+    model: str
+    """See `Profile`."""
+    machine: str
+    flow: str
+    kinds: Sequence[str] = ()
+    """Of each device, by its number; "gpu" beyond."""
+    memory: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By role: bytes on each of its devices while it is loaded, and while it is parked."""
+    staleness: int = 0
+    """Steps that work is begun early; above 0, a step's work is of several batches, so that no stage need wait for
+    another's of the same step."""
+
+
+def profile_of(step: MeasuredStep, items: int, run: MeasuredRun) -> Profile:
+    """Return the profile of a step of so many items.
 
     Seconds per item between disjoint devices are not in a lap, so `transfers` stays empty.
-
-    Args:
-        seen: the step.
-        items: of it.
-        model, machine, flow: see `Profile`.
-        kinds: of each device, by its number; "gpu" beyond.
-        held: by role: bytes on each of its devices while it is loaded, and while it is parked.
-        staleness: steps that work is begun early.
     """
     stages = {}
-    for name, stage in seen.stages.items():
+    for name, stage in step.stages.items():
         count = len(stage.devices) or 1
         busy = stage.work / count if stage.devices else None
-        known = [held[role] for role in stage.members if held is not None and role in held]
+        sizes = [run.memory[role] for role in stage.members if role in run.memory]
         footprints = []
-        if stage.devices and (known or name in seen.moves):
-            active, parked = (sum(each) for each in zip(*known, strict=True)) if known else (0, 0)
-            footprints.append(Footprint(count, active, parked, *seen.moves.get(name, (0.0, 0.0))))
+        if stage.devices and (sizes or name in step.moves):
+            active, parked = (sum(each) for each in zip(*sizes, strict=True)) if sizes else (0, 0)
+            footprints.append(Footprint(count, active, parked, *step.moves.get(name, (0.0, 0.0))))
         stages[name] = StageProfile(
             (Timing(items, count, stage.seconds, busy=busy),),
-            seen.release if name == seen.source else None,
+            step.release if name == step.source else None,
             tuple(footprints),
-            _kind(stage.devices, kinds),
+            _kind(stage.devices, run.kinds),
         )
-    receivers = [len(seen.stages[target].devices) for _, target in seen.published if target in seen.stages]
-    sync = (Timing(1, max(receivers, default=1) or 1, seen.sync),) if seen.sync > 0 else ()
-    edges = tuple((edge.source, edge.target, edge.barrier) for edge in seen.edges)
-    return Profile(model, machine, stages, {}, sync, flow, items, edges, seen.published, staleness)
+    receivers = [len(step.stages[target].devices) for _, target in step.published if target in step.stages]
+    sync = (Timing(1, max(receivers, default=1) or 1, step.sync),) if step.sync > 0 else ()
+    edges = tuple((edge.source, edge.target, edge.barrier) for edge in step.edges)
+    return Profile(run.model, run.machine, stages, {}, sync, run.flow, items, edges, step.published, run.staleness)
 
 
 def _kind(devices: Iterable[int], kinds: Sequence[str]) -> str:
     """Return the kind of some devices; of several kinds all their names."""
-    found = {kinds[number] if number < len(kinds) else KIND for number in devices}
-    return "+".join(sorted(found)) or BESIDE
+    names = {kinds[number] if number < len(kinds) else KIND for number in devices}
+    return "+".join(sorted(names)) or BESIDE
 
 
 def _switches(lap: Lap, devices: Mapping[str, frozenset[int]], everywhere: Iterable[int]) -> dict[int, list[Spans]]:
-    found: dict[int, list[Spans]] = {number: [] for number in everywhere}
+    moves: dict[int, list[Spans]] = {number: [] for number in everywhere}
     for move in lap.moves:
         times = spans(((move.start, move.end),), lap.start, lap.end)
         for number in devices.get(move.actor, ()):
-            found[number].append(times)
-    return found
+            moves[number].append(times)
+    return moves
 
 
 def _stage(
@@ -277,26 +275,28 @@ def _stage(
 def _graph(roles: Sequence[str], flows: Iterable[Flow]) -> tuple[dict[str, tuple[str, ...]], tuple[Edge, ...]]:
     """Stages with their members, and the edges between them."""
     edges: dict[tuple[str, str], Edge] = {}
-    taken, given = [], []
+    sources, targets = [], []
     for flow in flows:
         source, target = role_of(flow.source), role_of(flow.target)
         if _publishes(flow) or source == target:
             continue
         if source in roles and target == THE_FLOW and flow.released:
-            taken.append(source)
+            sources.append(source)
         elif source == THE_FLOW and target in roles:
-            given.append(target)
+            targets.append(target)
         elif source in roles and target in roles:
             barrier = not flow.released and edges.get((source, target), Edge(source, target, True)).barrier
             edges[source, target] = Edge(source, target, barrier)
-    for source in taken:  # what the flow takes from one stream and hands on, is an edge too, unless it would lead back
-        for target in given:
+    for (
+        source
+    ) in sources:  # what the flow takes from one stream and hands on, is an edge too, unless it would lead back
+        for target in targets:
             if source != target and (source, target) not in edges and not _leads(edges, target, source):
                 edges[source, target] = Edge(source, target)
-    found = {"+".join(sorted(group)): tuple(sorted(group)) for group in loops(roles, list(edges.values()))}
-    inside = {role for group in found.values() for role in group}
-    stages = {**{role: (role,) for role in roles if role not in inside}, **found}
-    return stages, condense(list(edges.values()), found)
+    groups = {"+".join(sorted(group)): tuple(sorted(group)) for group in loops(roles, list(edges.values()))}
+    inside = {role for group in groups.values() for role in group}
+    stages = {**{role: (role,) for role in roles if role not in inside}, **groups}
+    return stages, condense(list(edges.values()), groups)
 
 
 def _after(groups: Mapping[str, tuple[str, ...]], whole: Mapping[str, Spans], edge: Edge) -> bool:
@@ -346,7 +346,7 @@ def _source(
 def _release(released: Spans, working: Spans) -> Release | None:
     """When items left, in the source's own working time: whoever else had its devices meanwhile does not matter."""
     times = until(working, released)
-    return Release.measured(times.tolist()) if len(times) > 1 and times[-1] > 0 else None
+    return Release.from_times(times.tolist()) if len(times) > 1 and times[-1] > 0 else None
 
 
 def _moves(groups: Mapping[str, tuple[str, ...]], moves: Iterable[Moved]) -> dict[str, tuple[float, float]]:
@@ -375,49 +375,22 @@ class Ledger:
     Args:
         devices: of every actor, by a name such as "rollout[0]"; set it anew when roles move.
         items: of a step.
+        run: facts about the run.
         count: devices of the job, 0 to count - 1; those that no actor has count too.
-        model, machine, flow: see `Profile`.
-        kinds: of each device, by its number; "gpu" beyond.
-        held: by role: bytes on each of its devices while it is loaded, and while it is parked.
-        known: what earlier runs measured.
-        staleness: steps that work is begun early; above 0, a step's work is of several batches, so that no stage need
-            wait for another's of the same step.
-
-    Raises:
-        ValueError: `known` is of another model, machine or flow.
     """
 
-    def __init__(
-        self,
-        devices: Mapping[str, frozenset[int]],
-        items: int,
-        *,
-        count: int = 0,
-        model: str,
-        machine: str,
-        flow: str,
-        kinds: Sequence[str] = (),
-        held: Mapping[str, tuple[int, int]] | None = None,
-        known: Profile | None = None,
-        staleness: int = 0,
-    ) -> None:
-        if known is not None and (problems := known.mismatch(model, machine, flow)):
-            raise ValueError("; ".join(problems))
-        self.devices, self._items, self._count, self._known, self._held = devices, items, count, known, held
-        self._about: dict[str, Any] = {
-            "model": model, "machine": machine, "flow": flow, "kinds": kinds, "staleness": staleness,
-        }  # fmt: skip
+    def __init__(self, devices: Mapping[str, frozenset[int]], items: int, run: MeasuredRun, *, count: int = 0) -> None:
+        self.devices, self._items, self._run, self._count = devices, items, run, count
         self._steps: deque[Profile] = deque(maxlen=WINDOW)
         self.last: Efficiency | None = None
         """Of the newest step; None before the first, and where no device worked."""
-        self.seen: Seen | None = None
-        """What was read off it."""
+        self.measured_step: MeasuredStep | None = None
+        """Reading of the newest step."""
 
     @property
     def profile(self) -> Profile | None:
-        """The profile measured by this run, merged with what was known before; None before the first step."""
-        own = pooled(self._steps) if self._steps else None
-        return own if own is None or self._known is None else self._known.merged(own)
+        """The profile measured by this run; None before the first step."""
+        return pool(self._steps) if self._steps else None
 
     def step(self, lap: Lap) -> dict[str, float]:
         """Take a step.
@@ -425,11 +398,11 @@ class Ledger:
         Returns:
             Its metrics `bound/…` and `lost/…`; none where no device worked.
         """
-        self.seen = seen = see(lap, self.devices, self._count)
-        if seen.stages:
-            self._steps.append(observed(seen, self._items, held=self._held, **self._about))
+        self.measured_step = step = read_step(lap, self.devices, self._count)
+        if step.stages:
+            self._steps.append(profile_of(step, self._items, self._run))
         so_far = self.profile
-        self.last = efficiency(seen, so_far, self._items) if so_far is not None else None
+        self.last = efficiency(step, so_far, self._items) if so_far is not None else None
         return self.last.metrics() if self.last is not None else {}
 
     def save(self, directory: Path) -> None:
@@ -438,7 +411,7 @@ class Ledger:
             save(profile, directory / PROFILE)
 
 
-def pooled(steps: Iterable[Profile]) -> Profile:
+def pool(steps: Iterable[Profile]) -> Profile:
     """Return the profile of several steps of one run, in their order.
 
     Times are medians. The first time of a stage on a number of devices is left out if there are others: it warms up.
@@ -458,7 +431,7 @@ def pooled(steps: Iterable[Profile]) -> Profile:
     return Profile(
         last.model,
         last.machine,
-        {name: _pooled_stage(found) for name, found in by_name.items()},
+        {name: _pooled_stage(samples) for name, samples in by_name.items()},
         {},
         _medians([timing for one in steps for timing in one.sync]),
         last.flow,
@@ -469,34 +442,34 @@ def pooled(steps: Iterable[Profile]) -> Profile:
     )
 
 
-def _pooled_stage(found: Sequence[StageProfile]) -> StageProfile:
+def _pooled_stage(samples: Sequence[StageProfile]) -> StageProfile:
     """The kind that it was on last comes first; one beside the devices has no others, and may have moved onto some."""
-    kinds = dict.fromkeys(one.kind for one in reversed(found))
-    first, *rest = (_pooled_kind([one for one in found if one.kind == kind]) for kind in kinds)
-    release = _mean_release([one.release for one in found if one.release is not None])
+    kinds = dict.fromkeys(one.kind for one in reversed(samples))
+    first, *rest = (_pooled_kind([one for one in samples if one.kind == kind]) for kind in kinds)
+    release = _mean_release([one.release for one in samples if one.release is not None])
     others = tuple(one for one in rest if one.kind != BESIDE) if first.kind != BESIDE else ()
     return replace(first, release=release, others=others)
 
 
 def _pooled_kind(alike: Sequence[StageProfile]) -> StageProfile:
-    held: dict[int, list[Footprint]] = {}
+    footprints: dict[int, list[Footprint]] = {}
     for footprint in itertools.chain.from_iterable(one.footprints for one in alike):
-        held.setdefault(footprint.devices, []).append(footprint)
+        footprints.setdefault(footprint.devices, []).append(footprint)
     return StageProfile(
         _medians([timing for one in alike for timing in one.timings]),
         _mean_release([one.release for one in alike if one.release is not None]),
-        tuple(_typical(held[devices]) for devices in sorted(held)),
+        tuple(_typical(footprints[devices]) for devices in sorted(footprints)),
         alike[-1].kind,
     )
 
 
-def _typical(found: Sequence[Footprint]) -> Footprint:
+def _typical(footprints: Sequence[Footprint]) -> Footprint:
     """The most bytes, which must never be exceeded; and the middle of the seconds, of which one may be an accident."""
-    worst = functools.reduce(Footprint.merged, found)
+    worst = functools.reduce(Footprint.merged, footprints)
     return replace(
         worst,
-        onload_seconds=statistics.median(one.onload_seconds for one in found),
-        offload_seconds=statistics.median(one.offload_seconds for one in found),
+        onload_seconds=statistics.median(one.onload_seconds for one in footprints),
+        offload_seconds=statistics.median(one.offload_seconds for one in footprints),
     )
 
 
@@ -507,17 +480,17 @@ def _medians(timings: Sequence[Timing]) -> tuple[Timing, ...]:
     return tuple(_median(batch, devices, places[batch, devices]) for batch, devices in sorted(places))
 
 
-def _median(batch: int, devices: int, found: Sequence[Timing]) -> Timing:
-    found = found[1:] or found
-    seconds = [one.seconds for one in found]
-    busy = [one.busy for one in found if one.busy is not None]
+def _median(batch: int, devices: int, samples: Sequence[Timing]) -> Timing:
+    samples = samples[1:] or samples
+    seconds = [one.seconds for one in samples]
+    busy = [one.busy for one in samples if one.busy is not None]
     middle = statistics.median(seconds)
     return Timing(
         batch,
         devices,
         middle,
         statistics.pstdev(seconds),
-        len(found),
+        len(samples),
         min(middle, statistics.median(busy)) if busy else None,
     )
 
@@ -549,60 +522,67 @@ class Efficiency:
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the step: `bound/…` and `lost/…`, in seconds but for efficiency and devices."""
-        found = {"bound/seconds": self.limit.seconds, "bound/efficiency": self.value}
-        found |= {f"bound/{name}": float(getattr(self.limit, name)) for name in ("area", "saturation", "network")}
-        found["bound/devices"] = float(self.devices)
-        return found | {f"lost/{part.name}": float(getattr(self.losses, part.name)) for part in fields(self.losses)}
+        values = {"bound/seconds": self.limit.seconds, "bound/efficiency": self.value}
+        values |= {f"bound/{name}": float(getattr(self.limit, name)) for name in ("area", "saturation", "network")}
+        values["bound/devices"] = float(self.devices)
+        return values | {f"lost/{part.name}": float(getattr(self.losses, part.name)) for part in fields(self.losses)}
 
 
-def efficiency(seen: Seen, profile: Profile, items: int) -> Efficiency | None:
+def efficiency(step: MeasuredStep, profile: Profile, items: int) -> Efficiency | None:
     """Compare a step with its lower bound.
 
     Args:
-        seen: the step.
+        step: the step.
         profile: what its stages cost, in this step or any other; where it says nothing, this step stands for itself.
         items: of the step.
 
     Returns:
         None where no device worked.
     """
-    count = len(seen.lanes)
-    if not count or seen.seconds <= 0 or not any(stage.work > 0 for stage in seen.stages.values()):
+    count = len(step.lanes)
+    if not count or step.seconds <= 0 or not any(stage.work > 0 for stage in step.stages.values()):
         return None
     expected = least = 0.0
     fastest: dict[str, float] = {}
-    for name, stage in seen.stages.items():
-        known = list(_known(profile, name, items))
-        own, best = _work(stage, known)
+    for name, stage in step.stages.items():
+        timings = list(_timings_of(profile, name, items))
+        own, best = _work(stage, timings)
         expected, least = expected + own, least + best
-        fastest[name] = _quickest(stage, known, count)
+        fastest[name] = _quickest(stage, timings, count)
     published = [one.seconds for one in profile.sync]
     area = least / count
-    saturation = max(fastest.values()) if profile.staleness else longest_row(fastest, seen.edges)
-    limit = Bound(area, saturation, 0.0, area, min([seen.sync, *published]))
-    losses = split(list(seen.lanes.values()), seen.seconds, limit, least=least, expected=expected, tail=seen.tail)
-    return Efficiency(seen.seconds, count, limit, losses)
+    saturation = max(fastest.values()) if profile.staleness else longest_row(fastest, step.edges)
+    limit = Bound(area, saturation, 0.0, area, min([step.sync, *published]))
+    losses = split(
+        list(step.lanes.values()),
+        step.seconds,
+        limit,
+        least=least,
+        expected=expected,
+        tail=step.tail,
+    )
+    return Efficiency(step.seconds, count, limit, losses)
 
 
-def _known(profile: Profile, name: str, items: int) -> Iterator[Timing]:
+def _timings_of(profile: Profile, name: str, items: int) -> Iterator[Timing]:
     if name in profile.stages:
         yield from (one for way in profile.stages[name].ways for one in way.timings if one.batch == items)
 
 
-def _work(stage: StageTime, known: list[Timing]) -> tuple[float, float]:
+def _work(stage: StageTime, timings: list[Timing]) -> tuple[float, float]:
     """Device-seconds of a stage at the size that it had, and at its most efficient one."""
     size = len(stage.devices)
     if not size:
         return 0.0, 0.0
-    expected = min([stage.work, *(one.work for one in known if one.devices == size)])
-    return expected, min([expected, *(one.work for one in known)])
+    expected = min([stage.work, *(one.work for one in timings if one.devices == size)])
+    return expected, min([expected, *(one.work for one in timings)])
 
 
-def _quickest(stage: StageTime, known: list[Timing], count: int) -> float:
+def _quickest(stage: StageTime, timings: list[Timing], count: int) -> float:
     """Seconds of a stage at its quickest on up to `count` devices."""
     if not stage.devices:
-        return min([stage.seconds, *(one.seconds for one in known)])
-    times = [(len(stage.devices), stage.seconds), *((one.devices, one.seconds) for one in known)]
+        return min([stage.seconds, *(one.seconds for one in timings)])
+    times = [(len(stage.devices), stage.seconds), *((one.devices, one.seconds) for one in timings)]
     widest = max(devices for devices, _ in times)
     scaled = min(seconds for devices, seconds in times if devices == widest) * min(1.0, widest / count)
     return min([scaled, *(seconds for _, seconds in times)])

@@ -180,19 +180,19 @@ class Cluster:
         """
         if not labels:
             return self._of_nodes(range(len(self.nodes)), None)
-        found: list[Resource] = []
+        matches: list[Resource] = []
         for label in labels:
             if label == NODE:
-                found += [Resource(node.number, NODE, None) for node in self.nodes]
+                matches += [Resource(node.number, NODE, None) for node in self.nodes]
                 continue
             group = self._by_label.get(label)
             if group is None:
-                known = [*self._by_label, NODE]
-                near = get_close_matches(label, known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+                labels_there = [*self._by_label, NODE]
+                near = get_close_matches(label, labels_there, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(labels_there)}"
                 raise ValueError(f"there is no node group {label!r}; {hint}")
-            found += self._of_nodes(group.nodes, group.hardware)
-        return tuple(found)
+            matches += self._of_nodes(group.nodes, group.hardware)
+        return tuple(matches)
 
     def _of_nodes(self, numbers: Sequence[int], hardware: str | None) -> tuple[Resource, ...]:
         devices = [

@@ -92,7 +92,7 @@ def parse(text: str, available: int, *, key: str = "placement") -> tuple[tuple[i
     if not faults:
         faults += _gaps(placed, segments)
     if faults:
-        raise PlacementError([_shown(key, text, fault) for fault in faults])
+        raise PlacementError([_mark(key, text, fault) for fault in faults])
     return tuple(placed[rank] for rank in sorted(placed))
 
 
@@ -111,17 +111,17 @@ def _parts(text: str) -> Iterator[tuple[int, str]]:
 def _segment(start: int, text: str) -> Segment:
     if not text:
         raise _Fault(start, 1, "a rank, a range or `all` is missing here: remove the comma, or write for example 0-3")
-    left, colon, right = text.partition(":")
+    resource_text, colon, right = text.partition(":")
     if ":" in right:
         raise _Fault(
-            start + len(left) + 1 + right.index(":"),
+            start + len(resource_text) + 1 + right.index(":"),
             1,
             "a second colon: write resources:processes, and a comma before the next pair",
         )
-    resources = None if left.strip() == "all" else _range(left, start, "resources")
+    resources = None if resource_text.strip() == "all" else _range(resource_text, start, "resources")
     processes = None
     if colon:
-        at = start + len(left) + 1
+        at = start + len(resource_text) + 1
         if right.strip() == "all":
             raise _Fault(
                 at, len(right), "processes cannot be `all`: write how many there are, such as 0-7, or leave `:all` out"
@@ -151,7 +151,7 @@ def _range(text: str, start: int, what: str) -> range:
 
 
 def _misplaced(segments: Sequence[Segment], available: int) -> Iterator[_Fault]:
-    taken: dict[int, str] = {}
+    owners: dict[int, str] = {}
     for segment in segments:
         if available == 0:
             yield _Fault(segment.start, len(segment.text), "there are no resources here: name another node group")
@@ -168,15 +168,15 @@ def _misplaced(segments: Sequence[Segment], available: int) -> Iterator[_Fault]:
                 + _smaller(segment.resources, available),
             )
             continue
-        clash = next((rank for rank in segment.resources if rank in taken), None)
+        clash = next((rank for rank in segment.resources if rank in owners), None)
         if clash is not None:
             yield _Fault(
                 segment.start,
                 len(segment.text),
-                f"resource {clash} is in {taken[clash]!r} already: begin after it, or let processes share it "
+                f"resource {clash} is in {owners[clash]!r} already: begin after it, or let processes share it "
                 f"in one segment, such as {clash}:0-1",
             )
-        taken.update(dict.fromkeys(segment.resources, segment.text))
+        owners.update(dict.fromkeys(segment.resources, segment.text))
 
 
 def _smaller(resources: range, available: int) -> str:
@@ -242,7 +242,7 @@ def _gaps(placed: dict[int, tuple[int, ...]], segments: Sequence[Segment]) -> It
     )
 
 
-def _shown(key: str, text: str, fault: _Fault) -> str:
+def _mark(key: str, text: str, fault: _Fault) -> str:
     """Three lines: the setting, a mark under the mistake, what is wrong and what to write."""
     lead = f"{key}: "
     mark = " " * (len(lead) + fault.start) + "^" * fault.length
@@ -283,7 +283,7 @@ def assign(
         PlacementError: with every mistake of the table.
     """
     complaints: list[str] = []
-    found: dict[str, Assignment] = {}
+    assignments: dict[str, Assignment] = {}
     for names, value in table.items():
         where = f"{key}.{names}"
         try:
@@ -292,19 +292,19 @@ def assign(
             complaints += error.complaints
             processes = ()
         for role in (name.strip() for name in str(names).split(",")):
-            if problem := _name_problem(role, found, roles):
+            if problem := _name_problem(role, assignments, roles):
                 complaints.append(f"{where}: {problem}")
             else:
-                found[role] = Assignment(role, processes)
+                assignments[role] = Assignment(role, processes)
     if complaints:
         raise PlacementError(complaints)
-    return found
+    return assignments
 
 
-def _name_problem(role: str, found: Mapping[str, Assignment], roles: Sequence[str] | None) -> str | None:
+def _name_problem(role: str, assignments: Mapping[str, Assignment], roles: Sequence[str] | None) -> str | None:
     if not role:
         return "a role's name is missing between two commas: remove one"
-    if role in found:
+    if role in assignments:
         return f"role {role!r} is placed twice: remove one of the two"
     if roles is not None and role not in roles:
         near = get_close_matches(role, roles, 1)

@@ -91,8 +91,8 @@ class Fleet:
         Args:
             limit: of every device whose kind says nothing; None: there is no limit.
         """
-        known = {kind: own.memory for kind, own in self.hardware.items() if own.memory is not None}
-        return tuple(known.get(kind, limit) for kind in self.kinds)
+        memory = {kind: own.memory for kind, own in self.hardware.items() if own.memory is not None}
+        return tuple(memory.get(kind, limit) for kind in self.kinds)
 
 
 def fleet_of(wanted: Placing, hosts: int) -> Fleet:
@@ -117,30 +117,30 @@ def hardware_of(wanted: Placing) -> dict[str, Hardware]:
     Raises:
         PlacementError: with every mistake; each begins with its key.
     """
-    named = [KIND, *(given.get("hardware") for given in wanted.node_groups.values() if isinstance(given, Mapping))]
+    named = [KIND, *(entry.get("hardware") for entry in wanted.node_groups.values() if isinstance(entry, Mapping))]
     kinds = [str(kind) for kind in dict.fromkeys(named) if kind is not None]
-    found = {kind: KNOWN[kind] for kind in kinds if kind in KNOWN}
+    hardware = {kind: KNOWN[kind] for kind in kinds if kind in KNOWN}
     problems = []
     names = [one.name for one in fields(Hardware)]
-    for kind, given in wanted.devices.items():
+    for kind, entry in wanted.devices.items():
         key = f"placement.devices.{kind}"
         if kind not in kinds:
             near = get_close_matches(kind, kinds, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(kinds)}"
             problems.append(f"{key}: no node group has such hardware; {hint}")
-        elif isinstance(given, str) and given in KNOWN:
-            found[kind] = KNOWN[given]
-        elif not isinstance(given, Mapping) or not given or set(given) - {*names}:
+        elif isinstance(entry, str) and entry in KNOWN:
+            hardware[kind] = KNOWN[entry]
+        elif not isinstance(entry, Mapping) or not entry or set(entry) - {*names}:
             problems.append(
                 f"{key}: write any of {', '.join(names)}, as in {{memory_gb: 43}}, or a card: {', '.join(KNOWN)}"
             )
-        elif wrong := [name for name, value in given.items() if not _positive(value)]:
-            problems.append(f"{key}.{wrong[0]}: {given[wrong[0]]!r} is no number above 0")
+        elif wrong := [name for name, value in entry.items() if not _positive(value)]:
+            problems.append(f"{key}.{wrong[0]}: {entry[wrong[0]]!r} is no number above 0")
         else:
-            found[kind] = replace(found.get(kind, Hardware()), **given)
+            hardware[kind] = replace(hardware.get(kind, Hardware()), **entry)
     if problems:
         raise PlacementError(problems)
-    return found
+    return hardware
 
 
 def _positive(value: Any) -> bool:
@@ -162,9 +162,9 @@ def cluster_of(wanted: Placing, hosts: int, *, width: int | None = None) -> Clus
     count = -(-hosts // width)
     complaints, groups = [], []
     kinds = [KIND] * count
-    for label, given in wanted.node_groups.items():
+    for label, entry in wanted.node_groups.items():
         try:
-            group = _group(label, given, count)
+            group = _group(label, entry, count)
         except (PlacementError, ValueError) as error:
             complaints.append(str(error))
             continue
@@ -175,7 +175,7 @@ def cluster_of(wanted: Placing, hosts: int, *, width: int | None = None) -> Clus
     if complaints:
         raise PlacementError(complaints)
     memory = None if wanted.device_memory_gb is None else int(min(wanted.device_memory_gb, 1e9) * GB)
-    own = {kind: known.memory for kind, known in hardware_of(wanted).items()}
+    own = {kind: hardware.memory for kind, hardware in hardware_of(wanted).items()}
     nodes = [{kind: min(width, hosts - number * width)} for number, kind in enumerate(kinds)]
     try:
         return Cluster.declared(nodes, {kind: memory or own.get(kind) for kind in kinds}, groups)
@@ -183,12 +183,12 @@ def cluster_of(wanted: Placing, hosts: int, *, width: int | None = None) -> Clus
         raise PlacementError([f"placement.node_groups: {error}"]) from None
 
 
-def _group(label: str, given: Any, nodes: int) -> NodeGroup:
+def _group(label: str, entry: Any, nodes: int) -> NodeGroup:
     key = f"placement.node_groups.{label}"
-    if not isinstance(given, Mapping) or "nodes" not in given or set(given) - {"nodes", "hardware"}:
+    if not isinstance(entry, Mapping) or "nodes" not in entry or set(entry) - {"nodes", "hardware"}:
         raise PlacementError([f"{key}: write {{nodes: 0-3}}, and hardware: KIND if its devices differ from others'"])
-    numbers = tuple(rank for process in parse(str(given["nodes"]), nodes, key=f"{key}.nodes") for rank in process)
-    return NodeGroup(label, numbers, None if given.get("hardware") is None else str(given["hardware"]))
+    numbers = tuple(rank for process in parse(str(entry["nodes"]), nodes, key=f"{key}.nodes") for rank in process)
+    return NodeGroup(label, numbers, None if entry.get("hardware") is None else str(entry["hardware"]))
 
 
 def least(memories: Sequence[int | None]) -> int | None:

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from rlinf.placement.workload import Option, Stage, Workload
 
 
-def balanced(workload: Workload, chunks: int, most: int) -> list[Option] | None:
+def balance(workload: Workload, chunks: int, most: int) -> list[Option] | None:
     """Return a size for each stage, in the order of the workload's; None if no such plan fits the devices.
 
     Args:
@@ -66,20 +66,20 @@ def balanced(workload: Workload, chunks: int, most: int) -> list[Option] | None:
             if phase not in phases:
                 sources = [i for i in members if stages[i].release is not None and not needs[i] & phase]
                 phases[phase] = _phase(members, sources[:1], ladders, needs, workload, chunks)
-            if (made := phases[phase]) is not None:
-                seconds = best[done][0] + made[0]
+            if (sized := phases[phase]) is not None:
+                seconds = best[done][0] + sized[0]
                 if done | phase not in best or seconds < best[done | phase][0]:
-                    best[done | phase] = seconds, done, made[1]
+                    best[done | phase] = seconds, done, sized[1]
     if everything not in best:
         return None
-    found: dict[int, Option] = {}
+    sizes: dict[int, Option] = {}
     at = everything
     while at:
         _, before, options = best[at]
         members = [index for index in range(len(stages)) if (at & ~before) >> index & 1]
-        found |= zip(members, options, strict=True)
+        sizes |= zip(members, options, strict=True)
         at = before
-    return [found[index] for index in range(len(stages))]
+    return [sizes[index] for index in range(len(stages))]
 
 
 def _subsets(members: int) -> Iterator[int]:
@@ -122,29 +122,29 @@ def _phase(
     """
     others = [index for index in members if index not in sources]
     if not sources or not others:
-        made = _even([ladders[index] for index in others or members], workload.devices)
-        if made is None:
+        sized = _even([ladders[index] for index in others or members], workload.devices)
+        if sized is None:
             return None
-        slowest = max(seconds for seconds, _ in made)
-        path = _longest({index: seconds for index, (seconds, _) in zip(others or members, made, strict=True)}, needs)
-        return (path + (chunks - 1) * slowest) / chunks, [option for _, option in made]
+        slowest = max(seconds for seconds, _ in sized)
+        path = _longest({index: seconds for index, (seconds, _) in zip(others or members, sized, strict=True)}, needs)
+        return (path + (chunks - 1) * slowest) / chunks, [option for _, option in sized]
     release = workload.stages[sources[0]].release
     assert release is not None
     late = release.chunks(chunks)
     steps = [step for own in ladders[sources[0]].values() for step in own]
     best: tuple[float, list[Option]] | None = None
     for _, source in steps[:: -(-len(steps) // _TRIED)]:
-        left = dict(workload.devices)
-        left[source.kind] = left.get(source.kind, 0) - source.devices
-        made = _even([ladders[index] for index in others], left)
-        if made is None:
+        free = dict(workload.devices)
+        free[source.kind] = free.get(source.kind, 0) - source.devices
+        sized = _even([ladders[index] for index in others], free)
+        if sized is None:
             continue
-        period = max(own for own, _ in made) / chunks
-        latency = _longest({index: own for index, (own, _) in zip(others, made, strict=True)}, needs) / chunks
+        period = max(own for own, _ in sized) / chunks
+        latency = _longest({index: own for index, (own, _) in zip(others, sized, strict=True)}, needs) / chunks
         seconds = max(share * source.seconds + latency + (chunks - k) * period for k, share in enumerate(late, 1))
         if best is None or seconds < best[0]:
-            found = dict(zip(others, (option for _, option in made), strict=True)) | {sources[0]: source}
-            best = seconds, [found[index] for index in members]
+            options = dict(zip(others, (option for _, option in sized), strict=True)) | {sources[0]: source}
+            best = seconds, [options[index] for index in members]
     return best
 
 
@@ -167,28 +167,28 @@ def _even(ladders: Sequence[Ladder], devices: Mapping[str, int]) -> list[tuple[f
     fitting: list[tuple[float, Option]] | None = None
     while low < high:
         middle = (low + high) // 2
-        chosen = _within(ladders, times[middle], devices)
-        if chosen is None:
+        sizes = _within(ladders, times[middle], devices)
+        if sizes is None:
             low = middle + 1
         else:
-            high, fitting = middle, chosen
+            high, fitting = middle, sizes
     return fitting
 
 
 def _within(ladders: Sequence[Ladder], seconds: float, devices: Mapping[str, int]) -> list[tuple[float, Option]] | None:
     """The smallest size of each stage that takes no longer, on the kind with the most room; None if they do not fit."""
-    left = dict(devices)
-    chosen = []
+    free = dict(devices)
+    sizes = []
     for ladder in ladders:
         quick = [steps[at - 1] for steps in ladder.values() if (at := bisect_right(steps, seconds, key=_seconds))]
         if not quick:
             return None
-        step = max(quick, key=lambda step: left.get(step[1].kind, 0) - step[1].devices)
-        left[step[1].kind] = left.get(step[1].kind, 0) - step[1].devices
-        if left[step[1].kind] < 0:
+        step = max(quick, key=lambda step: free.get(step[1].kind, 0) - step[1].devices)
+        free[step[1].kind] = free.get(step[1].kind, 0) - step[1].devices
+        if free[step[1].kind] < 0:
             return None
-        chosen.append(step)
-    return chosen
+        sizes.append(step)
+    return sizes
 
 
 Array = NDArray[np.float64]
@@ -257,10 +257,10 @@ class Block:
             self._least = float(self.seconds().min(initial=np.inf))
         return self._least
 
-    def take(self, chosen: NDArray[Any]) -> Block:
+    def take(self, labels: NDArray[Any]) -> Block:
         """Return only these labels."""
-        seconds = None if self._seconds is None else self._seconds[chosen]
-        return Block(self.shape, self.rows[chosen], self.origin[chosen], self.parents, seconds)
+        seconds = None if self._seconds is None else self._seconds[labels]
+        return Block(self.shape, self.rows[labels], self.origin[labels], self.parents, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,14 +343,14 @@ def merge(
 
 
 def compose(
-    left: Block, right: Block, pairs: tuple[Any, Any], *, spatial: bool, link: float | None, feeds: bool,
+    first: Block, second: Block, pairs: tuple[Any, Any], *, spatial: bool, link: float | None, feeds: bool,
     barred: bool, always: float, curves: Curves, ways: int,
 ) -> Block:  # fmt: skip
     """Compose labels of two parts pair by pair.
 
     Args:
-        left: comes first, or feeds.
-        right: comes second, or is fed.
+        first: comes first, or feeds.
+        second: comes second, or is fed.
         pairs: numbers of left and right labels, equally long.
         spatial: on disjoint devices; otherwise one after the other.
         link: seconds of one chunk between the phases that meet; None: no edge between them.
@@ -360,8 +360,8 @@ def compose(
         curves: of the search.
         ways: how the result is composed, for its shape.
     """
-    x, y = left.rows[pairs[0]], right.rows[pairs[1]]
-    one, two = left.shape, right.shape
+    x, y = first.rows[pairs[0]], second.rows[pairs[1]]
+    one, two = first.shape, second.shape
     rows = np.zeros_like(x)
     rows[:, BETWEEN] = x[:, BETWEEN] + y[:, BETWEEN] + always
     _add_devices(rows, x, y, spatial)
@@ -374,7 +374,7 @@ def compose(
         if not two.single:
             rows[:, BETWEEN] += cost(y[:, HEAD])
         shape = Shape(False, one.head, ends_set, one.head_curve, ends_curve, ways)
-        return Block(shape, rows, _origin(pairs), [(spatial, left, right)])
+        return Block(shape, rows, _origin(pairs), [(spatial, first, second)])
     middle, curve = merge(x[:, meets], y[:, HEAD], meets_curve, two.head_curve, link, feeds, curves)
     joined = meets_set | two.head
     if one.single and two.single:
@@ -390,7 +390,7 @@ def compose(
         rows[:, HEAD], rows[:, TAIL] = x[:, HEAD], y[:, TAIL]
         rows[:, BETWEEN] += cost(middle)
         shape = Shape(False, one.head, two.tail, one.head_curve, two.tail_curve, ways)
-    return Block(shape, rows, _origin(pairs), [(spatial, left, right)])
+    return Block(shape, rows, _origin(pairs), [(spatial, first, second)])
 
 
 def settle(block: Block, *, head: bool, tail: bool) -> Block:
@@ -446,13 +446,13 @@ def best_of(block: Block, seconds: float, chunks: int) -> Block:
     # A label that is better everywhere has the smaller sum, so only those before a label in that order can drop it.
     order = np.argsort((columns / columns.max(axis=0).clip(1e-300)).sum(axis=1), kind="stable")
     columns = np.ascontiguousarray(columns[order].T)
-    kept = np.empty(0, dtype=np.int64)
+    front = np.empty(0, dtype=np.int64)
     for start in range(0, len(order), _AT_ONCE):
         fresh = np.arange(start, min(start + _AT_ONCE, len(order)))
-        if len(kept):
-            fresh = fresh[~_covered(columns[:, kept], columns[:, fresh], slack).any(axis=0)]
-        kept = np.concatenate([kept, fresh[_greedy(_covered(columns[:, fresh], columns[:, fresh], slack))]])
-    return block.take(order[kept])
+        if len(front):
+            fresh = fresh[~_covered(columns[:, front], columns[:, fresh], slack).any(axis=0)]
+        front = np.concatenate([front, fresh[_greedy(_covered(columns[:, fresh], columns[:, fresh], slack))]])
+    return block.take(order[front])
 
 
 def _covered(by: Array, these: Array, slack: Array) -> NDArray[np.bool_]:
@@ -465,14 +465,14 @@ def _covered(by: Array, these: Array, slack: Array) -> NDArray[np.bool_]:
 
 def _greedy(covered: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Numbers of labels that none is kept for; each that is kept drops those after it that it covers."""
-    chosen = []
-    left = np.ones(len(covered), dtype=bool)
+    picks = []
+    open_labels = np.ones(len(covered), dtype=bool)
     at = 0
-    while at < len(left):
-        chosen.append(at)
-        left[at:] &= ~covered[at, at:]
-        at += 1 + int(left[at + 1 :].argmax()) if left[at + 1 :].any() else len(left)
-    return np.array(chosen, dtype=np.int64)
+    while at < len(open_labels):
+        picks.append(at)
+        open_labels[at:] &= ~covered[at, at:]
+        at += 1 + int(open_labels[at + 1 :].argmax()) if open_labels[at + 1 :].any() else len(open_labels)
+    return np.array(picks, dtype=np.int64)
 
 
 def _slack(differ: NDArray[np.int64], seconds: float, chunks: int) -> Array:

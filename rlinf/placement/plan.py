@@ -103,7 +103,7 @@ class Plan:
         """All phases, ascending."""
         return tuple(sorted({phase for role in self.roles.values() for phase in role.phases}))
 
-    def held(self, device: int, phase: int) -> dict[str, int]:
+    def bytes_on(self, device: int, phase: int) -> dict[str, int]:
         """Return the bytes that each role holds on a device in a phase."""
         return {
             name: role.active_bytes if role.resident or phase in role.phases else role.parked_bytes
@@ -113,7 +113,7 @@ class Plan:
 
     def peak(self, device: int) -> int:
         """Return the most bytes that the device holds in any phase."""
-        return max((sum(self.held(device, phase).values()) for phase in self.phases), default=0)
+        return max((sum(self.bytes_on(device, phase).values()) for phase in self.phases), default=0)
 
 
 def complaints(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
@@ -155,29 +155,29 @@ def _crowded(plan: Plan) -> Iterator[str]:
 
 
 def _overfull(plan: Plan, cluster: Cluster) -> Iterator[str]:
-    seen: set[frozenset[tuple[str, int]]] = set()
+    reported: set[frozenset[tuple[str, int]]] = set()
     for device in cluster.devices:
         if device.memory is None:
             continue
         for phase in plan.phases:
-            held = plan.held(device.number, phase)
-            excess = sum(held.values()) - device.memory
-            alike = frozenset(held.items())
-            if excess <= 0 or alike in seen:  # hundreds of devices overflow for one reason: say it once
+            bytes_by_role = plan.bytes_on(device.number, phase)
+            excess = sum(bytes_by_role.values()) - device.memory
+            alike = frozenset(bytes_by_role.items())
+            if excess <= 0 or alike in reported:  # hundreds of devices overflow for one reason: say it once
                 continue
-            seen.add(alike)
-            parts = ", ".join(f"{name} {count / GB:.1f}" for name, count in held.items())
+            reported.add(alike)
+            parts = ", ".join(f"{name} {count / GB:.1f}" for name, count in bytes_by_role.items())
             yield (
-                f"device {device.number} would hold {sum(held.values()) / GB:.1f} GB of {device.memory / GB:.1f} "
-                f"in phase {phase} ({parts}): {_relief(plan, held, phase, excess)}"
+                f"device {device.number} would hold {(excess + device.memory) / GB:.1f} GB of {device.memory / GB:.1f} "
+                f"in phase {phase} ({parts}): {_relief(plan, bytes_by_role, phase, excess)}"
             )
 
 
-def _relief(plan: Plan, held: Mapping[str, int], phase: int, excess: int) -> str:
+def _relief(plan: Plan, bytes_by_role: Mapping[str, int], phase: int, excess: int) -> str:
     """The one change that frees enough with the least to move; or how much has to go."""
     savings = {
         name: plan.roles[name].active_bytes - plan.roles[name].parked_bytes
-        for name in held
+        for name in bytes_by_role
         if plan.roles[name].resident and phase not in plan.roles[name].phases
     }
     if enough := {name: saved for name, saved in savings.items() if saved >= excess}:
@@ -185,9 +185,9 @@ def _relief(plan: Plan, held: Mapping[str, int], phase: int, excess: int) -> str
         return f"set roles.{name}.resident to false, which frees {enough[name] / GB:.1f} GB"
     if sum(savings.values()) >= excess:
         return f"set `resident` to false for {' and '.join(savings)}"
-    fits = [name for name, count in held.items() if count >= excess]
-    if len(held) > 1 and fits:
-        name = min(fits, key=lambda name: held[name])
+    fits = [name for name, count in bytes_by_role.items() if count >= excess]
+    if len(bytes_by_role) > 1 and fits:
+        name = min(fits, key=lambda name: bytes_by_role[name])
         return f"move {name} to other devices, or make it {excess / GB:.1f} GB smaller (more devices, a smaller batch)"
     return f"{excess / GB:.1f} GB have to go: more devices, a smaller batch or a smaller model"
 
@@ -299,16 +299,16 @@ class _Reader:
     def complain(self, key: str, message: str) -> None:
         self.complaints.append(f"{self.where}: {key} {message}" if key else f"{self.where}: {message}")
 
-    def section(self, key: str, entry: Any, known: tuple[str, ...]) -> dict[str, Any]:
+    def section(self, key: str, entry: Any, keys: tuple[str, ...]) -> dict[str, Any]:
         if entry is None:
             return {}
         if not isinstance(entry, Mapping):
-            self.complain(key, f"is {entry!r}, not a mapping: write {', '.join(known)} under it")
+            self.complain(key, f"is {entry!r}, not a mapping: write {', '.join(keys)} under it")
             return {}
         for name in entry:
-            if name not in known:
-                near = get_close_matches(str(name), known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+            if name not in keys:
+                near = get_close_matches(str(name), keys, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(keys)}"
                 self.complain(f"{key}.{name}" if key else str(name), f"is not a key of a plan; {hint}")
         return dict(entry)
 
@@ -320,20 +320,20 @@ class _Reader:
         return dict(entry or {})
 
     def value(self, key: str, entry: Mapping[str, Any], name: str, kind: type, default: Any, least: int = 0) -> Any:
-        found = entry.get(name)
-        if found is None:
+        setting = entry.get(name)
+        if setting is None:
             return default
-        right = isinstance(found, kind) and (kind is bool or not isinstance(found, bool))
-        if not right or (kind is int and found < least):
+        right = isinstance(setting, kind) and (kind is bool or not isinstance(setting, bool))
+        if not right or (kind is int and setting < least):
             what = {int: f"a whole number, at least {least}", bool: "true or false", str: "text"}[kind]
-            self.complain(key, f"is {found!r}: write {what}")
+            self.complain(key, f"is {setting!r}: write {what}")
             return default
-        return found
+        return setting
 
     def role(self, name: str, entry: Any) -> RolePlan:
         key = f"roles.{name}"
-        known = ("devices", "phases", "resident", "items", "lease_items", "active_bytes", "parked_bytes")
-        entry = self.section(key, {} if entry is None else entry, known)
+        keys = ("devices", "phases", "resident", "items", "lease_items", "active_bytes", "parked_bytes")
+        entry = self.section(key, {} if entry is None else entry, keys)
 
         def number(field: str, default: int | None, least: int) -> Any:
             return self.value(f"{key}.{field}", entry, field, int, default, least)
@@ -385,8 +385,8 @@ class _Reader:
 
     def prediction(self, entry: Any) -> Prediction:
         names = ("step_seconds", "bound_seconds")
-        found = self.section("predicted", entry, names)
-        seconds: Callable[[str], Any] = found.get
+        section = self.section("predicted", entry, names)
+        seconds: Callable[[str], Any] = section.get
         for name in names:
             value = seconds(name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:

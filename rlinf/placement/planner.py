@@ -43,7 +43,7 @@ from rlinf.placement.pareto import (
     Block,
     Curves,
     Shape,
-    balanced,
+    balance,
     best_of,
     compose,
     joined,
@@ -71,9 +71,9 @@ class Pair:
 
     how: Literal["temporal", "spatial"]
     """One after the other on the same devices, or side by side on disjoint ones."""
-    left: Tree
+    first: Tree
     """What comes first, or feeds the other."""
-    right: Tree
+    second: Tree
     """What comes second, or is fed."""
 
 
@@ -86,18 +86,18 @@ def leaves(tree: Tree) -> Iterator[Leaf]:
     if isinstance(tree, Leaf):
         yield tree
     else:
-        yield from leaves(tree.left)
-        yield from leaves(tree.right)
+        yield from leaves(tree.first)
+        yield from leaves(tree.second)
 
 
 def phases(tree: Tree, edges: Sequence[Edge]) -> list[Phase]:
     """Return the phases of a tree: what follows each other, and in each of them what runs at once."""
     if isinstance(tree, Leaf):
         return [(tree,)]
-    left, right = phases(tree.left, edges), phases(tree.right, edges)
-    if tree.how == "temporal" or barred(left[-1], right[0], edges):
-        return left + right
-    return [*left[:-1], left[-1] + right[0], *right[1:]]
+    first, second = phases(tree.first, edges), phases(tree.second, edges)
+    if tree.how == "temporal" or barred(first[-1], second[0], edges):
+        return first + second
+    return [*first[:-1], first[-1] + second[0], *second[1:]]
 
 
 def barred(first: Phase, second: Phase, edges: Sequence[Edge]) -> bool:
@@ -118,7 +118,7 @@ def _split(tree: Tree, names: set[str]) -> str:
     """How the lowest pair that holds both stages composes them."""
     if isinstance(tree, Leaf):
         return "temporal"
-    for part in (tree.left, tree.right):
+    for part in (tree.first, tree.second):
         if names <= {leaf.stage.name for leaf in leaves(part)}:
             return _split(part, names)
     return tree.how
@@ -149,19 +149,19 @@ def _pipeline(phase: Phase, edges: Sequence[Edge], chunks: int) -> float:
         return phase[0].stage.alone(phase[0].option, chunks)
     by_name = {leaf.stage.name: leaf for leaf in phase}
     inside = [edge for edge in edges if edge.source in by_name and edge.target in by_name]
-    left: dict[str, list[float]] = {}
+    offsets: dict[str, list[float]] = {}
     for name in _in_order(by_name, inside):
         leaf = by_name[name]
-        arrivals = [_moved(left[edge.source], edge.seconds / chunks) for edge in inside if edge.target == name]
+        arrivals = [_moved(offsets[edge.source], edge.seconds / chunks) for edge in inside if edge.target == name]
         if leaf.stage.release is not None and not arrivals:
-            left[name] = [share * leaf.option.seconds for share in leaf.stage.release.chunks(chunks)]
+            offsets[name] = [share * leaf.option.seconds for share in leaf.stage.release.chunks(chunks)]
             continue
         now, times = 0.0, []
         for k in range(chunks):
             now = max([now, *(times_in[k] for times_in in arrivals)]) + leaf.stage.chunk(leaf.option, chunks)
             times.append(now)
-        left[name] = times
-    return max(times[-1] for times in left.values())
+        offsets[name] = times
+    return max(times[-1] for times in offsets.values())
 
 
 def _moved(times: Sequence[float], seconds: float) -> list[float]:
@@ -185,9 +185,9 @@ def width(tree: Tree) -> dict[str, int]:
     """Number of devices that a tree takes, by kind."""
     if isinstance(tree, Leaf):
         return {tree.option.kind: tree.option.devices}
-    left, right = width(tree.left), width(tree.right)
+    first, second = width(tree.first), width(tree.second)
     join = max if tree.how == "temporal" else int.__add__
-    return {kind: join(left.get(kind, 0), right.get(kind, 0)) for kind in left | right}
+    return {kind: join(first.get(kind, 0), second.get(kind, 0)) for kind in first | second}
 
 
 def layout(tree: Tree, start: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
@@ -195,9 +195,9 @@ def layout(tree: Tree, start: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     if isinstance(tree, Leaf):
         first = start.get(tree.option.kind, 0)
         return {tree.stage.name: tuple(range(first, first + tree.option.devices))}
-    shift = width(tree.left) if tree.how == "spatial" else {}
+    shift = width(tree.first) if tree.how == "spatial" else {}
     after = {kind: start.get(kind, 0) + shift.get(kind, 0) for kind in {*start, *shift}}
-    return layout(tree.left, start) | layout(tree.right, after)
+    return layout(tree.first, start) | layout(tree.second, after)
 
 
 def to_plan(
@@ -244,7 +244,7 @@ Allowed = Literal["any", "collocated", "disaggregated", "hybrid"]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Candidate:
     """A plan that the planner found."""
 
     tree: Tree
@@ -268,8 +268,8 @@ class Found:
 def _hows(tree: Tree) -> Iterator[str]:
     if isinstance(tree, Pair):
         yield tree.how
-        yield from _hows(tree.left)
-        yield from _hows(tree.right)
+        yield from _hows(tree.first)
+        yield from _hows(tree.second)
 
 
 class Search:
@@ -281,7 +281,7 @@ class Search:
         options: list[list[Option]],
         chunks: int,
         mode: Allowed,
-        best: Found | None,
+        best: Candidate | None,
         tolerance: float,
     ) -> None:
         self.workload, self.options, self.chunks, self.mode = workload, options, chunks, mode
@@ -304,10 +304,10 @@ class Search:
         self.least_area = self._least_areas()
         self.cuts = _all_cuts(self.everything, self.before)
 
-    def run(self) -> Found | None:
+    def run(self) -> Candidate | None:
         """Return the best plan below the limit, if there is one."""
         cuts = self.cuts
-        lefts = {left for own in cuts.values() for left, _ in own}
+        lefts = {first_part for own in cuts.values() for first_part, _ in own}
         rights = {right for own in cuts.values() for _, right in own}
         slowest = 0.0 if self.limit == np.inf else self.limit * self.slack
         slack = slowest / (4 * len(self.names))  # each part of a plan is pruned twice, and there are fewer than twice V
@@ -327,7 +327,7 @@ class Search:
             table[part] = _pruned([*units[part], *turns], slack, self.chunks) if turns else units[part]
         return self._best(table[self.everything])
 
-    def _best(self, blocks: Sequence[Block]) -> Found | None:
+    def _best(self, blocks: Sequence[Block]) -> Candidate | None:
         if self.mode == "hybrid":
             blocks = [block for block in blocks if block.shape.ways == 3]
         best = min(((b.seconds().min(), i) for i, b in enumerate(blocks) if len(b.rows)), default=None)
@@ -335,29 +335,29 @@ class Search:
             return None
         block = blocks[best[1]]
         tree = self._tree(block, int(block.seconds().argmin()))
-        return Found(tree, self.chunks, replay(tree, self.workload, self.chunks), float(best[0]))
+        return Candidate(tree, self.chunks, replay(tree, self.workload, self.chunks), float(best[0]))
 
     def _tree(self, block: Block, index: int) -> Tree:
-        parent, left, right = (int(number) for number in block.origin[index])
-        made = block.parents[parent]
-        if isinstance(made, Leaf):
-            return made
-        spatial, one, two = made
-        return Pair("spatial" if spatial else "temporal", self._tree(one, left), self._tree(two, right))
+        parent, first, second = (int(number) for number in block.origin[index])
+        parent_block = block.parents[parent]
+        if isinstance(parent_block, Leaf):
+            return parent_block
+        spatial, one, two = parent_block
+        return Pair("spatial" if spatial else "temporal", self._tree(one, first), self._tree(two, second))
 
     def _leaf(self, part: int) -> Block:
         index = part.bit_length() - 1
         stage = self.workload.stages[index]
-        made, rows = [], []
+        labels, rows = [], []
         for option in self.options[index]:
             for resident in (True, False) if self.crowded and option.parked_bytes < option.active_bytes else (True,):
-                made.append(Leaf(stage, option, resident))
-                rows.append(self._leaf_row(made[-1]))
-        origin = np.zeros((len(made), 3), dtype=np.int64)
-        origin[:, 0] = range(len(made))
+                labels.append(Leaf(stage, option, resident))
+                rows.append(self._leaf_row(labels[-1]))
+        origin = np.zeros((len(labels), 3), dtype=np.int64)
+        origin[:, 0] = range(len(labels))
         curve = EVEN if stage.release is None else index
         table = np.array(rows) if rows else np.zeros((0, KINDS + 3 * len(self.kinds)))
-        return self._within(Block(Shape(True, part, part, curve, curve), table, origin, list(made)), part)
+        return self._within(Block(Shape(True, part, part, curve, curve), table, origin, list(labels)), part)
 
     def _leaf_row(self, leaf: Leaf) -> Array:
         row = np.zeros(KINDS + 3 * len(self.kinds))
@@ -383,8 +383,8 @@ class Search:
     ) -> Iterator[Block]:
         if self.mode != "collocated":
             for first, second in cuts:
-                for left, right in itertools.product(table[first], table[second]):
-                    yield from self._pair(part, first, second, left, right, spatial=True)
+                for one, other in itertools.product(table[first], table[second]):
+                    yield from self._pair(part, first, second, one, other, spatial=True)
 
     def _in_turns(
         self,
@@ -395,26 +395,32 @@ class Search:
     ) -> Iterator[Block]:
         if self.mode != "disaggregated":
             for first, second in cuts:
-                for left, right in itertools.product(units[first], table[second]):
-                    yield from self._pair(part, first, second, left, right, spatial=False)
+                for one, other in itertools.product(units[first], table[second]):
+                    yield from self._pair(part, first, second, one, other, spatial=False)
 
-    def _pair(self, part: int, first: int, second: int, left: Block, right: Block, *, spatial: bool) -> Iterator[Block]:
-        one, two = left.least(), right.least()
+    def _pair(
+        self, part: int, first: int, second: int, first_block: Block, second_block: Block, *, spatial: bool
+    ) -> Iterator[Block]:
+        one, two = first_block.least(), second_block.least()
         if (max(one, two) if spatial else one + two) > self.limit:
             return
-        tails = left.shape.head if left.shape.single else left.shape.tail
-        meeting = [e for s, t, e in self.edges if tails >> s & 1 and right.shape.head >> t & 1] if spatial else []
+        tails = first_block.shape.head if first_block.shape.single else first_block.shape.tail
+        meeting = (
+            [e for s, t, e in self.edges if tails >> s & 1 and second_block.shape.head >> t & 1] if spatial else []
+        )
         barred = any(edge.barrier for edge in meeting)
-        pairs = self._promising(part, left, right, spatial, barred)
+        pairs = self._promising(part, first_block, second_block, spatial, barred)
         if not len(pairs[0]):
             return
-        ways = (left.shape.ways | right.shape.ways | (2 if spatial else 1)) if self.mode == "hybrid" else 0
+        ways = (
+            (first_block.shape.ways | second_block.shape.ways | (2 if spatial else 1)) if self.mode == "hybrid" else 0
+        )
         link = max((edge.seconds for edge in meeting), default=0.0) / self.chunks if meeting else None
-        feeds = any(tails >> s & 1 and t == right.shape.head_curve for s, t, _ in self.edges)
+        feeds = any(tails >> s & 1 and t == second_block.shape.head_curve for s, t, _ in self.edges)
         yield self._within(
             compose(
-                left,
-                right,
+                first_block,
+                second_block,
                 pairs,
                 spatial=spatial,
                 link=link,
@@ -427,15 +433,15 @@ class Search:
             part,
         )
 
-    def _promising(self, part: int, left: Block, right: Block, spatial: bool, barred: bool) -> tuple[Any, Any]:
+    def _promising(self, part: int, first: Block, second: Block, spatial: bool, barred: bool) -> tuple[Any, Any]:
         """Numbers of the labels whose pairs may be worth composing: enough devices, and not surely too slow."""
-        one, two = left.seconds()[:, None], right.seconds()[None, :]
+        one, two = first.seconds()[:, None], second.seconds()[None, :]
         seconds = np.maximum(one, two) if spatial and not barred else one + two
         good = seconds <= self.limit
         join = np.add if spatial else np.maximum
         for at in range(len(self.kinds)):
             column = KINDS + 3 * at
-            count = join(left.rows[:, column][:, None], right.rows[:, column][None, :])
+            count = join(first.rows[:, column][:, None], second.rows[:, column][None, :])
             good &= count <= self.capacity[at]
             if len(self.kinds) == 1 and self.limit < np.inf:
                 good &= count * seconds + self._elsewhere(part) <= self.capacity[at] * self.limit
@@ -467,9 +473,9 @@ class Search:
 
     def _representative(self, part: int, end: int, outgoing: bool | None) -> int:
         """The first set of stages met whose edges out of (or into, or both) the part are those of this one."""
-        known = self.representatives.get((part, outgoing, end))
-        if known is not None:
-            return known
+        cached = self.representatives.get((part, outgoing, end))
+        if cached is not None:
+            return cached
         edges = []
         for source, target, edge in self.edges:
             if outgoing is not False and end >> source & 1 and not part >> target & 1:
@@ -512,10 +518,10 @@ class Search:
 
 def _pruned(blocks: Iterable[Block], slack: float, chunks: int) -> list[Block]:
     """The labels worth keeping, those of one shape in one block."""
-    made: dict[Shape, list[Block]] = {}
+    by_shape: dict[Shape, list[Block]] = {}
     for block in blocks:
-        made.setdefault(block.shape, []).append(block)
-    return [best_of(joined(own), slack, chunks) for own in made.values()]
+        by_shape.setdefault(block.shape, []).append(block)
+    return [best_of(joined(own), slack, chunks) for own in by_shape.values()]
 
 
 def _ancestors(count: int, edges: Sequence[tuple[int, int, Any]]) -> list[int]:
@@ -577,7 +583,7 @@ TOLERANCE = 2e-3
 
 def plan(
     workload: Workload, mode: Allowed = "any", *, tolerance: float = TOLERANCE, sizes: int | None = None
-) -> Found | None:
+) -> Candidate | None:
     """Find the best plan.
 
     With at most `sizes` sizes per stage everything is tried, and the plan is the best within `tolerance`. Otherwise it
@@ -598,7 +604,7 @@ def plan(
     everything = [list(workload.usable(stage)) for stage in workload.stages]
     options = [_thinned(own, workload, sizes) for own in everything]
     whole = all(len(some) == len(own) for some, own in zip(options, everything, strict=True))
-    best = None if whole else _begun(workload, everything, mode, tolerance)
+    best = None if whole else _first_plan(workload, everything, mode, tolerance)
     if best is None and mode == "any":  # a first limit for next to nothing: everything in turns
         coarse = [_thinned(own, workload, _COARSE) for own in everything]
         best = Search(workload, coarse, workload.chunks[0], "collocated", None, 0.0).run()
@@ -611,73 +617,75 @@ def plan(
     return _refined(wide, workload, everything, mode, tolerance)
 
 
-def _begun(workload: Workload, everything: Sequence[Sequence[Option]], mode: Allowed, tolerance: float) -> Found | None:
+def _first_plan(
+    workload: Workload, everything: Sequence[Sequence[Option]], mode: Allowed, tolerance: float
+) -> Candidate | None:
     """A good plan for little: sizes that balance phases, then refined. It is the limit of the search that tries all."""
-    best: Found | None = None
+    best: Candidate | None = None
     for chunks in workload.chunks:
-        sizes = balanced(workload, chunks, 1 if mode == "collocated" else len(workload.stages))
+        sizes = balance(workload, chunks, 1 if mode == "collocated" else len(workload.stages))
         if sizes is not None:
             best = Search(workload, [[size] for size in sizes], chunks, mode, best, 0.0).run() or best
     return None if best is None else _refined(best, workload, everything, mode, tolerance, _ROUNDS[_NEAR:])
 
 
 def _refined(
-    best: Found,
+    best: Candidate,
     workload: Workload,
     everything: Sequence[Sequence[Option]],
     mode: Allowed,
     tolerance: float,
     rounds: Sequence[tuple[float, float]] = _ROUNDS,
-) -> Found:
+) -> Candidate:
     """Search every structure again, with sizes around the best ones, in ever smaller steps."""
     for ratio, improvement in rounds:
         for _ in range(_REPEATS):
             now = _by_stage(best.tree, workload)
             near = [_near(leaf, own, ratio, workload) for leaf, own in zip(now, everything, strict=True)]
-            found = Search(workload, near, best.chunks, mode, best, min(improvement, tolerance)).run()
-            if found is None:
+            better = Search(workload, near, best.chunks, mode, best, min(improvement, tolerance)).run()
+            if better is None:
                 break
-            best = found
+            best = better
     return best
 
 
-def best_of_each_mode(workload: Workload, **how: Any) -> dict[Mode, Found]:
+def best_of_each_mode(workload: Workload, **how: Any) -> dict[Mode, Candidate]:
     """Return the best plan of each mode that has one, as `plan` finds it."""
-    found = {mode: plan(workload, mode, **how) for mode in ("collocated", "disaggregated", "hybrid")}
+    plans = {mode: plan(workload, mode, **how) for mode in ("collocated", "disaggregated", "hybrid")}
     # A single stage is "collocated" however it was looked for.
-    return {mode: one for mode, one in found.items() if one is not None and one.mode == mode}
+    return {mode: one for mode, one in plans.items() if one is not None and one.mode == mode}
 
 
 def _thinned(options: Sequence[Option], workload: Workload, size: int) -> list[Option]:
     """For each kind of device keep about `size` counts, densest where they are small; the most that fits among them."""
-    kept: list[Option] = []
+    options_left: list[Option] = []
     for kind in sorted({option.kind for option in options}):
         own = [option for option in options if option.kind == kind]
         limit = workload.devices.get(kind, 0)
         targets = [limit * step / size for step in range(1, size + 1)]
         targets += [limit / size / 2, limit / size / 4, limit / size / 8]  # a judge needs a small share of a cluster
-        kept += _closest(own, targets) if len({option.devices for option in own}) > size else own
-    return kept
+        options_left += _closest(own, targets) if len({option.devices for option in own}) > size else own
+    return options_left
 
 
 def _closest(options: Sequence[Option], targets: Sequence[float]) -> list[Option]:
     """For each target all options with the largest count that is not above it, or the smallest there is."""
     counts = sorted({option.devices for option in options})
-    chosen = {max((count for count in counts if count <= target), default=counts[0]) for target in targets}
-    return [option for option in options if option.devices in chosen]
+    sizes = {max((count for count in counts if count <= target), default=counts[0]) for target in targets}
+    return [option for option in options if option.devices in sizes]
 
 
 def _by_stage(tree: Tree, workload: Workload) -> list[Leaf]:
-    found = {leaf.stage.name: leaf for leaf in leaves(tree)}
-    return [found[stage.name] for stage in workload.stages]
+    by_name = {leaf.stage.name: leaf for leaf in leaves(tree)}
+    return [by_name[stage.name] for stage in workload.stages]
 
 
 def _near(leaf: Leaf, options: Sequence[Option], ratio: float, workload: Workload) -> list[Option]:
     """Sizes around the one of a plan, and all devices, for those who would rather take turns; other kinds likewise."""
-    kept: list[Option] = []
+    sizes: list[Option] = []
     for kind in sorted({option.kind for option in options}):
         limit = workload.devices.get(kind, 0)
         middle = leaf.option.devices if leaf.option.kind == kind else limit / 2
-        targets = [middle * ratio**beside for beside in _BESIDE] + [limit]
-        kept += _closest([option for option in options if option.kind == kind], targets)
-    return kept
+        targets = [middle * ratio**power for power in _BESIDE] + [limit]
+        sizes += _closest([option for option in options if option.kind == kind], targets)
+    return sizes

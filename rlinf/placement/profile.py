@@ -215,7 +215,7 @@ class Release:
             raise ValueError(f"release shares must ascend from at least 0 to exactly 1, got {self.shares}")
 
     @classmethod
-    def measured(cls, finished: Iterable[float], points: int = 64) -> Release:
+    def from_times(cls, finished: Iterable[float], points: int = 64) -> Release:
         """Return the curve of one batch.
 
         Args:
@@ -296,8 +296,8 @@ class StageProfile:
         measured = {way.kind: way for way in self.ways if way.timings}
         if self.kind == BESIDE or kind in measured:
             return measured.get(kind, replace(self, others=()))
-        for known, way in measured.items():
-            both = (hardware.get(known), hardware.get(kind))
+        for measured_kind, way in measured.items():
+            both = (hardware.get(measured_kind), hardware.get(kind))
             speeds = [one and (one.bandwidth if self.release else one.tflops) for one in both]
             if speeds[0] and speeds[1]:
                 timings = tuple(one.slowed(speeds[0] / speeds[1]) for one in way.timings)
@@ -480,8 +480,8 @@ def load(path: Path) -> Profile:
     try:
         body = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(body, dict) or body.get("version") != VERSION:
-            found = body.get("version") if isinstance(body, dict) else body
-            raise ValueError(f"version is {found!r}, this program reads {VERSION}: profile again")
+            version = body.get("version") if isinstance(body, dict) else body
+            raise ValueError(f"version is {version!r}, this program reads {VERSION}: profile again")
         return Profile(
             body["model"],
             body["machine"],

@@ -49,12 +49,12 @@ def spread(mode: Mode, source: str, others: Sequence[str], devices: int) -> dict
         return {source: everything[:middle], **dict.fromkeys(others, everything[middle:])}
     if devices < len(names):
         raise PlacementError([_too_few("disaggregated", len(names), devices, f"one for each of {', '.join(names)}")])
-    found, first = {}, 0
+    ranges, first = {}, 0
     for number, name in enumerate(names):
         last = devices if number == len(others) else first + max(1, (devices - first) // (len(names) - number))
-        found[name] = everything[first:last]
+        ranges[name] = everything[first:last]
         first = last
-    return found
+    return ranges
 
 
 def _too_few(mode: str, needed: int, devices: int, why: str) -> str:
@@ -169,8 +169,8 @@ class Placed:
     @property
     def memory_by_kind(self) -> dict[str, int] | None:
         """Bytes that may be filled of a device of each kind that has a limit; None: none has."""
-        found = {kind: self.memory_on(self.fleet.of_kind(kind)[0]) for kind in self.fleet.counts}
-        return {kind: own for kind, own in found.items() if own is not None} or None
+        memory = {kind: self.memory_on(self.fleet.of_kind(kind)[0]) for kind in self.fleet.counts}
+        return {kind: own for kind, own in memory.items() if own is not None} or None
 
     def room(self, role: str) -> int | None:
         """Bytes that may be filled of the smallest device that a role has; None: no limit."""
@@ -200,8 +200,8 @@ class Placed:
 
     def memory_of(self, hosts: int) -> dict[int, int] | None:
         """Bytes of each device of so many processes; None: no limit."""
-        known = {number: self.memory_on(number) for number in range(hosts)}
-        return {number: own for number, own in known.items() if own is not None} or None
+        memory = {number: self.memory_on(number) for number in range(hosts)}
+        return {number: own for number, own in memory.items() if own is not None} or None
 
     def spawning(self, role: str, active_bytes: int = 0, parked_bytes: int = 0) -> dict[str, Any]:
         """Return the arguments of `system.spawn` that put a role where it belongs.
@@ -211,12 +211,12 @@ class Placed:
             active_bytes, parked_bytes: of each process on each of its devices, while loaded and while parked.
         """
         seat = self.seats[role]
-        found: dict[str, Any] = {"hosts": list(seat.hosts)}
+        arguments: dict[str, Any] = {"hosts": list(seat.hosts)}
         if self.turns and self._shares(role):
-            found |= {"devices": seat.devices, "resident_bytes": active_bytes, "parked_bytes": parked_bytes}
+            arguments |= {"devices": seat.devices, "resident_bytes": active_bytes, "parked_bytes": parked_bytes}
             grain = {"items": seat.items, "lease_items": seat.lease_items}
-            found |= {name: count for name, count in grain.items() if count is not None}
-        return found
+            arguments |= {name: count for name, count in grain.items() if count is not None}
+        return arguments
 
     def _shares(self, role: str) -> bool:
         """True if another role has one of its devices; alone there, it need not ask for them."""
@@ -250,17 +250,17 @@ def place(
     fleet = fleet_of(wanted, hosts)
     limit = gpu_memory if wanted.device_memory_gb is None else int(min(wanted.device_memory_gb, 1e9) * GB)
     memory = least(fleet.memories(limit))
-    chosen: dict[str, RolePlan] = {}
+    plans: dict[str, RolePlan] = {}
     plan = None
     if wanted.plan is not None:
-        beside = [kind.name for kind in kinds if not kind.on_devices]
-        plan = read_plan(wanted.plan, [kind.name for kind in on_devices], cluster, beside)
-        chosen = by_role(plan)
+        deviceless = [kind.name for kind in kinds if not kind.on_devices]
+        plan = read_plan(wanted.plan, [kind.name for kind in on_devices], cluster, deviceless)
+        plans = by_role(plan)
     elif wanted.mode is not None and hosts > 1:
         mode = "collocated" if wanted.mode == "auto" else wanted.mode
         names = [kind.name for kind in on_devices]
-        chosen = {role: RolePlan(where) for role, where in spread(mode, names[0], names[1:], hosts).items()}
-    seats = {kind.name: _seat(kind, by_hand[kind.name], chosen.get(kind.name)) for kind in kinds}
+        plans = {role: RolePlan(where) for role, where in spread(mode, names[0], names[1:], hosts).items()}
+    seats = {kind.name: _seat(kind, by_hand[kind.name], plans.get(kind.name)) for kind in kinds}
     first = first_on_same(hosts, gpus)
     together = {kind.name: seats[kind.name].hosts for kind in kinds if kind.learns}
     if problems := [*_doubled(seats, kinds), *refused(wanted, together, first, gpus)]:
@@ -271,8 +271,8 @@ def place(
 
 def placed_by(plan: Plan, before: Placed, kinds: Sequence[RoleKind]) -> Placed:
     """Return the same roles placed where a plan wants them; those beside the devices stay."""
-    chosen = by_role(plan)
-    seats = {kind.name: _seat(kind, before.seats[kind.name], chosen.get(kind.name)) for kind in kinds}
+    plans = by_role(plan)
+    seats = {kind.name: _seat(kind, before.seats[kind.name], plans.get(kind.name)) for kind in kinds}
     return Placed(seats, before.devices, True, before.memory, plan, before.first, before.fleet)
 
 
@@ -289,13 +289,13 @@ def by_role(plan: Plan) -> dict[str, RolePlan]:
     }
 
 
-def read_plan(path: str, roles: Sequence[str], cluster: Cluster, beside: Sequence[str] = ()) -> Plan:
+def read_plan(path: str, roles: Sequence[str], cluster: Cluster, deviceless: Sequence[str] = ()) -> Plan:
     """Read a plan, and see that this job can follow it.
 
     Args:
         path: of the file.
         roles: that compute on devices here.
-        beside: those that do not; what a plan says of them is passed over.
+        deviceless: those that do not; what a plan says of them is passed over.
         cluster: the devices.
 
     Raises:
@@ -313,11 +313,11 @@ def read_plan(path: str, roles: Sequence[str], cluster: Cluster, beside: Sequenc
         for role in roles
         if role not in entries or not entries[role].devices
     ]
-    known = {*roles, *(name for name, role in entries.items() if not role.devices), *beside}
+    names = {*roles, *(name for name, role in entries.items() if not role.devices), *deviceless}
     problems += [
         f"placement.plan: it places {role}, which this run has not on a device: remove it; there are {', '.join(roles)}"
         for role in entries
-        if role not in known
+        if role not in names
     ]
     problems += [f"placement.plan: {complaint}" for complaint in complaints(plan, cluster)]
     if problems:
@@ -340,7 +340,7 @@ def mistakes_in(wanted: Placing, kinds: Sequence[RoleKind], hosts: int | None) -
             cluster = cluster_of(wanted, hosts)
             by_hand = _by_hand(wanted, kinds, cluster if hosts > 1 else None)
             if wanted.mode is None and wanted.plan is None:
-                placed = [kind for kind in kinds if _given(wanted, kind) is not None]
+                placed = [kind for kind in kinds if _entry(wanted, kind) is not None]
                 if problems := list(_doubled(by_hand, placed)):
                     raise PlacementError(problems)
     except PlacementError as error:
@@ -362,11 +362,13 @@ def _by_hand(wanted: Placing, kinds: Sequence[RoleKind], cluster: Cluster | None
     assigned: dict[str, Assignment] = {}
     for section in dict.fromkeys(kind.section for kind in kinds):
         of_it = [kind for kind in kinds if kind.section == section]
-        given = {kind.name: value for kind in of_it if (value := _given(wanted, kind)) is not None}
+        values = {kind.name: value for kind in of_it if (value := _entry(wanted, kind)) is not None}
         if cluster is not None:
-            assigned |= assign(given, cluster, key=section)
+            assigned |= assign(values, cluster, key=section)
         else:  # one process for all of them: that they can be read is enough
-            texts = {role: each.get("placement") if isinstance(each, Mapping) else each for role, each in given.items()}
+            texts = {
+                role: each.get("placement") if isinstance(each, Mapping) else each for role, each in values.items()
+            }
             assign(texts, Cluster.declared([{KIND: _ANY}]), key=section)
     seats: dict[str, Seat] = {}
     for kind in sorted(kinds, key=lambda kind: kind.like is not None):  # whoever sits like another, after that one
@@ -379,7 +381,7 @@ def _by_hand(wanted: Placing, kinds: Sequence[RoleKind], cluster: Cluster | None
     return seats
 
 
-def _given(wanted: Placing, kind: RoleKind) -> Any:
+def _entry(wanted: Placing, kind: RoleKind) -> Any:
     """Where a role is said to be; None if nobody says."""
     if kind.at is None and kind.section == "teachers":
         return getattr(wanted, "teacher", None)
@@ -398,12 +400,12 @@ def _seat_of(assignment: Assignment, kind: RoleKind, cluster: Cluster | None) ->
     return Seat(tuple(hosts), tuple(devices))
 
 
-def _seat(kind: RoleKind, by_hand: Seat, chosen: RolePlan | None) -> Seat:
+def _seat(kind: RoleKind, by_hand: Seat, planned: RolePlan | None) -> Seat:
     """A role's seat, by a plan if that says something of it: a process per device."""
-    if chosen is None or not chosen.devices or not kind.on_devices:
+    if planned is None or not planned.devices or not kind.on_devices:
         return by_hand
-    devices = tuple(frozenset([number]) for number in chosen.devices)
-    return Seat(chosen.devices, devices, chosen.items, chosen.lease_items)
+    devices = tuple(frozenset([number]) for number in planned.devices)
+    return Seat(planned.devices, devices, planned.items, planned.lease_items)
 
 
 def _doubled(seats: Mapping[str, Seat], kinds: Sequence[RoleKind]) -> Iterator[str]:

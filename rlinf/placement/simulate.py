@@ -25,7 +25,7 @@ from rlinf.data.in_flight import InFlight, Rules
 from rlinf.data.step import EmbodiedStep, Step, works_ahead
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.plan import Plan
-from rlinf.placement.simulated_actors import Asked, Item, RoleModel, endpoints_of, modelled
+from rlinf.placement.simulated_actors import Demand, Item, RoleModel, endpoints_of, model_class
 from rlinf.placement.simulated_costs import RoleCost, costs_of, members
 from rlinf.placement.workload import Workload
 from rlinf.runtime.actor.actor import Actor
@@ -51,7 +51,7 @@ TURNS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Worked:
+class ActorWork:
     """When a modelled actor was at work with one endpoint."""
 
     actor: str
@@ -63,7 +63,7 @@ class Worked:
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
+class ActorMove:
     """A modelled actor was loaded or parked."""
 
     actor: str
@@ -82,9 +82,9 @@ class Rehearsal:
 
     seconds: float
     """Of the step, virtual; with work in flight between steps, the mean of several."""
-    work: tuple[Worked, ...]
+    work: tuple[ActorWork, ...]
     """Who was at work when."""
-    moves: tuple[Moving, ...]
+    moves: tuple[ActorMove, ...]
     """What was loaded and parked."""
     peak_bytes: int
     """The most that a device held."""
@@ -96,7 +96,7 @@ class Cast:
 
     flow: Flow
     """The real one."""
-    asked: Mapping[str, Asked]
+    demands: Mapping[str, Demand]
     """By role."""
     actors: Mapping[str, type[Actor]]
     """Classes of roles that do not come with this package."""
@@ -146,9 +146,9 @@ def rehearse(
         zero = {name: replace(cost, points=(), transfers={}) for name, cost in costs.items()}
         few = {name: RoleModel(cost, _ranks(cost, devices_per_rank), TRIAL_ITEMS, None) for name, cost in zero.items()}
         _stage(flow, few, {}, cast.actors, step, devices_per_rank)
-        cast = replace(cast, asked={name: model.asked for name, model in few.items()})
+        cast = replace(cast, demands={name: model.demand for name, model in few.items()})
     models = {
-        name: RoleModel(cost, _ranks(cost, devices_per_rank), items_now, cast.asked[name], TRIAL_ITEMS)
+        name: RoleModel(cost, _ranks(cost, devices_per_rank), items_now, cast.demands[name], TRIAL_ITEMS)
         for name, cost in costs.items()
     }
     return _stage(flow, models, memory, cast.actors, step, devices_per_rank, staleness)
@@ -166,8 +166,8 @@ def trial(
     _check(flow, roles)
     models = {name: RoleModel(RoleCost(name, (number,)), 1, TRIAL_ITEMS, None) for number, name in enumerate(roles)}
     _stage(flow, models, {}, actors or {}, step, None)
-    per_rank = any(model.asked.items.total() == 0 and model.asked.calls for model in models.values())
-    return Cast(flow, {name: model.asked for name, model in models.items()}, actors or {}, per_rank)
+    per_rank = any(model.demand.items.total() == 0 and model.demand.calls for model in models.values())
+    return Cast(flow, {name: model.demand for name, model in models.items()}, actors or {}, per_rank)
 
 
 def _check(flow: Flow, roles: Sequence[str]) -> None:
@@ -196,8 +196,8 @@ def _stage(
 ) -> Rehearsal:
     """Run the flow on a virtual clock, apart from whatever this thread is doing otherwise."""
     seats = _Seats(models, per_rank)
-    held = {seats.place[device]: size for device, size in memory.items()}
-    performance = _perform(flow, models, seats, held, actors, step, staleness)
+    capacity = {seats.place[device]: size for device, size in memory.items()}
+    performance = _perform(flow, models, seats, capacity, actors, step, staleness)
     try:
         return contextvars.Context().run(run_virtual, performance)[0]
     except Deadlock as error:
@@ -234,11 +234,11 @@ class _Seats:
 
     def crowded(self, models: Mapping[str, RoleModel], memory: Mapping[int, int]) -> set[str]:
         """Roles on devices that cannot hold all of theirs at once, so that some are loaded and parked in every step."""
-        held: dict[int, int] = defaultdict(int)
+        load: dict[int, int] = defaultdict(int)
         for name, model in models.items():
             for place in frozenset[int]().union(*self.devices(name)):
-                held[place] += model.cost.active_bytes
-        full = {place for place, count in held.items() if place in memory and count > memory[place]}
+                load[place] += model.cost.active_bytes
+        full = {place for place, count in load.items() if place in memory and count > memory[place]}
         return {name for name in models if any(part & full for part in self.devices(name))}
 
     def devices(self, role: str) -> list[frozenset[int]]:
@@ -265,42 +265,42 @@ async def _perform(
         }
         in_flight = _in_flight(flow, items, staleness)
         ends = [loop.time()]
-        left: list[tuple[float, float]] = []
+        backlog: list[tuple[float, float]] = []
         for index in range(WARM + staleness + LONGEST * (staleness + 1) if staleness else 1 + bool(crowded)):
             for model in models.values():
                 model.forget()
             metrics = await flow(_step(flow, index, items, in_flight) if step is None else step, **roles)
             ends.append(loop.time())
-            left.append(_left(metrics))
-            if staleness and _settled(ends, left, staleness + 1, items):
+            backlog.append(_backlog(metrics))
+            if staleness and _settled(ends, backlog, staleness + 1, items):
                 break
-        told = _told(models, ends[-2], ends[-1] - ends[-2], _peak(models, seats, system))
+        rehearsal = _rehearsal(models, ends[-2], ends[-1] - ends[-2], _peak(models, seats, system))
         await in_flight.close()
         measured = MEASURED * (staleness + 1) if staleness else 1
-        return replace(told, seconds=(ends[-1] - ends[-1 - measured]) / measured)
+        return replace(rehearsal, seconds=(ends[-1] - ends[-1 - measured]) / measured)
 
 
-def _left(metrics: Any) -> tuple[float, float]:
+def _backlog(metrics: Any) -> tuple[float, float]:
     """Items in flight after a step, and those of them that are complete; a flow that does not say has none."""
-    known = metrics if isinstance(metrics, Mapping) else {}
-    return known.get("in_flight/prompts", 0.0), known.get("in_flight/ready", 0.0)
+    values = metrics if isinstance(metrics, Mapping) else {}
+    return values.get("in_flight/prompts", 0.0), values.get("in_flight/ready", 0.0)
 
 
-def _settled(ends: Sequence[float], left: Sequence[tuple[float, float]], size: int, items: int) -> bool:
+def _settled(ends: Sequence[float], backlog: Sequence[tuple[float, float]], size: int, items: int) -> bool:
     """True at the end of a round of steps that took as long as the one before, and left as much in flight: a step that
     uses up what was begun earlier is quick, but not in the long run.
 
     Args:
         ends: times at which steps ended, the first step's start before them.
-        left: of every step, what it left.
+        backlog: of every step, what it left.
         size: steps of a round.
         items: of a step.
     """
-    since = len(left) - WARM - (size - 1)
+    since = len(backlog) - WARM - (size - 1)
     if since < MEASURED * size or since % size:
         return False
     one, other = ends[-1 - size] - ends[-1 - 2 * size], ends[-1] - ends[-1 - size]
-    changed = max(abs(now - before) for now, before in zip(left[-1], left[-1 - size], strict=True))
+    changed = max(abs(now - before) for now, before in zip(backlog[-1], backlog[-1 - size], strict=True))
     return abs(other - one) <= SETTLED * other and changed <= SETTLED * size * items
 
 
@@ -316,7 +316,7 @@ async def _spawn(
     cost = model.cost
     turns = cost.name in seats.shared
     devices = seats.devices(cost.name)
-    made = modelled(cost.name, endpoints_of(cost.name, actors), on_devices=bool(cost.devices))
+    actor = model_class(cost.name, endpoints_of(cost.name, actors), on_devices=bool(cost.devices))
     asking: dict[str, Any] = {}
     if turns:
         asking = {
@@ -328,7 +328,7 @@ async def _spawn(
         }
     hosts = [min(part, default=0) for part in devices]
     company = company and not turns  # who takes turns gives its devices away between batches only
-    return await system.spawn(made, hosts=hosts, name=cost.name, model=model, parks=parks, company=company, **asking)
+    return await system.spawn(actor, hosts=hosts, name=cost.name, model=model, parks=parks, company=company, **asking)
 
 
 def _in_flight(flow: Flow, items: int, staleness: int) -> InFlight:
@@ -355,14 +355,14 @@ def _acts(flow: Flow) -> bool:
     return {"env", "policy"} <= set(inspect.signature(flow).parameters)
 
 
-def _told(models: Mapping[str, RoleModel], start: float, took: float, peak: int) -> Rehearsal:
+def _rehearsal(models: Mapping[str, RoleModel], start: float, took: float, peak: int) -> Rehearsal:
     work = [
-        Worked(f"{name}[{rank}]", endpoint, tuple((a - start, b - start) for a, b in pieces))
+        ActorWork(f"{name}[{rank}]", endpoint, tuple((a - start, b - start) for a, b in pieces))
         for name, model in models.items()
         for (rank, endpoint), pieces in model.busy.items()
     ]
     moves = [
-        Moving(f"{name}[{rank}]", what, a - start, b - start)
+        ActorMove(f"{name}[{rank}]", what, a - start, b - start)
         for name, model in models.items()
         for rank, what, a, b in model.moves
         if a >= start and b > a

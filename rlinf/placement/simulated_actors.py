@@ -40,14 +40,14 @@ forward pass (the backward pass computes two products where the forward pass com
 
 def _of(text: str) -> dict[str, Endpoint]:
     """Read `generate:stream,device load:joint`."""
-    found = {}
+    specs = {}
     for entry in text.split():
         name, _, marks = entry.partition(":")
         has = set(marks.split(","))
         streams = "stream" in has
         gang = "gang" in has if streams else True
-        found[name] = Endpoint(name, streams, "device" in has, gang, "joint" in has)
-    return found
+        specs[name] = Endpoint(name, streams, "device" in has, gang, "joint" in has)
+    return specs
 
 
 ROLES: dict[str, dict[str, Endpoint]] = {
@@ -90,7 +90,7 @@ class Item:
 
     id: int
     """Which, from 0."""
-    left: float = 0.0
+    departure: float = 0.0
     """When it left the role that made it, in virtual seconds."""
     source: str = ""
     """The role that made it; empty for a prompt."""
@@ -102,7 +102,7 @@ class Item:
 
 
 @dataclass(slots=True)
-class Asked:
+class Demand:
     """Calls and items that one role got in a step, by endpoint."""
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -161,31 +161,31 @@ class RoleModel:
         asked_items: items of a step of that trial.
     """
 
-    def __init__(self, cost: RoleCost, ranks: int, items: int, asked: Asked | None, asked_items: int = 1):
+    def __init__(self, cost: RoleCost, ranks: int, items: int, demand: Demand | None, asked_items: int = 1):
         self.cost, self.ranks, self.items = cost, ranks, items
-        self.asked = Asked()
+        self.demand = Demand()
         self.at_a_time = max(1, round(cost.at_a_time * items))
         self.busy: dict[tuple[int, str], list[list[float]]] = defaultdict(list)
         self.moves: list[tuple[int, str, float, float]] = []
         """(rank, "onload" or "offload", start, end), of all steps, in the order of their ends."""
-        self._shares = asked.shares() if asked is not None else {}
-        self._trial = asked
+        self._shares = demand.shares() if demand is not None else {}
+        self._trial = demand
         self._trial_items = asked_items
         self._rounds: dict[Gang | None, Rounds] = {}
         self._links = dict.fromkeys(cost.transfers, 0.0)
 
     def forget(self) -> None:
         """A new step begins: what was recorded is of an earlier one."""
-        self.asked = Asked()
+        self.demand = Demand()
         self.busy.clear()
         self._rounds.clear()
 
     def took(self, endpoint: str, items: int = 0) -> None:
         """Note a call of an endpoint, or items that it took."""
         if items:
-            self.asked.items[endpoint] += items
+            self.demand.items[endpoint] += items
         else:
-            self.asked.calls[endpoint] += 1
+            self.demand.calls[endpoint] += 1
 
     def seconds(self, endpoint: str, count: int, chunk: int | None = None) -> float:
         """Seconds of an endpoint for items of the whole role.
@@ -231,7 +231,7 @@ class RoleModel:
         for item in items:
             if item.source in self._links:
                 each = self.cost.transfers[item.source] / self.items
-                latest = self._links[item.source] = max(self._links[item.source], item.left) + each
+                latest = self._links[item.source] = max(self._links[item.source], item.departure) + each
         return latest
 
     def worked(self, rank: int, endpoint: str, start: float, end: float) -> None:
@@ -297,11 +297,11 @@ class Modelled(Actor):
 
     # Answers -----------------------------------------------------------------------------------------------------
 
-    async def _answer(self, spec: Endpoint, given: tuple[Any, ...]) -> Any:
+    async def _answer(self, spec: Endpoint, arguments: tuple[Any, ...]) -> Any:
         """A call that comes to one value."""
         model, name = self._model, spec.name
         model.took(name)
-        stream, items = _inputs(given)
+        stream, items = _inputs(arguments)
         if stream is not None:
             passed = [item async for item in self._through(spec, stream)]
             return {} if spec.joint else passed
@@ -313,19 +313,19 @@ class Modelled(Actor):
             return {} if spec.joint else None
         model.took(name, len(items))
         await self._arrived(items)
-        single = isinstance(given[0], Item)
+        single = isinstance(arguments[0], Item)
         if spec.joint and not single:  # every rank does its part of all of them at the same time
             await self._busy(name, model.seconds(name, len(items)))
             return {}
         # One of a map: the ranks take items side by side, each so much slower than all of them together.
         await self._busy(name, model.ranks * model.seconds(name, len(items), max(model.at_a_time, len(items))))
-        made = self._leave(items)
-        return made[0] if single else made
+        outputs = self._leave(items)
+        return outputs[0] if single else outputs
 
-    async def _stream(self, spec: Endpoint, given: tuple[Any, ...]) -> AsyncGenerator[Item, None]:
+    async def _stream(self, spec: Endpoint, arguments: tuple[Any, ...]) -> AsyncGenerator[Item, None]:
         """A call that comes to a stream."""
         self._model.took(spec.name)
-        stream, items = _inputs(given)
+        stream, items = _inputs(arguments)
         if stream is None:
             stream = Stream.of(items, name="given")
         async with contextlib.aclosing(self._through(spec, stream)) as through:
@@ -436,11 +436,11 @@ class Modelled(Actor):
                 for id in company.leave(now):
                     yield self._leave([items.pop(id)])[0]
                 if coming is not None and coming.done():
-                    taken = [item for _, item in coming.result()]
-                    model.took(name, len(taken))
-                    items |= {item.id: item for item in taken}
-                    company.add(loop.time(), [item.id for item in taken])
-                    coming = asyncio.create_task(consumer.take(), name="items that come") if taken else None
+                    batch = [item for _, item in coming.result()]
+                    model.took(name, len(batch))
+                    items |= {item.id: item for item in batch}
+                    company.add(loop.time(), [item.id for item in batch])
+                    coming = asyncio.create_task(consumer.take(), name="items that come") if batch else None
         finally:
             self._at_work = None
             if coming is not None:
@@ -495,9 +495,9 @@ def _without_lease() -> Any:
         current_call.reset(token)
 
 
-def _inputs(given: tuple[Any, ...]) -> tuple[Stream[Any] | None, list[Item]]:
+def _inputs(arguments: tuple[Any, ...]) -> tuple[Stream[Any] | None, list[Item]]:
     """The stream among the arguments of a call, or the items."""
-    for argument in given:
+    for argument in arguments:
         if isinstance(argument, Stream):
             return argument, []
         if isinstance(argument, Item):
@@ -507,7 +507,7 @@ def _inputs(given: tuple[Any, ...]) -> tuple[Stream[Any] | None, list[Item]]:
     return None, []
 
 
-def modelled(role: str, specs: Mapping[str, Endpoint] | None, *, on_devices: bool) -> type[Modelled]:
+def model_class(role: str, specs: Mapping[str, Endpoint] | None, *, on_devices: bool) -> type[Modelled]:
     """Make the class of a modelled role.
 
     Args:
@@ -516,9 +516,9 @@ def modelled(role: str, specs: Mapping[str, Endpoint] | None, *, on_devices: boo
         on_devices: the plan gives it devices, so that work takes a lease whether or not the real endpoint does.
     """
     if specs is None:
-        made: type[Modelled] = type(role, (Anything,), {})
-        made.endpoints = Unnamed()
-        return made
+        actor: type[Modelled] = type(role, (Anything,), {})
+        actor.endpoints = Unnamed()
+        return actor
     return type(role, (Modelled,), {name: _method(_placed(spec, on_devices)) for name, spec in specs.items()})
 
 

@@ -93,10 +93,10 @@ class Company:
     def leave(self, now: float) -> list[int]:
         """The items that have left until now."""
         self._advance(now)
-        left = []
+        ids = []
         while self._ends and self._ends[0][0] <= self._grown + 1e-9:
-            left.append(heapq.heappop(self._ends)[1])
-        return left
+            ids.append(heapq.heappop(self._ends)[1])
+        return ids
 
     def pause(self, now: float, seconds: float) -> None:
         """Nothing grows for so long, from now on."""
@@ -156,9 +156,9 @@ class RoleCost:
 
     def seconds(self, share: float) -> float:
         """Seconds of a share of a step in one go: straight lines between what is known, and to nothing in no time."""
-        known = (self.points and [(0.0, 0.0), *self.points]) or [(0.0, 0.0), (1.0, 0.0)]
-        index = min(max(1, bisect_left([at for at, _ in known], share * (1 - 1e-9))), len(known) - 1)
-        (x0, y0), (x1, y1) = known[index - 1], known[index]
+        points = (self.points and [(0.0, 0.0), *self.points]) or [(0.0, 0.0), (1.0, 0.0)]
+        index = min(max(1, bisect_left([at for at, _ in points], share * (1 - 1e-9))), len(points) - 1)
+        (x0, y0), (x1, y1) = points[index - 1], points[index]
         if math.isclose(share, x1, rel_tol=1e-9):
             return y1
         return y0 + (y1 - y0) * (share - x0) / (x1 - x0)
@@ -245,12 +245,12 @@ def _option(role: RolePlan, stage: Stage, workload: Workload) -> Option:
     """The size that a plan means: its count on its kind, and of several such the one that holds as many bytes."""
     kinds = [kind for kind, count in workload.devices.items() for _ in range(count)]
     own = {kinds[number] for number in role.devices if number < len(kinds)}
-    found = [
+    options = [
         option
         for option in stage.options
         if option.devices == len(role.devices) and (not role.devices or own == {option.kind})
     ]
-    if not found:
+    if not options:
         counts = sorted({option.devices for option in stage.options})
         near = sorted(counts, key=lambda count: abs(count - len(role.devices)))[:3]
         raise PlacementError(
@@ -259,7 +259,7 @@ def _option(role: RolePlan, stage: Stage, workload: Workload) -> Option:
                 f"{', '.join(map(str, sorted(near)))}, or profile it there"
             ]
         )
-    return min(found, key=lambda option: (abs(option.active_bytes - role.active_bytes), option.seconds))
+    return min(options, key=lambda option: (abs(option.active_bytes - role.active_bytes), option.seconds))
 
 
 def _chunks(role: RolePlan, workload: Workload, items: int) -> int:

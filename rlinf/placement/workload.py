@@ -62,8 +62,8 @@ class Stage:
     def chunk(self, option: Option, chunks: int) -> float:
         """Seconds of one of so many chunks; with a release curve, a makespan cannot shrink by being cut."""
         even = option.seconds / chunks
-        given = option.chunk_seconds.get(chunks, even)
-        return given if self.release is None else max(given, even)
+        seconds = option.chunk_seconds.get(chunks, even)
+        return seconds if self.release is None else max(seconds, even)
 
     def alone(self, option: Option, chunks: int) -> float:
         """Seconds of all items when nothing else runs: in one go, or chunk by chunk where that is quicker."""
@@ -230,8 +230,8 @@ def from_profile(
             for size in sizes:
                 counted = 1 if stage.kind == BESIDE else size
                 seconds = stage.time(items, counted, extrapolate=extrapolate).seconds
-                made = _option(stage, counted, seconds, _chunk_seconds(stage, items, counted, chunks), anywhere)
-                options.append(replace(made, longest=min(longest, seconds)))
+                single = _option(stage, counted, seconds, _chunk_seconds(stage, items, counted, chunks), anywhere)
+                options.append(replace(single, longest=min(longest, seconds)))
         release = next((stage.release for stage, _ in kinds if stage.release is not None), None)
         stages.append(Stage(name, tuple(options), None if profile.staleness else release))
     moved = [
@@ -243,13 +243,13 @@ def from_profile(
 
 def _chunk_seconds(stage: StageProfile, items: int, devices: int, chunks: Sequence[int]) -> dict[int, float]:
     """Times of one chunk, where smaller batches were measured; elsewhere the planner divides the whole batch."""
-    found: dict[int, float] = {}
+    times_by_count: dict[int, float] = {}
     if len({one.batch for one in stage.timings}) < 2:
-        return found
+        return times_by_count
     for count in chunks:
         with contextlib.suppress(OutOfRange):
-            found[count] = stage.time(items // count, devices).seconds
-    return found
+            times_by_count[count] = stage.time(items // count, devices).seconds
+    return times_by_count
 
 
 def _option(stage: StageProfile, devices: int, seconds: float, times: Mapping[int, float], anywhere: str) -> Option:
@@ -258,15 +258,15 @@ def _option(stage: StageProfile, devices: int, seconds: float, times: Mapping[in
         return Option(0, seconds, anywhere, chunk_seconds=times)
     if not stage.footprints:
         return Option(devices, seconds, stage.kind, chunk_seconds=times)
-    held = stage.footprint(devices)
+    footprint = stage.footprint(devices)
     return Option(
         devices,
         seconds,
         stage.kind,
-        held.active_bytes,
-        held.parked_bytes,
-        held.onload_seconds,
-        held.offload_seconds,
+        footprint.active_bytes,
+        footprint.parked_bytes,
+        footprint.onload_seconds,
+        footprint.offload_seconds,
         times,
     )
 
@@ -284,12 +284,12 @@ def _cycle(names: Sequence[str], edges: Sequence[Edge]) -> list[str]:
         if name in done:
             return []
         for target in after.get(name, ()):
-            if found := walk(target, [*path, name]):
-                return found
+            if loop := walk(target, [*path, name]):
+                return loop
         done.add(name)
         return []
 
-    return next((found for name in names if (found := walk(name, []))), [])
+    return next((loop for name in names if (loop := walk(name, []))), [])
 
 
 def loops(names: Sequence[str], edges: Sequence[Edge]) -> list[tuple[str, ...]]:
@@ -364,13 +364,13 @@ def workload(
     ways: dict[str, list[Way]] = {}
     for name, stage in profile.stages.items():
         kinds = [stage.kind] if stage.kind == BESIDE else [kind for kind, count in devices.items() if count]
-        known = [own for kind in kinds if (own := stage.on(kind, hardware)) is not None]
-        if not known and stage.timings:
+        profiles = [own for kind in kinds if (own := stage.on(kind, hardware)) is not None]
+        if not profiles and stage.timings:
             problems.append(_elsewhere(name, stage, kinds))
             continue
-        ways[name] = [(own, _sizes(own, items, devices, extrapolate=extrapolate)) for own in known]
+        ways[name] = [(own, _sizes(own, items, devices, extrapolate=extrapolate)) for own in profiles]
         if not any(sizes for _, sizes in ways[name]):
-            problems.append(_unknown(name, known or [stage], items, devices))
+            problems.append(_unknown(name, profiles or [stage], items, devices))
     if problems:
         raise PlacementError(problems)
     edges = [Edge(source, target, barrier) for source, target, barrier in profile.edges]
@@ -399,10 +399,10 @@ def _sizes(stage: StageProfile, items: int, devices: Mapping[str, int], *, extra
     measured = sorted({one.devices for one in stage.timings})
     if not measured:
         return ()
-    return [count for count in candidates if measured[0] <= count <= measured[-1] and _known(stage, items, count)]
+    return [count for count in candidates if measured[0] <= count <= measured[-1] and _is_known(stage, items, count)]
 
 
-def _known(stage: StageProfile, items: int, count: int) -> bool:
+def _is_known(stage: StageProfile, items: int, count: int) -> bool:
     try:
         stage.time(items, count)
     except OutOfRange:

@@ -131,7 +131,7 @@ class Records(Observer):
 class AlarmRule(Protocol):
     """Something that warns of the numbers of a step."""
 
-    def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+    def check(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         """A warning, if there is one."""
 
 
@@ -148,7 +148,7 @@ class Alarms(Observer):
 
     async def on_record(self, step: int, metrics: Mapping[str, float], last: bool) -> None:
         for alarm in self._alarms:
-            if (warning := alarm.heard(step, metrics)) is not None:
+            if (warning := alarm.check(step, metrics)) is not None:
                 self._run.alarm(warning)
 
 

@@ -29,7 +29,7 @@ from rlinf.envs.workers import EnvironmentLost
 from rlinf.envs.wrappers import Mixture, Scored
 from rlinf.models.policy.build import build_policy_model, configured, fitted
 from rlinf.placement.seats import Placed
-from rlinf.runs.dry_run.embodied import horizon_mistake, horizon_warning, measured, shapes_of, shown_of
+from rlinf.runs.dry_run.embodied import horizon_mistake, horizon_warning, shapes_of, shown_of, statistics_settings
 from rlinf.runs.dry_run.footprint import control_footprints
 from rlinf.runs.prepare import RunPlan
 from rlinf.runs.roles import Role, Roles, spawn_roles
@@ -135,7 +135,9 @@ async def learners_of(config: EmbodiedConfig, plan: RunPlan | None, simulators: 
     policy = await asyncio.to_thread(fitted, options, *sizes)
     if plan is not None and config.imitation.statistics is not None:
         with _input_errors("imitation"):
-            policy |= await asyncio.to_thread(measured, config.imitation, config.seed, policy, config.policy.path)
+            policy |= await asyncio.to_thread(
+                statistics_settings, config.imitation, config.seed, policy, config.policy.path
+            )
     model: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
     acting = {**model, "dtype": config.policy.dtype, "adapters": config.policy.lora.path}
     ranks = 1 if plan is None else len(plan.placed.seats["trainer"].hosts)

@@ -25,7 +25,7 @@ from rlinf.config.text import RunConfig
 from rlinf.metrics.explain import Cause, Change
 from rlinf.metrics.machine import machine
 from rlinf.placement.auto import WORTH, AutoPlacement, choose
-from rlinf.placement.costs import Ledger
+from rlinf.placement.costs import Ledger, MeasuredRun
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.hardware import Fleet
 from rlinf.placement.plan import Mode, Plan, RolePlan
@@ -135,7 +135,7 @@ class Changes:
             moved = Change(f"set `placement.mode=auto` (planned: {first.mode})", step - first.expected)
         if self._ahead is not None and (best := choice.recommended) is not None and best.staleness:
             now, then = best.rows[0], next(row for row in best.rows if row.staleness == best.staleness)
-            share = 1 - then.found.seconds / now.found.seconds
+            share = 1 - then.candidate.seconds / now.candidate.seconds
             later = Change(f"set `staleness.max={best.staleness}` with `flow={self._ahead}`", share * step)
         return moved, later
 
@@ -182,17 +182,10 @@ class PlacementManager:
     def __init__(self, wanted: Placing, prepared: RunPlan) -> None:
         placed, kinds = prepared.placed, prepared.kinds
         self.placed, self._kinds = placed, kinds
-        self.ledger = Ledger(
-            placed.of_actors,
-            prepared.items,
-            count=placed.gpus,
-            kinds=placed.fleet.kinds,
-            model=prepared.model,
-            machine=machine(),
-            flow=prepared.path,
-            held=prepared.held,
-            staleness=prepared.staleness,
+        facts = MeasuredRun(
+            prepared.model, machine(), prepared.path, placed.fleet.kinds, prepared.held, prepared.staleness
         )
+        self.ledger = Ledger(placed.of_actors, prepared.items, facts, count=placed.gpus)
         self._auto: AutoPlacement | None = None
         if wanted.mode == "auto" and placed.devices > 1:
             self._auto = AutoPlacement(
@@ -232,7 +225,7 @@ class PlacementManager:
         if self._auto is None or not self._auto.due(seconds) or (profile := self.ledger.profile) is None:
             return dict(roles)
         decision = await self._auto.decide(profile, self.placed.plan)
-        say(decision.said)
+        say(decision.sentence)
         if decision.plan is None:
             return dict(roles)
         await rest()

@@ -31,8 +31,8 @@ from rlinf.data.step import works_ahead
 from rlinf.engines.base import lacking, unable
 from rlinf.flows.sac import sac
 from rlinf.metrics.machine import machine
-from rlinf.metrics.trackers import chosen, missing
-from rlinf.placement.auto import Chosen, choose
+from rlinf.metrics.trackers import missing, wanted_trackers
+from rlinf.placement.auto import Choice, choose
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.profile import load
 from rlinf.placement.seats import CONTROL, TEXT, Placed, RoleKind, place, placed_by, split_complaint
@@ -315,7 +315,7 @@ class RunPlan:
     """Prompts, or environments, of a step."""
     placed: Placed
     """Where each role runs."""
-    chosen: Chosen | None
+    chosen: Choice | None
     """The planner's choice, where there was a profile to plan from."""
     held: Mapping[str, tuple[int, int]]
     """By role: bytes on each of its devices while it is loaded, and while it is parked, by its model's shape. Empty for
@@ -417,7 +417,7 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
         kinds=kinds,
         placed=placed,
         chosen=planned,
-        held=fitted.held,
+        held=fitted.memory_by_role,
         model_config=model_config,
         objects=objects,
         callbacks=callbacks,
@@ -486,7 +486,7 @@ def _planned(
     items: int,
     own: Mapping[str, Role] = MappingProxyType({}),
     staleness: int = 0,
-) -> tuple[Placed, Chosen | None]:
+) -> tuple[Placed, Choice | None]:
     """Where roles run, and what the planner found where there is a profile to plan from.
 
     Args:
@@ -588,7 +588,7 @@ def _reward_problems(reward: RewardConfig, passed: RewardSource | None) -> Itera
 
 
 def _tracker_problems(metrics: TrackingConfig) -> Iterator[Problem]:
-    wanted = chosen(tensorboard=metrics.tensorboard, wandb=metrics.wandb, swanlab=metrics.swanlab)
+    wanted = wanted_trackers(tensorboard=metrics.tensorboard, wandb=metrics.wandb, swanlab=metrics.swanlab)
     for key, advice in missing(wanted):
         yield _problem(key, getattr(metrics, key.partition(".")[2]), advice)
 
@@ -705,7 +705,7 @@ def prepare_supervised(config: RunConfig, hosts: int, objects: InMemory) -> RunP
         kinds=kinds,
         placed=placed,
         chosen=planned,
-        held=fitted.held,
+        held=fitted.memory_by_role,
         model_config=model_config,
         objects=objects,
         callbacks=callbacks,

@@ -55,7 +55,7 @@ from rlinf.metrics.alarms import (
     StalenessAlarm,
     default_reward,
 )
-from rlinf.metrics.report import compared, in_words, rows
+from rlinf.metrics.report import compare, in_words, rows
 from rlinf.models.language.build import limits, pictures_of
 from rlinf.placement.seats import Placed
 from rlinf.runs.callbacks import AlarmRule, Observer, RunUnderWay
@@ -127,13 +127,13 @@ class TextAlarms(Observer):
         self._rows = samples
 
     async def on_record(self, step: int, metrics: Mapping[str, float], last: bool) -> None:
-        warnings = [alarm.heard(step, metrics) for alarm in self._alarms]
+        warnings = [alarm.check(step, metrics) for alarm in self._alarms]
         if self._default_reward and self._rows and self.judged:
             self._default_reward = False  # said once
             warnings.append(default_reward(f"step {step}", self._rows))
-        no_update = self._no_update.heard(step, metrics)
+        no_update = self._no_update.check(step, metrics)
         # both say of one thing why nothing was learned, and the first one shows answers
-        warnings.append(self._nothing_learned.heard(step, metrics, self._rows, last) or no_update)
+        warnings.append(self._nothing_learned.check(step, metrics, self._rows, last) or no_update)
         for warning in filter(None, warnings):
             self._run.alarm(warning)
 
@@ -333,7 +333,7 @@ class TextWorkload(Workload[Evaluation]):
     def conclude(self, before: Evaluation | None, after: Evaluation | None) -> Iterator[str]:
         if before and after:
             if after.groups:
-                yield from compared(before, after, self.config.evaluation.temperature)
+                yield from compare(before, after, self.config.evaluation.temperature)
             yield from compared_named(before, after)
         if self._scoring.total.failed:
             yield str(self._scoring.total)
@@ -366,7 +366,7 @@ class TextWorkload(Workload[Evaluation]):
     async def _hear_judges(self, where: str) -> Scored:
         """Counts of the answers that were judged since this was last asked; an alarm if they are news."""
         scored = Scored.total(await self.run.roles["judge"].scored())
-        news = self._scoring.heard(where, scored)
+        news = self._scoring.check(where, scored)
         if news is not None:
             self.run.alarm(news, self.run.done + where.startswith("step"))  # of the step that is not counted yet
         self._unscored = scored.rows if news is not None else ()

@@ -20,7 +20,7 @@ def mismatch(mean, largest):
 
 
 def test_it_names_what_is_over_its_limit_and_what_to_do():
-    told = MismatchAlarm(0.05, 5.0).heard(3, mismatch(0.2, 1.0))
+    told = MismatchAlarm(0.05, 5.0).check(3, mismatch(0.2, 1.0))
     assert told.startswith("step 3: engine and trainer disagree")
     assert "mismatch/mean is 0.2 nats (limit metrics.mismatch_mean = 0.05)" in told
     assert "mismatch/max" not in told
@@ -30,47 +30,47 @@ def test_it_names_what_is_over_its_limit_and_what_to_do():
 
 def test_it_rings_once_until_the_limit_was_kept_again():
     alarm = MismatchAlarm(0.05, 5.0)
-    rang = [alarm.heard(step, mismatch(mean, 0.0)) is not None for step, mean in enumerate([0.1, 0.1, 0.01, 0.1])]
+    rang = [alarm.check(step, mismatch(mean, 0.0)) is not None for step, mean in enumerate([0.1, 0.1, 0.01, 0.1])]
     assert rang == [True, False, False, True]
 
 
 def test_the_second_limit_rings_while_the_first_is_still_passed():
     alarm = MismatchAlarm(0.05, 5.0)
-    assert "mismatch/max" not in alarm.heard(1, mismatch(0.1, 1.0))
-    assert "mismatch/max is 6 nats" in alarm.heard(2, mismatch(0.1, 6.0))
+    assert "mismatch/max" not in alarm.check(1, mismatch(0.1, 1.0))
+    assert "mismatch/max is 6 nats" in alarm.check(2, mismatch(0.1, 6.0))
 
 
 def test_what_is_no_number_rings_and_what_is_not_measured_does_not():
-    assert "nan" in MismatchAlarm(0.05, None).heard(1, mismatch(math.nan, 99.0))
-    assert MismatchAlarm(0.05, 5.0).heard(1, {}) is None
-    assert MismatchAlarm(None, None).heard(1, mismatch(9.0, 9.0)) is None
+    assert "nan" in MismatchAlarm(0.05, None).check(1, mismatch(math.nan, 99.0))
+    assert MismatchAlarm(0.05, 5.0).check(1, {}) is None
+    assert MismatchAlarm(None, None).check(1, mismatch(9.0, 9.0)) is None
 
 
 def test_where_every_token_is_older_the_youngest_ones_are_watched():
     alarm = MismatchAlarm(0.05, 5.0)
-    assert alarm.heard(2, {"staleness/drift/1": 0.4, "staleness/drift/2": 9.0, "staleness/ess": 0.9}) is None
-    told = alarm.heard(3, {"staleness/drift/2": 0.6})
+    assert alarm.check(2, {"staleness/drift/1": 0.4, "staleness/drift/2": 9.0, "staleness/ess": 0.9}) is None
+    told = alarm.check(3, {"staleness/drift/2": 0.6})
     assert "staleness/drift/2 is 0.6 nats (limit 10 x metrics.mismatch_mean = 0.5)" in told
     assert "staleness.max" in told.do
-    assert alarm.heard(4, {"mismatch/mean": 0.01, "staleness/drift/1": 0.9}) is None, "measured where it can be"
+    assert alarm.check(4, {"mismatch/mean": 0.01, "staleness/drift/1": 0.9}) is None, "measured where it can be"
 
 
 def test_tokens_older_than_the_bound_ring_and_once_more_when_older_still():
     alarm = StalenessAlarm(2, "staleness.max")
-    told = [alarm.heard(step, {"staleness/max": age}) for step, age in enumerate([0.0, 2.0, 3.0, 3.0, 2.0, 5.0])]
+    told = [alarm.check(step, {"staleness/max": age}) for step, age in enumerate([0.0, 2.0, 3.0, 3.0, 2.0, 5.0])]
     assert [each is not None for each in told] == [False, False, True, False, False, True]
     assert told[2].startswith("step 2: learned from tokens that are 3 versions old (limit staleness.max = 2)")
-    assert alarm.heard(7, {}) is None
+    assert alarm.check(7, {}) is None
 
 
 def test_gates_that_disagree_ring_once_until_they_agree_again():
     alarm = RouteDriftAlarm(0.25)
-    told = [alarm.heard(step, {"moe/route_drift": share}) for step, share in enumerate([0.2, 0.3, 0.4, 0.1, 0.3])]
+    told = [alarm.check(step, {"moe/route_drift": share}) for step, share in enumerate([0.2, 0.3, 0.4, 0.1, 0.3])]
     assert [each is not None for each in told] == [False, True, False, False, True]
     assert told[1].startswith("step 1: engine and trainer send 30% of tokens to other experts with the same weights")
     assert "limit metrics.route_drift = 0.25" in told[1]
-    assert alarm.heard(6, {}) is None
-    assert RouteDriftAlarm(None).heard(1, {"moe/route_drift": 1.0}) is None
+    assert alarm.check(6, {}) is None
+    assert RouteDriftAlarm(None).check(1, {"moe/route_drift": 1.0}) is None
 
 
 ROWS = [{"response": "so 1 + 1 = 3", "answer": "2"}, {"response": "x" * 90 + "the end", "answer": ""}]
@@ -81,7 +81,7 @@ EQUAL = {**TEACHES, "reward/mean": 0.0, "reward/std": 0.0, "groups/uniform": 1.0
 def silence(*steps, compares=True, last=None, **settings):
     """What is told in each of these steps."""
     alarm = NothingLearnedAlarm(compares, 16, "mine.reward", **settings)
-    return [alarm.heard(step, metrics, ROWS, step == last) for step, metrics in enumerate(steps, 1)]
+    return [alarm.check(step, metrics, ROWS, step == last) for step, metrics in enumerate(steps, 1)]
 
 
 @pytest.mark.parametrize(
@@ -132,12 +132,12 @@ def test_a_run_that_learned_is_not_alarmed_by_its_last_step_alone():
     assert silence(TEACHES, TEACHES, EQUAL, last=3) == [None] * 3
     assert silence(TEACHES, EQUAL, EQUAL, last=3) == [None] * 3
     assert silence(EQUAL, TEACHES, EQUAL, last=3) == [None] * 3
-    assert NothingLearnedAlarm(True, 16).heard(51, EQUAL, ROWS, last=True) is None, "a run that was resumed"
+    assert NothingLearnedAlarm(True, 16).check(51, EQUAL, ROWS, last=True) is None, "a run that was resumed"
 
 
 def test_answers_of_a_single_token_want_no_end():
     moves = {**TEACHES, "truncated": 1.0}
-    assert [NothingLearnedAlarm(True, 1).heard(step, moves, ROWS, last=True) for step in (1, 2, 3)] == [None] * 3
+    assert [NothingLearnedAlarm(True, 1).check(step, moves, ROWS, last=True) for step in (1, 2, 3)] == [None] * 3
 
 
 def test_answers_that_cannot_end_are_told_with_why():
@@ -162,7 +162,7 @@ def test_a_reward_that_nobody_chose_is_told_with_the_right_answers():
     ],
 )
 def test_a_step_without_an_update_rings_and_says_why(metrics, words):
-    told = NoUpdateAlarm().heard(3, {**metrics, "update/skipped": 1.0})
+    told = NoUpdateAlarm().check(3, {**metrics, "update/skipped": 1.0})
     assert told.startswith("step 3: no update was made")
     assert all(word in told for word in words)
 
@@ -170,7 +170,7 @@ def test_a_step_without_an_update_rings_and_says_why(metrics, words):
 def test_steps_without_an_update_ring_at_the_first_and_the_tenth_in_a_row():
     alarm, steps = NoUpdateAlarm(), [True] * 12 + [False] + [True] * 3
     rang = [
-        alarm.heard(step, {"update/skipped": 1.0} if skipped else {}) is not None
+        alarm.check(step, {"update/skipped": 1.0} if skipped else {}) is not None
         for step, skipped in enumerate(steps, 1)
     ]
     assert [step for step, each in enumerate(rang, 1) if each] == [1, 10, 14]
@@ -184,7 +184,7 @@ def test_a_penalty_that_falls_on_right_answers_rings_until_it_does_so_no_more():
     alarm = ShapingAlarm()
     shares = [0.4, 0.6, 0.9, 0.3, 0.6, 0.2, 0.6]
     told = [
-        alarm.heard(step, shaped(0.3, 0.1, **{"shaping/penalised_best": share})) for step, share in enumerate(shares)
+        alarm.check(step, shaped(0.3, 0.1, **{"shaping/penalised_best": share})) for step, share in enumerate(shares)
     ]
     assert [each is not None for each in told] == [False, True, False, False, False, False, True]
     assert "60% of the best answers" in told[1]
@@ -202,6 +202,6 @@ def test_a_penalty_that_falls_on_right_answers_rings_until_it_does_so_no_more():
 )
 def test_reward_and_its_shaped_form_that_part_ring_once(reward, after, rings):
     alarm = ShapingAlarm()
-    told = [alarm.heard(step, shaped(reward(step), after(step))) for step in range(25)]
+    told = [alarm.check(step, shaped(reward(step), after(step))) for step in range(25)]
     assert sum(each is not None for each in told) == rings
-    assert ShapingAlarm().heard(1, {"reward/mean": 0.5}) is None
+    assert ShapingAlarm().check(1, {"reward/mean": 0.5}) is None

@@ -8,7 +8,7 @@ def failing(errors=0, timeouts=0, answers=100, remark="KeyError: 'x' (mine.py:3)
 
 
 def test_the_first_failure_is_told_at_once_with_its_remark():
-    told = FailureAlarm().heard("step 1", failing(errors=46, timeouts=1))
+    told = FailureAlarm().check("step 1", failing(errors=46, timeouts=1))
     assert told.startswith(
         "step 1: 47% of 100 answers were not scored: 1 timeout, 46 errors; first: KeyError: 'x' (mine.py:3)."
     )
@@ -17,27 +17,27 @@ def test_the_first_failure_is_told_at_once_with_its_remark():
 def test_a_rate_that_stays_is_told_once_and_one_that_changes_a_lot_again():
     alarm = FailureAlarm()
     rates = [0, 40, 45, 35, 70, 72, 0, 0, 30]
-    told = [alarm.heard(f"step {step}", failing(errors=rate)) for step, rate in enumerate(rates)]
+    told = [alarm.check(f"step {step}", failing(errors=rate)) for step, rate in enumerate(rates)]
     assert [text is not None for text in told] == [False, True, False, False, True, False, True, False, True]
     assert told[6] == "step 6: all answers are scored again"
 
 
 def test_few_answers_that_vary_by_chance_are_told_once():
     alarm = FailureAlarm()
-    told = [alarm.heard("step", failing(errors=errors, answers=4)) for errors in (2, 1, 3, 2)]
+    told = [alarm.check("step", failing(errors=errors, answers=4)) for errors in (2, 1, 3, 2)]
     assert [text is not None for text in told] == [True, False, False, False]
 
 
 def test_another_kind_of_failure_is_news_once():
     alarm = FailureAlarm()
     found = (failing(errors=5), failing(errors=5, timeouts=1), failing(errors=5), failing(errors=5, timeouts=1))
-    assert [alarm.heard("step", each) is not None for each in found] == [True, True, False, False]
+    assert [alarm.check("step", each) is not None for each in found] == [True, True, False, False]
 
 
 def test_the_end_has_the_sums_of_all_steps_and_the_first_remark_of_all():
     alarm = FailureAlarm()
     for found in (failing(), failing(timeouts=2, remark="took longer than 2 s; killed\nTraceback"), failing(errors=1)):
-        alarm.heard("step", found)
+        alarm.check("step", found)
     assert str(alarm.total) == (
         "1% of 300 answers were not scored: 2 timeouts, 1 error; first: took longer than 2 s; killed"
     )
@@ -45,8 +45,8 @@ def test_the_end_has_the_sums_of_all_steps_and_the_first_remark_of_all():
 
 def test_a_step_without_an_answer_says_nothing():
     alarm = FailureAlarm()
-    alarm.heard("step 1", failing(errors=100))
-    assert alarm.heard("step 2", Scored()) is None
+    alarm.check("step 1", failing(errors=100))
+    assert alarm.check("step 2", Scored()) is None
 
 
 def test_what_several_judges_counted_adds_up_and_stays_small():

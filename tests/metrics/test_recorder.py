@@ -9,8 +9,8 @@ import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.metrics.recorder import Recorder
-from rlinf.metrics.trackers import Tracked, Tracking
-from rlinf.placement.costs import Ledger
+from rlinf.metrics.trackers import TrackedRun, Tracking
+from rlinf.placement.costs import Ledger, MeasuredRun
 from rlinf.placement.profile import load
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.observer import Watch
@@ -35,7 +35,7 @@ async def two_steps(directory, ledger: Ledger | None = None) -> None:
         rollout = await system.spawn(Rollout, hosts=[0], name="rollout")
         trainer = await system.spawn(Trainer, hosts=[1], name="trainer")
         watch = await Watch.start(system)
-        tracking = Tracking({}, Tracked("run", directory, {}), print)
+        tracking = Tracking({}, TrackedRun("run", directory, {}), print)
         async with Recorder(directory, watch, tracking, 2, ledger) as recorder:
             recorder.write(0, {"evaluation/accuracy": 0.25})
             for step in (1, 2):
@@ -78,7 +78,7 @@ def test_a_step_leaves_its_time_and_where_that_went(tmp_path):
 
 def test_with_a_ledger_a_step_says_how_far_from_the_possible_it_was_and_the_run_leaves_its_profile(tmp_path):
     devices = {"rollout[0]": frozenset({0}), "trainer[0]": frozenset({1})}
-    run_virtual(two_steps(tmp_path, Ledger(devices, 8, model="m", machine="x", flow="f")))
+    run_virtual(two_steps(tmp_path, Ledger(devices, 8, MeasuredRun("m", "x", "f"))))
     _, *steps = read_lines(tmp_path / "metrics.jsonl")
     for step in steps:
         assert step["bound/seconds"] == step["bound/area"] == pytest.approx(2.5)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from rlinf.metrics import trackers as tracking
-from rlinf.metrics.trackers import KINDS, Tracked, Tracking, chosen, missing
+from rlinf.metrics.trackers import KINDS, TrackedRun, Tracking, missing, wanted_trackers
 
 
 class Sink:
@@ -40,7 +40,7 @@ class Sink:
 
 @pytest.fixture
 def about(tmp_path):
-    return Tracked("run", tmp_path, {"steps": 3, "model": {"path": None}})
+    return TrackedRun("run", tmp_path, {"steps": 3, "model": {"path": None}})
 
 
 @pytest.fixture
@@ -140,9 +140,9 @@ async def _fail(trackers):
 
 
 def test_trackers_are_chosen_by_their_keys():
-    assert chosen() == {}
-    assert chosen(tensorboard=True, wandb="sorting") == {"tensorboard": "", "wandb": "sorting"}
-    assert chosen(swanlab="s") == {"swanlab": "s"}
+    assert wanted_trackers() == {}
+    assert wanted_trackers(tensorboard=True, wandb="sorting") == {"tensorboard": "", "wandb": "sorting"}
+    assert wanted_trackers(swanlab="s") == {"swanlab": "s"}
 
 
 def test_a_missing_package_is_told_with_its_extra_and_nothing_is_imported(monkeypatch):
@@ -197,7 +197,7 @@ async def test_wandb_writes_offline_and_a_resumed_run_is_the_same_one(about, mon
     written = json.loads(table.read_text())
     (row,) = (dict(zip(written["columns"], values, strict=True)) for values in written["data"])
     assert (row["step"], row["kind"], row["prompt"], row["reward"]) == (2, "sampled", "3142>", 1.0)
-    await track("wandb", Tracked("run", about.directory, {}, resumed=2))
+    await track("wandb", TrackedRun("run", about.directory, {}, resumed=2))
     assert (directory / "run_id").read_text() == run
     wandb.teardown()
 

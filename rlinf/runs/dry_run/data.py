@@ -60,7 +60,7 @@ def look_at_data(config: RunConfig, prepared: RunPlan) -> list[str]:
         key, settings = f"evaluation.named.{name}.reward", replace(config.reward, args=dict(benchmark.args))
         tried += _try_reward(key, benchmark.reward, benchmark.reward, settings, data.named[name])
     lengths = sorted(len(prompt.token_ids) for prompt in prompts)
-    shown = prompts[0].text if len(prompts[0].text) <= _SHOWN else f"{prompts[0].text[:_SHOWN]}..."
+    excerpt = prompts[0].text if len(prompts[0].text) <= _SHOWN else f"{prompts[0].text[:_SHOWN]}..."
     evaluated = f"{len(data.held_out):,} problems" if data.held_out else "nothing"
     unasked = prepared.objects.agent is None and reward_is_default(config, prepared.objects)
     rows = [{"answer": prompt.answer} for prompt in prompts]
@@ -69,7 +69,7 @@ def look_at_data(config: RunConfig, prepared: RunPlan) -> list[str]:
         *(data.notes or (f"generated problems of the task {config.task.name}",)),
         *((f"no reward was chosen: {DEFAULT_REWARD}; {right_answers(rows)}",) if unasked else ()),
         *((ends,) if ends else ()),
-        f"first prompts: {lengths[0]} to {lengths[-1]} tokens, such as {shown!r}; evaluated on {evaluated}",
+        f"first prompts: {lengths[0]} to {lengths[-1]} tokens, such as {excerpt!r}; evaluated on {evaluated}",
         *_warnings(data.train),
         *tried,
     ]
@@ -110,8 +110,8 @@ def _try_reward(
         advice = f"it scores none of the first {len(failed)} rows' own answers; of the first it is said: {failed[0]}"
         raise ConfigError([Problem("configuration", key, value, advice)])
     answer, first = next((answer, verdict) for answer, verdict in verdicts if verdict.outcome == "ok")
-    shown = repr(answer if len(answer) <= _SHOWN else f"{answer[:_SHOWN]}...")
-    lines = [f"{key.rpartition('.')[0]}: {first.value:g} for a row's own answer, {shown}"]
+    excerpt = repr(answer if len(answer) <= _SHOWN else f"{answer[:_SHOWN]}...")
+    lines = [f"{key.rpartition('.')[0]}: {first.value:g} for a row's own answer, {excerpt}"]
     if failed:
         lines.append(f"warning: the reward fails on {len(failed)} of the first {len(verdicts)} answers: {failed[0]}")
     return lines

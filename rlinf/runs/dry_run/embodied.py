@@ -40,7 +40,7 @@ from rlinf.models.policy.published import tensor_shapes, tensors_in
 from rlinf.models.policy.robots import RobotActions, Scaling
 from rlinf.models.policy.sac import SoftPolicy
 from rlinf.placement.seats import Placed
-from rlinf.runs.dry_run.estimate import told
+from rlinf.runs.dry_run.estimate import acting_lines
 from rlinf.runs.dry_run.footprint import MOST_BYTES, MOST_PARTS, control_footprints, too_much, unfit
 from rlinf.runs.roles import RAISED, problem
 from rlinf.runs.rules import WITH_TARGETS, policy_settings, preparation_of, suites_of
@@ -66,18 +66,20 @@ def shapes_of(settings: ImitationConfig) -> dict[str, Any]:
     Raises:
         ValueError: they are broken, or none are named.
     """
-    if (shown := shown_of(settings)) is None:
+    if (demonstrations := shown_of(settings)) is None:
         raise ValueError("no demonstrations are named")
-    parts = open_parts(shown)[0]
+    parts = open_parts(demonstrations)[0]
     part = parts[0]
     first = part.read(part.places[0])
     shapes = {name: tuple(rows.shape[1:]) for name, rows in first.observation.items()}
     size = first.actions.shape[-1]
-    known = {"shapes": shapes, "action_size": size, "max_steps": None, "choices": None}
-    return {**known, "bounds": _bounds(parts) or ((-1.0,) * size, (1.0,) * size)}
+    described = {"shapes": shapes, "action_size": size, "max_steps": None, "choices": None}
+    return {**described, "bounds": _bounds(parts) or ((-1.0,) * size, (1.0,) * size)}
 
 
-def measured(settings: ImitationConfig, seed: int, policy: Mapping[str, Any], path: str | None) -> dict[str, Any]:
+def statistics_settings(
+    settings: ImitationConfig, seed: int, policy: Mapping[str, Any], path: str | None
+) -> dict[str, Any]:
     """Settings of a policy that make it act on the scale of what is learned from. Blocking: it reads all of it.
 
     Args:
@@ -89,28 +91,28 @@ def measured(settings: ImitationConfig, seed: int, policy: Mapping[str, Any], pa
     Raises:
         ValueError: the demonstrations are broken, or the policy keeps no statistics of its own.
     """
-    name, shown = settings.statistics, shown_of(settings)
-    if name is None or shown is None:
+    name, demonstrations = settings.statistics, shown_of(settings)
+    if name is None or demonstrations is None:
         return {}
     kind = policy_class(policy)
     unmeasured(kind, name, path)
     config = policy_config(policy if path is None else configured(policy, Path(path).expanduser()))
     nothing = torch.zeros(0, dtype=torch.float64)
     robot = kind.actions_of(config, Scaling(nothing, nothing))  # what it predicts is in the robot's units
-    found: dict[str, Accumulator] = {}
-    parts = open_parts(shown, seed)[0]
+    accumulators: dict[str, Accumulator] = {}
+    parts = open_parts(demonstrations, seed)[0]
     for part in parts:
         for feature, rows in _features(part, robot, config.chunk):
-            found.setdefault(feature, Accumulator()).add(rows)
+            accumulators.setdefault(feature, Accumulator()).add(rows)
     episodes = sum(len(part.places) for part in parts)
-    statistics = {feature: each.done() for feature, each in found.items()}
+    statistics = {feature: each.done() for feature, each in accumulators.items()}
     for feature, each in statistics.items():
         tell_rare(f"imitation.statistics: {feature}", each)
     return kind.with_statistics(name, statistics, episodes)
 
 
 def unmeasured(kind: type[Policy], name: str, path: str | None) -> dict[str, Any]:
-    """Return stand-ins for the statistics of `measured`, of a robot with one number that is always 0.
+    """Return stand-ins for the statistics of `statistics_settings`, of a robot with one number that is always 0.
 
     Raises:
         ValueError: such a policy keeps no statistics, or that of the directory keeps those that it has.
@@ -128,24 +130,24 @@ def _features(part: Part, robot: RobotActions, chunk: int) -> Iterator[tuple[str
     Actions that are relative to the state before their chunk count once in each chunk that they can lie in.
     """
     for place in part.places:
-        shown = part.read(place, pictures=False)
-        state = shown.observation.get(STATE)
+        episode = part.read(place, pictures=False)
+        state = episode.observation.get(STATE)
         if state is not None:
             yield STATE, state[:-1]
         if robot.relative and state is not None:
-            rows = Window([shown], chunk).between(0, len(shown.actions))
+            rows = Window([episode], chunk).between(0, len(episode.actions))
             yield ACTIONS, robot.to_model(rows.actions, rows.observation[STATE])[rows.valid]
         else:
-            yield ACTIONS, robot.to_model(shown.actions[shown.valid])
+            yield ACTIONS, robot.to_model(episode.actions[episode.valid])
 
 
 def _bounds(parts: Sequence[Part]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
     """Return the bounds in the robot's units that stand for -1 and 1, where all data sets agree; else None."""
-    found = {
+    pairs = {
         None if part.low is None or part.high is None else (tuple(part.low.tolist()), tuple(part.high.tolist()))
         for part in parts
     }
-    return found.pop() if len(found) == 1 else None
+    return pairs.pop() if len(pairs) == 1 else None
 
 
 _LEAST = 16
@@ -165,20 +167,20 @@ def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
     if config.algorithm.name != IMITATION or config.trials.episodes:
         yield from _simulator_mistakes(config)
     yield from _function_mistakes(config)
-    found = _policy(config)
-    if isinstance(found, Problem):
-        yield found
+    policy = _policy(config)
+    if isinstance(policy, Problem):
+        yield policy
     else:
-        yield from _memory_mistakes(config, found)
-        yield from _too_large(config, found, None)
+        yield from _memory_mistakes(config, policy)
+        yield from _too_large(config, policy, None)
     if config.policy.path is not None:
         yield from _saved_mistakes(config.policy.path, config.policy.type)
     yield from _demonstration_mistakes(config)
-    if isinstance(found, Problem):  # its chunk is not known, but as it is written
+    if isinstance(policy, Problem):  # its chunk is not known, but as it is written
         written = config.policy.settings.get("chunk")
         chunk = written if isinstance(written, int) and written > 0 else 1
     else:
-        chunk = found.config.chunk
+        chunk = policy.config.chunk
     if (
         config.env.max_steps is not None
         and (advice := horizon_mistake(config, config.env.max_steps, chunk)) is not None
@@ -190,9 +192,9 @@ def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
 def _demonstration_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
     """Yield problems of demonstrations, as far as their index and their first episode show."""
     wanted: list[tuple[str, Mapping[str, Any], bool]] = []
-    if (shown := shown_of(config.imitation)) is not None:
+    if (demonstrations := shown_of(config.imitation)) is not None:
         key = "imitation.mixture.{}" if config.imitation.mixture else "imitation.path"
-        wanted += [(key.format(name), about, shown.solved) for name, about in shown.sets.items()]
+        wanted += [(key.format(name), about, demonstrations.solved) for name, about in demonstrations.sets.items()]
     elif config.algorithm.name == IMITATION:
         advice = "there is nothing to imitate: name demonstrations"
         yield Problem("configuration", "imitation.path", None, advice)
@@ -201,8 +203,8 @@ def _demonstration_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
         wanted.append(("off_policy.demonstrations", {"path": directory}, solved))
     for key, about, solved in wanted:
         try:
-            found = open_episodes(Path(about["path"]), about.get("format"), about.get("names") or None)
-            found.read(found.chosen(solved)[0])
+            source = open_episodes(Path(about["path"]), about.get("format"), about.get("names") or None)
+            source.read(source.chosen(solved)[0])
         except Exception as error:  # of files that may hold anything
             yield problem(key, about["path"], error)
 
@@ -283,15 +285,15 @@ def expected_horizon_warning(config: EmbodiedConfig) -> str | None:
 def _simulator_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
     name = config.env.simulator
     try:
-        found = resolve(name)
+        simulator = resolve(name)
     except RAISED as error:
         yield problem("env.simulator", name, error, "importing it")
         return
     advice = None
-    if not (isinstance(found, type) and issubclass(found, Simulator)):
+    if not (isinstance(simulator, type) and issubclass(simulator, Simulator)):
         advice = "it is no class derived from rlinf.envs.base.Simulator; docs/adding-an-environment.md has one"
-    elif inspect.isabstract(found):
-        advice = f"it leaves out {', '.join(sorted(found.__abstractmethods__))}, which every simulator needs"
+    elif inspect.isabstract(simulator):
+        advice = f"it leaves out {', '.join(sorted(simulator.__abstractmethods__))}, which every simulator needs"
     if advice is not None:
         yield Problem("configuration", "env.simulator", name, advice)
         return
@@ -304,7 +306,7 @@ def _simulator_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
         wanted = wanted[-len(config.env.tasks) :]  # the others lack what each task adds
     for key, options in wanted:
         try:
-            found.check_options(options)
+            simulator.check_options(options)
         except WrongOption as error:
             where = key if error.name not in options else f"{key}.{error.name}"
             yield Problem("configuration", where, options.get(error.name, dict(options)), str(error))
@@ -313,7 +315,7 @@ def _simulator_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
             yield problem(key, dict(options), error)
             return
     if config.trials.videos:
-        yield from _video_mistakes(found, config)
+        yield from _video_mistakes(simulator, config)
 
 
 def _video_mistakes(simulator: type[Simulator], config: EmbodiedConfig) -> Iterator[Problem]:
@@ -334,8 +336,8 @@ def _policy(config: EmbodiedConfig, numbers: int = 1) -> Policy | Problem:
     """The policy on the meta device, in an environment of the smallest sizes but for numbers of an action; or what is
     wrong with it."""
     off_policy = config.algorithm.name in OFF_POLICY
-    given = policy_settings(config)
-    kind = given["type"]
+    overrides = policy_settings(config)
+    kind = overrides["type"]
     try:
         wanted = policy_class({"type": kind})
     except RAISED as error:
@@ -346,14 +348,14 @@ def _policy(config: EmbodiedConfig, numbers: int = 1) -> Policy | Problem:
         return Problem("configuration", "policy.type", kind, advice)
     if (measures := config.imitation.statistics) is not None:
         try:
-            given |= unmeasured(wanted, measures, config.policy.path)
+            overrides |= unmeasured(wanted, measures, config.policy.path)
         except ValueError as error:
             return problem("imitation.statistics", measures, error)
     if (many := _too_many(config.policy.settings)) is not None:
         return Problem("configuration", f"policy.settings.{many[0]}", many[1], f"no model has more than {MOST_PARTS:,}")
     if (path := config.policy.path) is not None and wanted.published:  # its files say what is not set
-        return _built("policy.path", path, lambda: configured(_smallest(given, numbers), Path(path).expanduser()))
-    return _built("policy.settings", config.policy.settings, lambda: _smallest(given, numbers))
+        return _built("policy.path", path, lambda: configured(_smallest(overrides, numbers), Path(path).expanduser()))
+    return _built("policy.settings", config.policy.settings, lambda: _smallest(overrides, numbers))
 
 
 def without_path(config: EmbodiedConfig) -> Problem | None:
@@ -384,8 +386,8 @@ def held_by(config: EmbodiedConfig, placed: Placed) -> dict[str, tuple[int, int]
     if isinstance(policy := _policy(config), Problem):
         return {}
     how, ranks = Preparation(**preparation_of(config)), len(placed.seats["trainer"].hosts)
-    found = control_footprints(policy, how, ranks=ranks, targets=config.algorithm.name in WITH_TARGETS)
-    return {role: (each.active_bytes, each.parked_bytes) for role, each in found.items()}
+    roles = control_footprints(policy, how, ranks=ranks, targets=config.algorithm.name in WITH_TARGETS)
+    return {role: (each.active_bytes, each.parked_bytes) for role, each in roles.items()}
 
 
 def seconds_of(config: EmbodiedConfig, placed: Placed) -> Iterator[str]:
@@ -396,7 +398,7 @@ def seconds_of(config: EmbodiedConfig, placed: Placed) -> Iterator[str]:
         placed: where its roles are.
     """
     if placed.fleet.hardware and not isinstance(policy := _policy(config, _ARM), Problem):
-        yield from told(config, policy, placed)
+        yield from acting_lines(config, policy, placed)
 
 
 def check_memory(config: EmbodiedConfig, placed: Placed) -> None:
@@ -409,22 +411,22 @@ def check_memory(config: EmbodiedConfig, placed: Placed) -> None:
     Raises:
         ConfigError: they do not.
     """
-    if placed.memory is None or isinstance(found := _policy(config), Problem):
+    if placed.memory is None or isinstance(policy := _policy(config), Problem):
         return
-    if problems := list(_too_large(config, found, placed)):
+    if problems := list(_too_large(config, policy, placed)):
         raise ConfigError(problems)
 
 
 def _too_large(config: EmbodiedConfig, policy: Policy, placed: Placed | None) -> Iterator[Problem]:
     """Yield problems of how the policy is to learn, and of its size."""
-    given = preparation_of(config)
+    preparation = preparation_of(config)
     targets, ranks = config.algorithm.name in WITH_TARGETS, 1 if placed is None else len(placed.seats["trainer"].hosts)
-    how = Preparation(**given)
+    how = Preparation(**preparation)
     try:
         footprints = control_footprints(policy, how, ranks=ranks, targets=targets)
     except ValueError as error:
         key = "policy.lora" if str(error).startswith("lora") else "policy.train"
-        yield problem(key, given["lora" if key == "policy.lora" else "train"], error)
+        yield problem(key, preparation["lora" if key == "policy.lora" else "train"], error)
         return
     if (most := max(each.active_bytes for each in footprints.values())) > MOST_BYTES:
         yield too_much("policy.settings", config.policy.settings, most, "the policy and what learns it")
@@ -435,10 +437,10 @@ def _too_large(config: EmbodiedConfig, policy: Policy, placed: Placed | None) ->
         yield Problem("configuration", "policy.gradient_checkpointing", True, advice)
 
 
-def _smallest(given: Mapping[str, Any], numbers: int) -> dict[str, Any]:
+def _smallest(settings: Mapping[str, Any], numbers: int) -> dict[str, Any]:
     """A configuration fitted to an environment of the smallest sizes, whose actions have so many numbers."""
     bounds = ((-1.0,) * numbers, (1.0,) * numbers)
-    return fitted(given, {"state": (1,), "rgb": (_side(given),) * 2 + (3,)}, numbers, bounds=bounds)
+    return fitted(settings, {"state": (1,), "rgb": (_side(settings),) * 2 + (3,)}, numbers, bounds=bounds)
 
 
 def _memory_mistakes(config: EmbodiedConfig, policy: Policy) -> Iterator[Problem]:
@@ -448,10 +450,12 @@ def _memory_mistakes(config: EmbodiedConfig, policy: Policy) -> Iterator[Problem
             f"it must be a multiple of policy.settings.sequence={policy.sequence}, the decisions learned from in a row"
         )
         yield Problem("configuration", "policy.horizon", config.policy.horizon, advice)
-    if getattr(policy.config, "memory", 0) and (shown := shown_of(config.imitation)) is not None:
+    if getattr(policy.config, "memory", 0) and (demonstrations := shown_of(config.imitation)) is not None:
         advice = "demonstrations are learned from decision by decision: leave policy.settings.memory out"
         key = "imitation.mixture" if config.imitation.mixture else "imitation.path"
-        yield Problem("configuration", key, ", ".join(str(each.get("path")) for each in shown.sets.values()), advice)
+        yield Problem(
+            "configuration", key, ", ".join(str(each.get("path")) for each in demonstrations.sets.values()), advice
+        )
 
 
 def _built(key: str, value: Any, whole: Callable[[], Mapping[str, Any]]) -> Policy | Problem:
@@ -473,8 +477,8 @@ def _too_many(settings: Mapping[str, Any], prefix: str = "") -> tuple[str, Any] 
     """A number of layers, heads or critics so large that building them one by one would not end."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            if (found := _too_many(value, f"{prefix}{name}.")) is not None:
-                return found
+            if (excess := _too_many(value, f"{prefix}{name}.")) is not None:
+                return excess
         elif (
             isinstance(value, int | float) and value > MOST_PARTS and str(name).endswith(("layers", "heads", "critics"))
         ):
@@ -513,16 +517,23 @@ def _oversized(config: EmbodiedConfig, chunk: int) -> Iterator[Problem]:
     env, policy = config.env, config.policy
     if env.workers > _MOST_WORKERS:
         yield Problem("configuration", "env.workers", env.workers, f"no machine runs more than {_MOST_WORKERS:,}")
-    kept = _LEAST * chunk
+    decision_bytes = _LEAST * chunk
     factors = {"env.num_envs": env.num_envs, "policy.horizon": policy.horizon, "policy.settings.chunk": chunk}
     most = max(factors, key=lambda key: factors[key])
-    rows = [(most, factors[most], kept * env.num_envs * policy.horizon, "what environments show in a step")]
+    rows = [(most, factors[most], decision_bytes * env.num_envs * policy.horizon, "what environments show in a step")]
     if config.imitation.path is not None or config.imitation.mixture:
-        rows.append(("imitation.batch", config.imitation.batch, kept * config.imitation.batch, "a batch"))
+        rows.append(("imitation.batch", config.imitation.batch, decision_bytes * config.imitation.batch, "a batch"))
     if config.algorithm.name in OFF_POLICY:
         learned = config.off_policy
-        rows.append(("off_policy.capacity", learned.capacity, kept * learned.capacity, "the transitions that are kept"))
-        rows.append(("off_policy.batch", learned.batch, kept * learned.batch, "a batch"))
+        rows.append(
+            (
+                "off_policy.capacity",
+                learned.capacity,
+                decision_bytes * learned.capacity,
+                "the transitions that are kept",
+            )
+        )
+        rows.append(("off_policy.batch", learned.batch, decision_bytes * learned.batch, "a batch"))
     for key, value, needed, what in rows:
         if needed > MOST_BYTES:
             yield too_much(key, value, needed, what, "each host")

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig
 from rlinf.config.text import RunConfig
 from rlinf.models.policy.base import Policy
-from rlinf.placement.auto import Chosen, choose_for, stand_in
+from rlinf.placement.auto import Choice, choose_for, stand_in
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.hardware import Hardware
 from rlinf.placement.plan import Plan, RolePlan
@@ -79,8 +79,8 @@ class Work:
         mean is right for few answers too, in an order that mixes them and is always the same."""
         median = _median(min(1.0, self.mean / self.cap))
         quantiles = [_NORMAL.inv_cdf((number + 0.5) / self.answers) for number in range(self.answers)]
-        drawn = np.minimum(1.0, median * np.exp(SPREAD * np.array(quantiles)))
-        return np.maximum(1.0, self.cap * np.random.default_rng(0).permutation(drawn))
+        shares = np.minimum(1.0, median * np.exp(SPREAD * np.array(quantiles)))
+        return np.maximum(1.0, self.cap * np.random.default_rng(0).permutation(shares))
 
     @property
     def tokens(self) -> float:
@@ -123,12 +123,12 @@ def token_seconds(shape: Shape, hardware: Hardware, split: int, rows: int, conte
         context: tokens before these, on average.
     """
     assert hardware.bandwidth is not None
-    met = 1 - (1 - shape.chosen / shape.experts) ** rows
+    met = 1 - (1 - shape.active_experts / shape.experts) ** rows
     weights = 2.0 * (shape.parameters - shape.expert_parameters * (1 - met))
     cached = 4.0 * shape.layers * shape.keys * context * rows
-    read = (weights + cached) / (hardware.bandwidth * 1e9 * BANDWIDTH_SHARE)
+    reading = (weights + cached) / (hardware.bandwidth * 1e9 * BANDWIDTH_SHARE)
     products = 0.0 if hardware.tflops is None else 2.0 * shape.active * rows / (hardware.tflops * 1e12 * DENSE_SHARE)
-    return max(read, products) / split
+    return max(reading, products) / split
 
 
 def generation(shape: Shape, hardware: Hardware, split: int, devices: int, work: Work) -> tuple[float, float, Release]:
@@ -142,23 +142,23 @@ def generation(shape: Shape, hardware: Hardware, split: int, devices: int, work:
     for engine in range(engines):
         mine = range(engine, work.answers, engines)
         done[engine::engines] = _decoded(lengths[engine::engines], len(mine), work.rows, per_row)
-    left = done.reshape(-1, work.group).max(axis=1)
+    complete = done.reshape(-1, work.group).max(axis=1)
     alone = float(lengths.max()) * per_row[1]
-    return float(done.max()), alone, Release.measured(left.tolist())
+    return float(done.max()), alone, Release.from_times(complete.tolist())
 
 
 def _decoded(lengths: NDArray[np.float64], count: int, rows: int, per_row: list[float]) -> NDArray[np.float64]:
     """When an engine has made each of its answers: all rows get a token in the same time, which depends on how many
     there are, so that an answer leaves when so many tokens have been made as it has, counted from when it came."""
     done, at_work, following = np.empty(count), list[tuple[float, int]](), 0
-    made = now = 0.0
+    position = now = 0.0
     while following < count or at_work:
         while following < count and len(at_work) < rows:
-            heapq.heappush(at_work, (made + lengths[following], following))
+            heapq.heappush(at_work, (position + lengths[following], following))
             following += 1
         end, number = at_work[0]
-        now += (end - made) * per_row[len(at_work)]
-        made = end
+        now += (end - position) * per_row[len(at_work)]
+        position = end
         heapq.heappop(at_work)
         done[number] = now
     return done
@@ -219,8 +219,8 @@ def workload_of(
     """
     fleet = placed.fleet
     for kind in fleet.counts:
-        known = fleet.hardware.get(kind)
-        if known is None or known.tflops is None or known.bandwidth is None:
+        figures = fleet.hardware.get(kind)
+        if figures is None or figures.tflops is None or figures.bandwidth is None:
             raise Unknown(f"how fast a {kind} is: say it, as in placement.devices={{{kind}: h100}}")
     if strange := [role for role in placed.seats if role not in {"rollout", "judge", *_LEARN, *_SCORE}]:
         raise Unknown(f"what {strange[0]} takes: profile a run")
@@ -233,7 +233,7 @@ def workload_of(
         for devices in _sizes(count, {split, learning} - {1}, [len(_devices(placed, role)) for role in options]):
             seats = {role: [frozenset([number]) for number in range(devices)] for role in placed.seats}
             slices = dict.fromkeys(_LEARN, devices)
-            held = footprints(config, model_config, seats, roles, slices)
+            footprint_by_role = footprints(config, model_config, seats, roles, slices)
             for role, own in options.items():
                 if devices % (split if role == "rollout" else learning if role in _LEARN else 1):
                     continue
@@ -245,15 +245,15 @@ def workload_of(
                     scores = role != "trainer" or recomputes  # a critic values what it then learns from
                     learns = config.algorithm.epochs if role in _LEARN else 0
                     seconds = passes(shape, hardware, devices, work, learns=learns, checkpointed=again, scores=scores)
-                own.append(_option(kind, devices, seconds, longest, held[role], config))
+                own.append(_option(kind, devices, seconds, longest, footprint_by_role[role], config))
     names = ["rollout", *(role for role in options if role in _SCORE), *(role for role in _LEARN if role in options)]
-    beside = Stage("judge", (Option(0, 0.0, next(iter(fleet.counts))),))
-    stages = (*(Stage(name, tuple(options[name]), release if name == "rollout" else None) for name in names), beside)
+    judge = Stage("judge", (Option(0, 0.0, next(iter(fleet.counts))),))
+    stages = (*(Stage(name, tuple(options[name]), release if name == "rollout" else None) for name in names), judge)
     first = [Edge("rollout", name) for name in ("judge", *(name for name in names if name in _SCORE))]
     then = [Edge(edge.target, name) for edge in first for name in names if name in _LEARN]
     items = config.algorithm.prompts_per_step
-    made = Workload(stages, (*first, *then), fleet.counts, placed.memory_by_kind or {}, chunk_choices(items))
-    return made, work
+    workload = Workload(stages, (*first, *then), fleet.counts, placed.memory_by_kind or {}, chunk_choices(items))
+    return workload, work
 
 
 def work_of(config: RunConfig) -> Work:
@@ -274,10 +274,10 @@ def _sizes(count: int, multiples: set[int], placed: Sequence[int]) -> list[int]:
     return sorted({size - size % step for size in shares if size >= step} | {size for size in placed if size <= count})
 
 
-def _option(kind: str, devices: int, seconds: float, longest: float, held: Footprint, config: RunConfig) -> Option:
+def _option(kind: str, devices: int, seconds: float, longest: float, footprint: Footprint, config: RunConfig) -> Option:
     """One size. What is parked is moved: all that stays between steps, not what comes and goes."""
-    moved = (held.weights + held.gradients + held.optimizer) / (_LOADED * GB)
-    return Option(devices, seconds, kind, held.active_bytes, held.parked_bytes, moved, moved, longest=longest)
+    moved = (footprint.weights + footprint.gradients + footprint.optimizer) / (_LOADED * GB)
+    return Option(devices, seconds, kind, footprint.active_bytes, footprint.parked_bytes, moved, moved, longest=longest)
 
 
 def _devices(placed: Placed, role: str) -> tuple[int, ...]:
@@ -303,7 +303,7 @@ def as_placed(placed: Placed, workload: Workload, items: int) -> Plan:
     return Plan(roles)
 
 
-def modelled(
+def step_lines(
     config: RunConfig,
     model_config: Any,
     placed: Placed,
@@ -330,21 +330,21 @@ def modelled(
 
     try:
         workload, work = workload_of(config, model_config, placed, roles, recomputes=recomputes)
-        chosen = choose_for(workload, items, flow, per_mode=1)
+        choice = choose_for(workload, items, flow, per_mode=1)
         seconds = took(workload)
         most = took(workload_of(longest, model_config, placed, roles, recomputes=recomputes)[0])
     except (Unknown, PlacementError) as error:
         yield f"Time: not known without a profile, or {error}"
         return
     off = _OFF_EXPERTS if Shape.of(model_config).expert_parameters else _STEP_OFF
-    said = "as expected" if config.rollout.expected_new_tokens is not None else "as assumed"
+    basis = "as expected" if config.rollout.expected_new_tokens is not None else "as assumed"
     yield (
         f"Time, modelled by the figures of {' and '.join(placed.fleet.counts)} and the model's shape, with answers of "
-        f"{work.lengths().mean():,.0f} tokens on average, {said}; nothing was measured: {seconds:,.4g} s a step as "
+        f"{work.lengths().mean():,.0f} tokens on average, {basis}; nothing was measured: {seconds:,.4g} s a step as "
         f"placed, an order of magnitude, from {_rounded(seconds / off)} to {_rounded(seconds * off)} s; if all answers "
         f"had the longest, {cap:,}: {_rounded(most)} s"
     )
-    yield from plans(chosen)
+    yield from plans(choice)
 
 
 def _rounded(seconds: float) -> str:
@@ -352,12 +352,12 @@ def _rounded(seconds: float) -> str:
     return f"{float(f'{seconds:.2g}'):,g}"
 
 
-def plans(chosen: Chosen) -> Iterator[str]:
+def plans(choice: Choice) -> Iterator[str]:
     """Lines about the best plan of each mode, and why the first is the best."""
-    for row in chosen.best_of_modes:
+    for row in choice.best_of_modes:
         sizes = ", ".join(f"{name} {len(role.devices)}" for name, role in row.plan.roles.items() if role.devices)
         yield f"  {row.mode:<13} {row.seconds:.4g} s  ({sizes})"
-    yield f"  {chosen.reason}"
+    yield f"  {choice.reason}"
 
 
 _OFF = 5.0
@@ -366,7 +366,7 @@ _OFF = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Acted:
+class ActingSeconds:
     """Seconds of a step, by what they are spent on."""
 
     decides: float
@@ -375,17 +375,17 @@ class Acted:
     """On all devices of the trainer together."""
     simulates: float | None
     """On one host; None: not known."""
-    beside: bool
+    concurrent: bool
     """It simulates one part of the environments while it decides for another, on other devices."""
 
     @property
     def seconds(self) -> float:
         """Seconds of the step, without simulating where that is not known."""
         simulates = self.simulates or 0.0
-        return self.learns + (max(simulates, self.decides) if self.beside else simulates + self.decides)
+        return self.learns + (max(simulates, self.decides) if self.concurrent else simulates + self.decides)
 
 
-def acted(config: EmbodiedConfig, policy: Policy, placed: Placed, hardware: Hardware) -> Acted | None:
+def acting_seconds(config: EmbodiedConfig, policy: Policy, placed: Placed, hardware: Hardware) -> ActingSeconds | None:
     """Estimate the seconds of a step; None where it is not known how many tokens a decision has, or how fast a device
     is.
 
@@ -402,41 +402,43 @@ def acted(config: EmbodiedConfig, policy: Policy, placed: Placed, hardware: Hard
     tokens = policy.tokens_of_a_decision
     if tokens is None or hardware.tflops is None or hardware.bandwidth is None:
         return None
-    read, drawn = tokens
+    passing, sampling = tokens
     parameters = sum(each.numel() for each in policy.parameters())
     products, bytes_ = hardware.tflops * 1e12 * DENSE_SHARE, hardware.bandwidth * 1e9 * BANDWIDTH_SHARE
     env, slices, horizon = config.env, config.env.slices, config.policy.horizon
     hosts, deciders, learners = (len(placed.seats[role].hosts) for role in ("env", "policy", "trainer"))
     rows, width = env.num_envs / slices, 2 if config.policy.dtype == "bfloat16" else 4
     weights = width * parameters / bytes_
-    at_once = max(2.0 * parameters * read * rows / products, weights)
-    then = drawn * max(2.0 * parameters * rows / products, weights)
+    at_once = max(2.0 * parameters * passing * rows / products, weights)
+    then = sampling * max(2.0 * parameters * rows / products, weights)
     turns = -(-hosts * slices // deciders)
     again, full = bool(config.policy.gradient_checkpointing), not config.policy.lora.on
     times = (3 if full else 2) + again
     decisions = hosts * env.num_envs * horizon * config.algorithm.epochs
-    learns = 2.0 * parameters * (read + drawn) * times * decisions / (learners * products)
+    learns = 2.0 * parameters * (passing + sampling) * times * decisions / (learners * products)
     rate = env.expected_steps_per_second
     simulates = None if rate is None else env.num_envs * horizon * policy.config.chunk / rate
     apart = not set(placed.seats["env"].hosts) & set(placed.seats["policy"].hosts)
-    return Acted(horizon * turns * (at_once + then), learns, simulates, apart and slices > 1)
+    return ActingSeconds(horizon * turns * (at_once + then), learns, simulates, apart and slices > 1)
 
 
-def told(config: EmbodiedConfig, policy: Policy, placed: Placed) -> Iterator[str]:
+def acting_lines(config: EmbodiedConfig, policy: Policy, placed: Placed) -> Iterator[str]:
     """The line about a step's seconds; none where they are not known, or where it is learned from a memory."""
     if config.algorithm.name in (*OFF_POLICY, DAGGER, IMITATION) or len(placed.fleet.counts) != 1:
         return
     (kind,) = placed.fleet.counts
-    found = acted(config, policy, placed, placed.fleet.hardware.get(kind, Hardware()))
-    if found is None:
+    estimate = acting_seconds(config, policy, placed, placed.fleet.hardware.get(kind, Hardware()))
+    if estimate is None:
         return
-    took = found.seconds
-    simulated = f"simulating {found.simulates:,.4g} s, as expected" if found.simulates is not None else "simulating ?"
-    bound = "at least " if found.simulates is None else ""
+    took = estimate.seconds
+    simulated = (
+        f"simulating {estimate.simulates:,.4g} s, as expected" if estimate.simulates is not None else "simulating ?"
+    )
+    bound = "at least " if estimate.simulates is None else ""
     yield (
         f"Time, modelled by the figures of {kind} and the policy's size; nothing was measured: {bound}{took:,.4g} s a "
         f"step as placed, a guess, from {_digits(took / _OFF)} to {_digits(took * _OFF)} s ({simulated}, deciding "
-        f"{found.decides:,.4g} s, learning {found.learns:,.4g} s)"
+        f"{estimate.decides:,.4g} s, learning {estimate.learns:,.4g} s)"
     )
 
 

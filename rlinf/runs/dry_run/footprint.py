@@ -129,31 +129,31 @@ def footprints(
     """
     config, _ = by_kind(config)
     shape, cuda = Shape.of(model_config), device_kind(config.placement) == "cuda"
-    found = {
+    by_role = {
         "trainer": _learner(config, shape, slices.get("trainer", len(seats["trainer"])), config.model.lora.on),
         "rollout": _rollout(config, shape),
     }
     if "critic" in roles:
-        found["critic"] = _learner(config, shape, slices.get("critic", len(seats["critic"])), False, head=False)
+        by_role["critic"] = _learner(config, shape, slices.get("critic", len(seats["critic"])), False, head=False)
     learns, answers = (frozenset[int]().union(*seats.get(role, ())) for role in ("trainer", "rollout"))
     if cuda and not learns & answers:
-        found["rollout"] = replace(found["rollout"], spare=found["rollout"].spare + found["rollout"].weights)
+        by_role["rollout"] = replace(by_role["rollout"], spare=by_role["rollout"].spare + by_role["rollout"].weights)
     for role, settings in config.frozen.items():
         if role in roles:
             width = _BYTES[settings.dtype]
             follows = role == "reference" and config.reference.kind == "ema" and width < 4
             its = shape if settings.model is None else saved_shape(settings.model, AutoModelForCausalLM)
             tokens, chunk = _micro_batch(config)
-            made = Footprint(
+            footprint = Footprint(
                 weights=its.parameters * (width + (4 if follows else 0)),
                 activations=tokens * its.passing * width + _logits(chunk, its),
             )
             most = (tokens * its.passing_bytes(width) + logit_bytes(its, chunk)) * (1 + ALLOWANCE)
-            found[role] = _with_spare(made, most) if cuda else made
+            by_role[role] = _with_spare(footprint, most) if cuda else footprint
     if "reward_model" in roles:
-        found["reward_model"] = _reward_model(config.reward_model)
-    held = {name: float(entry.get("memory_gb", 0)) * GB for name, entry in config.roles.items()}
-    return found | {name: Footprint(weights=taken) for name, taken in held.items() if taken}
+        by_role["reward_model"] = _reward_model(config.reward_model)
+    own_bytes = {name: float(entry.get("memory_gb", 0)) * GB for name, entry in config.roles.items()}
+    return by_role | {name: Footprint(weights=size) for name, size in own_bytes.items() if size}
 
 
 def _reward_model(settings: RewardModelConfig) -> Footprint:
@@ -194,11 +194,11 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
         outside = shape.outside if head else shape.head
     shape = replace(shape, parameters=int(in_flight * shape.layer) + shape.outside, layers=in_flight)
     logits, token = _logits(chunk, shape) if head else 0.0, float(tokens * width)
-    activations = token * shape.layers * shape.kept + logits
+    activations = token * shape.layers * shape.activations + logits
     if checkpointed:
-        activations = token * shape.layers * shape.hidden + max(token * (shape.kept - shape.hidden), logits)
+        activations = token * shape.layers * shape.hidden + max(token * (shape.activations - shape.hidden), logits)
     spread = ranks > 1 or (width < 4 and not splits_whole(config.trainer))
-    made = Footprint(
+    footprint = Footprint(
         weights=share,
         gradients=0.0 if adapters else share,
         optimizer=0.0 if adapters else 2 * share * (1.0 if config.optimizer.kind == "adamw" else 0.25),
@@ -206,7 +206,7 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
         activations=activations,
     )
     if device_kind(config.placement) != "cuda":
-        return made
+        return footprint
     how = Training(width, tokens, chunk, checkpointed, spread, learns_weights=not adapters, head=head)
     most, publishing = peak_bytes(shape, how), publishing_bytes(0, on_device=False, ranks=ranks) if head else 0.0
     if adapters:  # at rank r, on all linear layers, with gradients and means; the largest is merged to be published
@@ -214,12 +214,12 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
         lora = 16.0 * config.model.lora.r * shape.layers * wide / ranks
         merged = 2 * 4.0 * shape.hidden * max(shape.inner, shape.queries) / ranks
         most, publishing = most + lora, publishing + lora + merged
-    return _with_spare(made, max(most, publishing) + made.gathered * (not spread))
+    return _with_spare(footprint, max(most, publishing) + footprint.gathered * (not spread))
 
 
-def _with_spare(made: Footprint, most: float) -> Footprint:
+def _with_spare(footprint: Footprint, most: float) -> Footprint:
     """With what a step takes at most beside weights, gradients, optimizer and cache, bytes."""
-    return replace(made, spare=max(0.0, most - made.gathered - made.activations))
+    return replace(footprint, spare=max(0.0, most - footprint.gathered - footprint.activations))
 
 
 def _micro_batch(config: RunConfig) -> tuple[int, int]:
@@ -239,15 +239,15 @@ def _rollout(config: RunConfig, shape: Shape) -> Footprint:
     twice, since they are sampled from. Of an engine that splits its model over devices, the share of one of them."""
     rollout, width, split = config.rollout, _BYTES[config.rollout.dtype], engine_split(config.rollout.engine_args)
     tokens = rollout.max_tokens or rollout.max_rows * (rollout.max_new_tokens + (config.data.max_prompt_tokens or 0))
-    made = Footprint(
+    footprint = Footprint(
         weights=float(shape.parameters * width) / split,
         activations=2.0 * rollout.max_rows * shape.vocabulary * 4 / split,
         cache=2.0 * shape.layers * shape.keys * tokens * width / split,
     )
     if device_kind(config.placement) != "cuda":
-        return made
+        return footprint
     reading = min(_READ_AT_ONCE, tokens) * shape.passing_bytes(width) / split
-    return replace(made, spare=reading + ALLOWANCE * (made.activations + made.cache))
+    return replace(footprint, spare=reading + ALLOWANCE * (footprint.activations + footprint.cache))
 
 
 # What does not fit ---------------------------------------------------------------------------------------------------
@@ -275,17 +275,17 @@ def complaints(
     if placed.memory is None:
         return
     config, _ = by_kind(config)
-    said: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    hosts_by_need: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for device, need in _needs(config, model_config, placed, roles, slices, least=True):
         memory = placed.memory_on(device)
         if memory is not None and sum(need.values()) > memory:
-            said.setdefault(tuple(need.items()), []).append(device)
-    for needed, devices in said.items():
-        parts = " and ".join(f"{taken / GB:.3g} GB for the {role}" for role, taken in needed)
+            hosts_by_need.setdefault(tuple(need.items()), []).append(device)
+    for needed, devices in hosts_by_need.items():
+        parts = " and ".join(f"{size / GB:.3g} GB for the {role}" for role, size in needed)
         hosts_need = f"host {devices[0]} needs" if len(devices) == 1 else f"hosts {', '.join(map(str, devices))} need"
         cures = "; or ".join(_cures(config, [role for role, _ in needed], placed.turns))
         yield (
-            f"{hosts_need} at least {sum(taken for _, taken in needed) / GB:.3g} GB ({parts}) of "
+            f"{hosts_need} at least {sum(size for _, size in needed) / GB:.3g} GB ({parts}) of "
             f"{(placed.memory_on(devices[0]) or 0) / GB:.3g}; {cures}"
         )
 
@@ -301,14 +301,14 @@ def _needs(
 ) -> Iterator[tuple[int, dict[str, int]]]:
     """Devices, with the bytes of the roles that are on one of them at the same time; as often as roles take turns."""
     seats = {role: seat.devices for role, seat in placed.seats.items()}
-    found = footprints(config, model_config, seats, roles, slices)
+    footprint_by_role = footprints(config, model_config, seats, roles, slices)
     for device in sorted({device for own in seats.values() for devices in own for device in devices}):
-        there = {role: sum(device in devices for devices in seats[role]) for role in found if role in seats}
-        sizes = {role: each.least_bytes if least else each.active_bytes for role, each in found.items()}
+        there = {role: sum(device in devices for devices in seats[role]) for role in footprint_by_role if role in seats}
+        sizes = {role: each.least_bytes if least else each.active_bytes for role, each in footprint_by_role.items()}
         active = {role: count * sizes[role] for role, count in there.items() if count}
-        parked = {role: there[role] * found[role].parked_bytes for role in active}
-        for need in [{**parked, role: taken} for role, taken in active.items()] if placed.turns else [active]:
-            yield device, {role: taken for role, taken in need.items() if taken}
+        parked = {role: there[role] * footprint_by_role[role].parked_bytes for role in active}
+        for need in [{**parked, role: size} for role, size in active.items()] if placed.turns else [active]:
+            yield device, {role: size for role, size in need.items() if size}
 
 
 def _cures(config: RunConfig, roles: Sequence[str], turns: bool) -> Iterator[str]:
@@ -395,13 +395,13 @@ def spread_of(config: RunConfig, model_config: Any, placed: Placed, roles: Seque
         return Spread("replicate", parts, f"Megatron-core: {split}")
     wanted = config.trainer.sharding
     order: tuple[Sharding, ...] = ("replicate", "hybrid")
-    chosen: Sharding = next((one for one in order if fits(one)), "shard") if wanted == "auto" else wanted
-    spread = slices(chosen)
-    words = [f"{role} {_COPIES[chosen].format(count)}" for role, where in machines.items() if (count := len(where)) > 1]
+    way: Sharding = next((one for one in order if fits(one)), "shard") if wanted == "auto" else wanted
+    spread = slices(way)
+    words = [f"{role} {_COPIES[way].format(count)}" for role, where in machines.items() if (count := len(where)) > 1]
     room = placed.room("trainer")
     limit = "no limit of memory" if room is None else f"{room / GB:.3g} GB of memory"
     why = f", which auto chose by {limit}" if wanted == "auto" else ""
-    return Spread(chosen, spread, f"sharding {chosen}{why}: {', '.join(words)}" if words else None)
+    return Spread(way, spread, f"sharding {way}{why}: {', '.join(words)}" if words else None)
 
 
 def learners_fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str] = ()) -> bool:
@@ -437,7 +437,7 @@ class Fitted:
 
     config: RunConfig
     """Configuration of the run, with a value in place of what was left to the devices."""
-    held: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    memory_by_role: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """See `RunPlan`."""
     became: tuple[str, ...] = ()
     """Lines about what was left to the devices."""
@@ -470,9 +470,11 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
     lines = [f"{', '.join(became)}: {kind} devices{_assumed(config)}"] if became else []
     if why:
         lines.append(f"trainer.gradient_checkpointing={str(config.trainer.gradient_checkpointing).lower()}: {why}")
-    found = footprints(config, model_config, {role: seat.devices for role, seat in placed.seats.items()}, roles, slices)
+    footprint_by_role = footprints(
+        config, model_config, {role: seat.devices for role, seat in placed.seats.items()}, roles, slices
+    )
     problems = [
-        *oversized(config, found),
+        *oversized(config, footprint_by_role),
         *too_long(config, model_config),
         *unsplit(config, model_config, placed, roles),
     ]
@@ -481,19 +483,19 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
         for complaint in complaints(config, model_config, placed, roles, slices)
     ]
     # what is refused is refused by the least; a lease of more than a device has would never be given
-    held = {
+    memory_by_role = {
         role: (
             each.active_bytes if (room := placed.room(role)) is None else min(each.active_bytes, room),
             each.parked_bytes,
         )
-        for role, each in found.items()
+        for role, each in footprint_by_role.items()
         if role in placed.seats
     }
-    return Fitted(config, held, tuple(lines), tuple(_tight(found, placed))), problems
+    return Fitted(config, memory_by_role, tuple(lines), tuple(_tight(footprint_by_role, placed))), problems
 
 
-def _tight(found: Mapping[str, Footprint], placed: Placed) -> Iterator[str]:
-    for role, each in found.items():
+def _tight(footprint_by_role: Mapping[str, Footprint], placed: Placed) -> Iterator[str]:
+    for role, each in footprint_by_role.items():
         memory = placed.room(role) if role in placed.seats else placed.memory
         if memory is not None and each.spare and each.active_bytes > memory:
             key = "rollout.max_tokens" if role == "rollout" else "trainer.micro_batch_tokens"
@@ -532,8 +534,8 @@ def unsplit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequenc
         "trainer.compile": (config.trainer.compile is True, "compiles nothing"),
         "trainer.attention": (config.trainer.attention not in ("auto", "packed"), "packs, by torch's attention"),
     }
-    for key, (given, why) in refused.items():
-        if given:
+    for key, (present, why) in refused.items():
+        if present:
             section, _, name = key.partition(".")
             value = getattr(getattr(config, section), name)
             value = getattr(value, "settings", value)  # of adapters, what was asked for

@@ -55,10 +55,10 @@ def _policy_model(config: RunConfig) -> tuple[Any, list[Problem]]:
     engine = config.rollout.engine == "transformers"
     try:
         if model.path is not None:
-            found = pretrained(AutoConfig, model.path)
+            model_config = pretrained(AutoConfig, model.path)
             key, value = ("model.tokenizer", model.tokenizer) if model.tokenizer else (key, value)
             tokenizer = load_tokenizer(model.tokenizer or model.path)
-            if found.model_type in FAMILIES:
+            if model_config.model_type in FAMILIES:
                 pictures_of(model.path, tokenizer)
         else:
             if problems := list(_mistakes_in(model.config)):
@@ -66,24 +66,29 @@ def _policy_model(config: RunConfig) -> tuple[Any, list[Problem]]:
             key, value = "model.tokenizer", model.tokenizer
             tokenizer = load_tokenizer(model.tokenizer or make_task(config.task.name, digits=1).tokenizer)
             key, value = "model.config", model.config
-            found = new_config(model.config, tokenizer)
+            model_config = new_config(model.config, tokenizer)
             pictures_of(model.config, tokenizer)  # sees that they fit
-        if (reason := _too_many_tokens(found, tokenizer)) is not None:
+        if (reason := _too_many_tokens(model_config, tokenizer)) is not None:
             return None, [Problem("configuration", key, value, reason)]
         key, value = ("model.path", model.path) if model.path is not None else ("model.config", model.config)
-        if engine and config.algorithm.name not in SUPERVISED and (reason := unsupported(found)) is not None:
-            return None, [Problem("configuration", *_where(model, found), reason)]
-        if config.algorithm.name == REWARD_MODEL and type(found) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            reason = f"transformers puts no scoring head on a {found.model_type}, so it becomes no reward model"
-            return None, [Problem("configuration", *_where(model, found), f"{reason}; take a model of text alone")]
-        _try_out(found, engine=engine)
+        if engine and config.algorithm.name not in SUPERVISED and (reason := unsupported(model_config)) is not None:
+            return None, [Problem("configuration", *_where(model, model_config), reason)]
+        if (
+            config.algorithm.name == REWARD_MODEL
+            and type(model_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        ):
+            reason = f"transformers puts no scoring head on a {model_config.model_type}, so it becomes no reward model"
+            return None, [
+                Problem("configuration", *_where(model, model_config), f"{reason}; take a model of text alone")
+            ]
+        _try_out(model_config, engine=engine)
         if model.path is not None and (damage := unreadable_weights(model.path)) is not None:
             return None, [Problem("configuration", key, value, damage)]
     except RAISED as error:  # of transformers, which checks little of what it is given
         if key == "model.config":
             key, value = _guilty(model.config, tokenizer) or (key, value)
         return None, [problem(key, value, error, "loading it" if isinstance(error, OSError) else "")]
-    return found, list(_adapter_mistakes(config, found))
+    return model_config, list(_adapter_mistakes(config, model_config))
 
 
 def _too_many_tokens(model_config: Any, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -140,10 +145,10 @@ def _quiet() -> Iterator[None]:
 def _empty(model_config: Any) -> PreTrainedModel:
     with ONE_AT_A_TIME, _META:
         kind = auto_class(model_config)
-        made: PreTrainedModel = without_own_code(kind, copy.deepcopy(model_config), dtype=torch.float32)
-    if hasattr(made, "set_experts_implementation"):
-        made.set_experts_implementation("eager")  # the grouped one asks for other types here than where it computes
-    return made.eval()
+        model: PreTrainedModel = without_own_code(kind, copy.deepcopy(model_config), dtype=torch.float32)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped one asks for other types here than where it computes
+    return model.eval()
 
 
 @torch.no_grad()
@@ -178,12 +183,12 @@ def _mistakes_in(settings: Mapping[str, Any], path: str = "model.config", kind: 
         advice = "transformers has no such model type" + (f"; did you mean {near}?" if near else "")
         yield Problem("configuration", f"{path}.model_type", kind, advice)
         return
-    known, parts = _keys_of(kind), _parts_of(kind)
+    keys, parts = _keys_of(kind), _parts_of(kind)
     for key, value in settings.items():
         if key in parts and isinstance(value, Mapping):
             yield from _mistakes_in(value, f"{path}.{key}", parts[key])
-        elif key not in known:
-            near = nearest(str(key), known)
+        elif key not in keys:
+            near = nearest(str(key), keys)
             advice = f"{kind} has no such key" + (f"; did you mean {near}?" if near else "")
             yield Problem("configuration", f"{path}.{key}", value, advice)
         elif any(part in key for part in ("layer", "expert", "head")) and _exceeds(value):
@@ -197,15 +202,17 @@ def _exceeds(value: Any) -> bool:
 @functools.cache
 def _keys_of(kind: str) -> frozenset[str]:
     """The keys that a transformers configuration takes; it would silently keep any other."""
-    made: Any = CONFIG_MAPPING[kind]
-    return frozenset({*made().to_dict(), *made.attribute_map, *inspect.signature(made).parameters} - {"kwargs"})
+    default: Any = CONFIG_MAPPING[kind]
+    return frozenset(
+        {*default().to_dict(), *default.attribute_map, *inspect.signature(default).parameters} - {"kwargs"}
+    )
 
 
 @functools.cache
 def _parts_of(kind: str) -> dict[str, str]:
     """Model types of the parts of a model that reads pictures, by their keys; empty for others."""
-    made: Any = CONFIG_MAPPING[kind]() if kind in FAMILIES else None
-    return {} if made is None else {key: getattr(made, key).model_type for key in made.sub_configs}
+    default: Any = CONFIG_MAPPING[kind]() if kind in FAMILIES else None
+    return {} if default is None else {key: getattr(default, key).model_type for key in default.sub_configs}
 
 
 def _guilty(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, Any] | None:

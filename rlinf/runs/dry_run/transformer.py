@@ -52,8 +52,8 @@ def _counted(model_config: Any, kind: Any) -> tuple[int, int]:
 @lru_cache(64)  # a search for settings asks for the same models again and again
 def _counted_by(text: str, config: Any, kind: Any) -> tuple[int, int]:
     with torch.device("meta"):
-        made = config.from_dict(json.loads(text))
-        named = [*without_own_code(auto_class(made, kind), made).named_parameters()]
+        model_config = config.from_dict(json.loads(text))
+        named = [*without_own_code(auto_class(model_config, kind), model_config).named_parameters()]
     return sum(one.numel() for _, one in named), sum(one.numel() for name, one in named if ".experts." in name)
 
 
@@ -77,7 +77,7 @@ class Shape:
     """Parameters in experts, of which a token takes some."""
     experts: int = 1
     """Experts of a layer."""
-    chosen: int = 1
+    active_experts: int = 1
     """Experts that a token takes."""
 
     @staticmethod
@@ -91,10 +91,10 @@ class Shape:
         shared = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         parameters, in_experts = _counted(model_config, kind)
         experts = max(1, experts_of(text)) if in_experts else 1
-        chosen = min(experts, getattr(text, "num_experts_per_tok", 1)) if in_experts else 1
+        active_experts = min(experts, getattr(text, "num_experts_per_tok", 1)) if in_experts else 1
         inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         if in_experts:
-            inner = chosen * (getattr(text, "moe_intermediate_size", None) or inner)
+            inner = active_experts * (getattr(text, "moe_intermediate_size", None) or inner)
             inner += getattr(text, "shared_expert_intermediate_size", None) or 0
         return Shape(
             parameters=parameters,
@@ -107,15 +107,15 @@ class Shape:
             keys=head * shared,
             expert_parameters=in_experts,
             experts=experts,
-            chosen=chosen,
+            active_experts=active_experts,
         )
 
     @property
-    def kept(self) -> int:
+    def activations(self) -> int:
         """Numbers that a layer keeps of each token for its gradient: input and normed input of attention and MLP, q, k,
         v, what attention says, and gate, up, their activation and product; of experts, besides, the input in the order
         of the experts and what each says."""
-        routed = 2 * self.chosen * self.hidden if self.expert_parameters else 0
+        routed = 2 * self.active_experts * self.hidden if self.expert_parameters else 0
         return 4 * self.hidden + 2 * self.queries + 2 * self.keys + 4 * self.inner + routed
 
     @property
@@ -131,21 +131,21 @@ class Shape:
     @property
     def active(self) -> int:
         """Parameters that a token passes through."""
-        return int(self.parameters - self.expert_parameters * (1 - self.chosen / self.experts))
+        return int(self.parameters - self.expert_parameters * (1 - self.active_experts / self.experts))
 
     @property
     def head(self) -> int:
         """Numbers of the output embedding."""
         return self.vocabulary * self.hidden
 
-    def kept_bytes(self, width: int) -> float:
-        """Bytes that a layer keeps of each token, at most: `kept`, keys once more as they are before rotation, and the
-        float32 copies that both norms make.
+    def activation_bytes(self, width: int) -> float:
+        """Bytes that a layer keeps of each token, at most: `activations`, keys once more as they are before rotation,
+        and the float32 copies that both norms make.
 
         Args:
             width: bytes of a number that it computes in.
         """
-        return float((self.kept + self.keys) * width + 2 * self.hidden * 4)
+        return float((self.activations + self.keys) * width + 2 * self.hidden * 4)
 
     def passing_bytes(self, width: int) -> float:
         """Bytes of each token that are there at once in a layer without gradient, at most: the same copies counted."""
@@ -195,8 +195,10 @@ def peak_bytes(shape: Shape, how: Training) -> float:
         how: it is trained.
     """
     width, tokens, chunk = how.width, how.tokens, min(how.chunk, how.tokens)
-    per_token = shape.hidden * width if how.checkpointed else shape.kept_bytes(width)
-    kept = tokens * (shape.layers * per_token + 10 * shape.hidden)  # beside the layers: embedded, normed, picked out
+    per_token = shape.hidden * width if how.checkpointed else shape.activation_bytes(width)
+    activations = tokens * (
+        shape.layers * per_token + 10 * shape.hidden
+    )  # beside the layers: embedded, normed, picked out
     outside = shape.outside if how.head else shape.head
     logits = logit_bytes(shape, chunk) if how.head else 0.0
     waits = own = whole = 0.0
@@ -207,13 +209,13 @@ def peak_bytes(shape: Shape, how: Training) -> float:
             slopes = chunk * shape.vocabulary * (2.0 * width + 8)  # of one chunk, and what is left of the one before
             logits = max(logits, 4.0 * shape.head + max(slopes, waits + chunk * shape.vocabulary * width))
         whole = outside * (4.0 + width) + (waits if outside == shape.head else 0.0)
-    again = shape.kept_bytes(width) if how.checkpointed else 0.0
+    again = shape.activation_bytes(width) if how.checkpointed else 0.0
     back = tokens * (again + (2 * shape.inner + 2 * shape.hidden) * width)
     mlp = tokens * 6.0 * shape.inner * width if how.checkpointed else 0.0
     back = max(back, back - mlp + own)
     gathered = (outside + 3 * shape.layer) * width if how.spread else 0.0
     end = whole + tokens * 4.0 * shape.hidden * width
-    most = max(kept + logits, kept + back + waits, end)
+    most = max(activations + logits, activations + back + waits, end)
     return (gathered + most) * (1 + ALLOWANCE)
 
 
@@ -279,8 +281,8 @@ def gathered_of(shape: Shape, parallel: ParallelConfig) -> Shape:
 
 def engine_split(engine_args: dict[str, Any]) -> int:
     """Devices over which an engine splits a model, by `rollout.engine_args.tensor_parallel`."""
-    given = engine_args.get("tensor_parallel", 1)
-    return given if isinstance(given, int) and given > 0 else 1
+    split = engine_args.get("tensor_parallel", 1)
+    return split if isinstance(split, int) and split > 0 else 1
 
 
 Kind = Literal["cpu", "cuda"]
@@ -324,10 +326,10 @@ def by_kind(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """
     kind, became = device_kind(config.placement), []
 
-    def dtype(key: str, given: str) -> Any:
-        if given == "auto":
+    def dtype(key: str, wanted_dtype: str) -> Any:
+        if wanted_dtype == "auto":
             became.append(f"{key}={_DTYPES[kind]}")
-        return _DTYPES[kind] if given == "auto" else given
+        return _DTYPES[kind] if wanted_dtype == "auto" else wanted_dtype
 
     trainer = replace(config.trainer, dtype=dtype("trainer.dtype", config.trainer.dtype))
     if trainer.micro_batch_tokens is None:

@@ -38,7 +38,7 @@ from rlinf.config.load import ConfigError, InputError, Problem, RunFailure
 from rlinf.data.datasets.source import DataError, Source
 from rlinf.data.sample import Evaluation, Prompt
 from rlinf.flows.session import Running, RunSession
-from rlinf.metrics.progress import shown
+from rlinf.metrics.progress import progress_bars
 from rlinf.metrics.report import in_words
 from rlinf.runs.library.objects import Objects, key_of, recipe_name
 from rlinf.runs.library.opening import Arguments, Call, arguments_of, opened
@@ -217,7 +217,7 @@ class Session(RunSession):
 
     async def _start(self, stack: AsyncExitStack) -> None:
         what = self._arguments
-        stack.enter_context(shown())
+        stack.enter_context(progress_bars())
         lock = stack.enter_context(locked(what.run_dir, what.objects.who))
         hosts = 1 if self._system is None else self._system.hosts
         run = await asyncio.to_thread(opened, what, hosts, lock, stack)

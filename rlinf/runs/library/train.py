@@ -20,7 +20,7 @@ from rlinf.config.learning import SUPERVISED
 from rlinf.config.load import ConfigError, InputError, Problem, RunFailure
 from rlinf.data.sample import Evaluation
 from rlinf.metrics.live import curve
-from rlinf.metrics.progress import clock, shown
+from rlinf.metrics.progress import clock, progress_bars
 from rlinf.metrics.report import ACCURACY_COLUMN, measure_of, problems_of
 from rlinf.runs.library.objects import Objects, configured, key_of, recipe_name
 from rlinf.runs.library.opening import Arguments, Call, Opened, arguments_of, opened
@@ -256,7 +256,7 @@ async def train_async(model: Any, rewards: Any = None, data: Any = None, **rest:
         arguments = await asyncio.to_thread(
             _sorted, Call(model=model, rewards=rewards, data=data, **named, settings=rest), 1
         )
-        with locked(arguments.run_dir, WHO) as lock, shown(), ExitStack() as during:
+        with locked(arguments.run_dir, WHO) as lock, progress_bars(), ExitStack() as during:
             ready = await asyncio.to_thread(opened, arguments, 1, lock, during)
             stall_after = ready.config.system.stall_after
             with runtime_errors_explained(), switching_often():
@@ -277,7 +277,7 @@ def _train(call: Call) -> Result | None:
         return None
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     arguments = _sorted(call, hosts)
-    with locked(arguments.run_dir, WHO) as lock, shown(), ExitStack() as during:
+    with locked(arguments.run_dir, WHO) as lock, progress_bars(), ExitStack() as during:
         ready = opened(arguments, hosts, lock, during)
         grace = ready.config.checkpoint.grace
         with with_resume_hint(ready.directory, ready.config.checkpoint):

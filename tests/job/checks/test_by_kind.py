@@ -86,7 +86,7 @@ def test_what_is_refused_cannot_fit_and_what_may_not_fit_is_given_all_there_is()
     assert "at least" in problems[0].advice
     found, problems = fitted(configured("placement.device_memory_gb=29"), model)
     assert problems == []
-    assert found.held["trainer"][0] == 29_000_000_000
+    assert found.memory_by_role["trainer"][0] == 29_000_000_000
     assert "the trainer may take 30.2 GB" in found.warnings[0]
 
 

@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from rlinf.metrics import live
-from rlinf.metrics.live import BARS, LiveView, Shown, curve, picture
+from rlinf.metrics.live import BARS, LiveView, ViewState, curve, picture
 from rlinf.metrics.progress import clock
 from rlinf.runtime.system.host_service import ActorState, QueueState
 from rlinf.runtime.system.observer import Moment
@@ -34,15 +34,15 @@ MOMENT = Moment(
 )
 
 
-def shown(**changes) -> Shown:
-    state = Shown("quickstart", 100, 37, 23.0, dict(METRICS), pace=0.55, moment=MOMENT)
+def shown(**changes) -> ViewState:
+    state = ViewState("quickstart", 100, 37, 23.0, dict(METRICS), pace=0.55, moment=MOMENT)
     state.rewards.extend([0.1, 0.2, 0.487])
     for name, value in changes.items():
         setattr(state, name, value)
     return state
 
 
-def lines(state: Shown, width: int, height: int = 24) -> list[str]:
+def lines(state: ViewState, width: int, height: int = 24) -> list[str]:
     out = io.StringIO()
     Console(file=out, width=width, height=height).print(picture(state, width, height))
     return out.getvalue().removesuffix("\n").split("\n")
@@ -75,7 +75,7 @@ def test_no_line_is_wider_and_no_picture_higher_than_the_terminal(width, height,
 
 
 def test_before_the_first_step_there_is_little_to_show():
-    (line,) = lines(Shown("run", 10), 30)
+    (line,) = lines(ViewState("run", 10), 30)
     assert line.split() == ["run", "step", "0", "of", "10", "0:00", "gone"]
 
 

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 
 from rlinf.metrics import progress
 from rlinf.metrics.live import LiveView
-from rlinf.metrics.progress import Ongoing, Progress, last_line, line, log_lines, progress_shown, shown
+from rlinf.metrics.progress import Ongoing, Progress, last_line, line, log_lines, progress_bars, progress_here
 from rlinf.runtime.base.progress import begin_work, report_to, work
 from tests.metrics.console.terminal import Terminal, plain
 
@@ -104,7 +104,7 @@ def test_the_rate_is_that_of_late_and_the_mean_where_nothing_was_done_of_late():
         slow_first.advance(1 if second <= 30 else 10)
         slow_first.look(float(second))
     assert slow_first.rate(60.0) == pytest.approx(10.0)
-    assert slow_first.left(60.0) == pytest.approx((1000 - 330) / 10)
+    assert slow_first.remaining(60.0) == pytest.approx((1000 - 330) / 10)
     for second in range(61, 101):
         slow_first.look(float(second))
     assert slow_first.rate(100.0) == pytest.approx(330 / 100)
@@ -139,7 +139,7 @@ def test_a_log_is_told_of_long_work_alone_then_once_a_minute_and_of_its_end():
 def test_what_is_printed_beside_bars_stays_whole_and_above_them(events):
     screen = Screen()
     shows = Progress(screen, terminal=True, now=lambda: 0.0)
-    out, printed = shows.beside(screen), ""
+    out, printed = shows.wrap(screen), ""
     for bars, text in events:
         shows._paint([line(ongoing(f"work {number}"), 9.0, 60) for number in range(bars)])
         out.write(text)
@@ -161,7 +161,7 @@ def test_bars_are_there_while_work_is_and_leave_nothing_behind(at_once):
             outer.advance()
             screen.until("1 of 4 files")
             screen.until(" inner")
-            shows.beside(screen).write("a line\n")
+            shows.wrap(screen).write("a line\n")
             screen.until(" outer")
         shows.close()
     assert screen.rows == ["a line", ""]
@@ -220,16 +220,16 @@ def test_work_of_many_threads_is_counted_whole():
 
 
 def test_a_log_of_short_work_is_empty(capsys):
-    with shown(), work("short"):
-        assert progress_shown() is not None
-    assert progress_shown() is None
+    with progress_bars(), work("short"):
+        assert progress_here() is not None
+    assert progress_here() is None
     assert capsys.readouterr() == ("", "")
 
 
 def test_other_ranks_show_nothing(monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    with shown():
-        assert progress_shown() is None
+    with progress_bars():
+        assert progress_here() is None
 
 
 def test_streams_of_a_terminal_are_shared_meanwhile_and_then_as_before(monkeypatch, at_once):
@@ -237,7 +237,7 @@ def test_streams_of_a_terminal_are_shared_meanwhile_and_then_as_before(monkeypat
     screen = Screen()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stderr", screen)
-    with shown(), shown(), work("loading"):
+    with progress_bars(), progress_bars(), work("loading"):
         screen.until(" loading")
         print("said")
         assert sys.stdout.isatty()

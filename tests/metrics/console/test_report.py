@@ -15,7 +15,7 @@ import pytest
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.data.sample import Evaluation, Group, Prompt, Sample
 from rlinf.flows.evaluate import measure
-from rlinf.metrics.report import LOOK_SECONDS, Report, compared, in_words, rows
+from rlinf.metrics.report import LOOK_SECONDS, Report, compare, in_words, rows
 from rlinf.runs.library.train import Result
 from rlinf.runtime.system.observer import Watch
 from rlinf.storage.directory import RunDirectory
@@ -55,7 +55,7 @@ def made(directory, watch=None, *, live="auto", out) -> Report:
 
 def test_evaluations_of_different_problems_are_not_compared():
     before, after = evaluation("1", "1234"), evaluation("1234")
-    assert list(compared(before, after, 0.0)) == [
+    assert list(compare(before, after, 0.0)) == [
         "100.0% of 1 held-out problems answered right, greedily; before the first step it answered other ones"
     ]
 
@@ -76,7 +76,7 @@ def test_of_chats_the_table_shows_what_the_user_said_and_of_answers_the_end():
         said("The final answer to this arithmetic problem is 7"),
         said("The final answer to this problem is 2"),
     )
-    _, _, first, second = compared(before, after, 0.0)
+    _, _, first, second = compare(before, after, 0.0)
     for number, line in enumerate((first, second)):
         told = re.split(" {3,}", line.strip())
         assert told[0] == f"What is {number} + 2?"
@@ -90,7 +90,7 @@ def test_the_answers_of_several_agents_to_a_problem_are_one_problem():
         other = replace(group.prompt, text="another agent's")
         helped += [group, Group(other, (replace(group.samples[0], prompt=other, agent="helper"),))]
     after = Evaluation(1.0, tuple(helped))
-    assert next(compared(before, after, 0.0)) == "accuracy on 2 held-out problems, greedily: 50.0% -> 100.0%"
+    assert next(compare(before, after, 0.0)) == "accuracy on 2 held-out problems, greedily: 50.0% -> 100.0%"
     assert in_words(after, 0.0) == "100.0% of 2 held-out problems answered right, greedily"
 
 
@@ -116,8 +116,8 @@ def test_rewards_other_than_0_and_1_are_no_share_of_right_answers(rewards):
     right, graded = rewarded(1, 0), rewarded(*rewards)
     mean = f"{sum(rewards) / 2:.3f}"
     assert in_words(graded, 0.0) == f"mean reward {mean} on 2 held-out problems, greedily"
-    assert next(compared(right, graded, 0.0)) == f"mean reward on 2 held-out problems, greedily: 0.500 -> {mean}"
-    assert next(compared(graded, right, 0.0)) == f"mean reward on 2 held-out problems, greedily: {mean} -> 0.500"
+    assert next(compare(right, graded, 0.0)) == f"mean reward on 2 held-out problems, greedily: 0.500 -> {mean}"
+    assert next(compare(graded, right, 0.0)) == f"mean reward on 2 held-out problems, greedily: {mean} -> 0.500"
     assert graded.metrics["graded"] == sum(reward not in (0, 1) for reward in rewards) / 2
     assert "graded" not in right.metrics
     text = repr(Result(Path("run"), 3, before=right, after=graded))
@@ -166,7 +166,7 @@ async def tell(report: Report) -> None:
         report.evaluated(in_words(before, 0.0))
         for step in range(1, 7):
             report.stepped(step, STEP | BOUND)
-    report.ends(compared(before, after, 0.0))
+    report.ends(compare(before, after, 0.0))
 
 
 async def test_in_a_file_it_is_plain_lines(directory):
@@ -212,7 +212,7 @@ async def test_a_resumed_run_says_from_where(directory, tmp_path):
 async def test_what_a_model_wrote_cannot_steer_the_terminal(directory):
     out = io.StringIO()
     wild = evaluation("\x1b[2J\x1b]0;owned\x07" + "x" * 500 + "\nnew line")
-    made(directory, out=out).ends(compared(wild, wild, 0.0))
+    made(directory, out=out).ends(compare(wild, wild, 0.0))
     assert "\x1b" not in out.getvalue()
     assert "\x07" not in out.getvalue()
     assert "xx new line " in out.getvalue(), "on one line"
@@ -297,8 +297,8 @@ def test_held_out_problems_are_the_same_ones_each_time():
 
 
 def test_paths_are_shown_as_one_would_type_them(monkeypatch, tmp_path):
-    from rlinf.metrics.report import _shown
+    from rlinf.metrics.report import _short_path
 
     monkeypatch.chdir(tmp_path)
-    assert _shown(tmp_path / "a" / "b") == os.path.join("a", "b")
-    assert _shown(Path("/elsewhere")) == "/elsewhere"
+    assert _short_path(tmp_path / "a" / "b") == os.path.join("a", "b")
+    assert _short_path(Path("/elsewhere")) == "/elsewhere"

@@ -8,7 +8,7 @@ from rlinf import Actor, ActorSystem, endpoint
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.text import RunConfig
 from rlinf.metrics.explain import MICRO_BATCH, Cause, Explainer, in_short
-from rlinf.placement.costs import Ledger
+from rlinf.placement.costs import Ledger, MeasuredRun
 from rlinf.placement.hardware import Fleet
 from rlinf.placement.seats import Placed
 from rlinf.runs import placement_manager
@@ -74,7 +74,7 @@ async def explained(flow, *, devices, steps=4, metrics=lambda number: {}, advice
             number = counts.get(name, 1)
             roles[name] = await system.spawn(Role, hosts=[*range(number)], name=name)
         watch = await Watch.start(system)
-        ledger = Ledger(where, 4, model="m", machine="x", flow="f", staleness=staleness)
+        ledger = Ledger(where, 4, MeasuredRun("m", "x", "f", staleness=staleness))
         explainer = Explainer(advice(ledger) if advice else None, staleness)
         for number in range(steps):
             watch.begins()
@@ -84,7 +84,7 @@ async def explained(flow, *, devices, steps=4, metrics=lambda number: {}, advice
                 moved = Moved(actor, what, lap.start + begin, lap.start + end)
                 lap = type(lap)(lap.start, lap.end, lap.busy, lap.flows, (*lap.moves, moved), lap.parts)
             told = {**metrics(number), **ledger.step(lap)}
-            found.append(explainer.step(lap, where, ledger.seen, told))
+            found.append(explainer.step(lap, where, ledger.measured_step, told))
     return found
 
 

@@ -11,10 +11,10 @@ import threading
 
 import pytest
 
-from rlinf.dashboard import events as outbox
+from rlinf.dashboard import events
 from rlinf.dashboard import runs as followed
-from rlinf.dashboard.events import Job, Outbox, TooSlow, known_steps
-from rlinf.dashboard.runs import Followed, runs_in
+from rlinf.dashboard.events import ClientQueue, Job, TooSlow, known_steps
+from rlinf.dashboard.runs import RunTail, runs_in
 from rlinf.storage import reading
 from tests.metrics.web.watching import add, dead_pid, job, open_page, write_live, write_run
 
@@ -282,8 +282,8 @@ async def test_a_run_without_a_job_cannot_be_asked_and_says_why(tmp_path, monkey
 
 
 async def test_a_page_that_does_not_take_what_it_is_sent_is_sent_away(monkeypatch):
-    monkeypatch.setattr(outbox, "MOST_EVENTS", 3)
-    box = Outbox({})
+    monkeypatch.setattr(events, "MOST_EVENTS", 3)
+    box = ClientQueue({})
     for second in range(9):
         box.put({"run": "a", "kind": "moment", "time": second})
     assert json.loads((await box.next()).partition("data: ")[2])["time"] == 8  # moments do not pile up
@@ -294,7 +294,7 @@ async def test_a_page_that_does_not_take_what_it_is_sent_is_sent_away(monkeypatc
 
 
 async def test_an_event_wakes_who_waits_for_one():
-    box = Outbox({"a": 3})
+    box = ClientQueue({"a": 3})
     waiting = asyncio.create_task(box.next())
     await asyncio.sleep(0)
     box.put({"run": "a", "kind": "rows", "rows": [{"step": 7}]})
@@ -352,7 +352,7 @@ async def test_a_file_of_one_endless_line_is_said_to_be_and_fills_no_memory(tmp_
 
 async def test_what_was_read_for_a_page_that_has_gone_is_told_to_the_others(tmp_path):
     (found,) = runs_in([write_run(tmp_path / "r", steps=2)])
-    run, other = Followed(found), Outbox({})
+    run, other = RunTail(found), ClientQueue({})
     await run.show(other)
     add(tmp_path / "r", "metrics.jsonl", {"step": 3, "loss": 3.0})
     read, begun, go_on = run._read, threading.Event(), threading.Event()
@@ -376,10 +376,10 @@ async def test_what_was_read_for_a_page_that_has_gone_is_told_to_the_others(tmp_
 
 async def test_one_damaged_run_does_not_keep_the_others_from_being_followed(tmp_path, monkeypatch):
     bad, good = write_run(tmp_path / "o" / "bad"), write_run(tmp_path / "o" / "good")
-    read = Followed._read
+    read = RunTail._read
 
     def damaged(self):
-        if self.found.directory == bad:
+        if self.run.directory == bad:
             raise KeyError("what no file should have")
         return read(self)
 
@@ -387,7 +387,7 @@ async def test_one_damaged_run_does_not_keep_the_others_from_being_followed(tmp_
         names = [run["id"] for run in await page.json("/api/runs")]
         async with page.events(f"runs={','.join(names)}") as events:
             await events.next("runs")
-            monkeypatch.setattr(Followed, "_read", damaged)
+            monkeypatch.setattr(RunTail, "_read", damaged)
             add(bad, "metrics.jsonl", {"step": 5, "loss": 1.0})
             add(good, "metrics.jsonl", {"step": 5, "loss": 2.0})
             assert (await events.next("rows"))["run"] == names[1]

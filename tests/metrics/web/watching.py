@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from rlinf.dashboard.runs import Shelf
+from rlinf.dashboard.runs import RunList
 from rlinf.dashboard.server import Guard, runner_of
 
 
@@ -106,7 +106,7 @@ async def open_page(*named: Path) -> AsyncIterator[Page]:
     """A server that shows directories, and who looks at it."""
     listening = socket.create_server(("127.0.0.1", 0))
     guard = Guard("127.0.0.1")
-    runner = runner_of(Shelf(named), guard)
+    runner = runner_of(RunList(named), guard)
     await runner.setup()
     await web.SockSite(runner, listening).start()
     try:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.placement.asynchronous import handed_over
-from rlinf.placement.planner import Found, Leaf, Pair, replay
+from rlinf.placement.asynchronous import handover
+from rlinf.placement.planner import Candidate, Leaf, Pair, replay
 from rlinf.placement.profile import Release
 from rlinf.placement.workload import Edge, Option, Stage, Workload
 
@@ -21,7 +21,7 @@ def planned(how, rollout, trainer, shares, sizes=(4, 4), chunks=8, wide=True):
     work = Workload(stages, (Edge("rollout", "trainer"),), {"gpu": sum(sizes)}, chunks=(chunks,))
     tree = Pair(how, *(Leaf(stage, stage.options[0]) for stage in stages))
     seconds = replay(tree, work, chunks)
-    return Found(tree, chunks, seconds, seconds), work
+    return Candidate(tree, chunks, seconds, seconds), work
 
 
 def followed(how, rollout, trainer, shares, sizes=(4, 4), chunks=8, moments=20000):
@@ -45,7 +45,7 @@ def followed(how, rollout, trainer, shares, sizes=(4, 4), chunks=8, moments=2000
 )  # fmt: skip
 def test_a_step_takes_what_it_does_moment_by_moment(how, rollout, trainer, shares):
     found, work = planned(how, rollout, trainer, shares)
-    calculated = handed_over(found, work, ITEMS)
+    calculated = handover(found, work, ITEMS)
     assert calculated.seconds == pytest.approx(
         min(followed(how, rollout, trainer, shares, moments=4000), found.seconds), rel=0.01
     )
@@ -55,23 +55,23 @@ def test_a_step_takes_what_it_does_moment_by_moment(how, rollout, trainer, share
 def test_a_long_tail_is_filled_with_learning():
     shares = (0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
     found, work = planned("temporal", 20.0, 8.0, shares)
-    assert handed_over(found, work, 4).seconds == pytest.approx(20.0 + 8.0 / 8)  # but for the last chunk, all is done
+    assert handover(found, work, 4).seconds == pytest.approx(20.0 + 8.0 / 8)  # but for the last chunk, all is done
     apart = planned("spatial", 20.0, 30.0, shares)
-    assert handed_over(*apart, 4).gain > 0.2
+    assert handover(*apart, 4).gain > 0.2
 
 
 def test_it_promises_no_more_than_the_sizes_that_were_planned_with_and_the_bound():
     shares = (0.1,) * 7
     found, work = planned("spatial", 20.0, 30.0, shares)
-    free = handed_over(found, work, 4)
+    free = handover(found, work, 4)
     assert free.gain > 0.2
-    assert handed_over(*planned("spatial", 20.0, 30.0, shares, wide=False), 4).gain < 0.02, "of four trainers alone"
+    assert handover(*planned("spatial", 20.0, 30.0, shares, wide=False), 4).gain < 0.02, "of four trainers alone"
     least = (free.seconds + free.without) / 2
-    assert handed_over(found, work, 4, least).seconds == least
+    assert handover(found, work, 4, least).seconds == least
 
 
 def test_where_nothing_is_known_of_a_tail_nothing_is_said():
     stages = (Stage("a", (Option(1, 2.0),)), Stage("b", (Option(1, 2.0),)))
     work = Workload(stages, (Edge("a", "b"),), {"gpu": 2}, chunks=(2,))
     tree = Pair("spatial", *(Leaf(stage, stage.options[0]) for stage in stages))
-    assert handed_over(Found(tree, 2, 3.0, 3.0), work, 4) is None
+    assert handover(Candidate(tree, 2, 3.0, 3.0), work, 4) is None

@@ -194,7 +194,7 @@ def profiled(sizes, devices):
     """What a synchronous run would have measured, on two sizes of the rollout."""
     alone = {size: measured(size) for size in sizes}
     timings = tuple(Timing(96, size, float(np.mean([times[-1] for times in made]))) for size, made in alone.items())
-    release = Release.measured(np.concatenate([np.array(times) / times[-1] for times in alone[sizes[0]]]).tolist())
+    release = Release.from_times(np.concatenate([np.array(times) / times[-1] for times in alone[sizes[0]]]).tolist())
     longest = StageProfile(timings, release).longest(96)
     tokens = np.mean([sum(map(np.sum, lengths(batch))) for batch in range(3)])
     stages = (
@@ -224,18 +224,18 @@ def test_decoding_with_company_takes_what_a_simulation_of_every_answer_says(stal
 
 def test_more_staleness_is_never_slower_and_the_one_that_pays_is_named():
     found = recommend(profiled((8, 16, 24, 32, 40, 48), 56))
-    took = [row.found.seconds for row in found.rows]
+    took = [row.candidate.seconds for row in found.rows]
     assert [row.staleness for row in found.rows] == [0, 1, 2, 4]
     assert took == sorted(took, reverse=True)
     assert found.staleness > 0
     gain = f"{took[0] / took[1] - 1:.0%}".replace("%", " %")
-    assert found.said.startswith(f"staleness 1 gains {gain}, 2 gains ")
-    assert found.said.endswith(f": take {found.staleness}")
+    assert found.text.startswith(f"staleness 1 gains {gain}, 2 gains ")
+    assert found.text.endswith(f": take {found.staleness}")
 
 
 def test_where_nothing_is_gained_a_run_stays_synchronous():
     stages = (Stage("rollout", (Option(1, 5.0),)), Stage("trainer", (Option(1, 4.0),)))
     found = recommend(Workload(stages, (Edge("rollout", "trainer"),), {"gpu": 1}, chunks=(1,)))
-    assert found.said == "staleness 1 gains nothing, 2 gains nothing more, 4 gains nothing more: stay synchronous"
-    assert found.rows[-1].found.seconds == plan(Workload(stages, (), {"gpu": 1}, chunks=(1,))).seconds
+    assert found.text == "staleness 1 gains nothing, 2 gains nothing more, 4 gains nothing more: stay synchronous"
+    assert found.rows[-1].candidate.seconds == plan(Workload(stages, (), {"gpu": 1}, chunks=(1,))).seconds
     assert recommend(Workload(stages[:1], (), {"gpu": 1})) is None

@@ -8,13 +8,13 @@ import pytest
 
 from rlinf.flows.grpo import grpo
 from rlinf.placement import auto
-from rlinf.placement.asynchronous import Recommended, Stale
-from rlinf.placement.auto import WINDOW, AutoPlacement, Chosen, Row
+from rlinf.placement.asynchronous import AtStaleness, Recommendation
+from rlinf.placement.auto import WINDOW, AutoPlacement, Choice, Row
 from rlinf.placement.bound import Bound
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.hardware import Fleet
 from rlinf.placement.plan import Plan, RolePlan
-from rlinf.placement.planner import Found
+from rlinf.placement.planner import Candidate
 from rlinf.placement.profile import BESIDE, Profile, Release, StageProfile, Timing
 
 TOGETHER = Plan({"rollout": RolePlan((0, 1)), "trainer": RolePlan((0, 1))})
@@ -45,7 +45,7 @@ def planner(first=3, explored=(APART,), replan_above=0.15):
 def simulate(monkeypatch, *rows):
     """The planner finds these (plan, seconds), whatever was measured."""
     found = tuple(Row(plan, plan.mode, seconds, seconds, 0.0, 0, 1) for plan, seconds in rows)
-    chosen = Chosen(found, Bound(0.1, 0.1, 0.0, 0.1, 0.0), "", 0.0)
+    chosen = Choice(found, Bound(0.1, 0.1, 0.0, 0.1, 0.0), "", 0.0)
     monkeypatch.setattr(auto, "choose", lambda *_, **__: chosen)
 
 
@@ -58,11 +58,11 @@ async def test_it_measures_everybody_together_and_then_apart_before_it_plans():
     assert steps(one, 9.0, 2.0, 2.0) == [False, False, True]
     first = await one.decide(profile(1.0, 1.0), TOGETHER)
     assert first.plan is APART
-    assert "collocated takes 2.00 s a step; measuring disaggregated" in first.said
+    assert "collocated takes 2.00 s a step; measuring disaggregated" in first.sentence
     assert steps(one, 9.0, 2.1, 2.1) == [False, False, True]
     second = await one.decide(profile(1.0, 1.0), APART)  # the real planner, with the real flow
-    assert "disaggregated 2.0" in second.said
-    assert "collocated 2.0" in second.said
+    assert "disaggregated 2.0" in second.sentence
+    assert "collocated 2.0" in second.sentence
 
 
 async def test_it_goes_where_a_simulation_promises_more_than_anything_measured(monkeypatch):
@@ -71,7 +71,7 @@ async def test_it_goes_where_a_simulation_promises_more_than_anything_measured(m
     steps(one, 2.0, 2.0, 2.0)
     decision = await one.decide(profile(1.0, 1.0), TOGETHER)
     assert decision.plan == MIXED
-    assert "hybrid, 1.00 s a step expected" in decision.said
+    assert "hybrid, 1.00 s a step expected" in decision.sentence
 
 
 async def test_a_gain_within_what_the_planner_can_know_is_not_worth_a_move(monkeypatch):
@@ -91,17 +91,17 @@ async def test_what_was_measured_counts_more_than_what_was_simulated_there(monke
     assert steps(one, *[2.5] * (WINDOW + 1))[-1], "far from the promised 1.0"
     back = await one.decide(profile(1.0, 1.0), MIXED)
     assert back.plan is APART
-    assert "steps take 2.50 s where 1.00 s were expected" in back.said
+    assert "steps take 2.50 s where 1.00 s were expected" in back.sentence
 
 
 async def test_it_says_which_staleness_would_pay(monkeypatch):
-    rows = [Stale(number, Found(None, 1, seconds, seconds), None) for number, seconds in ((0, 3.0), (1, 2.0))]
+    rows = [AtStaleness(number, Candidate(None, 1, seconds, seconds), None) for number, seconds in ((0, 3.0), (1, 2.0))]
     simulate(monkeypatch, (TOGETHER, 4.0))
-    chosen = replace(auto.choose(), recommended=Recommended(tuple(rows), 1))
+    chosen = replace(auto.choose(), recommended=Recommendation(tuple(rows), 1))
     monkeypatch.setattr(auto, "choose", lambda *_, **__: chosen)
     one = planner(explored=())
     steps(one, 4.0, 4.0, 4.0)
-    assert "staleness 1 gains 50 %: take 1" in (await one.decide(profile(2.0, 2.0), TOGETHER)).said
+    assert "staleness 1 gains 50 %: take 1" in (await one.decide(profile(2.0, 2.0), TOGETHER)).sentence
 
 
 async def test_steps_as_expected_are_no_reason_to_plan_and_one_slow_step_is_none_either(monkeypatch):
@@ -133,7 +133,7 @@ async def test_where_no_plan_can_be_made_it_stays_and_says_why(monkeypatch):
     steps(one, 2.0, 2.0, 2.0)
     decision = await one.decide(profile(1.0, 1.0), TOGETHER)
     assert decision.plan is None
-    assert "stage 'x' has no size" in decision.said
+    assert "stage 'x' has no size" in decision.sentence
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.placement_planned import uneven
 from rlinf.placement.devices import Cluster
 from rlinf.placement.grammar import PlacementError
-from rlinf.placement.pareto import balanced
+from rlinf.placement.pareto import balance
 from rlinf.placement.plan import complaints
 from rlinf.placement.planner import Leaf, Pair, best_of_each_mode, ideals, layout, leaves, phases, plan, replay, to_plan
 from rlinf.placement.profile import Footprint, Profile, Release, StageProfile, Timing
@@ -296,8 +296,8 @@ def test_balance_gives_each_stage_what_it_needs_to_be_as_quick_as_the_others():
     the 0.1 s that each stage takes anyway."""
     workload = uniform(10, work=(60.0, 30.0, 10.0), serial=0.1)
     many = Workload(workload.stages, workload.edges, workload.devices, chunks=(1000,))
-    assert [option.devices for option in balanced(many, 1000, 3)] == [6, 3, 1]
-    assert [option.devices for option in balanced(many, 1000, 1)] == [10, 10, 10]
+    assert [option.devices for option in balance(many, 1000, 3)] == [6, 3, 1]
+    assert [option.devices for option in balance(many, 1000, 1)] == [10, 10, 10]
 
 
 def test_balance_goes_around_barriers_and_late_sources():
@@ -311,7 +311,7 @@ def test_balance_goes_around_barriers_and_late_sources():
         (late, Edge("s0", "s1"), [8, 8]),
     ):
         workload = Workload((first, stages[1]), (edge,), {"gpu": 8}, chunks=(100,))
-        assert [option.devices for option in balanced(workload, 100, 2)] == devices
+        assert [option.devices for option in balance(workload, 100, 2)] == devices
 
 
 def test_balance_uses_each_kind_of_device_and_finds_nothing_where_nothing_fits():
@@ -319,6 +319,6 @@ def test_balance_uses_each_kind_of_device_and_finds_nothing_where_nothing_fits()
         Stage(f"s{i}", tuple(Option(n, 12 / n, kind) for kind in ("old", "new") for n in (2, 4))) for i in range(2)
     )
     workload = Workload(stages, (Edge("s0", "s1"),), {"old": 4, "new": 4}, chunks=(100,))
-    found = balanced(workload, 100, 2)
+    found = balance(workload, 100, 2)
     assert sorted(option.kind for option in found) == ["new", "old"]
     assert [option.devices for option in found] == [4, 4]

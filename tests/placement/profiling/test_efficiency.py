@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.placement.costs import efficiency, observed, see
+from rlinf.placement.costs import MeasuredRun, efficiency, profile_of, read_step
 from rlinf.placement.profile import Profile, StageProfile, Timing
 from rlinf.runtime.observe.spans import Busy
 from rlinf.runtime.system.observer import Flow, Lap, Moved
 
-ABOUT = {"model": "m", "machine": "x", "flow": "f"}
+RUN = MeasuredRun("m", "x", "f")
 TWO = {"rollout[0]": frozenset({0}), "trainer[0]": frozenset({1})}
 
 
@@ -19,8 +19,8 @@ def lap(*busy, seconds=10.0, flows=(), moves=()):
 
 
 def own(step, devices, profile=None, items=8):
-    seen = see(step, devices)
-    return efficiency(seen, profile or observed(seen, items, **ABOUT), items)
+    seen = read_step(step, devices)
+    return efficiency(seen, profile or profile_of(seen, items, RUN), items)
 
 
 def lost(found):

@@ -127,12 +127,12 @@ def test_an_unknown_stage_is_named_with_those_that_there_are():
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=50), st.integers(1, 16))
 def test_a_release_curve_never_says_that_a_chunk_left_too_early(finished, chunks):
     ordered, last = sorted(finished), max(finished)
-    for k, share in enumerate(Release.measured(finished).chunks(chunks), 1):
+    for k, share in enumerate(Release.from_times(finished).chunks(chunks), 1):
         assert share * last >= ordered[math.ceil(k / chunks * len(ordered) - 1e-9) - 1] - 1e-9
 
 
 def test_a_release_curve_shows_the_tail():
-    curve = Release.measured([1.0] * 95 + [10.0] * 5, points=20)
+    curve = Release.from_times([1.0] * 95 + [10.0] * 5, points=20)
     assert curve.at(0.5) == pytest.approx(0.1)
     assert curve.at(1.0) == 1.0
     assert curve.chunks(2) == (pytest.approx(0.1), 1.0)

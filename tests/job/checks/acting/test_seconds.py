@@ -13,7 +13,7 @@ from rlinf.models.policy.build import build_policy_model, fitted
 from rlinf.placement.hardware import KNOWN
 from rlinf.placement.seats import CONTROL, place
 from rlinf.runs.dry_run.embodied import seconds_of
-from rlinf.runs.dry_run.estimate import acted
+from rlinf.runs.dry_run.estimate import acting_seconds
 from rlinf.runs.rules import load_embodied
 from tests.launching import ROOT
 
@@ -30,7 +30,7 @@ def policy(kind, embodiment):
 
 def step(name, *overrides, kind="openvla-oft", embodiment="libero"):
     config = load_embodied(ROOT / "configs" / "embodied" / f"{name}.yaml", list(overrides), 8)
-    return acted(config, policy(kind, embodiment), place(config.placement, CONTROL, 8), KNOWN["h100"])
+    return acting_seconds(config, policy(kind, embodiment), place(config.placement, CONTROL, 8), KNOWN["h100"])
 
 
 def test_what_learning_takes_of_a_published_step_comes_out_within_a_factor_of_two():
@@ -61,7 +61,7 @@ def test_tokens_that_are_drawn_one_by_one_read_all_weights_each():
 def test_what_is_not_known_of_a_simulator_is_left_out_and_said():
     known = step(LIBERO)
     assert known.simulates == pytest.approx(64 * 64 * 8 / 70)
-    assert not known.beside
+    assert not known.concurrent
     assert known.seconds == pytest.approx(known.simulates + known.decides + known.learns)
     unknown = step(LIBERO, "env.expected_steps_per_second=null")
     assert unknown.seconds == pytest.approx(known.seconds - known.simulates)
@@ -71,7 +71,7 @@ def test_simulating_goes_on_beside_deciding_where_there_are_slices_and_devices_f
     apart = ("placement.env=0-3", "placement.policy=4-7", "env.slices=2", "env.workers=4")
     found = step(LIBERO, *apart)
     assert found.seconds == pytest.approx(found.learns + max(found.simulates, found.decides))
-    assert not step(LIBERO, *apart[:2]).beside
+    assert not step(LIBERO, *apart[:2]).concurrent
 
 
 def test_adapters_and_layers_that_are_kept_take_fewer_products():

@@ -14,7 +14,7 @@ from rlinf.config.learning import ParallelConfig
 from rlinf.flows.grpo import grpo
 from rlinf.placement.hardware import KNOWN
 from rlinf.placement.seats import TEXT, place
-from rlinf.runs.dry_run.estimate import SPREAD, Work, generation, modelled, passes, work_of, workload_of
+from rlinf.runs.dry_run.estimate import SPREAD, Work, generation, passes, step_lines, work_of, workload_of
 from rlinf.runs.dry_run.footprint import fit, footprints
 from rlinf.runs.dry_run.transformer import Shape, part_of
 from rlinf.runs.rules import load_config
@@ -51,7 +51,7 @@ def test_a_configuration_fits_its_devices_and_says_how_long_a_step_takes(monkeyp
     config, placed = prepared(monkeypatch, name, hosts, RUNS[name, hosts])
     found, problems = fit(config, model(name), placed, ())
     assert (problems, found.warnings) == ([], ())
-    first, *rows, why = modelled(found.config, model(name), placed, grpo)
+    first, *rows, why = step_lines(found.config, model(name), placed, grpo)
     took = re.search(r"nothing was measured: ([\d.,]+) s a step as placed", first)
     assert took is not None
     assert 100 < float(took[1].replace(",", "")) < 2000

@@ -30,8 +30,7 @@ from rlinf.envs.video import Recording
 from rlinf.envs.worker import Program, SliceRange, Steps, unpacked
 from rlinf.runtime.base.errors import RuntimeFault, UserError
 from rlinf.runtime.base.tensors import device_of_threads, own_device, work_on
-from rlinf.runtime.processes.supervisor import ChildDied
-from rlinf.runtime.processes.worker import CallTimeout, Worker
+from rlinf.runtime.processes.supervisor import CallTimeout, ChildDied, Worker
 
 logger = logging.getLogger(__name__)
 

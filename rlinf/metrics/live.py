@@ -31,8 +31,7 @@ from rich.text import Text
 from rlinf.metrics.progress import clock, progress_here
 from rlinf.metrics.tables import ACCURACY, FAILED, GRADED, HELD_OUT
 from rlinf.metrics.timing import sentence
-from rlinf.runtime.system.host_service import ActorState, QueueState
-from rlinf.runtime.system.observer import Moment
+from rlinf.runtime.system.observer import ActorState, Moment, QueueState
 
 HISTORY = 400
 """Steps of which the curve remembers the reward; wider than any terminal."""

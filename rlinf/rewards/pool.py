@@ -20,8 +20,7 @@ from typing import Any
 
 from rlinf.rewards.base import Arguments, RewardSource, Verdict, name_in_main
 from rlinf.runtime.base.errors import RemoteError, again
-from rlinf.runtime.processes.supervisor import ChildDied
-from rlinf.runtime.processes.worker import CallTimeout, Worker
+from rlinf.runtime.processes.supervisor import CallTimeout, ChildDied, Worker
 
 _BUDGET = 0.25
 """Seconds after which a child begins no further sample of its call: long beside a message (0.3 ms), short beside any

@@ -33,7 +33,7 @@ from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import ActorDied, UserError
 from rlinf.runtime.base.tasks import in_thread
 from rlinf.runtime.observe.stalls import open_work, render
-from rlinf.runtime.system.host_service import report_host
+from rlinf.runtime.system.observer import report_host
 from rlinf.training.batch_metrics import rewards_by_agent
 from tests.agents.acting import begun
 from tests.agents.speaking import STYLES, tokenizer_of
@@ -476,7 +476,7 @@ def test_the_stall_report_names_an_episode_that_waits():
     async def look():
         await asyncio.sleep(500)
         host = next(iter(open_work)).host
-        told.append(render([report_host(host, object())]))
+        told.append(render([report_host(host, ())]))
 
     play(waiting, n=1, timeout=None, during=look)
     assert "episode 0 of task 0 waits on episode 0 of task 0's own code for 500.0 s" in told[0]

@@ -16,8 +16,7 @@ from rlinf.data.rng import uniforms
 from rlinf.data.weights import misfits
 from rlinf.engines.base import Completion, Engine, PartialAnswer, named
 from rlinf.runtime.base.tasks import finish
-from rlinf.runtime.processes.supervisor import ChildDied
-from rlinf.runtime.processes.worker import Worker
+from rlinf.runtime.processes.supervisor import ChildDied, Worker
 from rlinf.runtime.streams.stream import each
 
 

@@ -15,8 +15,7 @@ from rlinf.envs.toy import Reach
 from rlinf.envs.workers import EnvironmentLost, EnvironmentPool
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.processes.supervisor import ChildDied
-from rlinf.runtime.processes.worker import CallTimeout
+from rlinf.runtime.processes.supervisor import CallTimeout, ChildDied
 from tests.envs.breaking import Losing, Mortal, processes, zeros
 from tests.envs.protocol import actions_for, same
 

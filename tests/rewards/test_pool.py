@@ -5,6 +5,7 @@ import contextlib
 import functools
 import re
 import time
+from dataclasses import replace
 from textwrap import dedent
 
 import pytest
@@ -183,7 +184,7 @@ async def test_a_first_import_counts_against_no_deadline_and_a_hang_after_it_doe
 async def test_an_import_that_never_ends_has_the_deadline_of_a_start(rewards):
     async with pool("endless", timeout=0.2) as children:
         for worker in children.workers:
-            worker._start_deadline = 0.5
+            worker._rules = replace(worker._rules, start_deadline=0.5)
         assert outcomes(await children.score(asked("1"))) == ["timeout"]
 
 

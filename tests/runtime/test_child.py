@@ -20,8 +20,7 @@ import pytest
 import uvloop
 
 from rlinf.runtime.base.errors import RemoteError, UserError
-from rlinf.runtime.processes.supervisor import Child, ChildDied
-from rlinf.runtime.processes.worker import CallTimeout, Worker
+from rlinf.runtime.processes.supervisor import CallTimeout, Child, ChildDied, Worker
 
 ROOT = Path(__file__).parents[2]
 QUICK = (0.01, 1.0, 0.01)
@@ -342,7 +341,7 @@ def test_child_died_travels_between_processes() -> None:
 PARENT = """
 import asyncio, sys, threading
 from rlinf.runtime.processes.supervisor import Child
-from rlinf.runtime.processes.worker import Worker
+from rlinf.runtime.processes.supervisor import Worker
 
 FAMILY = '''
 import os, time

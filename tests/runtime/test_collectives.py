@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.processes.worker import Worker
+from rlinf.runtime.processes.supervisor import Worker
 from rlinf.runtime.transport import process_groups
 from rlinf.runtime.transport.collectives import CollectiveError, Collectives, CollectiveTimeout
 

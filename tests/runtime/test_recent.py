@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import StallError
-from rlinf.runtime.observe.spans import CALLED, closed, recent
+from rlinf.runtime.observe.spans import CALLED, recent, union
 from rlinf.runtime.system.observer import Watch
 from tests.spans import call, compute, item, wait
 
@@ -52,7 +52,7 @@ def test_what_never_computes_is_busy_unless_it_waits():
 
 @given(whole, st.integers(1, 20))
 def test_gaps_are_closed_and_nothing_else(times, gap):
-    joined = closed(times, float(gap))
+    joined = union(times, float(gap))
     assert all(later[0] - earlier[1] >= gap for earlier, later in itertools.pairwise(joined))
     assert all(any(start <= one and other <= end for start, end in joined) for one, other in times)
     edges = {edge for pair in times for edge in pair}

@@ -19,7 +19,8 @@ from rlinf.runtime.base.clock import Deadlock, run_virtual
 from rlinf.runtime.base.errors import StallError
 from rlinf.runtime.observe.perfetto import SMALL
 from rlinf.runtime.observe.stalls import HostReport, Lock, Progress, Wait, find_cycles, render
-from rlinf.runtime.system.host_service import Service, report_host
+from rlinf.runtime.system.host_service import Service
+from rlinf.runtime.system.observer import report_host
 from rlinf.runtime.system.system import reports
 from tests.runtime.programs.jobs import patient
 
@@ -572,7 +573,7 @@ def test_hosts_that_do_not_answer_keep_no_others_from_being_asked(monkeypatch):
     async def report(self: Service) -> HostReport:
         if 0 < self._cell.host.rank <= 200:
             await asyncio.get_running_loop().create_future()
-        return report_host(self._cell.host, self)
+        return report_host(self._cell.host, self.lease_waits())
 
     async def main() -> tuple[float, list[HostReport]]:
         async with ActorSystem.local(202) as system:
@@ -596,7 +597,7 @@ def test_only_a_few_hosts_are_asked_at_once(monkeypatch):
         most = max(most, len(running))
         await asyncio.sleep(0.01)
         running.discard(self._cell.host.rank)
-        return report_host(self._cell.host, self)
+        return report_host(self._cell.host, self.lease_waits())
 
     async def main() -> str:
         async with ActorSystem.local(300) as system:

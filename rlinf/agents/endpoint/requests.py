@@ -34,8 +34,7 @@ from rlinf.agents.tools.formats import ToolCall
 from rlinf.agents.trajectories import Key, Turn
 from rlinf.data.datasets.conversations import call_arguments
 from rlinf.runtime.base.errors import RemoteError, UserError
-from rlinf.runtime.processes.supervisor import ChildDied
-from rlinf.runtime.processes.worker import CallTimeout, Worker
+from rlinf.runtime.processes.supervisor import CallTimeout, ChildDied, Worker
 
 _ANTHROPIC = {
     400: "invalid_request_error",

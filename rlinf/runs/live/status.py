@@ -27,9 +27,8 @@ from rlinf.runs.live.controls import BetweenSteps, Controls
 from rlinf.runs.live.feed import Feed, Message, Page
 from rlinf.runtime.base.errors import ActorDied
 from rlinf.runtime.base.tasks import cancel_all
-from rlinf.runtime.observe.spans import CALLED, Busy, Interval, closed, union, without
-from rlinf.runtime.system.host_service import LookBack
-from rlinf.runtime.system.observer import Watch
+from rlinf.runtime.observe.spans import CALLED, GAP, Busy, Interval, union, without
+from rlinf.runtime.system.observer import LookBack, Watch
 from rlinf.storage.files import replace_text
 
 PATIENCE = 0.5
@@ -141,7 +140,7 @@ def lanes_of(host: int, parts: Sequence[Busy]) -> Iterable[dict[str, Any]]:
         elif (activity := _MOVES.get(part.endpoint) or activity_of(part.actor, part.endpoint)) is not None:
             own.setdefault(activity, []).extend(part.intervals)
     for actor, own in by_actor.items():
-        did = {activity: closed(times) for activity, times in own.items()}
+        did = {activity: union(times, GAP) for activity, times in own.items()}
         worked = union(interval for times in did.values() for interval in times)
         did[WAITING] = [*without(union(called.get(actor, ())), worked)]
         stretches = sorted(

@@ -29,7 +29,6 @@ import fcntl
 import functools
 import logging
 import os
-import queue
 import re
 import shutil
 import signal
@@ -40,11 +39,11 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
-from functools import wraps
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from rlinf.runtime.base.clock import external
 from rlinf.runtime.base.errors import ActorDied
 
 if TYPE_CHECKING:
@@ -52,6 +51,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
+T = TypeVar("T")
 
 LAST_CALL = 0.5
 """Seconds for threads to end: each needs milliseconds, unless its function does not return."""
@@ -84,6 +85,11 @@ def start_thread(target: Callable[[], None], name: str | None = None) -> threadi
     _started.add(thread)
     thread.start()
     return thread
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Threads(Executor):
@@ -242,10 +248,6 @@ def _exit_code(error: BaseException) -> int:
     return 0 if code is None else code & 0xFF if isinstance(code, int) else 1
 
 
-S = TypeVar("S")
-T = TypeVar("T")
-
-
 async def finish(future: asyncio.Future[Any]) -> None:
     """Wait until a task or future has ended, come what may; a cancellation meanwhile is raised after that.
 
@@ -258,8 +260,7 @@ async def finish(future: asyncio.Future[Any]) -> None:
             await asyncio.wait([future])
         except asyncio.CancelledError as error:
             cancelled = error
-    if not future.cancelled():
-        future.exception()
+    mark_seen(future)
     if cancelled is not None:
         raise cancelled
 
@@ -281,8 +282,7 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]], seconds: float | None =
         return []
     done, pending = await asyncio.wait(waiting, timeout=seconds)
     for task in done:
-        if not task.cancelled():
-            task.exception()
+        mark_seen(task)
     return list(pending)
 
 
@@ -295,8 +295,8 @@ async def together(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
         return await asyncio.gather(*futures)
     except BaseException:
         for future in futures:
-            if not future.cancel() and not future.cancelled():
-                future.exception()  # seen: the first one is raised
+            if not future.cancel():
+                mark_seen(future)  # the first one is raised
         raise
     finally:
         del futures  # they lead to the error, and its traceback here
@@ -385,9 +385,17 @@ def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None
         return
     if error is None:
         future.set_result(result)
-    else:
-        future.set_exception(error)
-        future.exception()  # marks it as seen: the one who waited may have been cancelled
+        return
+    if isinstance(error, StopIteration):  # which a future refuses
+        error = RuntimeError(f"a function that ran in a thread raised {error!r}")
+    future.set_exception(error)
+    mark_seen(future)  # the one who waited may have been cancelled
+
+
+def mark_seen(future: asyncio.Future[Any]) -> None:
+    """Read a future's error, so that asyncio does not complain of one that nobody else reads."""
+    if not future.cancelled():
+        future.exception()
 
 
 _at_work: set[ComputeThread] = set()
@@ -429,7 +437,7 @@ class ComputeThread:
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop):
         self.name = name
         self._loop = loop
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._works: set[_Work] = set()
         self._took: dict[str, float] = {}
@@ -445,7 +453,7 @@ class ComputeThread:
             fn, args, kwargs: see `run`.
         """
 
-        @wraps(fn)
+        @functools.wraps(fn)
         def measured() -> T:
             began = time.thread_time()
             try:
@@ -473,8 +481,7 @@ class ComputeThread:
         if self._thread is None:
             self._thread = start_thread(self._serve, self.name)
         work = _Work(fn, args, kwargs, self._loop.create_future())
-        external = getattr(self._loop, "external", contextlib.nullcontext)  # holds virtual time still meanwhile
-        with external():
+        with external():  # holds virtual time still meanwhile
             self._works.add(work)
             self._queue.put(work)
             try:
@@ -513,16 +520,5 @@ class ComputeThread:
             finally:
                 _at_work.discard(self)
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self._loop.call_soon_threadsafe(_settle, work.future, result, error)
+                self._loop.call_soon_threadsafe(settle, work.future, result, error)
             del work, result, error
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.cancelled():
-        return
-    if error is None:
-        future.set_result(result)
-    elif isinstance(error, StopIteration):
-        future.set_exception(RuntimeError("a computed function raised StopIteration"))
-    else:
-        future.set_exception(error)

@@ -26,9 +26,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from rlinf.runtime.base.calls import Key
 from rlinf.runtime.devices.memory import DeviceMemory, LeaseError, Move, Residency, Statistics, Tenant
 
-__all__ = ["Claim", "DeviceMemory", "Lease", "LeaseError", "LeaseManager", "Statistics", "Tenant"]
+__all__ = ["Claim", "DeviceMemory", "GroupLease", "Lease", "LeaseError", "LeaseManager", "Statistics", "Tenant"]
 
 
 class Claim(NamedTuple):
@@ -45,10 +46,6 @@ class Claim(NamedTuple):
 
 class Lease:
     """The right to use `devices` with the tenants `names`, from `await acquire(...)` until `release(lease)`."""
-
-    __slots__ = (
-        "_callbacks", "_future", "_grant", "_queues", "devices", "loading", "names", "since", "wanted", "who",
-    )  # fmt: skip
 
     def __init__(self, who: str, names: tuple[str, ...], queues: dict[int, _Queue]) -> None:
         loop = asyncio.get_running_loop()
@@ -327,3 +324,107 @@ def _reject(leases: Iterable[Lease], error: Exception) -> None:
 
 def _claim(lease: Lease, moving: tuple[str, ...] = ()) -> Claim:
     return Claim(lease.who, lease.names, tuple(sorted(lease.devices)), lease.since, moving)
+
+
+# Group calls ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """One rank of a group call, while it waits for the group's devices or uses them."""
+
+    name: str
+    who: str
+    granted: asyncio.Future[Lease]
+    since: float
+
+
+class GroupLease:
+    """One lease shared by the ranks of a group call.
+
+    They ask for their devices together, once all that have not ended are ready: a rank whose arguments are still being
+    computed may need the very device that the others would hold. They give them back when none of them needs them.
+
+    Args:
+        ranks: how many take part in the call.
+    """
+
+    def __init__(self, manager: LeaseManager, ranks: int):
+        self._manager = manager
+        self.who = ""
+        """Its name in reports."""
+        self.ranks = ranks
+        self.ended: set[str] = set()
+        """Ranks whose part of the call is over."""
+        self.asking: dict[Key, _Rank] = {}
+        self.holding: dict[Key, _Rank] = {}
+        self._lease: Lease | None = None
+        self._taking: asyncio.Task[None] | None = None
+
+    async def acquire(self, ticket: Key, name: str, who: str) -> Lease:
+        """Wait for the devices of all ranks."""
+        loop = asyncio.get_running_loop()
+        self.who = self.who or f"all ranks of {who}"
+        rank = self.asking[ticket] = _Rank(name, who, loop.create_future(), loop.time())
+        self._proceed()
+        return await rank.granted
+
+    def leave(self, ticket: Key) -> None:
+        """This rank does not need the devices now, or does not want them any more."""
+        self.holding.pop(ticket, None)
+        rank = self.asking.pop(ticket, None)
+        if rank is not None:
+            rank.granted.cancel()
+        if self._taking is not None and not self.asking:
+            self._taking.cancel()
+        if self._lease is not None and not self.holding and not self.asking:
+            lease, self._lease = self._lease, None
+            self._manager.release(lease)
+        self._proceed()
+
+    def over(self, name: str) -> bool:
+        """A rank's part of the call is over; says whether all are."""
+        self.ended.add(name)
+        self._proceed()
+        return len(self.ended) >= self.ranks
+
+    @property
+    def missing(self) -> int:
+        """Ranks that neither need the devices now nor are over."""
+        here = (rank.name for ranks in (self.asking, self.holding) for rank in ranks.values())
+        return self.ranks - len(self.ended.union(here))
+
+    def _proceed(self) -> None:
+        if self._lease is not None:
+            self._grant(self._lease)
+        elif (
+            self._taking is None
+            and self.asking
+            and len(self.asking) + len(self.ended) >= self.ranks  # tells in most cases, and at once
+            and not self.missing
+        ):
+            self._taking = asyncio.create_task(self._take())
+
+    async def _take(self) -> None:
+        lease = None
+        try:
+            lease = await self._manager.acquire([rank.name for rank in self.asking.values()], self.who)
+        except Exception as error:  # it belongs to those who wait
+            for rank in self.asking.values():
+                if not rank.granted.done():
+                    rank.granted.set_exception(error)
+            self.asking.clear()
+        finally:
+            self._taking = None
+            if self.asking:
+                self._lease = lease
+            elif lease is not None:
+                self._manager.release(lease)  # all gave up in the tick of the grant
+            self._proceed()
+
+    def _grant(self, lease: Lease) -> None:
+        for ticket, rank in self.asking.items():
+            if not rank.granted.done():
+                rank.granted.set_result(lease)
+                self.holding[ticket] = rank
+        self.asking.clear()

@@ -47,11 +47,11 @@ Interval = tuple[float, float]
 """Start and end, seconds."""
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same time as intervals in order that neither overlap nor touch."""
+def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
+    """Return the same time as intervals in order that neither overlap nor touch; those less than a gap apart as one."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
+        if merged and (start <= merged[-1][1] or start - merged[-1][1] < gap):
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
             merged.append((start, end))
@@ -268,21 +268,9 @@ def recent(spans: Iterable[tuple[Any, ...]], start: float, end: float, finest_ki
         exact = {kind: own for kind, own in kinds.items() if kind in ("move", finest)}
         if exact:
             busy = busy_times(exact, waited.get(actor, []))
-            parts.append(Busy(actor, endpoint, clip(closed(busy), start, end)))
-    parts += [Busy(actor, CALLED, clip(closed(intervals), start, end)) for actor, intervals in called.items()]
+            parts.append(Busy(actor, endpoint, clip(union(busy, GAP), start, end)))
+    parts += [Busy(actor, CALLED, clip(union(intervals, GAP), start, end)) for actor, intervals in called.items()]
     return [part for part in parts if part.intervals]
-
-
-def closed(intervals: Iterable[Interval], gap: float = GAP) -> list[Interval]:
-    """Return the same time as intervals in order, those that are less than a gap apart as one."""
-    joined: list[Interval] = []
-    for start, end in sorted(intervals):
-        if joined and (start <= joined[-1][1] or start - joined[-1][1] < gap):
-            if end > joined[-1][1]:
-                joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((start, end))
-    return joined
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,27 @@
 """Supervised child processes: inference servers, simulators, reward functions; all that may crash or hang.
 
-Flows in: a command line, or a Python function by its dotted path. Flows out: a process that is up, or `ChildDied`
-with its exit status and last words. Who wakes whom: the end of a process (end of file on its keeper's socket), a
-health answer that did not come and `restart()` each wake the child's one task, which ends that life, waits out the
-back-off and starts the next; whoever awaits `ready()` wakes when a life is up, and `failed()` when there will be none.
+Flows in: a command line, or a Python function by its dotted path; calls of a worker's methods. Flows out: a process
+that is up, or `ChildDied` with its exit status and last words; results of calls, or the errors of the code that ran.
+Who wakes whom: the end of a process (end of file on its keeper's socket), a health answer that did not come and
+`restart()` each wake the child's one task, which ends that life, waits out the back-off and starts the next; whoever
+awaits `ready()` wakes when a life is up, and `failed()` when there will be none. A call waits until its worker is free
+and up; an answer, the death of the worker or the deadline wakes the caller.
 
 Children end with this process even if it is killed with SIGKILL, and so do all their descendants: each runs under a
 small keeper process; `keeper.py` tells how and why. They are no sandboxes: a child may do what its user may. Nothing
 here forks, so threads of torch are safe.
 
-One life of a child process: its keeper, its output, its end, and the channel to it if it is Python.
-
-`supervisor.py` decides when a life begins and ends; `keeper.py` is what runs on the other side.
+Foreign code cannot be interrupted, only ended. So a call that exceeds its deadline or is cancelled costs its worker
+the process, which is replaced at once; calls that wait for their turn do not notice. Calls are pickles. So are answers,
+unless the child runs code that is not ours: who sends a pickle runs code where it is read. Such a child answers in
+JSON, and what it can do to us is to answer wrongly.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import pickle
@@ -28,10 +32,11 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from rlinf.runtime.base.errors import RuntimeFault, UserError
+from rlinf.runtime.base.errors import RemoteError, RuntimeFault, UserError
 from rlinf.runtime.processes import keeper
 
 logger = logging.getLogger(__name__)
@@ -68,7 +73,7 @@ class Process:
         *,
         channel: bool,
         env: Mapping[str, str],
-        cwd: Path | None,
+        cwd: Path | str | None,
         log: Path | None,
         lines: int,
     ):
@@ -246,6 +251,30 @@ class ChildDied(RuntimeFault):
     output: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """How long a child may take for what, and what becomes of one that has died."""
+
+    start_deadline: float = 60.0
+    """Seconds from the start until it must be healthy."""
+    health_interval: float = 5.0
+    """Seconds from a healthy answer to the next question."""
+    health_deadline: float = 30.0
+    """Seconds until a question must have been answered with True; else the child is killed as hung."""
+    max_restarts: int = 3
+    """Deaths in a row that are followed by a restart."""
+    backoff: tuple[float, float, float] = (0.5, 2.0, 30.0)
+    """Seconds before the first restart, factor for each further one, most seconds."""
+    reset_after: float = 60.0
+    """Seconds up after which earlier deaths are forgotten."""
+    stop_deadline: float = 5.0
+    """Seconds from SIGTERM to SIGKILL when it is stopped."""
+    log: Path | str | None = None
+    """File to append its output to; None keeps the last `lines` in memory."""
+    lines: int = 40
+    """Lines of output that `ChildDied` carries."""
+
+
 class Child:
     """A process that is kept running: started, checked, restarted, and ended with us.
 
@@ -261,16 +290,8 @@ class Child:
         python: interpreter for "module:function"; another one than ours uses its own `sys.path`.
         health: awaited as `health(child)`; True is healthy, and False, or an exception, is asked again until the
             deadline. It may as well wait until it can tell. None: a child that runs is healthy.
-        start_deadline: seconds from the start until it must be healthy.
-        health_interval: seconds from a healthy answer to the next question.
-        health_deadline: seconds until a question must have been answered with True; else the child is killed as hung.
-        max_restarts: deaths in a row that are followed by a restart.
-        backoff: seconds before the first restart, factor for each further one, most seconds.
-        reset_after: seconds up after which earlier deaths are forgotten.
-        stop_deadline: seconds from SIGTERM to SIGKILL when it is stopped.
         on_restart: awaited as `on_restart(child)` whenever a new life is up; if it raises, that life is ended too.
-        log: file to append its output to; None keeps the last `lines` in memory.
-        lines: lines of output that `ChildDied` carries.
+        supervision: see `Supervision`.
     """
 
     _role: str = "call"
@@ -285,16 +306,8 @@ class Child:
         cwd: Path | str | None = None,
         python: str = sys.executable,
         health: Callable[[Any], Awaitable[bool]] | None = None,
-        start_deadline: float = 60.0,
-        health_interval: float = 5.0,
-        health_deadline: float = 30.0,
-        max_restarts: int = 3,
-        backoff: tuple[float, float, float] = (0.5, 2.0, 30.0),
-        reset_after: float = 60.0,
-        stop_deadline: float = 5.0,
         on_restart: Callable[[Any], Awaitable[None]] | None = None,
-        log: Path | str | None = None,
-        lines: int = 40,
+        **supervision: Any,
     ):
         self.name = name
         self.restarts = 0
@@ -310,18 +323,10 @@ class Child:
             path = [os.path.abspath(entry) for entry in sys.path] if python == sys.executable else None
             self._description = pickle.dumps((path, command, description))
         self._env = env or {}
-        self._cwd = Path(cwd) if cwd is not None else None
+        self._cwd = cwd
         self._health = health
-        self._start_deadline = start_deadline
-        self._health_interval = health_interval
-        self._health_deadline = health_deadline
-        self._max_restarts = max_restarts
-        self._backoff = backoff
-        self._reset_after = reset_after
-        self._stop_deadline = stop_deadline
         self._on_restart = on_restart
-        self._log = Path(log) if log is not None else None
-        self._lines = lines
+        self._rules = Supervision(**supervision)
         self._failures = 0
         self._up_since: float | None = None
         self._life: Process | None = None
@@ -353,7 +358,7 @@ class Child:
         if self._task is None:
             return
         self._stopping = True
-        self._ask(self._stop_deadline)
+        self._ask(self._rules.stop_deadline)
         await asyncio.wait([self._task])
         if not self._failed.done():
             self._down()
@@ -368,7 +373,7 @@ class Child:
             ChildDied: there will be no next life.
         """
         self._check_started()
-        self._ask(self._stop_deadline)
+        self._ask(self._rules.stop_deadline)
         await self.ready()
 
     async def ready(self) -> None:
@@ -418,9 +423,9 @@ class Child:
                 if died is not None and not self._stopping:
                     if self._up_since is None and self.restarts == 0:
                         return self._give_up(died, "it was never up")
-                    if self._failures >= self._max_restarts:
+                    if self._failures >= self._rules.max_restarts:
                         return self._give_up(died, f"it died {self._failures + 1} times in a row")
-                    first, factor, most = self._backoff
+                    first, factor, most = self._rules.backoff
                     delay = min(most, first * factor**self._failures)
                     self._failures += 1
                     logger.warning("%s\nrestart %d in %g s", died, self.restarts + 1, delay)
@@ -435,18 +440,14 @@ class Child:
         self._asked = loop.create_future()
         changed = {**os.environ, **self._env}
         env = {key: value for key, value in changed.items() if value is not None}
-        life = Process(
-            self._argv,
-            channel=self._target is not None,
-            env=env,
-            cwd=self._cwd,
-            log=self._log,
-            lines=self._lines,
+        log = Path(self._rules.log) if self._rules.log is not None else None
+        channel = self._target is not None
+        self._life = life = Process(
+            self._argv, channel=channel, env=env, cwd=self._cwd, log=log, lines=self._rules.lines
         )
-        self._life = life
         self._up_since = None
         attend = asyncio.create_task(self._attend(life), name=f"health of {self.name}")
-        grace = self._stop_deadline
+        grace = self._rules.stop_deadline
         alone = False
         try:
             endings: list[asyncio.Future[Any]] = [attend, life.exited, self._asked]
@@ -459,7 +460,7 @@ class Child:
             await asyncio.wait([attend])
             await life.end(grace)
         wrong = None if attend.cancelled() else attend.exception()
-        if self._up_since is not None and loop.time() - self._up_since >= self._reset_after:
+        if self._up_since is not None and loop.time() - self._up_since >= self._rules.reset_after:
             self._failures = 0
         if self._asked.done():
             return None
@@ -469,7 +470,7 @@ class Child:
 
     async def _attend(self, life: Process) -> None:
         """See a life up, then keep asking for its health. Raises when it is to be killed."""
-        async with _deadline(self._start_deadline, "it was not healthy {} after its start") as reason:
+        async with _deadline(self._rules.start_deadline, "it was not healthy {} after its start") as reason:
             await self._greet(life)
             await self._until_healthy(reason)
         self._up_since = asyncio.get_running_loop().time()
@@ -477,8 +478,8 @@ class Child:
         if self.restarts and self._on_restart is not None:
             await self._on_restart(self)
         while self._health is not None:
-            await asyncio.sleep(self._health_interval)
-            async with _deadline(self._health_deadline, "it hung: no healthy answer within {}") as reason:
+            await asyncio.sleep(self._rules.health_interval)
+            async with _deadline(self._rules.health_deadline, "it hung: no healthy answer within {}") as reason:
                 await self._until_healthy(reason)
         await asyncio.wait([life.exited])
 
@@ -500,7 +501,7 @@ class Child:
             except Exception as error:  # a server that is not up yet refuses connections, and that is an answer
                 reason[:] = [f"health check: {type(error).__name__}: {error}"]
             await asyncio.sleep(pause)
-            pause = min(2 * pause, self._health_interval)
+            pause = min(2 * pause, self._rules.health_interval)
 
     def _ask(self, grace: float) -> None:
         """Have the present life replaced, without counting it as a death; `grace`: seconds between the signals."""
@@ -553,3 +554,161 @@ async def _deadline(seconds: float, text: str) -> AsyncIterator[list[str]]:
             yield reason
     except TimeoutError:
         raise RuntimeFault("; ".join([text.format(f"{seconds:g} s"), *reason])) from None
+
+
+# Calls into a child -----------------------------------------------------------------------------------------------
+
+_LARGE = 1 << 20
+"""Bytes from which an answer is read in a thread, so that the loop stays free."""
+_MOST = 64 << 20
+"""Bytes that an answer in JSON may have, since such a child may claim any number."""
+
+
+class CallTimeout(RuntimeFault, TimeoutError):
+    """A call exceeded its deadline; the process that ran it was killed."""
+
+
+class Worker(Child):
+    """A Python child that holds an object and answers calls of its methods, one at a time, in the order of calling.
+
+        async with Worker("simulators:Cabinet", {"seed": 1}, name="env0") as env:
+            observation = await env.call("reset", timeout=10)
+
+    Args:
+        target: "module:name" of what makes the object in the child: a class or function. If the object has a `close()`,
+            it is called when the worker is stopped. If it has `pauses(tell)`, that is called first: with `tell(True)`
+            in a call its deadline stands still until `tell(False)`, `start_deadline` seconds at most.
+        kwargs: keyword arguments for it, which must pickle.
+        name: what messages and logs call it.
+        answers: "pickle", or "json" where the child runs code that is not ours: results are then plain data, and errors
+            `RemoteError`.
+        supervision: see `Child`; `start_deadline` includes making the object, and there is no `health`: calls have
+            deadlines. A call that succeeds makes earlier deaths forgotten.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        name: str,
+        answers: Literal["pickle", "json"] = "pickle",
+        **supervision: Any,
+    ):
+        self._role = answers
+        if "health" in supervision:
+            raise UserError(f"worker {name!r} takes no health check: it cannot answer one while it computes")
+        super().__init__(target, kwargs, name=name, **supervision)
+        self._turn = asyncio.Lock()
+
+    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:  # noqa: ASYNC109
+        """Call a method of the object in the child. Cancelling a call that runs replaces the process.
+
+        Args:
+            method: its name; "__call__" if the object is a function.
+            args, kwargs: its arguments, which must pickle.
+            timeout: seconds from when the worker turns to this call; None for no limit.
+
+        Raises:
+            CallTimeout: the deadline passed.
+            ChildDied: the process ended while it ran this call, or will not be started again.
+            RemoteError: the answer cannot be read; or it is an error that cannot travel, with its traceback as a note.
+            Exception: what the method raised, with its traceback as a note.
+        """
+        self._check_started()
+        try:
+            request = pickle.dumps((method, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise TypeError(f"arguments of {self.name}.{method}() cannot be pickled: {error}") from error
+        async with self._turn:
+            life = await asyncio.shield(self._ready)
+            reply = await self._ask_child(life, method, request, timeout)
+        self._failures = 0
+        try:
+            kind, *rest = await self._read(reply)
+        except Exception as error:
+            raise RemoteError(f"the result of {self.name}.{method}() cannot be read here: {error}") from error
+        if kind == "result":
+            return rest[0]
+        raise self._remote_error(method, *rest)
+
+    async def _greet(self, life: Process) -> None:
+        await super()._greet(life)
+        assert life.channel is not None
+        try:
+            await receive(life.channel)  # "ready"
+        except (EOFError, ConnectionError):
+            await asyncio.wait([life.exited])  # the exit status says more
+
+    async def _ask_child(self, life: Process, method: str, request: bytes, seconds: float | None) -> bytearray:
+        assert life.channel is not None
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                await send(life.channel, request)
+                return await self._answer(life.channel, limit)
+        except TimeoutError:
+            self._replace(life)
+            text = f"{self.name}.{method}() exceeded its {seconds:g} s; its process was killed and is being replaced"
+            raise CallTimeout(text) from None
+        except asyncio.CancelledError:
+            self._replace(life)
+            raise
+        except TooLong as error:
+            self._replace(life)
+            raise RemoteError(f"the result of {self.name}.{method}() cannot be read here: {error}") from None
+        except (EOFError, ConnectionError):
+            if life is self._life:
+                self._down()
+            await asyncio.wait([life.exited], timeout=self._rules.stop_deadline)
+            self._replace(life)  # only what closed its channel and lives on is still there
+            await asyncio.wait([life.exited])
+            raise self._death(f"died in {method}(): it {how_it_ended(life)}", life) from None
+
+    async def _answer(self, channel: socket.socket, limit: asyncio.Timeout) -> bytearray:
+        """The answer to a call. While the child says that it pauses, its deadline stands still: for as long in all as
+        it may take to start."""
+        loop = asyncio.get_running_loop()
+        spare, rest, since = self._rules.start_deadline, None, 0.0
+        while True:
+            message = await receive(channel, _MOST if self._role == "json" else None)
+            end = limit.when()
+            if message == keeper.PAUSE and rest is None and end is not None:
+                since = loop.time()
+                rest = end - since
+                limit.reschedule(since + spare)
+            elif message == keeper.RESUME and rest is not None:
+                spare -= loop.time() - since
+                limit.reschedule(loop.time() + rest)
+                rest = None
+            elif message not in (keeper.PAUSE, keeper.RESUME):
+                return message
+
+    def _replace(self, life: Process) -> None:
+        """Kill `life` and have the next one begin at once; that is no death to be counted."""
+        if life is self._life and not life.exited.done():
+            life.kill()
+            self._ask(0.0)
+
+    async def _read(self, reply: bytearray) -> Any:
+        loads = _from_json if self._role == "json" else pickle.loads
+        return loads(reply) if len(reply) < _LARGE else await asyncio.to_thread(loads, reply)
+
+    def _remote_error(self, method: str, pickled: bytes | None, kind: str, text: str, trace: str) -> Exception:
+        try:
+            error = pickle.loads(pickled) if pickled is not None else None
+        except Exception:  # a class whose pickle does not fit its constructor, or that we cannot import
+            error = None
+        if not isinstance(error, Exception):
+            error = RemoteError(f"{kind}: {text}")
+        error.add_note(f"raised in {self.name}.{method}(), process {self.pid}:\n{trace}")
+        return error
+
+
+def _from_json(reply: bytearray) -> tuple[Any, ...]:
+    """An answer of a child that may send anything."""
+    match json.loads(reply):
+        case ["result", value]:
+            return "result", value
+        case ["error", None, str(kind), str(text), str(trace)]:
+            return "error", None, kind, text, trace
+    raise ValueError("it is neither a result nor an error")

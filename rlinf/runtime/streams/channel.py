@@ -21,9 +21,9 @@ import weakref
 from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from rlinf.runtime.actor.actor import Actor, endpoint, show_wait
+from rlinf.runtime.actor.actor import show_wait
 from rlinf.runtime.actor.dispatch import travelling
-from rlinf.runtime.base.calls import SERVICE, Key, current_call, current_scope, waiter
+from rlinf.runtime.base.calls import SERVICE, Key, current_scope, waiter
 from rlinf.runtime.base.errors import QueueClosed
 from rlinf.runtime.observe.dataflow import Origin
 from rlinf.runtime.streams.item_queue import ItemQueue, Pairs, Token
@@ -295,6 +295,14 @@ class QueueHandle:
             return [(id, value) for (id, _), value in zip(pairs, values, strict=True)]
         return [(id, await opened(value, self.host)) for id, value in pairs]
 
+    async def statistics(self) -> dict[str, Any]:
+        """Counts by state, and who waits since when."""
+        queue = self.local()
+        if queue is not None:
+            return queue.statistics()
+        result: dict[str, Any] = await self._call("queue_statistics", self.id)
+        return result
+
     def hold(self, change: int) -> None:
         """One more handle that was sent away keeps the queue, or one fewer; the last to go stops the producers."""
         if self.owner == self.host.rank:
@@ -346,85 +354,6 @@ def _arrived(owner: int, id: Key, name: str, capacity: int | None, origin: Origi
     if codec is None:
         raise RuntimeError(f"{name}: a channel or stream can only be sent to actors, not unpickled by hand")
     return QueueHandle(codec.host, owner, id, name, capacity, origin)
-
-
-class QueueService(Actor):
-    """The part of a host's own actor that serves its queues to other hosts."""
-
-    @endpoint
-    async def queue_put(
-        self,
-        id: Key,
-        items: list[tuple[Hashable, Any, Any, float, Hashable]],
-        plain: bool,
-        forgotten: list[Hashable],
-    ) -> None:
-        host = self._cell.host
-        arrived = [  # before anything can go wrong: the end of a sealed item frees what its producer keeps
-            (item_id, value if plain else Sealed(host, value, ref), weight, key)
-            for item_id, value, ref, weight, key in items
-        ]
-        queue = queues_of(host).find(id)
-        queue.forget(forgotten)
-        for item_id, value, weight, key in arrived:
-            queue.put_nowait(value, id=item_id, key=key, weight=weight, force=True)
-        await queue.space(_asker())
-
-    @endpoint
-    async def queue_put_one(self, id: Key, item: Any, plain: bool) -> None:
-        host = self._cell.host
-        item_id, value, ref, weight, key = item
-        if not plain:
-            value = Sealed(host, value, ref)
-        queue = queues_of(host).find(id)
-        await queue.put(value, id=item_id, key=key, weight=weight, name=_asker())
-        call = current_call.get()
-        if queue.capacity is None and call is not None:
-            queues_of(host).let_feed(host, id, call.caller)
-
-    def queue_feed(self, id: Key, item: Any, plain: bool) -> None:
-        _, value, ref, weight, key = item
-        if not plain:
-            value = Sealed(self._cell.host, value, ref)
-        queue = queues_of(self._cell.host).get(id)
-        if queue is not None:
-            queue.put_late(value, key=key, weight=weight)
-
-    def queue_close(self, id: Key) -> None:
-        queues_of(self._cell.host).close(self._cell.host, id)
-
-    def queue_opened(self, id: Key) -> None:
-        queues_of(self._cell.host).opened(id)
-
-    def queue_closing(self, id: Key) -> None:
-        host = self._cell.host
-        queues_of(host).closing(id)
-        host.cast(id[0], SERVICE, "queue_drained", id, host.rank)
-
-    def queue_drained(self, id: Key, feeder: int) -> None:
-        queues_of(self._cell.host).drained(id, feeder)
-
-    @endpoint
-    async def queue_take(self, id: Key, token: Token, most: int, wishes: dict[str, Any]) -> Pairs:
-        return await queues_of(self._cell.host).find(id).take(token, most, name=_asker(), **wishes)
-
-    @endpoint
-    async def queue_statistics(self, id: Key) -> dict[str, Any]:
-        return queues_of(self._cell.host).find(id).statistics()
-
-    def queue_hold(self, id: Key, change: int) -> None:
-        queues_of(self._cell.host).hold(id, change)
-
-    def queue_cast(self, id: Key, method: str, args: tuple[Any, ...]) -> None:
-        queue = queues_of(self._cell.host).get(id)
-        if queue is not None:
-            getattr(queue, method)(*args)
-
-
-def _asker() -> str:
-    """The call that made the running one."""
-    call = current_call.get()
-    return call.parent if call is not None else "flow"
 
 
 class Channel:
@@ -541,11 +470,7 @@ class Channel:
 
     async def statistics(self) -> dict[str, Any]:
         """Counts by state, and who waits since when."""
-        queue = self._handle.local()
-        if queue is not None:
-            return queue.statistics()
-        result: dict[str, Any] = await self._handle._call("queue_statistics", self._handle.id)
-        return result
+        return await self._handle.statistics()
 
     def __aiter__(self) -> Channel:
         return self

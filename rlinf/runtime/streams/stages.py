@@ -11,14 +11,13 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import aclosing, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlinf.runtime.actor.actor import Actor, Cell, Running, endpoint, show_wait
-from rlinf.runtime.base.calls import ActorId, Call, DeviceLease, current_call, waiter
+from rlinf.runtime.actor.actor import Cell, show_wait
+from rlinf.runtime.base.calls import Call, DeviceLease, waiter
 from rlinf.runtime.base.errors import ActorDied, QueueClosed, UserError
-from rlinf.runtime.base.tasks import all_or_none
-from rlinf.runtime.devices import lease as device_lease
 from rlinf.runtime.streams.channel import QueueHandle
 from rlinf.runtime.streams.stream import Consumer, Stream
 from rlinf.runtime.values.promise import Promise, holds_promise, resolve
@@ -172,69 +171,10 @@ class Emitter:
             self._moved.set_result(None)
 
 
-class StageService(Actor):
-    """The part of a host's own actor that runs stages next to their actors, so that items never detour."""
-
-    @endpoint
-    async def generate(
-        self, actor: ActorId, method: str, sink: QueueHandle, capacity: int | None, args: Any, kwargs: Any
-    ) -> None:
-        """Run an async-generator endpoint and put what it yields into the sink."""
-        host = self._cell.host
-        call = current_call.get()
-        assert call is not None
-        cell = host.cell(actor, call)
-        emitter = Emitter(sink.rebind(host), capacity)
-        spec = cell.actor.endpoints[method]
-        with Running(host, cell, call):
-            if spec.device and cell.leased:
-                inputs, wanted = (*args, *kwargs.values()), emitter.release_bound
-                async with host.system.leases.hold(
-                    cell, call, gang=spec.gang, late=spec.late, inputs=inputs, wanted=wanted
-                ):
-                    await _generate(cell, method, emitter, args, kwargs, call.lease)
-            else:
-                await _generate(cell, method, emitter, args, kwargs)
-            await emitter.flush()
-
-    @endpoint
-    async def map(
-        self,
-        actor: ActorId,
-        method: str,
-        source: Stream[Any],
-        sink: QueueHandle,
-        capacity: int | None,
-        batch: int | None,
-        concurrency: int | None,
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Call an endpoint for the items of a source, as one of those who compete for them."""
-        host = self._cell.host
-        call = current_call.get()
-        assert call is not None
-        cell = host.cell(actor, call)
-        spec = cell.actor.endpoints[method]
-        emitter = Emitter(sink.rebind(host), capacity)
-        source = source if source.handle.host is host else Stream(source.handle.rebind(host))
-        if spec.device and cell.leased:
-            call.lease = device_lease.DeviceLease(
-                host.system.leases, cell, call, stage=True, wanted=emitter.release_bound
-            )
-        count = concurrency or (1 if spec.device else DEFAULT_CONCURRENCY)
-        work = _Map(cell, method, source, emitter, batch, kwargs, spec.streams)
-        with Running(host, cell, call):
-            try:
-                await all_or_none([work.run(call) for _ in range(count)])
-                await emitter.flush()
-            finally:
-                if call.lease is not None:
-                    call.lease.close()
-
-
-async def _generate(
+async def generate(
     cell: Cell, method: str, emitter: Emitter, args: Any, kwargs: Any, lease: DeviceLease | None = None
 ) -> None:
+    """Run an async-generator endpoint and put what it yields into the sink."""
     if lease is not None:
         lease.puts = True
     items: AsyncIterator[Any] = getattr(cell.actor, method)(*args, **kwargs)
@@ -247,21 +187,17 @@ async def _generate(
                 await lease.resume()
 
 
-class _Map:
+@dataclass(frozen=True, slots=True)
+class MapWorker:
     """One worker's loop: take, call, emit, acknowledge. Consumes the source; unblocked by its items or its end."""
 
-    def __init__(
-        self,
-        cell: Cell,
-        method: str,
-        source: Stream[Any],
-        emitter: Emitter,
-        batch: int | None,
-        kwargs: dict[str, Any],
-        streams: bool,
-    ):
-        self.cell, self.method, self.source, self.emitter = cell, method, source, emitter
-        self.batch, self.kwargs, self.streams = batch, kwargs, streams
+    cell: Cell
+    method: str
+    source: Stream[Any]
+    emitter: Emitter
+    batch: int | None
+    kwargs: dict[str, Any]
+    streams: bool
 
     async def run(self, call: Call) -> None:
         consumer: Consumer[Any] = Consumer(self.source, prefetch=True, most=self.batch or 1)

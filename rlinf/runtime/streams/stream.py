@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from rlinf.runtime.actor.actor import show_wait
 from rlinf.runtime.base.calls import SERVICE, Call, DeviceLease, current_call, current_host, here, waiter
 from rlinf.runtime.base.errors import QueueClosed
+from rlinf.runtime.base.tasks import mark_seen
 from rlinf.runtime.observe.dataflow import Counter, Origin, amount
 from rlinf.runtime.streams.channel import QueueHandle, queues_of
 from rlinf.runtime.streams.item_queue import ItemQueue, Pairs, Token
@@ -227,11 +228,7 @@ class Stream(Generic[T]):
 
     async def statistics(self) -> dict[str, Any]:
         """Counts of items by state, and who waits since when."""
-        queue = self.handle.local()
-        if queue is not None:
-            return queue.statistics()
-        result: dict[str, Any] = await self.handle._call("queue_statistics", self.handle.id)
-        return result
+        return await self.handle.statistics()
 
     def __lend__(self, pickler: Any) -> Any:
         return _arrived, (self.handle, pickler.hold(self))
@@ -541,8 +538,8 @@ async def _take_ahead(
 
 def _leave(handle: QueueHandle, token: Token, done: list[Hashable], ahead: asyncio.Task[Pairs] | None) -> None:
     """Word of a consumer that stops: items that are done, a wish to be forgotten, and all else to be given back."""
-    if ahead is not None and not ahead.cancel() and not ahead.cancelled():
-        ahead.exception()  # seen: nobody will ask any more
+    if ahead is not None and not ahead.cancel():
+        mark_seen(ahead)  # nobody will ask any more
     if done:
         handle.ack(token, done)
     handle.requeue(token)

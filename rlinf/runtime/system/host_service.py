@@ -1,330 +1,49 @@
-"""The actor that every host has, for the runtime's own calls: making and ending actors, fetching values, reports.
+"""The actor that every host has, for the runtime's own calls: all that hosts ask of each other.
 
-Flows in: calls from `ActorSystem` on any host. Flows out: actors, values, spans. Its queue, stage and lease parts live
-beside what they serve.
-
-What one host is doing at this moment: its waits for the stall report, its actors and queues for whoever looks.
+Flows in: calls from `ActorSystem`, queue handles, lease clients on any host. Flows out: actors, items, leases, values,
+spans. Who wakes whom: see what stands behind each part: `item_queue.py`, `stages.py`, `lease_manager.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import astuple, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from rlinf.runtime.actor.actor import COMPUTING, Actor, Cell, Moving, Running, endpoint
-from rlinf.runtime.base.calls import SERVICE, ActorId, Call, Granularity, Key, current_call
+from rlinf.runtime.actor.actor import Actor, Cell, Moving, Running, endpoint
+from rlinf.runtime.base.calls import FLOW, SERVICE, ActorId, Gang, Granularity, Key, current_call
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.base.tasks import cancel_all
-from rlinf.runtime.base.tensors import own_device
-from rlinf.runtime.devices.lease_server import LeaseService, Move
+from rlinf.runtime.base.tasks import all_or_none, cancel_all
+from rlinf.runtime.devices.lease import DeviceLease
+from rlinf.runtime.devices.lease_manager import DeviceMemory, GroupLease, Lease, LeaseError, LeaseManager, Tenant
 from rlinf.runtime.observe.dataflow import Passages
 from rlinf.runtime.observe.perfetto import Exports, Extract, Outline
 from rlinf.runtime.observe.spans import Busy, Seen, Span, busy, recent
-from rlinf.runtime.observe.stalls import OURS, HostReport, Wait, Work, locks, open_work
-from rlinf.runtime.streams.channel import Channel, QueueService
-from rlinf.runtime.streams.item_queue import ItemQueue
-from rlinf.runtime.streams.stages import StageService
+from rlinf.runtime.observe.stalls import HostReport
+from rlinf.runtime.streams.channel import Channel, QueueHandle, QueueRegistry, Sealed, queues_of
+from rlinf.runtime.streams.item_queue import Pairs, Token
+from rlinf.runtime.streams.stages import DEFAULT_CONCURRENCY, Emitter, MapWorker, generate
+from rlinf.runtime.streams.stream import Stream
 from rlinf.runtime.system.handles import ActorGroup
+from rlinf.runtime.system.observer import (
+    ActorState,
+    LookBack,
+    QueueState,
+    look_at,
+    looked_back,
+    report_host,
+    spans_since,
+)
 from rlinf.runtime.values.codec import Place
 from rlinf.runtime.values.p2p import GroupBulk
-from rlinf.runtime.values.promise import Promise
 from rlinf.runtime.values.relay import Answer
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.calls import Host
-
-
-@dataclass(frozen=True, slots=True)
-class ActorState:
-    """State of an actor at this moment."""
-
-    actor: str
-    """Such as "rollout[0]"."""
-    host: int
-    """Where it lives."""
-    doing: str
-    """`computing NAME`, `waiting for NAME`, `running ENDPOINT` or `idle`."""
-    since: float | None
-    """Seconds since its oldest running call began; None when idle."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueState:
-    """A stream or channel at this moment."""
-
-    name: str
-    """Such as "rollout.generate@0.41"."""
-    ready: int
-    """Items that nobody has taken yet."""
-    running: int
-    """Items that somebody works on."""
-    put: int
-    """Items that ever came."""
-    capacity: int | None = None
-    """Items that it takes before whoever puts more waits; None for any number."""
-    waiting_to_take: tuple[str, ...] = ()
-    """Actors, or "flow", that wait for items."""
-    waiting_to_put: tuple[str, ...] = ()
-    """Actors, or "flow", that wait for room."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryState:
-    """How full what a host computes on is: its GPU, or this machine by its process."""
-
-    device: str
-    """Such as "cuda:0", or "cpu"."""
-    used: int
-    """Bytes: all that is taken of the GPU, by whichever process; or what of this process is in memory."""
-    total: int | None
-    """Bytes of the GPU, or of the machine; None where nobody can tell."""
-    owner: str
-    """What no other GPU or process has: hosts that share it tell of the same memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class LookBack:
-    """State of a host: what it does now, and what it did between two times of its clock."""
-
-    __plain__: ClassVar[bool] = True  # holds no promise: the runtime need not look for one in its many parts
-
-    actors: tuple[ActorState, ...]
-    """As of now."""
-    queues: tuple[QueueState, ...]
-    """As of now."""
-    start: float
-    """Seconds."""
-    end: float
-    """Seconds; now."""
-    busy: tuple[Busy, ...]
-    """See `recent`."""
-    memory: MemoryState
-    """Now."""
-
-
-def look_at(host: Host) -> tuple[list[ActorState], list[QueueState]]:
-    """Return the states of this host's actors and queues."""
-    waits: dict[str, str] = {}
-    queues = []
-    for queue in host.system.queues.all():
-        facts = queue.statistics()
-        for who, _ in facts["waiting_to_take"]:
-            waits[who.partition("/")[0]] = _plain(queue.name)
-        for who, _ in facts["waiting_to_put"]:
-            waits[who.partition("/")[0]] = f"space in {_plain(queue.name)}"
-        ready, running, put = (int(facts[key]) for key in ("queued", "running", "put"))
-        takers, putters = (_actors(facts[key]) for key in ("waiting_to_take", "waiting_to_put"))
-        queues.append(QueueState(queue.name, ready, running, put, queue.capacity, takers, putters))
-    for sent, queue_name in _remote_waits(host):
-        waits[sent.parent.partition("/")[0]] = _plain(queue_name)
-    now = host.now()
-    return [_state(cell, waits, now) for cell in host.cells.values() if cell.id != SERVICE], queues
-
-
-def _state(cell: Cell, waits: dict[str, str], now: float) -> ActorState:
-    calls = sorted(cell.calls, key=lambda call: call.since)
-    if not calls:
-        return ActorState(cell.name, cell.host.rank, "idle", None)
-    since = now - calls[0].since
-    computing = next((call.doing for call in calls if call.doing), None)
-    waiting = next((waits[call.label] for call in calls if call.label in waits), None)
-    item = next((endpoint for kind, endpoint, *_ in cell.under_way.values() if kind == "item"), None)
-    running = f"running {item or calls[0].name.rpartition('.')[2]}"
-    doing = computing or (f"waiting for {waiting}" if waiting and item is None else running)
-    return ActorState(cell.name, cell.host.rank, doing, since)
-
-
-def _plain(name: str) -> str:
-    return name.partition("@")[0]
-
-
-def _actors(waiting: list[tuple[str, float]]) -> tuple[str, ...]:
-    """Whose calls wait, each once: "judge[0]" of "judge[0].score#0.17"."""
-    return tuple(dict.fromkeys(_actor(who) for who, _ in waiting))
-
-
-def _actor(label: str) -> str:
-    return label.partition("/")[0].partition("#")[0].rpartition(".")[0] or label.partition("/")[0]
-
-
-# Looking back --------------------------------------------------------------------------------------------------------
-
-FEW = 64
-"""Spans that are looked at first: of a quiet second there are no more."""
-_OF_QUEUES = (".take", ".put_one")
-"""How calls end that wait for a queue on another host."""
-
-
-def spans_since(host: Host, since: float) -> list[tuple[Any, ...]]:
-    """Return the spans that ended then or later, and what is under way now, as if it ended now; as plain tuples."""
-    return [*host.tracer.plain_since(since, FEW), *_under_way(host)]
-
-
-def looked_back(host: Host, since: float, until: float, busy: Sequence[Busy]) -> LookBack:
-    """Return what this host does now, with what it did.
-
-    Args:
-        host: which.
-        since, until: seconds of its clock.
-        busy: of `recent`, between these.
-    """
-    actors, queues = look_at(host)
-    return LookBack(tuple(actors), tuple(queues), since, until, tuple(busy), memory_of(host))
-
-
-def _under_way(host: Host) -> Iterator[Span]:
-    now = host.now()
-    for cell in host.cells.values():
-        if cell.id == SERVICE:
-            continue
-        for kind, method, what, since in cell.under_way.values():
-            yield Span(kind, cell.name, method, what, since, now)
-        for call in cell.calls:
-            yield Span("call", cell.name, call.name.rpartition(".")[2], call.parent, call.since, now)
-            if call.doing is not None and not call.doing.startswith(COMPUTING):  # for a lease, or for work
-                yield Span("wait", cell.name, call.name.rpartition(".")[2], call.doing, call.since, now)
-    for queue in host.system.queues.all():
-        facts = queue.statistics()
-        for who, since in (*facts["waiting_to_take"], *facts["waiting_to_put"]):
-            yield Span("wait", _actor(who), "", queue.name, since, now)
-    for sent, name in _remote_waits(host):
-        yield Span("wait", _actor(sent.parent), "", name, sent.since, now)
-
-
-def _remote_waits(host: Host) -> Iterator[tuple[Promise[Any], str]]:
-    """Calls from here that wait for queues on other hosts, with the queues' names."""
-    for sent in host.sent.values():
-        if isinstance(sent, Promise) and sent.name.endswith(_OF_QUEUES):
-            yield sent, sent.name.rpartition(".")[0]
-
-
-def memory_of(host: Host) -> MemoryState:
-    """How full this process's GPU is, or, without one, what of this process is in memory."""
-    device, place = own_device(), host.places[host.rank]
-    if device.type == "cuda" and torch.cuda.is_initialized():
-        free, total = torch.cuda.mem_get_info(device)
-        return MemoryState(str(device), total - free, total, place.device)
-    return MemoryState("cpu", _resident(), _machine_memory(), place.process)
-
-
-def _resident() -> int:
-    try:
-        file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)  # a file object would take five times as long
-        try:
-            return int(os.read(file, 256).split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        finally:
-            os.close(file)
-    except (OSError, ValueError, IndexError):  # no such file outside of Linux
-        return 0
-
-
-@functools.cache
-def _machine_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
-
-
-# Stall reports -------------------------------------------------------------------------------------------------------
-
-
-def report_host(host: Host, service: Service) -> HostReport:
-    """Return a report of what waits on this host, and for what."""
-    now = host.now()
-    report = HostReport(host.rank)
-    for promise in list(host.sent.values()):
-        if isinstance(promise, Promise) and not promise.done() and promise.name != OURS:
-            report.waits.append(Wait(promise.parent, promise.label, now - promise.since))
-    labels: dict[Any, str] = {}
-    for cell in host.cells.values():
-        for call in cell.calls:
-            if call.name == OURS:
-                continue
-            labels[call.caller, call.number] = call.label
-            _report_call(report, call, host, now)
-            if call.doing is not None and call.doing.startswith(COMPUTING):
-                report.moves[call.label] += cell.processor_seconds()
-    for who, value, since in host.values.awaited.values():
-        on = value if isinstance(value, str) else labels.get(value, f"the value of call {value[0]}.{value[1]}")
-        report.waits.append(Wait(who, on, now - since))
-    for queue in host.system.queues.all():
-        _report_queue(report, queue, now)
-    for lock in list(locks):
-        if lock.host is host:
-            report.waits.extend(Wait(who, f"lock {lock.name}", now - since) for who, since in lock.waiting.values())
-            if lock.holder is not None and lock.waiting:
-                report.waits.append(Wait(f"lock {lock.name}", lock.holder, None))
-    for work in list(open_work):
-        if work.host is host:
-            _report_work(report, work, now)
-    if hasattr(service, "manager"):  # it is the controller's
-        report.waits += [
-            Wait(who, on, None if since is None else now - since) for who, on, since in service.lease_waits()
-        ]
-    # a call cannot end before what it does in other tasks
-    parts = {wait.who for wait in report.waits if "/" in wait.who}
-    report.waits += [Wait(part.rpartition("/")[0], part, None) for part in sorted(parts)]
-    return report
-
-
-def _report_call(report: HostReport, call: Call, host: Host, now: float) -> None:
-    report.notes[call.label] = (
-        f"on host {host.rank}, {call.doing or 'running'}{_where(None if call.task is None else call.task.get_coro())}"
-    )
-    report.moves[call.label] = call.moves
-    report.ages[call.label] = now - call.since
-    if call.caller == host.rank and (call.promise is None or call.promise.wanted):
-        report.waits.append(Wait(call.parent, call.label, now - call.since))
-
-
-def _report_work(report: HostReport, work: Work, now: float) -> None:
-    report.waits.append(Wait(work.parent, work.name, None))
-    own = f"{work.name}'s own code"
-    report.waits.append(Wait(work.name, own, now - work.since))
-    report.notes[own] = f"on host {report.host}, {work.steps()} steps done{_where(work.coroutine)}"
-
-
-def _report_queue(report: HostReport, queue: ItemQueue, now: float) -> None:
-    facts = queue.statistics()
-    takers, putters = facts["waiting_to_take"], facts["waiting_to_put"]
-    if not takers and not putters:
-        return
-    report.notes[queue.name] = f"on host {report.host}: {facts['put']} put, {facts['done']} done"
-    space = f"space in {queue.name}"
-    report.waits += [Wait(name, queue.name, now - since) for name, since in takers]
-    report.waits += [Wait(name, space, now - since) for name, since in putters]
-    if takers:
-        report.waits += [Wait(queue.name, producer, None) for producer in queue.producers]
-        if not queue.producers and not queue.closed:
-            report.silent.append(f"nobody fills {queue.name}, yet {takers[0][0]} waits for it")
-    if putters:
-        holders = facts["held_by"]
-        report.waits += [Wait(space, holder, None) for holder in holders]
-        if not holders and not takers:
-            report.silent.append(f"nobody empties {queue.name}, yet {putters[0][0]} waits for space in it")
-
-
-def _where(awaiting: Any) -> str:
-    """The innermost line of a coroutine that is neither the runtime's nor asyncio's, as " at file.py:12"."""
-    line = ""
-    while awaiting is not None:
-        frame = getattr(awaiting, "cr_frame", None) or getattr(awaiting, "ag_frame", None)
-        module = "" if frame is None else str(frame.f_globals.get("__name__"))
-        ours = module.startswith("rlinf.runtime.") or module.partition(".")[0] in ("asyncio", "contextlib")
-        if frame is not None and not ours:
-            line = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
-        awaiting = getattr(awaiting, "cr_await", None) or getattr(awaiting, "ag_await", None)
-    return line
-
 
 CALLS_DEADLINE = 2.0
 """Seconds that cancelled calls may take before they are left behind: Ctrl-C promises five in all."""
@@ -334,6 +53,10 @@ FAN_OUT = 8
 """Hosts to which one host passes on what all are to get."""
 MOMENT = 0.2
 """Seconds for what only has to be told."""
+MOVES = 10_000
+"""Moves of actors that are remembered: far more than a step has."""
+ActorMove = tuple[str, str, float, float]
+"""An actor, "onload" or "offload", start and end in seconds of the controller's clock."""
 READ_ON_LOOP = 5000
 """Spans of a step that are read on the event loop, in some 5 ms; more are read in a thread."""
 
@@ -343,31 +66,46 @@ def children(host: int, hosts: int) -> range:
     return range(min(FAN_OUT * host + 1, hosts), min(FAN_OUT * host + FAN_OUT + 1, hosts))
 
 
-class Service(QueueService, StageService, LeaseService):
+class Service(Actor):
     """See the module's docstring."""
 
     def begin(self) -> None:
         """Called once, before anything can arrive."""
         self._names: dict[str, tuple[Key, ActorGroup | Channel | None]] = {}
         self._unready: set[ActorId] = set()
-        self._exports = Exports(self._cell.host)
+        self._exports = Exports(self._host)
         self._seen: Seen = {}
         self.all_here = asyncio.Event()
         self.farewell: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.on_interrupt: Callable[[int], None] | None = None
+        self.manager = LeaseManager(None, self._move("offload"), self._move("onload"))
+        """In use on the controller only; see `open_leases`."""
+        self.tenants: dict[str, tuple[int, ActorId]] = {}
+        self.moved: deque[ActorMove] = deque(maxlen=MOVES)
+        """The last moves of actors."""
+        self._tickets: dict[Key, Lease | GroupLease | None] = {}
+        self._groups: dict[Gang, GroupLease] = {}
+
+    @property
+    def _host(self) -> Host:
+        return self._cell.host
+
+    @property
+    def _queues(self) -> QueueRegistry:
+        return queues_of(self._host)
 
     # Joining and leaving -----------------------------------------------------------------------------------------
 
     def hello(self, place: Place) -> None:
         """A host tells the controller that it serves, and where it lives."""
-        host = self._cell.host
+        host = self._host
         host.places[place.host] = place
         if len(host.places) == host.transport.hosts:
             self.welcome(pickle.dumps([astuple(place) for place in host.places.values()], 5))
 
     def welcome(self, places: bytes) -> None:
         """Where all hosts live, made once by the controller and passed on from host to host along a tree."""
-        host = self._cell.host
+        host = self._host
         for child in children(host.rank, host.transport.hosts):
             host.cast(child, self._cell.id, "welcome", places)
         host.places.update((place.host, place) for place in (Place(*each) for each in pickle.loads(places)))
@@ -382,14 +120,14 @@ class Service(QueueService, StageService, LeaseService):
     @endpoint
     async def retire(self) -> None:
         """End the actors that are still here; the system ends, or the controller is gone."""
-        cells = self._cell.host.cells
+        cells = self._host.cells
         await self._stop_calls([cell for id, cell in cells.items() if id != self._cell.id])
         for id in reversed(list(cells)):
             if id != self._cell.id:
                 try:
                     await self.kill(id)
                 except Exception as error:  # one actor's close must not keep the others from theirs
-                    self._cell.host.complain("while ending", error)
+                    self._host.complain("while ending", error)
 
     def bye(self, graceful: bool) -> None:
         """The controller leaves, and so should this host."""
@@ -398,11 +136,11 @@ class Service(QueueService, StageService, LeaseService):
 
     def group_failed(self, name: str, why: str) -> None:
         """Another member of a process group or mesh has failed."""
-        self._cell.host.system.collectives.failed(name, why, tell=False)
+        self._host.system.collectives.failed(name, why, tell=False)
 
     def bulk_begun(self, source: int, tag: int) -> None:
         """The other host of a transfer between two GPUs holds its own (see `values/p2p.py`)."""
-        bulk = self._cell.host.codec.bulk
+        bulk = self._host.codec.bulk
         if isinstance(bulk, GroupBulk):
             bulk.begun(source, tag)
 
@@ -420,7 +158,7 @@ class Service(QueueService, StageService, LeaseService):
         kwargs: dict[str, Any],
     ) -> None:
         """Make an actor and run its setup; with devices (and a granularity), while it holds them."""
-        host = self._cell.host
+        host = self._host
         call = current_call.get()
         assert call is not None
         cell = Cell(cls(), actor_id, name, rank, group, host)
@@ -447,7 +185,7 @@ class Service(QueueService, StageService, LeaseService):
     @endpoint
     async def stop_calls(self, actors: list[ActorId]) -> None:
         """Cancel all calls of these actors, and wait until they have ended or have had their time."""
-        await self._stop_calls([cell for id in actors if (cell := self._cell.host.cells.get(id)) is not None])
+        await self._stop_calls([cell for id in actors if (cell := self._host.cells.get(id)) is not None])
 
     async def _stop_calls(self, cells: Sequence[Cell]) -> None:
         calls = {call.task: call for cell in cells for call in cell.calls if call.task is not None}
@@ -459,15 +197,15 @@ class Service(QueueService, StageService, LeaseService):
                 cell.stop_computing()  # whoever waits for a function that does not return need not wait any longer
             for task in await cancel_all(calls, MOMENT):
                 late = f"{calls[task].name} was still {doing[task]} {CALLS_DEADLINE} s after it was cancelled"
-                self._cell.host.complain(f"{late}, and is left behind")
+                self._host.complain(f"{late}, and is left behind")
 
     @endpoint
     async def kill(self, actor_id: ActorId) -> None:
         """End an actor: its running calls are cancelled, then it is closed, with all that it spawned."""
-        cell = self._cell.host.cells.pop(actor_id, None)
+        cell = self._host.cells.pop(actor_id, None)
         if cell is not None:
             ready = actor_id not in self._unready
-            await asyncio.shield(self._cell.host.own(self._kill(cell, ready)))  # once begun, it is done
+            await asyncio.shield(self._host.own(self._kill(cell, ready)))  # once begun, it is done
 
     async def _kill(self, cell: Cell, ready: bool) -> None:
         await self._stop_calls([cell])
@@ -480,16 +218,16 @@ class Service(QueueService, StageService, LeaseService):
                 await cell.actor.close()
         except TimeoutError:
             late = f"{cell.name}: close() took longer than {CLOSE_DEADLINE} s and was given up"
-            self._cell.host.complain(f"{late}; child processes that it was ending end with this process: none stays")
+            self._host.complain(f"{late}; child processes that it was ending end with this process: none stays")
         finally:
             cell.stop_computing()
 
     @endpoint
     async def move(self, actor_id: ActorId, what: str) -> None:
         """Offload or onload an actor for the lease manager; in its setup it loads itself."""
-        cell, call = self._cell.host.cells.get(actor_id), current_call.get()
+        cell, call = self._host.cells.get(actor_id), current_call.get()
         if cell is not None and call is not None and actor_id not in self._unready:
-            with Moving(self._cell.host, cell, call):
+            with Moving(self._host, cell, call):
                 await (cell.actor.offload() if what == "offload" else cell.actor.onload())
 
     # Names (controller) ------------------------------------------------------------------------------------------
@@ -525,12 +263,12 @@ class Service(QueueService, StageService, LeaseService):
 
     @endpoint
     async def fetch(self, key: Key) -> Any:
-        return await self._cell.host.values.kept_value(key)
+        return await self._host.values.kept_value(key)
 
     @endpoint
     async def fetch_shared(self, key: Key, without: int | None) -> Answer:
         """A kept value for a host on another machine, or who gives it; see `values/relay.py`."""
-        values, call = self._cell.host.values, current_call.get()
+        values, call = self._host.values, current_call.get()
         assert call is not None
         answer: Answer = values.relay.answer(key, await values.kept_value(key), call.caller, without)
         return answer
@@ -538,7 +276,7 @@ class Service(QueueService, StageService, LeaseService):
     @endpoint
     async def copy_of(self, key: Key) -> Any:
         """This host's copy of a value that another one owns."""
-        return await self._cell.host.values.relay.copy_of(key)
+        return await self._host.values.relay.copy_of(key)
 
     @endpoint
     async def trace_outline(self) -> Outline:
@@ -553,14 +291,14 @@ class Service(QueueService, StageService, LeaseService):
 
     @endpoint
     async def clock(self) -> float:
-        return self._cell.host.now()
+        return self._host.now()
 
     @endpoint
-    async def between(self, start: float, end: float) -> tuple[list[Busy], Passages, list[Move], list[Span]]:
+    async def between(self, start: float, end: float) -> tuple[list[Busy], Passages, list[ActorMove], list[Span]]:
         """Return what happened between two times of this host's clock, seconds: who was busy, also beyond these times;
         what went from whom to whom; on the controller, who was moved; and of what parts of their work actors told."""
-        host = self._cell.host
-        moves = [move for move in getattr(self, "moved", ()) if move[3] >= start and move[2] <= end]
+        host = self._host
+        moves = [move for move in self.moved if move[3] >= start and move[2] <= end]
         spans = host.tracer.ended_since(start)
         if len(spans) > READ_ON_LOOP:
             parts = await asyncio.get_running_loop().run_in_executor(None, busy, spans)
@@ -571,12 +309,12 @@ class Service(QueueService, StageService, LeaseService):
 
     @endpoint
     async def look(self) -> tuple[list[ActorState], list[QueueState]]:
-        return look_at(self._cell.host)
+        return look_at(self._host)
 
     @endpoint
     async def look_back(self, since: float) -> LookBack:
         """Return what this host does, and did since a time of its clock, seconds."""
-        host = self._cell.host
+        host = self._host
         now, spans = host.now(), spans_since(host, since)
         if len(spans) > READ_ON_LOOP:  # actors and queues are the loop's, so spans alone are read in a thread
             reading = partial(recent, spans, since, now, self._seen)
@@ -585,4 +323,271 @@ class Service(QueueService, StageService, LeaseService):
 
     @endpoint
     async def report(self) -> HostReport:
-        return report_host(self._cell.host, self)
+        return report_host(self._host, self.lease_waits())
+
+    # Queues ----------------------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def queue_put(self, id: Key, items: list[Any], plain: bool, forgotten: list[Hashable]) -> None:
+        """Put items as `QueueHandle.seal` made them: (id, value, reference, weight, key)."""
+        arrived = [self._arrived(item, plain) for item in items]  # before anything can go wrong
+        queue = self._queues.find(id)
+        queue.forget(forgotten)
+        for item_id, value, weight, key in arrived:
+            queue.put_nowait(value, id=item_id, key=key, weight=weight, force=True)
+        await queue.space(_asker())
+
+    def _arrived(self, item: Any, plain: bool) -> tuple[Hashable, Any, float, Hashable]:
+        """An item as its queue has it; the end of a sealed one frees what its producer keeps."""
+        item_id, value, ref, weight, key = item
+        return item_id, value if plain else Sealed(self._host, value, ref), weight, key
+
+    @endpoint
+    async def queue_put_one(self, id: Key, item: Any, plain: bool) -> None:
+        item_id, value, weight, key = self._arrived(item, plain)
+        queue = self._queues.find(id)
+        await queue.put(value, id=item_id, key=key, weight=weight, name=_asker())
+        call = current_call.get()
+        if queue.capacity is None and call is not None:
+            self._queues.let_feed(self._host, id, call.caller)
+
+    def queue_feed(self, id: Key, item: Any, plain: bool) -> None:
+        _, value, weight, key = self._arrived(item, plain)
+        queue = self._queues.get(id)
+        if queue is not None:
+            queue.put_late(value, key=key, weight=weight)
+
+    def queue_close(self, id: Key) -> None:
+        self._queues.close(self._host, id)
+
+    def queue_opened(self, id: Key) -> None:
+        self._queues.opened(id)
+
+    def queue_closing(self, id: Key) -> None:
+        self._queues.closing(id)
+        self._host.cast(id[0], SERVICE, "queue_drained", id, self._host.rank)
+
+    def queue_drained(self, id: Key, feeder: int) -> None:
+        self._queues.drained(id, feeder)
+
+    @endpoint
+    async def queue_take(self, id: Key, token: Token, most: int, wishes: dict[str, Any]) -> Pairs:
+        return await self._queues.find(id).take(token, most, name=_asker(), **wishes)
+
+    @endpoint
+    async def queue_statistics(self, id: Key) -> dict[str, Any]:
+        return self._queues.find(id).statistics()
+
+    def queue_hold(self, id: Key, change: int) -> None:
+        self._queues.hold(id, change)
+
+    def queue_cast(self, id: Key, method: str, args: tuple[Any, ...]) -> None:
+        queue = self._queues.get(id)
+        if queue is not None:
+            getattr(queue, method)(*args)
+
+    # Stages, next to their actors, so that items never detour --------------------------------------------------------
+
+    @endpoint
+    async def generate(
+        self, actor: ActorId, method: str, sink: QueueHandle, capacity: int | None, args: Any, kwargs: Any
+    ) -> None:
+        """Run an async-generator endpoint and put what it yields into the sink."""
+        host = self._host
+        call = current_call.get()
+        assert call is not None
+        cell = host.cell(actor, call)
+        emitter = Emitter(sink.rebind(host), capacity)
+        spec = cell.actor.endpoints[method]
+        with Running(host, cell, call):
+            if spec.device and cell.leased:
+                inputs, wanted = (*args, *kwargs.values()), emitter.release_bound
+                async with host.system.leases.hold(
+                    cell, call, gang=spec.gang, late=spec.late, inputs=inputs, wanted=wanted
+                ):
+                    await generate(cell, method, emitter, args, kwargs, call.lease)
+            else:
+                await generate(cell, method, emitter, args, kwargs)
+            await emitter.flush()
+
+    @endpoint
+    async def map(
+        self,
+        actor: ActorId,
+        method: str,
+        source: Stream[Any],
+        sink: QueueHandle,
+        capacity: int | None,
+        batch: int | None,
+        concurrency: int | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Call an endpoint for the items of a source, as one of those who compete for them."""
+        host = self._host
+        call = current_call.get()
+        assert call is not None
+        cell = host.cell(actor, call)
+        spec = cell.actor.endpoints[method]
+        emitter = Emitter(sink.rebind(host), capacity)
+        source = source if source.handle.host is host else Stream(source.handle.rebind(host))
+        if spec.device and cell.leased:
+            call.lease = DeviceLease(host.system.leases, cell, call, stage=True, wanted=emitter.release_bound)
+        count = concurrency or (1 if spec.device else DEFAULT_CONCURRENCY)
+        work = MapWorker(cell, method, source, emitter, batch, kwargs, spec.streams)
+        with Running(host, cell, call):
+            try:
+                await all_or_none([work.run(call) for _ in range(count)])
+                await emitter.flush()
+            finally:
+                if call.lease is not None:
+                    call.lease.close()
+
+    # Leases (controller) ---------------------------------------------------------------------------------------------
+
+    def open_leases(self, memory: dict[int, int] | None) -> None:
+        """Start managing devices of so many bytes each (None: as many as anyone likes)."""
+        self.manager = LeaseManager(memory, self._move("offload"), self._move("onload"))
+        self._memory = memory or {}
+        self._host.on_lost.append(lambda host, reason: self._forget(host))
+
+    def _move(self, what: str) -> Any:
+        async def move(name: str) -> None:
+            host, actor = self.tenants[name]
+            start = self._host.now()
+            await self._host.call(host, SERVICE, "move", f"{name}.{what}", (actor, what), {})
+            self.moved.append((name, what, start, self._host.now()))
+
+        return move
+
+    # Tenants -----------------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def lease_register(self, tenants: list[tuple[Tenant, int, ActorId]]) -> None:
+        """Make the actors of one group known to the manager before they ask for anything.
+
+        Raises:
+            UserError: one of them, or all of them together, could never be loaded.
+        """
+        tenants = [(replace(tenant, devices=self._gpus(tenant.devices)), h, i) for tenant, h, i in tenants]
+        for device, capacity in self._memory.items():  # the ranks of a group are set up, and called, together
+            here = [tenant for tenant, _, _ in tenants if device in tenant.devices]
+            needed = sum(tenant.resident_bytes for tenant in here)
+            if needed > capacity:
+                raise UserError(
+                    f"{', '.join(tenant.name for tenant in here)} can never be loaded on device {device} together: "
+                    f"they need {needed} of {capacity} bytes. Give them other devices, or see that they need less"
+                )
+        done: list[tuple[str, ActorId]] = []
+        for tenant, host, actor in tenants:
+            try:
+                self.manager.register(tenant)
+            except ValueError as error:
+                self.lease_unregister(done)
+                raise UserError(f"{error}: give it other devices, or see that it needs less") from None
+            self.tenants[tenant.name] = (host, actor)
+            done.append((tenant.name, actor))
+
+    def _gpus(self, devices: frozenset[int]) -> frozenset[int]:
+        """Devices, each GPU that several hosts share by the number of the first of them: a device is that of the host
+        of its number, and a GPU is known by its id."""
+        places = self._host.places
+        first: dict[str, int] = {}
+        for number, place in sorted(places.items()):
+            if place.device != "cpu":
+                first.setdefault(place.device, number)
+        return frozenset(first.get(places[each].device, each) if each in places else each for each in devices)
+
+    def lease_unregister(self, tenants: list[tuple[str, ActorId]]) -> None:
+        """Forget actors, unless others have taken their names meanwhile."""
+        for name, actor in tenants:
+            if name in self.tenants and self.tenants[name][1] == actor:
+                del self.tenants[name]
+                self.manager.unregister(name)
+
+    @endpoint
+    async def lease_devices(self) -> dict[int, DeviceMemory]:
+        """Return the memory that each device holds."""
+        return self.manager.statistics().devices
+
+    # Tickets -----------------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def lease_acquire(self, ticket: Key, name: str, who: str, gang: Gang | None, notify: bool) -> float:
+        """Wait for the devices of an actor; or, in a gang, of all its ranks. Returns the seconds that loading took."""
+        if ticket[0] in self._host.lost_hosts:
+            raise LeaseError(f"{who} asks for a lease from host {ticket[0]}, which is lost")
+        self._tickets[ticket] = None
+        if gang is None:
+            lease = await self.manager.acquire([name], who)
+            if ticket not in self._tickets:
+                self.manager.release(lease)  # given up in the tick of the grant
+                return 0.0
+            self._tickets[ticket] = lease
+        else:
+            self._tickets[ticket] = group = self._group(gang)
+            lease = await group.acquire(ticket, name, who)
+        if notify:
+            lease.on_wanted(lambda: self._tell_wanted(ticket))
+        return lease.loading
+
+    def _tell_wanted(self, ticket: Key) -> None:
+        if ticket in self._tickets:
+            self._host.cast(ticket[0], SERVICE, "lease_wanted", ticket)
+
+    def lease_wanted(self, ticket: Key) -> None:
+        """Arrives at the host of the holder."""
+        self._host.system.leases.wanted(ticket)
+
+    def lease_release(self, ticket: Key) -> None:
+        """The holder of a ticket is done with it, or does not wait for it any more."""
+        lease = self._tickets.pop(ticket, None)
+        if isinstance(lease, Lease):
+            self.manager.release(lease)
+        elif lease is not None:
+            lease.leave(ticket)
+
+    def lease_over(self, gang: Gang, name: str) -> None:
+        """A rank's part of a group call is over: the others need not wait for it."""
+        if self._group(gang).over(name):
+            self._groups.pop(gang, None)
+
+    def _group(self, gang: Gang) -> GroupLease:
+        group = self._groups.get(gang)
+        if group is None:
+            group = GroupLease(self.manager, gang[2])
+            if gang[0] not in self._host.lost_hosts:  # else nobody will say when it is over: not all ranks have it
+                self._groups[gang] = group
+        return group
+
+    def _forget(self, host: int) -> None:
+        """A host died: what it held comes back, and group calls that it made end where they were begun."""
+        for ticket in [ticket for ticket in self._tickets if ticket[0] == host]:
+            self.lease_release(ticket)
+        for gang in [gang for gang in self._groups if gang[0] == host]:
+            del self._groups[gang]
+
+    # Reports -----------------------------------------------------------------------------------------------------
+
+    def lease_waits(self) -> Iterator[tuple[str, str, float | None]]:
+        """(who, on what, since) for the stall report; since is None where nobody waits, but one leads to the other."""
+        for claim in self.manager.waiting():
+            for device in claim.devices:
+                yield claim.who, f"device {device}", claim.since
+        for claim in self.manager.holders():
+            for device in claim.devices:
+                yield f"device {device}", claim.who, None
+            for move in claim.moving:
+                yield claim.who, move, claim.since
+        for group in self._groups.values():
+            for rank in group.asking.values():
+                yield rank.who, group.who, rank.since
+                if group.missing:
+                    yield group.who, f"{group.missing} more of its ranks", rank.since
+            for rank in group.holding.values():
+                yield group.who, rank.who, None
+
+
+def _asker() -> str:
+    """The call that made the running one."""
+    call = current_call.get()
+    return call.parent if call is not None else FLOW

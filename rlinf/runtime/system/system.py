@@ -14,7 +14,7 @@ import inspect
 import os
 import socket
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -34,7 +34,8 @@ from rlinf.runtime.streams.channel import Channel, QueueHandle, QueueRegistry
 from rlinf.runtime.streams.item_queue import ItemQueue
 from rlinf.runtime.system.ending import Preemption
 from rlinf.runtime.system.handles import ActorGroup, ActorRef
-from rlinf.runtime.system.host_service import CALLS_DEADLINE, CLOSE_DEADLINE, MOMENT, Service, report_host
+from rlinf.runtime.system.host_service import CALLS_DEADLINE, CLOSE_DEADLINE, MOMENT, Service
+from rlinf.runtime.system.observer import report_host
 from rlinf.runtime.transport.arena import Arena
 from rlinf.runtime.transport.collectives import Collectives
 from rlinf.runtime.transport.link import Frame, LocalTransport, check_hosts, pack, unpack
@@ -259,7 +260,7 @@ class ActorSystem:
         """
         if computes:
             enter_device()
-        network = LocalNetwork(ActorSystem, hosts, serialize=serialize, trace=trace)
+        network = LocalNetwork(hosts, serialize=serialize, trace=trace)
         system = network.system(CONTROLLER)
         host = system._host
         system.service.open_leases(dict(device_memory) if device_memory is not None else None)
@@ -523,16 +524,12 @@ class LocalNetwork:
     """The hosts of a local system.
 
     Args:
-        make: makes the system that a host sees.
         hosts: how many; None makes a host whenever a number is first used.
         serialize: treat the hosts as separate processes.
         trace: record spans.
     """
 
-    def __init__(
-        self, make: Callable[[Host, LocalNetwork], ActorSystem], hosts: int | None, *, serialize: bool, trace: bool
-    ):
-        self._make = make
+    def __init__(self, hosts: int | None, *, serialize: bool, trace: bool):
         self._fixed = hosts
         self._serialize = serialize
         self._trace = trace
@@ -546,7 +543,7 @@ class LocalNetwork:
             self._places[number] = here(number, process=f"virtual {number}" if self._serialize else None)
             transport = LocalTransport(number, self._transports, _copied if self._serialize else None)
             host = Host(transport, self._places, share_memory=self._serialize, trace=self._trace)
-            self.systems[number] = self._make(host, self)
+            self.systems[number] = ActorSystem(host, self)
         return self.systems[number]
 
     def want(self, hosts: Sequence[int]) -> str | None:
@@ -559,7 +556,7 @@ class LocalNetwork:
 
     def reports(self) -> list[HostReport]:
         """Return reports of what waits on all hosts, in the instant."""
-        return [report_host(system._host, system.service) for system in self.systems.values()]
+        return [report_host(system._host, system.service.lease_waits()) for system in self.systems.values()]
 
     async def close(self) -> None:
         """End everything, however far it gets.

@@ -10,13 +10,13 @@ pieces for several.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from rlinf.runtime.base.tasks import cores
 from rlinf.runtime.base.tensors import device_of_threads, flat_bytes, work_on
 
 THREADS = 4
@@ -132,6 +132,5 @@ def _from_device(to: torch.Tensor, source: torch.Tensor, event: Any) -> None:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     device = device_of_threads()
-    return ThreadPoolExecutor(min(THREADS, cores), "rlinf-copy", initializer=work_on, initargs=(device,))
+    return ThreadPoolExecutor(min(THREADS, cores()), "rlinf-copy", initializer=work_on, initargs=(device,))

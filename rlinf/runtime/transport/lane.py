@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, Protocol, cast
 
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.base.tasks import OwnDirectory, cancel_all, computing
+from rlinf.runtime.base.tasks import OwnDirectory, cancel_all, computing, cores
 from rlinf.runtime.transport.link import Frame, Receiver, Respond, Transport, from_bytes, to_bytes
 
 MOMENT = 80e-6
@@ -55,8 +55,7 @@ class BusyPoll:
         self._worth = 0.0
         self._until = 0.0
         self._awake = False
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._room = cores >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._room = cores() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def was_worth(self, worth: bool) -> None:
         """To stay awake after the last frame would have been worth it, or not."""

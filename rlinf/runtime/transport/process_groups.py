@@ -54,7 +54,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from rlinf.runtime.base.errors import RuntimeFault, UserError
-from rlinf.runtime.base.tasks import settle, start_thread
+from rlinf.runtime.base.tasks import mark_seen, settle, start_thread
 from rlinf.runtime.base.tensors import flat_bytes
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -660,8 +660,7 @@ class Group:
 
     def _ended(self, operating: asyncio.Task[None]) -> None:
         self._under_way.discard(operating)
-        if not operating.cancelled():
-            operating.exception()  # seen: whoever waited for it may have been cancelled
+        mark_seen(operating)  # whoever waited for it may have been cancelled
 
     def _enter(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Begin a call of the backend, whose thread `close` gives time to leave it."""

@@ -24,7 +24,7 @@ import torch
 from torch.distributed import rpc
 
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.base.tasks import in_thread, settle
+from rlinf.runtime.base.tasks import cores, in_thread, settle
 from rlinf.runtime.transport import network
 from rlinf.runtime.transport.link import Frame, Packed, Receiver, pack, unpack
 from rlinf.runtime.transport.network import SCHEME
@@ -219,8 +219,7 @@ def _transport_options() -> dict[str, Any]:
     choice = os.environ.get("RLINF_RPC_TRANSPORT")
     if choice not in (None, "shm", "uv"):
         raise UserError(f"RLINF_RPC_TRANSPORT is {choice!r}; it can be shm or uv")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    per_host = cores / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    per_host = cores() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if choice == "shm" or (choice is None and per_host >= SPINNING_CORES):
         return {"_channels": list(CHANNELS)} if torch.cuda.is_available() else {}
     return {"_transports": ["uv"], "_channels": ["basic"]}

@@ -17,8 +17,8 @@ What arrives is what a tensor was at the moment of the call, even if it is writt
 shared instead: tensors in the arena (`Actor.empty_shared`), and CUDA tensors that go by ipc or group, of which there
 may be no room for a second copy. Nobody writes to those while a receiver has them.
 
-More than `COPY_BYTES` are copied by other threads (`shm/copies.py`). The message, and all later ones to that host, wait
-until it is done (`Link.hold_back`), so that messages stay in their order and the loop goes on meanwhile.
+More than `COPY_BYTES` are copied by other threads (`transport/copies.py`). The message, and all later ones to that
+host, wait until it is done (`Link.hold_back`), so that messages stay in their order and the loop goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlinf.runtime.base.clock import external
 from rlinf.runtime.base.errors import RuntimeFault
-from rlinf.runtime.base.tasks import together
+from rlinf.runtime.base.tasks import mark_seen, together
 from rlinf.runtime.transport import copies
-from rlinf.runtime.transport.arena import Arena, ArenaFull, ArenaReader, SlotRef
-from rlinf.runtime.values.p2p import Handles, unshareable
+from rlinf.runtime.transport.arena import ArenaFull, SlotRef
+from rlinf.runtime.values.p2p import unshareable
 from rlinf.runtime.values.pickler import (
     BULK_BYTES,
     COPY_BYTES,
@@ -50,6 +51,7 @@ from rlinf.runtime.values.pickler import (
     Pickler,
     Place,
     Staged,
+    Store,
     TooBig,
     Unsent,
     ValueRef,
@@ -62,7 +64,6 @@ from rlinf.runtime.values.promise import holds_promise, resolve
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.calls import Host
-    from rlinf.runtime.values.promise import Promise
 
 __all__ = ["SEALED_BYTES", "Codec", "Payload", "Place", "ValueRef", "is_plain", "reading_codec"]
 
@@ -71,43 +72,28 @@ class Codec:
     """Encodes and decodes payloads for one host.
 
     Args:
-        place: where this host lives.
+        host: this one.
         places: where every host lives, filled as hosts become known.
-        arena, reader: shared memory of this host, and its view of others'; None where the platform has none.
-        handles: of CUDA memory, this host's and others'.
-        lend: registers a promise whose value a peer will fetch, and says where from.
-        hold: keeps a stream alive as long as the receiver of what is being encoded may use it.
-        fetch: brings a promised value from another host.
-        record: told (route, bytes) for the trace.
+        store: of this host's values and memory.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        places: dict[int, Place],
-        arena: Arena | None,
-        reader: ArenaReader | None,
-        handles: Handles,
-        lend: Callable[[Promise[Any]], ValueRef],
-        hold: Callable[[Any], bool],
-        fetch: Callable[[ValueRef], Awaitable[Any]],
-        record: Callable[[str, int], None],
-        bulk: Bulk | None = None,
-    ):
-        self.host: Host
-        self.place = place
+    def __init__(self, host: Host, places: dict[int, Place], store: Store):
+        self.host = host
+        self.place = places[host.rank]
         self.places = places
-        self.arena = arena
-        self.reader = reader
-        self.handles = handles
+        self.store = store
+        self.arena = store.arena
+        self.handles = store.handles
+        self.bulk: Bulk | None = None
+        """Once all hosts are known, and some are on other machines or GPUs."""
         self._unshareable = unshareable()
         self._complained = False
-        self.bulk = bulk
-        self.lend = lend
-        self.hold = hold
-        self._fetch = fetch
-        self.record = record
         self._coming: dict[GroupRef, asyncio.Future[torch.Tensor]] = {}
+
+    def record(self, route: str, size: int) -> None:
+        """Record in the trace that so many bytes leave by this route."""
+        now = self.host.now()
+        self.host.tracer.span("payload", "", "", route, now, now, size)
 
     def route(self, tensor: torch.Tensor, host: int) -> str:
         """The cheapest way for a tensor to another process: inline, arena, ipc, group or rpc."""
@@ -183,11 +169,11 @@ class Codec:
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
         """True if a tensor lies in shared memory, of whichever host."""
-        return any(memory is not None and memory.holds(tensor) for memory in (self.arena, self.reader))
+        return any(memory is not None and memory.holds(tensor) for memory in (self.arena, self.store.reader))
 
     async def _filled(self, copying: list[asyncio.Future[None]], parts: list[Any], host: int) -> None:
         """Wait until a message's tensors have been copied; it says why, if they could not be."""
-        with getattr(self.host.loop, "external", contextlib.nullcontext)():  # holds virtual time still meanwhile
+        with external():  # holds virtual time still meanwhile
             await asyncio.wait(copying)
         failed = next((error for each in copying if (error := each.exception()) is not None), None)
         if failed is not None:
@@ -240,7 +226,7 @@ class Codec:
             with contextlib.suppress(ArenaFull):
                 pickler.parts[index] = fresh = self.arena.empty(part.shape, part.dtype)
                 moves.append((fresh, part))
-        with getattr(self.host.loop, "external", contextlib.nullcontext)():
+        with external():
             await asyncio.gather(*map(asyncio.wrap_future, copies.start(moves)))
         return load(self, file.getvalue(), (), pickler.parts)
 
@@ -260,7 +246,7 @@ class Codec:
                 if type(part) is GroupRef:
                     assert self.bulk is not None
                     self._coming[part] = coming = self.bulk.receive(part)
-                    coming.add_done_callback(_seen)
+                    coming.add_done_callback(mark_seen)  # it may be that nobody reads the payload
 
     def decode_now(self, payload: Payload) -> Any:
         """The value of a payload that is `ready`."""
@@ -278,7 +264,7 @@ class Codec:
         blob, refs, parts = payload
         parts = list(parts)
         try:
-            values = await together([self._fetch(ref) for ref in refs])
+            values = await together([self.store.fetch(ref) for ref in refs])
             for index, part in enumerate(parts):
                 if type(part) is GroupRef:  # its end, whatever becomes of it here, keeps the order of receives
                     parts[index] = await asyncio.shield(self._coming[part])
@@ -307,8 +293,8 @@ class Codec:
         if type(part) is IpcRef:
             return self.handles.open(part)
         if type(part) is SlotRef:
-            assert self.reader is not None
-            return self.reader.open(part)
+            assert self.store.reader is not None
+            return self.store.reader.open(part)
         if type(part) is Staged:
             return part.tensor.cuda() if torch.cuda.is_available() else part.tensor
         if type(part) is Unsent:
@@ -321,8 +307,3 @@ def _comes_later(part: Any) -> bool:
     return type(part) is GroupRef or (
         type(part) is Staged and part.tensor.nbytes > COPY_BYTES and torch.cuda.is_available()
     )
-
-
-def _seen(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()  # whoever reads the payload hears of it; it may be nobody

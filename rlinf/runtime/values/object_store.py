@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf.runtime.base.calls import SERVICE, Key, waiter
 from rlinf.runtime.base.errors import ActorDied, UserError
+from rlinf.runtime.base.tasks import mark_seen
 from rlinf.runtime.transport.arena import Arena, ArenaReader
 from rlinf.runtime.values.codec import Codec
 from rlinf.runtime.values.p2p import Handles
@@ -49,18 +50,7 @@ class Values:
         self.arena = Arena(host.rank) if use_arena else None
         self.reader = ArenaReader(self._slot_free) if use_arena else None
         self.handles = Handles(host.rank, self._slot_free)
-        self.codec = Codec(
-            places[host.rank],
-            places,
-            self.arena,
-            self.reader,
-            self.handles,
-            self._lend,
-            self._hold,
-            self.fetch,
-            self._record_route,
-        )
-        self.codec.host = host
+        self.codec = Codec(host, places, self)
         self.relay = Relay(host, self.codec)
 
     @contextlib.contextmanager
@@ -78,14 +68,15 @@ class Values:
         if lends:
             promise.lends = lends
 
-    def _hold(self, stream: Any) -> bool:
+    def hold(self, stream: Any) -> bool:
+        """Keep a stream alive as long as the receiver may use it; True if its handle there does so."""
         if self._lending is not None:
             self._lending.append(stream)
             return False
         stream.handle.hold(1)  # it leaves as a result, or in a queue: its receiver keeps it as its maker did
         return True
 
-    def _lend(self, promise: Promise[Any]) -> ValueRef:
+    def lend(self, promise: Promise[Any]) -> ValueRef:
         """A call's argument is a promise: say where its value will be, and keep the promise until the reply."""
         if self._lending is None:
             raise UserError(f"{promise.name} is not awaited: await it before sending it in anything but a call")
@@ -133,7 +124,7 @@ class Values:
         future = self.kept.get(key)
         if future is None:
             future = self.kept[key] = self._host.loop.create_future()
-            future.add_done_callback(_seen)
+            future.add_done_callback(mark_seen)  # an error also travels with the reply
         return future
 
     def drop(self, key: Key) -> None:
@@ -183,10 +174,6 @@ class Values:
             elif owner not in self._host.lost_hosts:
                 self._host.link(owner).post_lazily((5, ids))
 
-    def _record_route(self, route: str, size: int) -> None:
-        now = self._host.now()
-        self._host.tracer.span("payload", "", "", route, now, now, size)
-
     def freed(self, holder: int, slots: list[int]) -> None:
         """A peer is done with these slots of this host's arena, and these handles of its CUDA memory."""
         if self.arena is not None:
@@ -213,8 +200,3 @@ class Values:
             self.reader.close()
         if self.arena is not None:
             self.arena.close()
-
-
-def _seen(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()  # it also travels with the reply, so asyncio need not complain here

@@ -27,7 +27,7 @@ from rlinf.runtime.base.calls import Key
 from rlinf.runtime.base.errors import RuntimeFault, UserError
 from rlinf.runtime.base.tensors import flat_bytes
 from rlinf.runtime.transport import copies
-from rlinf.runtime.transport.arena import Arena, ArenaFull, SlotRef
+from rlinf.runtime.transport.arena import Arena, ArenaFull, ArenaReader, SlotRef
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.calls import Host
@@ -168,26 +168,32 @@ SEALED, HERE = -1, -2
 """In place of a host number: encode for whoever will read it; for this host itself."""
 
 
+class Store(Protocol):
+    """Interface that a codec needs of its host's store of values; see `object_store.py`."""
+
+    arena: Arena | None
+    reader: ArenaReader | None
+    """View of others' shared memory; None, as `arena`, where the platform has none."""
+    handles: Any
+    """Of CUDA memory, this host's and others'."""
+
+    def lend(self, promise: Promise[Any]) -> ValueRef: ...
+    def hold(self, stream: Any) -> bool: ...
+    def fetch(self, ref: ValueRef) -> Any: ...
+
+
 class Encoder(Protocol):
     """Interface that a pickler needs of its host's codec; see `codec.py`."""
 
-    arena: Arena | None
-    bulk: Any
-    handles: Any
+    host: Host
+    store: Store
+    bulk: Bulk | None
 
     def route(self, tensor: torch.Tensor, host: int) -> str: ...
     def as_it_is(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
     def open_part(self, part: Any) -> Any: ...
     def discard(self, payload: Any) -> None: ...
-
-    @property
-    def host(self) -> Host: ...
-    @property
-    def lend(self) -> Callable[[Promise[Any]], ValueRef]: ...
-    @property
-    def hold(self) -> Callable[[Any], bool]: ...
-    @property
-    def record(self) -> Callable[[str, int], None]: ...
+    def record(self, route: str, size: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -249,12 +255,12 @@ class Pickler(pickle.Pickler):
 
     def lend(self, promise: Promise[Any]) -> Any:
         """Replace a promise by the place its value will be fetched from."""
-        self.refs.append(self._codec.lend(promise))
+        self.refs.append(self._codec.store.lend(promise))
         return _value, (len(self.refs) - 1,)
 
     def hold(self, stream: Any) -> bool:
         """Keep a stream alive as long as the receiver may use it; whether the receiver's handle does that itself."""
-        return self._codec.hold(stream)
+        return self._codec.store.hold(stream)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -297,7 +303,7 @@ class Pickler(pickle.Pickler):
 
     def _in_arena(self, tensor: torch.Tensor) -> SlotRef | None:
         """The tensor, or the place of its copy, in shared memory; None if that is full."""
-        arena = self._codec.arena
+        arena = self._codec.store.arena
         assert arena is not None
         ref = arena.lend(tensor, self._host)
         if ref is None:
@@ -327,7 +333,7 @@ class Pickler(pickle.Pickler):
     def export_devices(self) -> None:
         """Make the handles of CUDA tensors."""
         for index in self.exports:
-            self.parts[index] = self._codec.handles.export(self.parts[index], self._host)
+            self.parts[index] = self._codec.store.handles.export(self.parts[index], self._host)
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
         if type(array) is not np.ndarray or array.nbytes < INLINE_BYTES or array.dtype.kind not in "biufc":

@@ -29,7 +29,7 @@ import torch
 
 from rlinf.runtime.base.calls import Key, current_call, lease_here
 from rlinf.runtime.base.errors import ActorDied
-from rlinf.runtime.base.tasks import together
+from rlinf.runtime.base.tasks import mark_seen, together
 from rlinf.runtime.transport.link import KEEP, WANT
 
 if TYPE_CHECKING:
@@ -209,8 +209,7 @@ class Gathered(asyncio.Future[Any]):
     def _one_done(self, promise: asyncio.Future[Any]) -> None:
         self._left -= 1
         if self.done():
-            if not promise.cancelled():
-                promise.exception()  # seen: the first failure has been reported
+            mark_seen(promise)  # the first failure has been reported
             return
         if promise.cancelled():
             self.cancel()

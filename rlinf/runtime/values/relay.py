@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from rlinf.runtime.base.calls import SERVICE, Key
+from rlinf.runtime.base.tasks import mark_seen
 from rlinf.runtime.values.codec import Codec
 from rlinf.runtime.values.pickler import Place, ValueRef
 
@@ -163,7 +164,7 @@ class Relay:
         if copy is None:
             copy = self.copies[ref.key] = _Copy(ref.owner)
             copy.task = self._host.own(self._get(ref, copy))
-            copy.task.add_done_callback(_seen)
+            copy.task.add_done_callback(mark_seen)  # it may be that nobody waits for the copy
         assert copy.task is not None
         copy.users += 1
         try:
@@ -219,11 +220,6 @@ class Relay:
     def _remove(self, key: Key, copy: _Copy) -> None:
         if self.copies.get(key) is copy:
             del self.copies[key]
-
-
-def _seen(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()  # whoever waits for the copy hears of it; it may be nobody
 
 
 def is_big(value: Any) -> bool:

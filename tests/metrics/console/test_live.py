@@ -16,8 +16,7 @@ from rich.console import Console
 from rlinf.metrics import live
 from rlinf.metrics.live import BARS, LiveView, ViewState, curve, picture
 from rlinf.metrics.progress import clock
-from rlinf.runtime.system.host_service import ActorState, QueueState
-from rlinf.runtime.system.observer import Moment
+from rlinf.runtime.system.observer import ActorState, Moment, QueueState
 from tests.metrics.console.terminal import Terminal, plain
 
 METRICS = {

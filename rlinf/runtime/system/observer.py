@@ -339,7 +339,7 @@ class Watch:
 
     def __init__(self, system: System, ahead: Mapping[int, float]):
         self._ahead = ahead
-        self._host = system.service._cell.host
+        self._host: Host = system.service._cell.host
         self._start = self._host.now()
 
     @classmethod

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from examples.tiny_checkpoints import NETWORK
 from rlinf.envs.base import Transition
-from rlinf.envs.episodes import EnvOutput
+from rlinf.envs.environment import EnvOutput
 from rlinf.envs.toy import REACH, Reach
 from rlinf.runtime.actor.actor import Actor, endpoint
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from rlinf.actors.base import configured
 from rlinf.data.rng import mix, mixed
 from rlinf.envs.base import Observation
-from rlinf.envs.environment import Rules
-from rlinf.envs.episodes import Decision, EnvOutput, remembered
+from rlinf.envs.environment import Decision, EnvOutput, Rules, remembered
 from rlinf.envs.video import Recording
 from rlinf.envs.workers import EnvironmentPool, told_by
 from rlinf.runtime.actor.actor import Actor, endpoint

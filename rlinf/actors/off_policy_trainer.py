@@ -26,7 +26,7 @@ from rlinf.algos.loss_sum import LossSum, one_of
 from rlinf.config.importing import resolve
 from rlinf.data.demonstrations import decisions, read_demonstrations
 from rlinf.data.rng import mix, uniforms
-from rlinf.envs.episodes import EnvOutput
+from rlinf.envs.environment import EnvOutput
 from rlinf.models.policy.base import Act, Stored
 from rlinf.models.policy.build import load_policy
 from rlinf.models.policy.sac import SoftPolicy

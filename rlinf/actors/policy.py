@@ -20,7 +20,7 @@ from rlinf.actors.base import ModelActor
 from rlinf.algos.chunk_advantages import Chunks, without_lost
 from rlinf.config.importing import resolve
 from rlinf.data.weights import Weights, misfits
-from rlinf.envs.episodes import Chunk, Decision, EnvOutput, Episode
+from rlinf.envs.environment import Chunk, Decision, EnvOutput, Episode
 from rlinf.models.policy.base import Act, Policy, Stored
 from rlinf.models.policy.build import make_policy
 from rlinf.runtime.actor.actor import Actor, endpoint

@@ -24,7 +24,7 @@ from rlinf.algos.loss_sum import LossSum, Mean
 from rlinf.data.demonstrations import DecisionStream, Shown, Window, open_parts
 from rlinf.data.rng import permutation
 from rlinf.data.weights import Weights
-from rlinf.envs.episodes import NothingHappened
+from rlinf.envs.environment import NothingHappened
 from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import make_policy, save_policy
 from rlinf.runtime.actor.actor import endpoint

@@ -20,10 +20,8 @@ from torch import Tensor
 from rlinf.actors.base import configured
 from rlinf.actors.text_trainer import TextTrainer
 from rlinf.config.learning import LearningSettings, TrainerSettings
-from rlinf.data.in_flight.admission import teaches
-from rlinf.data.ledger import Learned
 from rlinf.data.packing import Packed, Row
-from rlinf.data.sample import Example, Group
+from rlinf.data.sample import Example, Group, Learned
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.models.language.build import ModelSource, ModelSpec
 from rlinf.models.language.fsdp import dtype_of
@@ -42,6 +40,7 @@ from rlinf.training.policy import (
     learn_answers,
     learn_policy,
     own_columns,
+    teaches,
 )
 from rlinf.training.schedule import BatchPlan, BatchSchedule, example_rows, supervised_commands
 

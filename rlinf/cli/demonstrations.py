@@ -46,7 +46,7 @@ from rlinf.data.demonstrations.statistics import (
     write_statistics,
 )
 from rlinf.envs.base import CannotSimulate
-from rlinf.envs.episodes import Decision
+from rlinf.envs.environment import Decision
 from rlinf.envs.workers import EnvironmentLost
 from rlinf.flows.record import NothingToKeep, record
 from rlinf.placement.seats import CONTROL, place

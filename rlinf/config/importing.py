@@ -60,7 +60,7 @@ _MOVED = {
     "rlinf.envs.adapters.serial": "envs.benchmarks.serial",
     "rlinf.envs.adapters.simpler": "envs.benchmarks.simpler",
     "rlinf.envs.base": "envs.trees",
-    "rlinf.envs.environment": "envs.around.frame_stack envs.around.rules envs.around.spoiled",
+    "rlinf.envs.environment": "envs.around.frame_stack envs.around.rules envs.around.spoiled envs.episodes",
     "rlinf.envs.experts": "envs.gymnasium.experts envs.maniskill.experts envs.metaworld.experts",
     "rlinf.envs.gymnasium": (
         "envs.gymnasium.single envs.gymnasium.spaces envs.gymnasium.success envs.gymnasium.vector envs.gymnasium_vector"
@@ -73,7 +73,7 @@ _MOVED = {
         "envs.metaworld.pictures envs.metaworld.simulation envs.metaworld.simulator envs.metaworld.tasks"
     ),
     "rlinf.envs.remote.client": "envs.remote.of_rlinf envs.remote.simulator",
-    "rlinf.envs.workers": "envs.pool envs.worker_slice",
+    "rlinf.envs.workers": "envs.pool envs.worker envs.worker_slice",
     "rlinf.envs.wrappers": "envs.around.mixture envs.around.scored envs.around.wrapper",
     "rlinf.flows.agentic": "flows.agentic.ahead flows.agentic.step",
     "rlinf.flows.annotate": "flows.supervised.told",

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.config.reading import parse_json
-from rlinf.data.sample import Group, Sample
+from rlinf.data.sample import Group, Learned
 
 Counted = dict[int, list[int] | int]
 """Samples by the prompt's id: which, or how many."""
@@ -57,14 +57,9 @@ class Entry:
     """The last version by which it is to be learned."""
 
 
-def sample_number(sample: Sample) -> int:
-    """Which of the samples that were asked for a prompt it is."""
-    return sample.index if sample.attempt is None else sample.attempt
-
-
 def sample_numbers(results: Iterable[Any]) -> set[int]:
     """Numbers of all samples of groups."""
-    return {sample_number(one) for group in results if isinstance(group, Group) for one in group.samples}
+    return {one.number for group in results if isinstance(group, Group) for one in group.samples}
 
 
 def held_of(entries: Iterable[Entry]) -> Counted:
@@ -132,56 +127,6 @@ EQUAL_REWARDS, SURPLUS, UNSCORED, FAILED, CRITIC_ONLY, TOO_OLD = (
 )
 """Reasons for a drop: dynamic sampling learns nothing from a group, or has a full batch without it; no reward could be
 given; an agent's attempt raised or took too long; only the critic learned from it; its tokens are too old."""
-
-
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """A trainer's report on the batches that it was given; those of several batches add."""
-
-    trained: dict[int, list[int]] = field(default_factory=dict)
-    """Samples that it learned from, those included whose tokens were all masked; one that it learned from in several
-    batches is there as often."""
-    unscored: dict[int, list[int]] = field(default_factory=dict)
-    """Samples without a reward, which it left out."""
-    tokens: int = 0
-    """Generated tokens of the samples that it learned from."""
-    even: dict[int, list[int]] = field(default_factory=dict)
-    """Samples of groups that give no gradient, which it left out under dynamic sampling."""
-
-    @staticmethod
-    def of(groups: Iterable[Group], silent: Iterable[Group] = ()) -> Learned:
-        """Make the report on the judged groups of one batch.
-
-        Args:
-            groups: that it learned from.
-            silent: that it left out, because they give no gradient.
-        """
-        report = Learned(even={group.id: sorted({*map(sample_number, group.samples)}) for group in silent})
-        scored: set[tuple[int, int]] = set()
-        conversations: set[tuple[int, str, int]] = set()
-        tokens = 0
-        for group in groups:
-            for sample in sorted(group.samples, key=lambda sample: sample.reward is None):
-                where = sample_number(sample)
-                name = (group.id, where)
-                again = (group.id, sample.agent, sample.index) in conversations
-                conversations.add((group.id, sample.agent, sample.index))
-                if sample.reward is not None:
-                    tokens += sample.learned_tokens
-                    if name not in scored or again:  # several conversations of one attempt are one sample
-                        report.trained.setdefault(group.id, []).append(where)
-                        scored.add(name)
-                elif name not in scored and where not in report.unscored.get(group.id, ()):
-                    report.unscored.setdefault(group.id, []).append(where)
-        return Learned(report.trained, report.unscored, tokens, report.even)
-
-    def __add__(self, other: Learned) -> Learned:
-        return Learned(
-            _joined(self.trained, other.trained),
-            _joined(self.unscored, other.unscored),
-            self.tokens + other.tokens,
-            _joined(self.even, other.even),
-        )
 
 
 class Ledger:
@@ -370,10 +315,6 @@ def of_ranges(text: str) -> list[int]:
         first, dash, last = run[1:].partition("-")  # a number may have a sign of its own
         numbers += range(int(run[0] + first), (int(last) if dash else int(run[0] + first)) + 1)
     return numbers
-
-
-def _joined(one: Samples, other: Samples) -> dict[int, list[int]]:
-    return {number: [*one.get(number, ()), *other.get(number, ())] for number in {**one, **other}}
 
 
 _SHOWN = 5

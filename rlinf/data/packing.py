@@ -212,7 +212,8 @@ def pack(rows: Sequence[Row]) -> Packed:
     ids = np.concatenate(parts).astype(np.int64)
     targets = [row.response_ids[places] for row, places in zip(rows, learned, strict=True)]
     reads, stands, readers = _shared(rows, prompts, behind, starts)
-    routes = side_by_side([row.routes for row in rows], lengths.tolist())
+    routed = [row.routes for row in rows]
+    routes = None if not any(part is not None for part in routed) else side_by_side(routed, lengths.tolist())
     old = [np.zeros(n) if row.old_logprobs is None else row.old_logprobs for n, row in zip(counts, rows, strict=True)]
     return Packed(
         ids=torch.from_numpy(ids if reads is None else ids[reads]),

@@ -6,7 +6,7 @@ pickle in a tenth of a tensor's time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -233,6 +233,11 @@ class Sample:
         return self.prompt.id
 
     @property
+    def number(self) -> int:
+        """Which of the samples that were asked for its prompt it is."""
+        return self.index if self.attempt is None else self.attempt
+
+    @property
     def learned_tokens(self) -> int:
         """How many of its tokens are learned."""
         return len(self.response_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
@@ -420,3 +425,57 @@ class Evaluation:
     (share of rewards other than 0 and 1) if there are any; and with several answers each `pass@k` and `maj@k`."""
     named: Mapping[str, Evaluation] = field(default_factory=dict)
     """Those of benchmarks, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A trainer's report on the batches that it was given; those of several batches add."""
+
+    trained: dict[int, list[int]] = field(default_factory=dict)
+    """Samples that it learned from, those included whose tokens were all masked; one that it learned from in several
+    batches is there as often."""
+    unscored: dict[int, list[int]] = field(default_factory=dict)
+    """Samples without a reward, which it left out."""
+    tokens: int = 0
+    """Generated tokens of the samples that it learned from."""
+    even: dict[int, list[int]] = field(default_factory=dict)
+    """Samples of groups that give no gradient, which it left out under dynamic sampling."""
+
+    @staticmethod
+    def of(groups: Iterable[Group], silent: Iterable[Group] = ()) -> Learned:
+        """Make the report on the judged groups of one batch.
+
+        Args:
+            groups: that it learned from.
+            silent: that it left out, because they give no gradient.
+        """
+        report = Learned(even={group.id: sorted({sample.number for sample in group.samples}) for group in silent})
+        scored: set[tuple[int, int]] = set()
+        conversations: set[tuple[int, str, int]] = set()
+        tokens = 0
+        for group in groups:
+            for sample in sorted(group.samples, key=lambda sample: sample.reward is None):
+                where = sample.number
+                name = (group.id, where)
+                again = (group.id, sample.agent, sample.index) in conversations
+                conversations.add((group.id, sample.agent, sample.index))
+                if sample.reward is not None:
+                    tokens += sample.learned_tokens
+                    if name not in scored or again:  # several conversations of one attempt are one sample
+                        report.trained.setdefault(group.id, []).append(where)
+                        scored.add(name)
+                elif name not in scored and where not in report.unscored.get(group.id, ()):
+                    report.unscored.setdefault(group.id, []).append(where)
+        return Learned(report.trained, report.unscored, tokens, report.even)
+
+    def __add__(self, other: Learned) -> Learned:
+        return Learned(
+            _joined(self.trained, other.trained),
+            _joined(self.unscored, other.unscored),
+            self.tokens + other.tokens,
+            _joined(self.even, other.even),
+        )
+
+
+def _joined(one: Mapping[int, list[int]], other: Mapping[int, list[int]]) -> dict[int, list[int]]:
+    return {number: [*one.get(number, ()), *other.get(number, ())] for number in {**one, **other}}

@@ -51,6 +51,25 @@ State: TypeAlias = Any
 """All of one environment between two steps: tensors, numbers, texts and bytes in dicts and lists. It pickles."""
 
 
+def rows_of(observation: Observation, rows: Tensor) -> Observation:
+    """The rows named by `rows`, int64 [n], as a copy."""
+    return {name: array[rows.to(array.device)] for name, array in observation.items()}
+
+
+def with_rows(observation: Observation, rows: Tensor, new: Observation) -> Observation:
+    """A copy of `observation` whose `rows`, int64 [n], are those of `new`."""
+    result = {}
+    for name, array in observation.items():
+        result[name] = array.clone()
+        result[name][rows.to(array.device)] = new[name]
+    return result
+
+
+def rows_where(mask: Tensor, new: Observation, old: Observation) -> Observation:
+    """Rows of `new` where `mask`, bool [N], is true, and of `old` elsewhere."""
+    return {name: torch.where(mask.view(-1, *(1,) * (new[name].ndim - 1)), new[name], old[name]) for name in old}
+
+
 class CannotSimulate(RuntimeError):
     """A simulator cannot run on this machine; the text says what is missing, and the command that brings it."""
 

@@ -23,8 +23,7 @@ from torch import Tensor
 from rlinf.config.embodied import task_names
 from rlinf.config.importing import resolve
 from rlinf.data.rng import mix
-from rlinf.envs.base import Observation, Simulator, State, Transition
-from rlinf.envs.episodes import rows_of, rows_where, with_rows
+from rlinf.envs.base import Observation, Simulator, State, Transition, rows_of, rows_where, with_rows
 
 
 class Wrapper(Simulator):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlinf.data.demonstrations import Demonstration, write_demonstrations
-from rlinf.envs.episodes import Decision, EnvOutput
+from rlinf.envs.environment import Decision, EnvOutput
 
 
 class NothingToKeep(RuntimeError):

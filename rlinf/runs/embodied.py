@@ -23,7 +23,7 @@ from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig, EnvConfig,
 from rlinf.config.load import InputError, RunFailure
 from rlinf.data.in_flight import InFlight, Rules
 from rlinf.data.step import AnyStep, EmbodiedStep, ImitationStep, works_ahead
-from rlinf.envs.episodes import Episode, NothingHappened
+from rlinf.envs.environment import Episode, NothingHappened
 from rlinf.envs.workers import EnvironmentLost
 from rlinf.flows.evaluate import trials
 from rlinf.flows.imitate import imitate

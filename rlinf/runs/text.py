@@ -37,7 +37,6 @@ from rlinf.data.datasets.prompts import Room
 from rlinf.data.datasets.source import DataError
 from rlinf.data.datasets.stream import left_out
 from rlinf.data.in_flight import InFlight, Ledger, Rules
-from rlinf.data.in_flight.admission import teaches
 from rlinf.data.ledger import CRITIC_ONLY, held_of
 from rlinf.data.sample import Evaluation, NotScored, Prompt
 from rlinf.data.step import Step, works_ahead
@@ -88,6 +87,7 @@ from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.streams.stream import Stream
 from rlinf.storage.directory import Checkpoint
 from rlinf.storage.files import JsonLines
+from rlinf.training.policy import teaches
 from rlinf.training.weight_sync import LoadTorn
 
 _IN_TURNS = (

@@ -21,11 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from rlinf.algos import recipes
 from rlinf.algos.algorithms import AlgorithmSpec
 from rlinf.algos.loss_sum import Explained, LossSum
-from rlinf.data.in_flight.admission import shaped_rewards, teaches
 from rlinf.data.packing import Row
 from rlinf.data.sample import Group, Sample
 from rlinf.data.tokenizer import shown_prompt
-from rlinf.training.policy import AGES, REFERENCE, RETURNS, TEACHER, VALUES
+from rlinf.training.policy import AGES, REFERENCE, RETURNS, TEACHER, VALUES, shaped_rewards, teaches
 
 MOST = 1024
 """Tokens of a response that are told, from its beginning: more take longer to read than a step takes."""

@@ -19,11 +19,20 @@ import torch
 from torch import Tensor
 
 from rlinf.algos import losses, recipes
-from rlinf.algos.algorithms import LOSSES, AlgorithmSpec, Decoupled, GroupRelative, LeaveOneOut, advantages_of, loss_of
+from rlinf.algos.algorithms import (
+    LOSSES,
+    AlgorithmSpec,
+    Decoupled,
+    GroupRelative,
+    LeaveOneOut,
+    advantages_of,
+    loss_of,
+    shaped,
+)
 from rlinf.algos.loss_sum import Advantages, Answers, LossSum, Metric, MicroBatch, counted
 from rlinf.algos.losses import reduce
 from rlinf.config.importing import resolve
-from rlinf.data.in_flight.admission import shaped_rewards, teaches
+from rlinf.data.in_flight.admission import unequal
 from rlinf.data.packing import Packed, Row
 from rlinf.data.sample import REWARDS, Group, Sample
 
@@ -193,6 +202,35 @@ class LearnedRows:
         self.advantages += other.advantages
         self.rewards += other.rewards
         return self
+
+
+def teaches(spec: AlgorithmSpec, group: Group) -> bool:
+    """A group gives a gradient: an answer of it is learned, and its rewards differ as the algorithm compares them.
+
+    That is after shaping, so a penalty for length can make a difference where there was none, and can take one away.
+    Under dynamic sampling rewards must differ before shaping, too: DAPO keeps groups of which some answers are right
+    and some wrong (equation 11), whatever their lengths, for if penalties alone were learned from, a policy that finds
+    nothing right would learn to write nothing. (verl's `filter_groups.metric: acc` is the same.)
+
+    Args:
+        spec: the algorithm.
+        group: judged.
+    """
+    if spec.sampling is not None and not unequal(group):
+        return False
+    scored = group.scored
+    if not any(sample.learned_tokens and not (spec.truncated == "mask" and sample.truncated) for sample in scored):
+        return False
+    return len(set(shaped_rewards(spec, group))) > 1
+
+
+def shaped_rewards(spec: AlgorithmSpec, group: Group) -> list[float]:
+    """Reward of each scored answer of a group, after shaping."""
+    if spec.shaping is None:
+        return group.rewards
+    lengths = torch.tensor([sample.generated_tokens for sample in group.scored])
+    rewards: list[float] = shaped(spec, torch.tensor(group.rewards, dtype=torch.float64), lengths).tolist()
+    return rewards
 
 
 def advantage_rows(

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlinf import ActorSystem, Stream
 from rlinf.actors.trainer import Trainer
-from rlinf.data.ledger import Learned
-from rlinf.data.sample import Example, Group, NotScored, Prompt, Sample
+from rlinf.data.sample import Example, Group, Learned, NotScored, Prompt, Sample
 from tests.actors import toys
 from tests.actors.programs.ranks import Apprentice
 from tests.actors.watched import PRECISELY

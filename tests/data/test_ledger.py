@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.data.ledger import Learned, Ledger, _Numbers, balance, of_ranges, packed, ranges, unpacked
-from rlinf.data.sample import Group, Prompt, Sample
+from rlinf.data.ledger import Ledger, _Numbers, balance, of_ranges, packed, ranges, unpacked
+from rlinf.data.sample import Group, Learned, Prompt, Sample
 
 NONE = np.empty(0, np.int64)
 

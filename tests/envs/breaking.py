@@ -10,7 +10,7 @@ import torch
 
 from rlinf.envs.base import SimulatorLost
 from rlinf.envs.toy import Reach
-from rlinf.envs.worker import Program
+from rlinf.envs.workers import Program
 
 
 class Breaking(Reach):
@@ -41,7 +41,7 @@ class Mortal:
     """A worker whose program lives here, and dies when a call is made that is in `fates`."""
 
     def __init__(self, target, arguments, *, name, **supervision):
-        assert target == "rlinf.envs.worker:Program"
+        assert target == "rlinf.envs.workers:Program"
         self.name = name
         self.lives = 0
         self.fates = []  # (method, ChildDied or CallTimeout), in order

@@ -5,9 +5,8 @@ from collections import defaultdict
 import pytest
 import torch
 
-from rlinf.envs.base import Simulator
-from rlinf.envs.environment import Environment, Rules
-from rlinf.envs.episodes import mistake_in, rows_of
+from rlinf.envs.base import Simulator, rows_of
+from rlinf.envs.environment import Environment, Rules, mistake_in
 
 SEEDS = [7, 2**31 - 1, 0, 12345]
 

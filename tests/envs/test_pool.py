@@ -290,7 +290,7 @@ async def test_weights_that_a_dead_process_did_not_hear_are_told_to_the_next(mor
     monkeypatch.setattr(Reach, "weigh", lambda self, weights: heard.append(weights))
     whole, worker = await mortal()
     await whole.reset()
-    worker.fates = [("weigh", ChildDied)]
+    worker.fates = [("tell", ChildDied)]
     await whole.weigh([2.0])
     assert heard == []
     assert (await whole.step(zeros(2))).lost.all()

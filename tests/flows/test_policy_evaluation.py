@@ -6,7 +6,7 @@ import pytest
 
 from rlinf.actors.env import EnvActor
 from rlinf.actors.policy import PolicyActor
-from rlinf.envs.episodes import Episode
+from rlinf.envs.environment import Episode
 from rlinf.envs.video import Recording
 from rlinf.flows.evaluate import failures_first, trials
 from rlinf.runtime.actor.actor import Actor, endpoint

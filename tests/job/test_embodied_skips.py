@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlinf.config.load import RunFailure
-from rlinf.envs.episodes import NothingHappened
+from rlinf.envs.environment import NothingHappened
 from rlinf.flows.embodied_async import embodied_async
 from rlinf.flows.interact import acting
 from rlinf.runs.embodied import MOST_SKIPPED

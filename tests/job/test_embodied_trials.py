@@ -8,8 +8,7 @@ import pytest
 
 from rlinf.cli.commands import main
 from rlinf.config.load import ConfigError, InputError
-from rlinf.envs.environment import HELD_OUT
-from rlinf.envs.episodes import Episode
+from rlinf.envs.environment import HELD_OUT, Episode
 from rlinf.metrics.tables import success_rows, success_table
 from rlinf.runs.embodied import measured, written
 from rlinf.runs.rules import load_embodied

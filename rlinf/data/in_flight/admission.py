@@ -15,8 +15,8 @@ in flight; a prompt is admitted only if it still holds then, and younger answers
 holds for those. So it holds always: no answer ever comes too late, in whatever order answers are finished, and a step
 waits only for answers that would be too old in the next one.
 
-Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) is over groups that come as they are finished. `teaches` is the
-one definition of a group that gives a gradient, for what is drawn, what is counted as uniform, and what is trained on.
+Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) is over groups that come as they are finished; which of them
+give a gradient is defined by `training.policy.teaches`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import torch
 
-from rlinf.algos.algorithms import AlgorithmSpec, DynamicSampling, shaped
+from rlinf.algos.algorithms import DynamicSampling
 from rlinf.data.ledger import Entry
 from rlinf.data.sample import Group, Sample
 from rlinf.runtime.streams.stream import Stream
@@ -266,35 +265,6 @@ Teaches = Callable[[Group], bool]
 def unequal(group: Group) -> bool:
     """Rewards of the group's answers differ: the definition for whoever knows no algorithm."""
     return len(set(group.rewards)) > 1
-
-
-def teaches(spec: AlgorithmSpec, group: Group) -> bool:
-    """A group gives a gradient: an answer of it is learned, and its rewards differ as the algorithm compares them.
-
-    That is after shaping, so a penalty for length can make a difference where there was none, and can take one away.
-    Under dynamic sampling rewards must differ before shaping, too: DAPO keeps groups of which some answers are right
-    and some wrong (equation 11), whatever their lengths, for if penalties alone were learned from, a policy that finds
-    nothing right would learn to write nothing. (verl's `filter_groups.metric: acc` is the same.)
-
-    Args:
-        spec: the algorithm.
-        group: judged.
-    """
-    if spec.sampling is not None and not unequal(group):
-        return False
-    scored = group.scored
-    if not any(sample.learned_tokens and not (spec.truncated == "mask" and sample.truncated) for sample in scored):
-        return False
-    return len(set(shaped_rewards(spec, group))) > 1
-
-
-def shaped_rewards(spec: AlgorithmSpec, group: Group) -> list[float]:
-    """Reward of each scored answer of a group, after shaping."""
-    if spec.shaping is None:
-        return group.rewards
-    lengths = torch.tensor([sample.generated_tokens for sample in group.scored])
-    rewards: list[float] = shaped(spec, torch.tensor(group.rewards, dtype=torch.float64), lengths).tolist()
-    return rewards
 
 
 @dataclass(slots=True, eq=False)

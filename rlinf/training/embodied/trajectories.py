@@ -28,7 +28,7 @@ from rlinf.algos.chunk_advantages import (
     group_advantages,
     rows,
 )
-from rlinf.envs.episodes import Episode
+from rlinf.envs.environment import Episode
 from rlinf.models.policy.actor_critic import RunningNorm
 from rlinf.models.policy.base import Stored
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import rlinf
 from rlinf.actors.policy import PolicyActor
 from rlinf.actors.policy_trainer import PolicyTrainer
-from rlinf.envs.episodes import EnvOutput
+from rlinf.envs.environment import EnvOutput
 from rlinf.runtime.actor.actor import endpoint
 
 BLOCKS: dict[str, Any] = {

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from rlinf.algos import recipes
-from rlinf.data.in_flight.admission import Choosing, teaches
+from rlinf.data.in_flight.admission import Choosing
 from rlinf.data.ledger import Entry
 from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.training.policy import advantage_rows
+from rlinf.training.policy import advantage_rows, teaches
 
 SHAPED = {"shaping": {"longest": 6, "cache": 2}}  # of more than 4 tokens; at 6 half a reward is lost
 

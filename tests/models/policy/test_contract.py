@@ -8,7 +8,7 @@ import torch
 
 from rlinf.actors.policy import PolicyActor
 from rlinf.actors.policy_trainer import PolicyTrainer
-from rlinf.envs.episodes import EnvOutput
+from rlinf.envs.environment import EnvOutput
 from rlinf.models.policy.build import load_policy
 from rlinf.models.policy.published import matches
 from rlinf.runtime.actor.actor import endpoint

@@ -11,22 +11,20 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rlinf.config.common import CommonConfig
 from rlinf.config.importing import resolve
 from rlinf.config.load import Problem, RunFailure
 from rlinf.config.schema import nearest
-from rlinf.data.datasets.stream import Counted
-from rlinf.data.in_flight import InFlight
 from rlinf.metrics.alarms import Alarm
 from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.report import Report
 from rlinf.runs.roles import RAISED, problem
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.storage.checkpoints import Checkpoints
 from rlinf.storage.directory import RunDirectory
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
@@ -40,56 +38,99 @@ steps done; `metrics`, of the step, by name; `samples`, rows as in samples.jsonl
 `path`, of a whole checkpoint; `run`, the `Run`."""
 
 
-class RunUnderWay(Protocol):
-    """A run as observers, workloads and the live page see it: a `TrainingLoop`."""
+Status = Literal["starting", "warming up", "running", "evaluating", "saving", "paused", "stopping", "ended"]
+
+
+@dataclass(eq=False)
+class RunState:
+    """A run under way: what its loop, its workload, observers and the live page share."""
 
     system: ActorSystem
+    """Where it runs."""
     config: Any
+    """Its configuration, with what only its data can say."""
     plan: Any
+    """Its `RunPlan`: the code that the configuration names."""
     directory: RunDirectory
-    workload: Any
-    roles: dict[str, Any]
+    """Where its files are."""
     steps: int | None
-    done: int
-    stopped: str | None
-    before: Any
-    after: Any
-    saved_at: int | None
-    evaluated_at: int | None
-    report: Report
-    recorder: Recorder
-    checkpoints: Checkpoints
-    in_flight: InFlight
-    leaving: Any
-    live: Any
+    """How many there will be; None: whoever drives the run decides."""
+    report: Report = field(init=False)
+    """Tells people of it, once it has started."""
+    recorder: Recorder = field(init=False)
+    """Writes it down, once its roles are up."""
+    roles: dict[str, Any] = field(default_factory=dict)
+    """The running ones, by name."""
+    done: int = 0
+    """Steps taken."""
+    before: Any = None
+    """The evaluation before the first step; None where there is nothing to evaluate on."""
+    after: Any = None
+    """The newest one."""
+    evaluated_at: int | None = None
+    """Steps done when it was evaluated last."""
+    saved_at: int | None = None
+    """Steps done when a checkpoint was begun last."""
+    stopped: str | None = None
+    """Why the step under way, or the last one, is the last one, if it is not the last of all."""
+    ended: bool = False
+    """The last step was taken, before there were as many as planned."""
+    status: Status = "starting"
+    """Where the run is in its life."""
+    on_change: list[Callable[[], None]] = field(default_factory=list)
+    """Called when its status or its roles have changed."""
 
     @property
     def over(self) -> bool:
         """There are no more steps to take."""
+        return self.ended or (self.steps is not None and self.done >= self.steps)
 
     def stop(self, why: str) -> None:
-        """End after the step under way."""
+        """Let the step under way be the last one: it is evaluated and saved like the last step of a run.
 
-    def ends_here(self) -> None:
-        """There will be no further step."""
+        Args:
+            why: half a sentence for people.
+        """
+        self.stopped = self.stopped or why
+
+    def report_stop(self) -> None:
+        """Say why there is no further step."""
+        self.report.line(f"stopped after step {self.done}: {self.stopped}")
 
     def alarm(self, warning: Alarm, step: int | None = None) -> None:
-        """Tell people what they should know."""
+        """Tell people what they should know, now and on the live page.
 
-    def left_out(self, stream: Counted) -> dict[str, float]:
-        """Metrics of rows that a stream has left out."""
+        Args:
+            warning: what.
+            step: of which step; default: of the one that is over.
+        """
+        self.report.line(warning)
+        self.recorder.alarm(self.done if step is None else step, warning.text, warning.do)
 
-    def quiet_after(self, index: int) -> int:
-        """The first step after this one before which nothing may be in flight."""
+    def set_roles(self, roles: Mapping[str, Any]) -> None:
+        """Go on with these roles."""
+        self.roles = dict(roles)
+        self.changed()
 
-    async def save(self, position: Mapping[str, Any] | None = None) -> None:
-        """Begin to write a checkpoint of this moment."""
+    def set_status(self, status: Status) -> None:
+        """Be in another part of its life."""
+        self.status = status
+        self.changed()
 
-    async def rest(self) -> None:
-        """Have nothing under way."""
+    @contextmanager
+    def doing(self, status: Status) -> Iterator[None]:
+        """Have this status for as long as the block lasts."""
+        before = self.status
+        self.set_status(status)
+        try:
+            yield
+        finally:
+            self.set_status(before)
 
-    async def evaluate_and_tell(self) -> dict[str, float]:
-        """Evaluate, and tell; the metrics."""
+    def changed(self) -> None:
+        """Tell those who watch."""
+        for notify in self.on_change:
+            notify()
 
 
 class Observer:
@@ -117,7 +158,7 @@ class Observer:
 class Records(Observer):
     """Has the recorder write, and the report print, what there is of each step."""
 
-    def __init__(self, run: RunUnderWay) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
 
     async def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -143,7 +184,7 @@ class Alarms(Observer):
         alarms: say what of; each is asked after every step.
     """
 
-    def __init__(self, run: RunUnderWay, alarms: Sequence[AlarmRule]) -> None:
+    def __init__(self, run: RunState, alarms: Sequence[AlarmRule]) -> None:
         self._run, self._alarms = run, alarms
 
     async def on_record(self, step: int, metrics: Mapping[str, float], last: bool) -> None:
@@ -156,32 +197,32 @@ class Alarms(Observer):
 class Run:
     """The run, as callbacks are given it."""
 
-    _loop: RunUnderWay
+    _state: RunState
 
     @property
     def step(self) -> int:
         """Steps done."""
-        return self._loop.done
+        return self._state.done
 
     @property
     def steps(self) -> int:
         """Steps that there are to be."""
-        return int(self._loop.config.steps)
+        return int(self._state.config.steps)
 
     @property
     def config(self) -> CommonConfig:
         """The configuration, with every key."""
-        return self._loop.config  # type: ignore[no-any-return]
+        return self._state.config
 
     @property
     def directory(self) -> Path:
         """Where its files are."""
-        return self._loop.directory.path
+        return self._state.directory.path
 
     @property
     def roles(self) -> Mapping[str, Any]:
         """The handles of its roles by name, such as `rollout` and `trainer`."""
-        return self._loop.roles  # type: ignore[no-any-return]
+        return self._state.roles
 
     def stop(self, why: str = "a callback said so") -> None:
         """End the run in order once the step under way is over: it is evaluated and saved as after the last step.
@@ -189,7 +230,7 @@ class Run:
         Args:
             why: half a sentence that is printed.
         """
-        self._loop.stop(why)
+        self._state.stop(why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,19 +269,19 @@ class Callbacks:
                 problems.append(problem("callbacks", _name(source), error))
         return Callbacks(listeners)
 
-    async def tell(self, event: str, loop: RunUnderWay, **offered: Any) -> None:
+    async def tell(self, event: str, state: RunState, **offered: Any) -> None:
         """Call everyone who listens to an event, one after the other.
 
         Args:
             event: of `EVENTS`.
-            loop: the run.
+            state: the run.
             offered: the arguments that there are, besides `run`.
 
         Raises:
             RunFailure: one raised; the text names it.
         """
         for listener in self.listeners.get(event, ()):
-            arguments = {**offered, "run": Run(loop)}
+            arguments = {**offered, "run": Run(state)}
             try:
                 returned = listener.call(**{name: arguments[name] for name in listener.takes})
                 if inspect.isawaitable(returned):
@@ -248,10 +289,8 @@ class Callbacks:
             except Exception as error:
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{last.filename}:{last.lineno}"
-                text = (
-                    f"callback {listener.name} raised {type(error).__name__}: {error} ({where}), after step {loop.done}"
-                )
-                raise RunFailure(text) from error
+                text = f"callback {listener.name} raised {type(error).__name__}: {error} ({where})"
+                raise RunFailure(f"{text}, after step {state.done}") from error
 
 
 class UserCallbacks(Observer):
@@ -262,7 +301,7 @@ class UserCallbacks(Observer):
         callbacks: theirs.
     """
 
-    def __init__(self, run: RunUnderWay, callbacks: Callbacks) -> None:
+    def __init__(self, run: RunState, callbacks: Callbacks) -> None:
         self._run, self._callbacks = run, callbacks
 
     async def on_step(self, step: int, metrics: Mapping[str, float]) -> None:

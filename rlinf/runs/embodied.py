@@ -32,7 +32,7 @@ from rlinf.metrics.alarms import NothingLearnedAlarm, StalenessAlarm
 from rlinf.metrics.tables import success_rows, success_table
 from rlinf.models.policy.build import CONFIG
 from rlinf.placement.seats import CONTROL, Placed, place
-from rlinf.runs.callbacks import Alarms, RunUnderWay
+from rlinf.runs.callbacks import Alarms, RunState
 from rlinf.runs.dry_run.embodied import shown_of
 from rlinf.runs.embodied_roles import NEW, TRIALS, VIDEOS, learners_of, role_of, start_roles
 from rlinf.runs.loop import Described, Workload
@@ -229,7 +229,7 @@ class EmbodiedWorkload(Workload[dict[str, float]]):
     failures = (FloatingPointError, EnvironmentLost)
     config: EmbodiedConfig
 
-    def __init__(self, run: RunUnderWay, config: EmbodiedConfig | None = None) -> None:
+    def __init__(self, run: RunState, config: EmbodiedConfig | None = None) -> None:
         super().__init__(run, config)
         config = self.config
         self.in_flight = InFlight(Rules(config.algorithm.staleness, between=True))
@@ -278,7 +278,7 @@ class EmbodiedWorkload(Workload[dict[str, float]]):
 
     async def draw(self, index: int) -> AnyStep:
         config = self.config
-        until = self.run.quiet_after(index)
+        until = self.quiet_after(index)
         return EmbodiedStep(index, config.policy.horizon, config.env.slices, config.env.fresh, until, self.in_flight)
 
     async def take(self, step: AnyStep) -> Mapping[str, float]:
@@ -394,7 +394,7 @@ class ImitationWorkload(EmbodiedWorkload):
 
     config: EmbodiedConfig
 
-    def __init__(self, run: RunUnderWay) -> None:
+    def __init__(self, run: RunState) -> None:
         config = run.config
         # no episode goes on from step to step
         super().__init__(run, replace(config, env=replace(config.env, fresh=True)))

@@ -15,8 +15,9 @@ import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlinf.config.common import Placing
 from rlinf.config.embodied import EmbodiedConfig, EnvConfig
@@ -32,6 +33,7 @@ from rlinf.placement.plan import Mode, Plan, RolePlan
 from rlinf.placement.plan import save as save_plan
 from rlinf.placement.profile import Profile
 from rlinf.placement.seats import Placed, RoleKind, placed_by, spread
+from rlinf.runs.callbacks import RunState
 from rlinf.runs.dry_run.transformer import device_kind
 from rlinf.runs.prepare import RunPlan
 from rlinf.runs.roles import restore_own, save_own
@@ -171,6 +173,16 @@ PLAN = "plan.yaml"
 Roles = Mapping[str, ActorGroup]
 
 
+class Mover(Protocol):
+    """A workload as far as roles that move are concerned."""
+
+    async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
+        """Start these roles."""
+
+    async def publish(self, roles: Any) -> None:
+        """Let roles that may be new have the trainer's weights."""
+
+
 class PlacementManager:
     """The placement of one run.
 
@@ -182,6 +194,7 @@ class PlacementManager:
     def __init__(self, wanted: Placing, prepared: RunPlan) -> None:
         placed, kinds = prepared.placed, prepared.kinds
         self.placed, self._kinds = placed, kinds
+        self._staleness, self._flow = prepared.staleness, prepared.path
         facts = MeasuredRun(
             prepared.model, machine(), prepared.path, placed.fleet.kinds, prepared.held, prepared.staleness
         )
@@ -197,45 +210,41 @@ class PlacementManager:
                 replan_above=wanted.replan_above,
             )
 
+    def changes(self, config: RunConfig | EmbodiedConfig) -> Changes:
+        """Predicts which changes of the run's keys would help.
+
+        Args:
+            config: of the run.
+        """
+        return Changes(config, lambda: self.ledger.profile, lambda: self.placed, self._staleness, self._flow)
+
     async def after(
-        self,
-        seconds: float,
-        system: ActorSystem,
-        roles: Roles,
-        directory: Path,
-        *,
-        say: Callable[[str], None],
-        rest: Callable[[], Awaitable[Any]],
-        spawn: Callable[[Placed, Collection[str]], Awaitable[Roles]],
-        publish: Callable[[Roles], Awaitable[Any]],
-    ) -> dict[str, ActorGroup]:
+        self, seconds: float, run: RunState, workload: Mover, *, rest: Callable[[], Awaitable[Any]]
+    ) -> Roles:
         """A step is over: plan and move, if it is time to.
 
         Args:
             seconds: that the step took.
-            system, roles: running.
-            directory: of the run.
-            say: tells a line.
+            run: whose roles move.
+            workload: starts and supplies them.
             rest: waits until nothing is under way between steps, such as a checkpoint.
-            spawn, publish: see `placement_manager.relocate`.
 
         Returns:
             The roles, those that moved as they are now.
         """
         if self._auto is None or not self._auto.due(seconds) or (profile := self.ledger.profile) is None:
-            return dict(roles)
+            return run.roles
         decision = await self._auto.decide(profile, self.placed.plan)
-        say(decision.sentence)
+        run.report.line(decision.sentence)
         if decision.plan is None:
-            return dict(roles)
+            return run.roles
         await rest()
-        goal = placed_by(decision.plan, self.placed, self._kinds)
+        goal, directory = placed_by(decision.plan, self.placed, self._kinds), run.directory.path
         moving = moved(self.placed, goal)
-        now = await relocate(
-            system, roles, moving, directory, spawn=lambda moving: spawn(goal, moving), publish=publish
-        )
+        spawn = partial(workload.spawn, goal)
+        now = await relocate(run.system, run.roles, moving, directory, spawn=spawn, publish=workload.publish)
         where = (f"{role} to host {', '.join(map(str, now[role].hosts))}" for role in now if role in moving)
-        say(f"moved: {', '.join(where)}")
+        run.report.line(f"moved: {', '.join(where)}")
         self.placed, self.ledger.devices = goal, goal.of_actors
         await asyncio.to_thread(save_plan, decision.plan, directory / PLAN)
         return now

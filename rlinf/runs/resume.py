@@ -1,38 +1,29 @@
-"""Early ends of runs, and resuming from a checkpoint.
+"""Going on with a run: what to type, and what becomes of keys that were changed since the checkpoint.
 
-In: a run's directory, and how it was started. Out: what to type to go on; of each key that was changed since the
-checkpoint, whether it is applied, ignored or refused: a checkpoint brings weights, the optimizer's state and the
-position in the data, and all else follows the configuration of the run that goes on. A run that is told to end, as
-schedulers do before they take a machine away, ends after the step under way if that comes in time; otherwise the step
-is given up, and the state in which it began is saved. Who wakes whom: the signal wakes `_end_soon`, which cancels the
-flow, or an evaluation, when time is up; the run goes on to save.
+In: a run's directory, and how it was started. Out: the command that goes on, also for a run that could not say it
+itself; of each key that was changed since the checkpoint, whether it is applied, ignored or refused: a checkpoint
+brings weights, the optimizer's state and the position in the data, and all else follows the configuration of the run
+that goes on.
 """
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import os
 import shlex
 import sys
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import Any, Literal
 
+from rlinf.config.common import CheckpointConfig
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.load import ConfigError, InputError, Problem
 from rlinf.config.text import RunConfig
 from rlinf.runs.starting import ToldToEnd
-from rlinf.runtime.base.tasks import cancel_all
 from rlinf.storage.directory import RunDirectory, previous_with_checkpoints
 from rlinf.storage.files import Damaged, verify_part
-
-if TYPE_CHECKING:
-    from rlinf.config.common import CheckpointConfig
-    from rlinf.runs.callbacks import RunUnderWay
 
 
 def command(resolved: Path) -> str:
@@ -148,134 +139,6 @@ def _report_what_is_there(directory: RunDirectory) -> None:
             write_report(directory.path)
         except Exception as error:
             sys.stderr.write(f"rlinf: {directory.report} cannot be written: {type(error).__name__}: {error}\n")
-
-
-R = TypeVar("R")
-LIKE_THE_LAST = 1.2
-"""A step is expected to take as long as the last one, times this: answers differ in length."""
-SAVING = 2.0
-"""A checkpoint is given as long as the last one took, times this: others may be writing to the same disk now."""
-UNKNOWN = 0.5
-"""Share of the time for the checkpoint, where none was written yet."""
-
-
-class Leaving:
-    """How a run ends when it is preempted; entered around its steps.
-
-    Args:
-        run: whose steps; None, or a system without `Preemption`: it is never asked to end.
-    """
-
-    def __init__(self, run: RunUnderWay | None) -> None:
-        self._run = run
-        self._preemption = None if run is None else run.system.preemption
-        self._watch: asyncio.Task[None] | None = None
-        self._gives_way: asyncio.Task[Any] | None = None  # what may be given up, while it is under way
-        self._given_up = False
-        self._began = self._lasted = 0.0
-        self._position: Mapping[str, Any] = {}
-        self._steps: list[int] = []
-        self.end_signal = asyncio.Event()
-        """A signal has come."""
-        self.left_out: str | None = None
-        """A few words on what was given up."""
-
-    async def __aenter__(self) -> Self:
-        if self._preemption is not None:
-            self._watch = asyncio.create_task(self._end_soon(), name="preemption")
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._watch is not None:
-            await cancel_all([self._watch])
-        if self._preemption is not None and self._run is not None and self._run.over:
-            self._preemption.complete = True
-
-    @property
-    def asked(self) -> bool:
-        """A signal has come: the run ends as soon as it can."""
-        return self.end_signal.is_set()
-
-    def rested(self, seconds: float) -> None:
-        """So long the run stood still between two steps because somebody wanted it to."""
-        if self._began:
-            self._began += seconds
-
-    async def step_begins(self) -> None:
-        """Note the state in which a step begins."""
-        if (run := self._run) is not None and self._preemption is not None:
-            self._position = copy.deepcopy(run.workload.position())
-            self._steps = await self._optimizer_steps()
-            now = asyncio.get_running_loop().time()
-            self._began, self._lasted = now, now - self._began if self._began else 0.0
-
-    async def unless_given_up(self, work: Awaitable[R]) -> R | None:
-        """The result of the flow or of an evaluation; None if it is given up, because there is no time for it."""
-        if self._given_up:
-            if asyncio.iscoroutine(work):
-                work.close()
-            return None
-        self._gives_way = task = asyncio.current_task()
-        try:
-            return await work
-        except asyncio.CancelledError:
-            if not self._given_up or task is None:
-                raise
-            task.uncancel()
-            return None
-        finally:
-            self._gives_way = None
-
-    async def save_beginning(self) -> None:
-        """Save the state in which the step that was given up began, if that can still be had.
-
-        It cannot if an optimizer step was taken since, or if the step has moved something on that is not drawn again.
-        """
-        run = self._run
-        assert run is not None  # a step of it was given up
-        self.left_out = f"step {run.done + 1} was given up"
-        if not run.workload.restartable or await self._optimizer_steps() != self._steps:
-            return
-        await run.save({} if run.workload.ahead else self._position)
-        await run.checkpoints.finish()
-        if await self._optimizer_steps() != self._steps:  # one was being taken when the step was given up
-            await asyncio.to_thread(run.directory.withdraw, run.done)
-
-    def told(self) -> str:
-        """The last line of a preempted run."""
-        assert self._run is not None
-        assert self._preemption is not None
-        run, what = self._run, f"; {self.left_out}" if self.left_out else ""
-        line = f"told to end by {self._preemption.signal}: stopped after step {run.done}{what}"
-        saved = "" if run.checkpoints.newest == run.done else "its state is not saved; "
-        return f"{line}; {saved}{resume_hint(run.directory, run.config.checkpoint)}"
-
-    async def _end_soon(self) -> None:
-        """Once a signal has come: let the step end if it will in time, else give it up."""
-        preemption, run = self._preemption, self._run
-        assert preemption is not None
-        assert run is not None
-        await preemption.asked.wait()
-        self.end_signal.set()
-        now = asyncio.get_running_loop().time
-        remaining = preemption.deadline - now()
-        duration = run.checkpoints.seconds
-        last = preemption.deadline - (remaining * UNKNOWN if duration is None else min(duration * SAVING, remaining))
-        in_time = self._began + self._lasted * LIKE_THE_LAST <= last
-        if in_time or not run.workload.restartable or await self._optimizer_steps() != self._steps:
-            await asyncio.sleep(max(0.0, last - now()))
-        self._given_up = True
-        if self._gives_way is not None:
-            self._gives_way.cancel()
-
-    async def _optimizer_steps(self) -> list[int]:
-        """How many each role that learns has taken."""
-        assert self._run is not None
-        roles = self._run.roles.values()
-        learning = [group[0] for group in roles if "optimizer_steps" in group.endpoints]
-        return list(await asyncio.gather(*(ref.optimizer_steps() for ref in learning)))
 
 
 Effect = Literal["applied", "ignored", "refused"]

@@ -27,6 +27,7 @@ from rlinf.runtime.base.errors import StallError, TraceError, UserError
 from rlinf.storage.directory import MISSING, Checkpoint, Held, Lock, RunDirectory, changes, find_checkpoint, held
 
 if TYPE_CHECKING:
+    from rlinf.runs.callbacks import RunState
     from rlinf.runs.loop import TrainingLoop, Workload
     from rlinf.runs.prepare import RunPlan
     from rlinf.runtime.system.system import ActorSystem
@@ -171,7 +172,7 @@ def loop_of(
     """
     from rlinf.runs.loop import TrainingLoop  # torch comes with it, which takes seconds
 
-    workload: Callable[[TrainingLoop], Workload[Any]]
+    workload: Callable[[RunState], Workload[Any]]
     if isinstance(config, EmbodiedConfig) and config.algorithm.name == IMITATION:
         from rlinf.runs.embodied import ImitationWorkload as workload
     elif isinstance(config, EmbodiedConfig):

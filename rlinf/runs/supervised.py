@@ -25,7 +25,7 @@ from rlinf.data.step import SupervisedStep
 from rlinf.flows.annotate import annotate_in_order
 from rlinf.metrics.alarms import NothingLearnedAlarm
 from rlinf.placement.seats import Placed
-from rlinf.runs.callbacks import Alarms, RunUnderWay
+from rlinf.runs.callbacks import Alarms, RunState
 from rlinf.runs.dry_run.footprint import spread_of
 from rlinf.runs.loop import Described, Workload
 from rlinf.runs.prepare import REFERENCE, TRAINER, InMemory, RunPlan, objective_of
@@ -47,7 +47,7 @@ class SupervisedWorkload(Workload[Numbers]):
     headline = "evaluation/loss"
     config: RunConfig
 
-    def __init__(self, run: RunUnderWay) -> None:
+    def __init__(self, run: RunState) -> None:
         self.data = conversations_of(run.config, run.plan.objects)
         super().__init__(run, with_steps(run.config, self.data.rows))
         self.objective, self.notes = objective_of(self.config), self.plan.notes
@@ -105,7 +105,7 @@ class SupervisedWorkload(Workload[Numbers]):
 
     async def finish(self, returned: Mapping[str, float]) -> Mapping[str, float]:
         metrics = with_perplexity(returned, self.config.algorithm.name)
-        return {**metrics, **self.run.left_out(self.data.train)}
+        return {**metrics, **self.left_out(self.data.train)}
 
     @property
     def restartable(self) -> bool:

@@ -57,7 +57,7 @@ from rlinf.metrics.alarms import (
 from rlinf.metrics.report import compare, in_words, rows
 from rlinf.models.language.build import limits, pictures_of
 from rlinf.placement.seats import Placed
-from rlinf.runs.callbacks import AlarmRule, Observer, RunUnderWay
+from rlinf.runs.callbacks import AlarmRule, Observer, RunState
 from rlinf.runs.dry_run.footprint import spread_of
 from rlinf.runs.evaluation import (
     answers_of,
@@ -110,7 +110,7 @@ class TextAlarms(Observer):
 
     def __init__(
         self,
-        run: RunUnderWay,
+        run: RunState,
         alarms: Sequence[AlarmRule],
         nothing_learned: NothingLearnedAlarm,
         *,
@@ -152,7 +152,7 @@ class TextWorkload(Workload[Evaluation]):
     failures = (FloatingPointError, RewardError, NotScored, LoadTorn, RequestRefused)
     config: RunConfig
 
-    def __init__(self, run: RunUnderWay, program: dict[str, Any] | None = None) -> None:
+    def __init__(self, run: RunState, program: dict[str, Any] | None = None) -> None:
         super().__init__(run)
         config, plan = self.config, self.plan
         assert plan.algorithm is not None  # of every run on text
@@ -343,7 +343,7 @@ class TextWorkload(Workload[Evaluation]):
         step = self.run.done + 1
         scored = await self._hear_judges(f"step {step}")
         failed = {"reward/failed": scored.failed} if scored.answers else {}
-        row_counts = self.run.left_out(self.data.train)
+        row_counts = self.left_out(self.data.train)
         await self._account_for(step)
         self._alarms.judged = scored.answers
         return {**returned, **failed, **row_counts}

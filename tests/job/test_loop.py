@@ -116,7 +116,7 @@ class Toy(Workload[dict[str, float]]):
         )
 
     async def draw(self, index):
-        return EmbodiedStep(index, 1, until=self.run.quiet_after(index), in_flight=self.in_flight)
+        return EmbodiedStep(index, 1, until=self.quiet_after(index), in_flight=self.in_flight)
 
     patience = property(lambda self: self.config.trials.patience)
 
@@ -507,7 +507,7 @@ def test_an_observer_is_told_of_a_step_then_of_its_evaluation_then_of_all_its_nu
 class TooGood:
     """Warns of a score of 3."""
 
-    def heard(self, step, metrics):
+    def check(self, step, metrics):
         return Alarm(f"step {step}", "too good", "look") if metrics.get("evaluation/score") == 3.0 else None
 
 

@@ -227,7 +227,7 @@ class Session(RunSession):
             system = await stack.enter_async_context(ActorSystem.local(hosts, device_memory=run.memory))
         make = partial(TextWorkload, program=self.state)
         loop = await asyncio.to_thread(TrainingLoop, system, run.config, run.plan, run.directory, make)
-        loop.steps, workload = self._steps, loop.workload
+        loop.state.steps, workload = self._steps, loop.workload
         assert isinstance(workload, TextWorkload)
         workload.notes = [each for each in workload.notes if not each.startswith(f"{no_problems.__name__}:")]
         try:
@@ -245,10 +245,11 @@ class Session(RunSession):
         loop = self._loop
         if kind is not None or loop is None:
             return
-        if max(loop.evaluated_at or 0, self._resumed_at) < loop.done and (metrics := await loop.evaluate_and_tell()):
-            loop.recorder.write(loop.done, metrics)
-        if (loop.saved_at or 0) < loop.done:
-            await loop.save()
+        state = loop.state
+        if max(state.evaluated_at or 0, self._resumed_at) < state.done and (metrics := await loop.evaluate()):
+            state.recorder.write(state.done, metrics)
+        if (state.saved_at or 0) < state.done:
+            await loop.saver.save()
 
     def _open(self, call: str) -> Running:
         if self._phase in ("new", "opening"):
@@ -261,9 +262,9 @@ class Session(RunSession):
                 f"session.{call}: the session is closed; call it inside its `async with`, or open another one: "
                 'Session.local(…, resume="auto") goes on with the same run'
             )
-        loop = self._loop
-        if loop is not None and loop.stopped is not None and loop.over and call not in AFTER_STOP:
-            raise SessionStopped(f"session.{call}: the session was told to end after step {loop.done}: {loop.stopped}")
+        run = None if self._loop is None else self._loop.state
+        if run is not None and run.stopped is not None and run.over and call not in AFTER_STOP:
+            raise SessionStopped(f"session.{call}: the session was told to end after step {run.done}: {run.stopped}")
         self._entered.enter()
         return self._running
 
@@ -272,13 +273,13 @@ class Session(RunSession):
     @property
     def step(self) -> int:
         """Steps taken, those before a resume included."""
-        return self._here("step").done
+        return self._here("step").state.done
 
     @property
     def stopped(self) -> str | None:
         """Why it was told to end, by its live page or a callback; None: it was not. What would begin a further step
         then raises `SessionStopped`."""
-        return self._here("stopped").stopped
+        return self._here("stopped").state.stopped
 
     @property
     def run_dir(self) -> Path:
@@ -288,7 +289,7 @@ class Session(RunSession):
     @property
     def checkpointed(self) -> bool:
         """There is a checkpoint to go on from."""
-        return self._here("checkpointed").directory.latest.exists()
+        return self._here("checkpointed").state.directory.latest.exists()
 
     def _here(self, call: str) -> TrainingLoop:
         self._open(call)
@@ -329,7 +330,7 @@ class Session(RunSession):
             metrics = await loop.step_ended({**learned, **extra})
             await loop.live.controls.between_steps()
         except self._workload.failures as error:
-            raise RunFailure(f"step {loop.done + 1}: {error}") from error
+            raise RunFailure(f"step {loop.state.done + 1}: {error}") from error
         finally:
             self._learning = False
             loop.step_begins()
@@ -347,9 +348,9 @@ class Session(RunSession):
         """
         loop = self._here("checkpoint")
         with plainly():
-            await loop.save()
-            await loop.checkpoints.finish()
-        return loop.directory.latest.resolve()
+            await loop.saver.save()
+            await loop.saver.files.finish()
+        return loop.state.directory.latest.resolve()
 
     def evaluate(
         self, tasks: Any = None, episode: Play | None = None, n: int = 1, **sampling: Any
@@ -360,7 +361,7 @@ class Session(RunSession):
             tasks: prompts, or with an episode anything; None takes the session's `evaluation`.
             episode, n, sampling: see `RunSession.evaluate`.
         """
-        loop = self._here("evaluate")
+        state = self._here("evaluate").state
         if tasks is None and not self._workload.data.held_out:
             raise UserError(
                 "session.evaluate: there is nothing to evaluate on; pass tasks, or give the session evaluation=…"
@@ -371,9 +372,9 @@ class Session(RunSession):
             evaluation = await self._workload.evaluate() if playing is None else await playing
             assert evaluation is not None  # there is something to evaluate on
             temperature = float(sampling.get("temperature", self._workload.config.evaluation.temperature))
-            loop.report.line(f"evaluation after step {loop.done}: {in_words(evaluation, temperature)}")
-            loop.recorder.samples(loop.done, self._workload.describe(evaluation).answers)
-            loop.recorder.write(loop.done, {f"evaluation/{name}": value for name, value in evaluation.metrics.items()})
+            state.report.line(f"evaluation after step {state.done}: {in_words(evaluation, temperature)}")
+            state.recorder.samples(state.done, self._workload.describe(evaluation).answers)
+            state.recorder.write(state.done, {f"evaluation/{key}": value for key, value in evaluation.metrics.items()})
             return evaluation
 
         return Awaited(noted(), "session.evaluate(…)")

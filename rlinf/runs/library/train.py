@@ -24,6 +24,7 @@ from rlinf.metrics.progress import clock, progress_bars
 from rlinf.metrics.report import ACCURACY_COLUMN, measure_of, problems_of
 from rlinf.runs.library.objects import Objects, configured, key_of, recipe_name
 from rlinf.runs.library.opening import Arguments, Call, Opened, arguments_of, opened
+from rlinf.runs.loop import TrainingLoop
 from rlinf.runs.resume import with_resume_hint
 from rlinf.runs.start import leaving_gpus, locked, loop_of, run_to_end, runtime_errors_explained
 from rlinf.runtime.system.system import ActorSystem
@@ -138,21 +139,18 @@ class Result:
                 yield name, str(path)
 
 
-def result_of(loop: Any) -> Result:
-    """The result of a run that is over.
-
-    Args:
-        loop: its `TrainingLoop`.
-    """
-    rows: list[Mapping[str, Any]] = list(read_lines(loop.directory.metrics))
+def result_of(loop: TrainingLoop) -> Result:
+    """The result of a run that is over."""
+    state, best = loop.state, loop.saver.best
+    rows: list[Mapping[str, Any]] = list(read_lines(state.directory.metrics))
     return Result(
-        loop.directory.path,
-        loop.done,
+        state.directory.path,
+        state.done,
         [dict(row) for row in rows if row.get("step", 0) > 0],
-        loop.before,
-        loop.after,
-        None if loop.best is None else loop.best.step,
-        loop.stopped,
+        state.before,
+        state.after,
+        None if best is None else best.step,
+        state.stopped,
     )
 
 

@@ -13,45 +13,61 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlinf.config.load import RunFailure
 from rlinf.dashboard.events import CONTROLS
-from rlinf.runs.callbacks import Observer, RunUnderWay
+from rlinf.runs.callbacks import Observer, RunState
+from rlinf.runs.saving import Leaving, Saver
 from rlinf.runtime.base.tasks import cancel_all
 
 Tell = Callable[[str, bool], None]
 """Takes a sentence, and whether all went well."""
 
 
+class Loop(Protocol):
+    """A training loop, as far as its pauses are concerned."""
+
+    state: RunState
+    workload: Any
+    saver: Saver
+    leaving: Leaving
+
+    async def evaluate(self) -> dict[str, float]:
+        """Evaluate, and tell; the metrics."""
+
+    async def rest(self) -> None:
+        """Have nothing under way."""
+
+
 class BetweenSteps(Observer):
     """The moments between the steps of one run.
 
     Args:
-        run: whose.
+        loop: takes the steps.
     """
 
-    def __init__(self, run: RunUnderWay) -> None:
-        self._run = run
+    def __init__(self, loop: Loop) -> None:
+        self._loop, self._state = loop, loop.state
         self._written: dict[int, list[Tell]] = {}  # by steps done: who waits for that checkpoint
 
     @property
     def done(self) -> int:
         """Steps taken."""
-        return self._run.done
+        return self._state.done
 
     @property
     def over(self) -> bool:
         """There is no next step."""
-        return self._run.over or self._run.leaving.asked
+        return self._state.over or self._loop.leaving.asked
 
     def stop(self, why: str) -> None:
         """Let the step under way be the last one."""
-        self._run.stop(why)
+        self._state.stop(why)
 
     async def end_signal(self) -> None:
         """Wait until a signal tells the process to end; for ever, where none can."""
-        await self._run.leaving.end_signal.wait()
+        await self._loop.leaving.end_signal.wait()
 
     @contextlib.contextmanager
     def resting(self, *, paused: bool = False) -> Iterator[None]:
@@ -60,14 +76,14 @@ class BetweenSteps(Observer):
         Args:
             paused: nothing goes on, which is no stall.
         """
-        run, clock = self._run, asyncio.get_running_loop().time
-        began, run.system.paused = clock(), paused
+        state, clock = self._state, asyncio.get_running_loop().time
+        began, state.system.paused = clock(), paused
         try:
             yield
         finally:
-            run.system.paused = False
-            run.recorder.rested(clock() - began)
-            run.leaving.rested(clock() - began)
+            state.system.paused = False
+            state.recorder.rested(clock() - began)
+            self._loop.leaving.rested(clock() - began)
 
     async def save(self, tell: Tell) -> None:
         """Begin a checkpoint, unless there is one of this step.
@@ -75,33 +91,32 @@ class BetweenSteps(Observer):
         Args:
             tell: told when it is whole.
         """
-        run, step = self._run, self._run.done
-        run.checkpoints.check()
-        if run.saved_at == step and not run.checkpoints.writing:
+        state, saver, step, before = self._state, self._loop.saver, self._state.done, self._state.saved_at
+        saver.files.check()
+        if before == step and not saver.files.writing:
             tell(f"the checkpoint of step {step} is there already", True)
             return
         self._written.setdefault(step, []).append(tell)
-        if run.saved_at == step:
+        if before == step:
             return
-        before = run.saved_at
 
         def failed(error: RunFailure) -> None:
-            if run.saved_at == step:
-                run.saved_at = before
-            run.report.line(f"warning: {error}; it was asked for on the live page, and the run goes on without")
+            if state.saved_at == step:
+                state.saved_at = before
+            state.report.line(f"warning: {error}; it was asked for on the live page, and the run goes on without")
             self._tell(step, f"not saved: {error}", False)
 
         try:
-            with self.resting(), run.live.doing("saving"), run.checkpoints.asked_for(failed):
+            with self.resting(), state.doing("saving"), saver.files.asked_for(failed):
                 await self._rest()
-                await run.save()
+                await saver.save()
         except (RunFailure, OSError) as error:
             failed(RunFailure(str(error)))
 
     async def on_checkpoint(self, step: int, path: Path) -> None:
         """Tell those who asked for this checkpoint."""
         if step in self._written:
-            self._run.report.line(f"saved after step {step}, as it was asked to")
+            self._state.report.line(f"saved after step {step}, as it was asked to")
             self._tell(step, f"saved after step {step}: checkpoints/{path.name}", True)
 
     def _tell(self, step: int, sentence: str, well: bool) -> None:
@@ -114,42 +129,41 @@ class BetweenSteps(Observer):
         Returns:
             What came of it, and whether there is an evaluation.
         """
-        run, step = self._run, self._run.done
-        if run.evaluated_at == step and run.after is not None:
-            return f"it was evaluated after step {step} already: {run.workload.describe(run.after).sentence}", True
+        state, workload, leaving, step = self._state, self._loop.workload, self._loop.leaving, self._state.done
+        if state.evaluated_at == step and state.after is not None:
+            return f"it was evaluated after step {step} already: {workload.describe(state.after).sentence}", True
         try:
-            with self.resting(), run.live.doing("evaluating"):
+            with self.resting(), state.doing("evaluating"):
                 await self._rest()
-                evaluation = await run.leaving.unless_given_up(run.workload.evaluate())
-        except run.workload.failures as error:
-            run.report.line(f"warning: the evaluation that was asked for failed: {error}; the run goes on")
+                evaluation = await leaving.unless_given_up(workload.evaluate())
+        except workload.failures as error:
+            state.report.line(f"warning: the evaluation that was asked for failed: {error}; the run goes on")
             return f"the evaluation failed: {error}", False
-        if evaluation is None and run.leaving.asked:
-            return "given up: the run was told to end", False
         if evaluation is None:
-            return "there is nothing to evaluate on", False
-        run.after, run.evaluated_at = evaluation, step
-        described = run.workload.describe(evaluation)
-        run.recorder.samples(step, described.answers)
-        run.recorder.write(step, {f"evaluation/{name}": value for name, value in described.metrics.items()})
+            return "given up: the run was told to end" if leaving.asked else "there is nothing to evaluate on", False
+        state.after, state.evaluated_at = evaluation, step
+        described = workload.describe(evaluation)
+        state.recorder.samples(step, described.answers)
+        state.recorder.write(step, {f"evaluation/{name}": value for name, value in described.metrics.items()})
         sentence = f"evaluation after step {step}: {described.sentence}"
-        run.report.line(sentence)
+        state.report.line(sentence)
         return sentence, True
 
     async def stop_here(self) -> None:
         """End the run as after its last step: evaluated and saved."""
-        run = self._run
-        await run.in_flight.close()
-        if run.evaluated_at != run.done and (metrics := await run.evaluate_and_tell()):
-            run.recorder.write(run.done, metrics)
-        if run.saved_at != run.done and not run.leaving.asked:
-            await run.save()
-        run.ends_here()
+        loop, state = self._loop, self._state
+        await loop.workload.in_flight.close()
+        if state.evaluated_at != state.done and (metrics := await loop.evaluate()):
+            state.recorder.write(state.done, metrics)
+        if state.saved_at != state.done and not loop.leaving.asked:
+            await loop.saver.save()
+        state.ended = True
+        state.report_stop()
 
     async def _rest(self) -> None:
         """Have nothing acted for later steps meanwhile, where it is acted by the very roles that are asked now."""
-        if self._run.in_flight.rules.between:
-            await self._run.rest()
+        if self._loop.workload.in_flight.rules.between:
+            await self._loop.rest()
 
 
 CHECKPOINT, EVALUATE, PAUSE, GO_ON, STOP = CONTROLS
@@ -161,7 +175,7 @@ Answer = Callable[[str, bool], None]
 
 
 class Steered(Protocol):
-    """A run as its controls see it: `between.BetweenSteps`."""
+    """A run as its controls see it: `BetweenSteps`."""
 
     @property
     def done(self) -> int:

@@ -16,13 +16,13 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rlinf.dashboard.events import LIVE
 from rlinf.dashboard.lanes import LOADING, PARKING, WAITING
 from rlinf.metrics.report import Report
 from rlinf.metrics.timing import activity_of
-from rlinf.runs.callbacks import RunUnderWay
+from rlinf.runs.callbacks import RunState
 from rlinf.runs.live.controls import BetweenSteps, Controls
 from rlinf.runs.live.feed import Feed, Message, Page
 from rlinf.runtime.base.errors import ActorDied
@@ -155,39 +155,33 @@ def lanes_of(host: int, parts: Sequence[Busy]) -> Iterable[dict[str, Any]]:
 PERIOD = 1.0
 """Seconds between two moments: as fast as a person follows numbers."""
 
-Status = Literal["starting", "warming up", "running", "evaluating", "saving", "paused", "stopping", "ended"]
-
 
 class Live:
     """The live side of one run.
 
     Args:
         run: which.
-        directory: of the run.
-        mode: of its placement, in a word.
-        web: start the server of its page, too.
+        between: does what watchers wish.
     """
 
-    def __init__(self, run: RunUnderWay, directory: Path, mode: str, *, web: bool) -> None:
-        self._run, self._directory, self._mode, self._web = run, directory, mode, web
-        self.between = BetweenSteps(run)
-        self.controls = Controls(self.between, self._changed)
+    def __init__(self, run: RunState, between: BetweenSteps) -> None:
+        self._run, self._directory = run, run.directory.path
+        self.controls = Controls(between, self._changed)
         self._feed = Feed(self._hello, self._hear)
-        self._status: Status = "starting"
         self._roles: Mapping[str, Sequence[int]] = {}
         self._machines: Mapping[int, str] = {}
         self._moment: Message | None = None
         self._told: Message = {}
+        run.on_change.append(self._changed)
 
     @contextlib.asynccontextmanager
-    async def opened(self, watch: Watch, report: Report) -> AsyncIterator[None]:
+    async def opened(self, watch: Watch) -> AsyncIterator[None]:
         """Watchers may come until the end of the block.
 
         Args:
             watch: measures for them.
-            report: is told where the page is, and what is wrong with it: the run goes on without.
         """
-        self._machines = watch.machines
+        report, self._machines = self._run.report, watch.machines  # it is told what is wrong: the run goes on without
         where = self._directory / LIVE
         try:
             path = await self._feed.open()
@@ -199,7 +193,7 @@ class Live:
             await self._feed.close()
             raise
         measuring = asyncio.create_task(self._measure(watch, report), name="live page")
-        page = Page(self._directory, report.line) if self._web and path is not None else None
+        page = Page(self._directory, report.line) if self._run.config.metrics.web and path is not None else None
         well = False
         try:
             if page is not None:
@@ -209,7 +203,7 @@ class Live:
         finally:
             await cancel_all([measuring])
             self.controls.close(well=well)
-            self.status("ended")
+            self._run.set_status("ended")
             if page is not None:
                 page.leave()
             await self._feed.close()
@@ -218,39 +212,24 @@ class Live:
 
     # What watchers are told --------------------------------------------------------------------------------------
 
-    def roles(self, roles: Mapping[str, Sequence[int]]) -> None:
-        """The roles are on these hosts from now on."""
-        self._roles = dict(roles)
-        self._feed.tell(self._of_roles())
-
-    def status(self, status: Status) -> None:
-        """Where the run is in its life."""
-        self._status = status
-        self._changed()
-
-    @contextlib.contextmanager
-    def doing(self, status: Status) -> Iterator[None]:
-        """Show this status for as long as the block lasts."""
-        before = self._status
-        self.status(status)
-        try:
-            yield
-        finally:
-            self.status(before)
-
     def _changed(self) -> None:
+        roles = {role: [*group.hosts] for role, group in self._run.roles.items()}
+        if roles != self._roles:
+            self._roles = roles
+            self._feed.tell(self._of_roles())
         if (now := self._of_status()) != self._told:
             self._told = now
             self._feed.tell(now)
 
     def _of_roles(self) -> Message:
         run = self._run
-        roles = [{"role": role, "hosts": [*hosts]} for role, hosts in self._roles.items()]
-        about = {"mode": self._mode, "step": run.done, "steps": run.steps, "machines": self._machines}
+        roles = [{"role": role, "hosts": hosts} for role, hosts in self._roles.items()]
+        mode = run.config.placement.mode or "by hand"
+        about = {"mode": mode, "step": run.done, "steps": run.steps, "machines": self._machines}
         return {"kind": "roles", "roles": roles, **about}
 
     def _of_status(self) -> Message:
-        status, requests = self._status, self.controls.asked
+        status, requests = self._run.status, self.controls.asked
         if self.controls.paused and status == "running":
             status = "paused"
         if "stop" in requests and status in ("running", "paused"):

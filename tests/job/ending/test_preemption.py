@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlinf.runs.loop import TrainingLoop
-from rlinf.runs.resume import Leaving
+from rlinf.runs.saving import Leaving
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.ending import LEAVING, RESUME_ME, Preemption, Stopped
 
@@ -38,7 +38,7 @@ class Run:
     """As much of a run as its end concerns: steps that take `lasts` seconds, `learns` seconds of which at their end."""
 
     restartable, ahead = True, False
-    workload = property(lambda self: self)
+    workload = state = saver = property(lambda self: self)
 
     def __init__(self, preemption, lasts, learns=0.0, evaluates=0.0, saves=1.0):
         self.system = SimpleNamespace(preemption=preemption)
@@ -46,10 +46,10 @@ class Run:
         self.steps, self.done, self.drawn = len(self.lasts), 0, 0
         self.trainer = Trainer()
         self.roles = {"trainer": Group([self.trainer])}
-        self.checkpoints = Checkpoints(saves)
+        self.files = Checkpoints(saves)
         self.directory = SimpleNamespace(withdraw=self.saved_withdrawn)
         self.saved, self.saved_at = [], None
-        self.leaving = Leaving(None)
+        self.leaving = Leaving(self, self, self)
 
     @property
     def over(self):
@@ -89,7 +89,7 @@ class Run:
         self.saved.pop()
 
     async def run(self):
-        async with Leaving(self) as self.leaving:
+        async with self.leaving:
             await TrainingLoop._take_steps(self)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from rlinf.config.load import RunFailure
 from rlinf.runs.loop import TrainingLoop
+from rlinf.runs.saving import Saver
 from rlinf.runtime.system.ending import Preemption
 from rlinf.storage.directory import find_checkpoint
 from tests.job.test_loop import SCORES, WHOLE, Toy, run, told
@@ -146,7 +147,7 @@ def test_an_evaluation_that_was_asked_for_counts_for_nothing(tmp_path):
 
 
 def test_what_fails_that_was_only_asked_for_ends_no_run(tmp_path, monkeypatch, capsys):
-    evaluate, begin = Toy.evaluate, TrainingLoop.save
+    evaluate, begin = Toy.evaluate, Saver.save
 
     async def fails(self):
         if self.run.done == 1:
@@ -154,12 +155,12 @@ def test_what_fails_that_was_only_asked_for_ends_no_run(tmp_path, monkeypatch, c
         return await evaluate(self)
 
     async def full(self, position=None):
-        if self.done == 1:
+        if self._state.done == 1:
             raise RunFailure("no room")
         await begin(self, position)
 
     monkeypatch.setattr(Toy, "evaluate", fails)
-    monkeypatch.setattr(TrainingLoop, "save", full)
+    monkeypatch.setattr(Saver, "save", full)
     watcher = Patient(tmp_path / "toy", {1: ["pause"]}, ["evaluate", "checkpoint", "go_on"])
     assert told(run(tmp_path / "toy", 5, callbacks=(watcher,))) == WHOLE
     assert watcher.said("evaluate") == [("the evaluation failed: no number", False)]
@@ -197,7 +198,7 @@ def test_a_signal_ends_a_paused_run_with_a_checkpoint(tmp_path, monkeypatch, cap
     started = TrainingLoop.started
 
     def preempted(self, begun=None):
-        self.system.preemption = Preemption(30.0, lambda why: None)
+        self.state.system.preemption = Preemption(30.0, lambda why: None)
         return started(self, begun)
 
     monkeypatch.setattr(TrainingLoop, "started", preempted)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -36,6 +35,7 @@ _KEYS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "tie_word_embeddings"),
 )
+CASES = [(size, cards, card) for size in SHAPES for cards in (1, WIDTH, 64) for card in CARDS]
 _LORA = ("model.lora.r=16", "optimizer.lr=1e-5")
 CHANGES: dict[tuple[str, int, str], tuple[str, ...]] = {
     ("7B", 1, "80 GB"): _LORA,
@@ -59,13 +59,13 @@ class Setting:
     """Which."""
     changes: tuple[str, ...]
     """Keys that differ from the file."""
-    told: str
+    choice: str
     """What was chosen, or why it is refused."""
     memory: str
     """GB at the peak: trainer, rollout."""
 
 
-def found_of(size: str, cards: int, card: str, folder: Path) -> Setting:
+def setting_of(size: str, cards: int, card: str, folder: Path) -> Setting:
     """What `--dry-run` says of a case.
 
     Args:
@@ -87,35 +87,25 @@ def found_of(size: str, cards: int, card: str, folder: Path) -> Setting:
             return Setting(size, cards, card, changes, f"refused: needs {needs}", "")
         config, placed = prepared.config, prepared.placed
         sharding = spread_of(config, prepared.model_config, placed).sharding if cards > 1 else "one copy"
-    held = {role: active / GB for role, (active, _) in prepared.held.items() if active}
+    memory = {role: active / GB for role, (active, _) in prepared.held.items() if active}
     trainer = config.trainer
     again = "computed again" if trainer.gradient_checkpointing else "kept"
-    stays = "nobody parks" if sum(held.values()) <= CARDS[card] else "take turns, parked"
+    stays = "nobody parks" if sum(memory.values()) <= CARDS[card] else "take turns, parked"
     assert not prepared.warnings, (size, cards, card, prepared.warnings)  # a setting of the page has room
-    told = f"{sharding}; activations of {trainer.micro_batch_tokens:,} tokens {again}; {stays}"
-    return Setting(size, cards, card, changes, told, ", ".join(f"{held[role]:.0f}" for role in ("trainer", "rollout")))
+    choice = f"{sharding}; activations of {trainer.micro_batch_tokens:,} tokens {again}; {stays}"
+    return Setting(
+        size, cards, card, changes, choice, ", ".join(f"{memory[role]:.0f}" for role in ("trainer", "rollout"))
+    )
 
 
-def settings() -> Iterator[Setting]:
-    """Every case."""
-    with tempfile.TemporaryDirectory() as folder:
-        for size in SHAPES:
-            for cards in (1, WIDTH, 64):
-                for card in CARDS:
-                    yield found_of(size, cards, card, Path(folder))
-
-
-def table(rows: Sequence[Setting]) -> str:
-    """In Markdown."""
-    lines = [
-        "| model | cards | changed keys | what `--dry-run` chooses | GB: trainer, rollout |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        keys = "<br>".join(f"`{each}`" for each in row.changes) or "none"
-        lines.append(f"| {row.size} | {row.cards} x {row.card} | {keys} | {row.told} | {row.memory or '-'} |")
-    return "\n".join(lines) + "\n"
+def line(row: Setting) -> str:
+    """A row of the table, in Markdown."""
+    keys = "<br>".join(f"`{each}`" for each in row.changes) or "none"
+    return f"| {row.size} | {row.cards} x {row.card} | {keys} | {row.choice} | {row.memory or '-'} |"
 
 
 if __name__ == "__main__":
-    print(table([*settings()]), end="")
+    print("| model | cards | changed keys | what `--dry-run` chooses | GB: trainer, rollout |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for case in CASES:
+            print(line(setting_of(*case, Path(folder))))

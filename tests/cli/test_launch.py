@@ -251,8 +251,8 @@ def test_one_process_runs_the_whole_and_the_model_loads(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.torchrun
-def test_torchrun_runs_the_same_with_roles_on_their_hosts(tmp_path):
-    done = typed("--config", QUICKSTART, *TINY, f"output_dir={tmp_path}", processes=2)
+def test_two_processes_run_the_same_with_roles_on_their_hosts(tmp_path):
+    done = launch("--config", QUICKSTART, *TINY, f"output_dir={tmp_path}", processes=2)
     check_run_directory(tmp_path / "quickstart")
     assert "rollout on host 0, judge on host 0, trainer on host 0, 1" in done.stdout
     assert "sharding replicate, which auto chose by no limit of memory" in done.stdout
@@ -279,9 +279,9 @@ def test_under_torchrun_one_process_says_the_mistake_and_it_fails_the_job(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.torchrun
-def test_help_and_dry_run_are_printed_once_under_torchrun():
-    assert typed("--help", processes=2).stdout.count("usage:") == 1
-    assert typed("--config", QUICKSTART, "--dry-run", processes=2).stdout.count("Roles: 2 processes") == 1
+def test_help_and_dry_run_are_printed_once_by_several_processes():
+    assert launch("--help", processes=2).stdout.count("usage:") == 1
+    assert launch("--config", QUICKSTART, "--dry-run", processes=2).stdout.count("Roles: 2 processes") == 1
 
 
 FLOW = """

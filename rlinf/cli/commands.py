@@ -37,7 +37,7 @@ from rlinf.config.reading import parse_yaml
 from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
 from rlinf.metrics.progress import progress_bars
-from rlinf.runs.rules import is_embodied, load_config, load_embodied, suites_of
+from rlinf.runs.rules import is_embodied, load_config, load_embodied
 from rlinf.runs.start import leaving_gpus
 from rlinf.runtime.base.errors import HostLost
 
@@ -225,7 +225,7 @@ def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
     from rlinf.runs.embodied import acting, in_words, measured, try_policy, written
 
     config = load_embodied(options.config, acting(options.model, options.overrides), hosts)
-    if not suites_of(config):
+    if not config.eval_suites:
         raise InputError("trials.episodes: name how many episodes to try")
     output = None if options.output is None else Path(options.output)
     if output is not None and not output.absolute().parent.is_dir():

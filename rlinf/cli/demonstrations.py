@@ -52,7 +52,7 @@ from rlinf.flows.record import NothingToKeep, record
 from rlinf.placement.seats import CONTROL, place
 from rlinf.runs.embodied_roles import TRIALS, _cause, _simulation, _trials, learners_of
 from rlinf.runs.roles import Role, Roles, spawn_roles
-from rlinf.runs.rules import is_embodied, load_embodied, suites_of
+from rlinf.runs.rules import is_embodied, load_embodied
 from rlinf.runtime.base.errors import HostLost, UserError
 from rlinf.runtime.base.progress import track, work
 from rlinf.runtime.processes.supervisor import ChildDied
@@ -132,7 +132,7 @@ async def _started(system: ActorSystem, config: EmbodiedConfig, expert: str | No
     placed = place(replace(config.placement, mode=None, plan=None), CONTROL[:2], system.hosts)
     hosts = placed.seats["env"].hosts
     # what is learned from never begins as what is evaluated
-    suite = suites_of(config)[""]
+    suite = config.eval_suites[""]
     simulation = {**_simulation(config, suite.options), **_trials(config, "", suite, None), "held_out": False}
     try:
         roles = await spawn_roles(system, placed, {TRIALS: Role(EnvActor, simulation, hosts=hosts)})

@@ -43,6 +43,20 @@ class CheckpointConfig:
     on by `--resume auto`: as of the end of the step under way if that comes in time, else of its beginning. 0 ends it
     at once."""
 
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if self.best is not None and not self.best.startswith("evaluation/"):
+            yield "best", "name a metric of evaluations, such as evaluation/accuracy"
+
+
+@dataclass(config=CLOSED)
+class ModelCheckpointConfig(CheckpointConfig):
+    """When a checkpoint is written: the model for `from_pretrained`, and all that is needed to go on."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the weights in hf/; auto: that in which the model was saved, float32 for a new one. What a run goes
+    on from is in float32 in any case."""
+
 
 @dataclass(config=CLOSED)
 class TrackingConfig:
@@ -59,6 +73,24 @@ class TrackingConfig:
     web: bool = False
     """Serve the run's live page, on this machine alone, at an address that is printed; `rlinf watch RUN_DIRECTORY` does
     the same from outside of the run, at any time. See docs/watch.md."""
+
+
+@dataclass(config=CLOSED)
+class MetricsConfig(TrackingConfig):
+    """Where a run's numbers go, besides metrics.jsonl, and when to warn about them."""
+
+    samples: int = Field(default=8, ge=0)
+    """Answers of each step that are written to samples.jsonl."""
+    token_rows: int = Field(default=2, ge=0)
+    """The first so many of these are written token by token, too: text, log-prob, whether it is learned, version of the
+    weights; at most 1,024 tokens of each, which take some 30 kB."""
+    mismatch_mean: float | None = Field(default=0.05, gt=0)
+    """Warn when log-probs of engine and trainer differ by more than this on average, nats; null never warns."""
+    mismatch_max: float | None = Field(default=5.0, gt=0)
+    """Warn when those of any one token differ by more than this, nats; null never warns."""
+    route_drift: float | None = Field(default=0.25, gt=0, le=1)
+    """Warn when the trainer's gates would choose other experts than the engine did for a larger share of tokens and
+    layers than this; null never warns."""
 
 
 @dataclass(config=CLOSED)
@@ -101,24 +133,22 @@ class CommonConfig:
     docs/train.md."""
     system: SystemConfig = field(default_factory=SystemConfig)
 
-
-def common_mistakes(config: CommonConfig) -> Iterator[tuple[str, str]]:
-    """(key, advice) for every mistake in these keys, and for whole numbers that 64 bits do not hold, in any."""
-    for leaf in leaves(type(config)):
-        value = attrgetter(leaf.key)(config)
-        if any(
-            isinstance(each, int) and abs(each) >= 2**63 for each in (value if isinstance(value, list) else [value])
-        ):
-            yield leaf.key, f"this is too large a number; expected {leaf.expectation}"
-        if isinstance(value, float) and (advice := _out_of_reason(leaf.key.rpartition(".")[2], value)) is not None:
-            yield leaf.key, advice
-    if not config.name or config.name.startswith(".") or set(config.name) & set("/\\\0"):
-        yield "name", "this names a directory: give it at least one character, no slash and no leading dot"
-    if config.flow is not None and (flow := mistake_in(config.flow, must_be_async=True)) is not None:
-        yield "flow", flow
-    for path in config.callbacks:
-        if (advice := mistake_in(path)) is not None:
-            yield "callbacks", f"{path}: {advice}"
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in these keys, and for numbers that no run can mean, in any."""
+        for leaf in leaves(type(self)):
+            value = attrgetter(leaf.key)(self)
+            numbers = value if isinstance(value, list) else [value]
+            if any(isinstance(each, int) and abs(each) >= 2**63 for each in numbers):  # which 64 bits do not hold
+                yield leaf.key, f"this is too large a number; expected {leaf.expectation}"
+            if isinstance(value, float) and (advice := _out_of_reason(leaf.key.rpartition(".")[2], value)) is not None:
+                yield leaf.key, advice
+        if not self.name or self.name.startswith(".") or set(self.name) & set("/\\\0"):
+            yield "name", "this names a directory: give it at least one character, no slash and no leading dot"
+        if self.flow is not None and (flow := mistake_in(self.flow, must_be_async=True)) is not None:
+            yield "flow", flow
+        for path in self.callbacks:
+            if (advice := mistake_in(path)) is not None:
+                yield "callbacks", f"{path}: {advice}"
 
 
 _LARGEST_RATE, _LEAST_TEMPERATURE, _YEAR = 10.0, 1e-3, 366 * 86400.0
@@ -136,19 +166,16 @@ def _out_of_reason(name: str, value: float) -> str | None:
     return None
 
 
-def best_mistakes(checkpoint: CheckpointConfig, patience: int, every: int, section: str) -> Iterator[tuple[str, str]]:
-    """(key, advice) for every mistake in what asks for the best evaluation.
+def best_mistakes(best: str | None, patience: int, every: int, section: str) -> Iterator[tuple[str, str]]:
+    """(key, advice) for what asks for the best evaluation where there is none between the steps.
 
     Args:
-        checkpoint: of the run.
-        patience: evaluations that may be no better.
-        every: steps between evaluations; 0 for none.
-        section: that has these two keys.
+        best: as of `checkpoint`.
+        patience, every: as of the section that says when to evaluate.
+        section: its name.
     """
-    if checkpoint.best is not None and not checkpoint.best.startswith("evaluation/"):
-        yield "checkpoint.best", "name a metric of evaluations, such as evaluation/accuracy"
     advice = f"evaluations are compared, and there is none between the steps; set {section}.every"
-    if checkpoint.best is not None and checkpoint.best.startswith("evaluation/") and not every:
+    if best is not None and best.startswith("evaluation/") and not every:
         yield "checkpoint.best", advice
     if patience and not every:
         yield f"{section}.patience", advice

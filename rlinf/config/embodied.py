@@ -5,17 +5,27 @@ A file with a section `env` is one of these; every other one is for text (`text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import field
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field, fields
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from rlinf.config.common import CheckpointConfig, CommonConfig, EmbodiedPlacementConfig, TrackingConfig
+from rlinf.config.common import (
+    CheckpointConfig,
+    CommonConfig,
+    EmbodiedPlacementConfig,
+    TrackingConfig,
+    best_mistakes,
+)
+from rlinf.config.importing import mistake_in, shipped_file
 from rlinf.config.learning import Decay
-from rlinf.config.schema import CLOSED
-from rlinf.config.text import LoraConfig
+from rlinf.config.schema import CLOSED, entry_mistakes
+from rlinf.config.text import PolicyLoraConfig
 
 OFF_POLICY = ("sac", "crossq", "iql")
 """Algorithms that learn from a replay buffer, by `off_policy`."""
@@ -23,6 +33,36 @@ IMITATION = "imitation"
 """The algorithm that learns from demonstrations alone."""
 DAGGER = "dagger"
 """The algorithm that learns from what an expert would do."""
+
+WITH_TARGETS = ("sac", "iql")
+"""Algorithms that keep a second copy of the critics."""
+_ALL = ("sac", "crossq", "iql")
+READ_BY: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("batch", "capacity"), (*_ALL, DAGGER)),
+    **dict.fromkeys(("demonstrations", "failed_demonstrations"), (*_ALL, DAGGER)),
+    **dict.fromkeys(("warmup", "utd", "actor_every", "gamma", "n_step", "solved_only"), _ALL),
+    **dict.fromkeys(("demo_share", "offline_steps", "offline_updates"), _ALL),
+    **dict.fromkeys(("tau",), WITH_TARGETS),
+    **dict.fromkeys(("alpha", "alpha_lr", "target_entropy", "subset", "shift"), ("sac", "crossq")),
+    **dict.fromkeys(("expectile", "beta"), ("iql",)),
+}
+"""Which algorithms read each key of `off_policy`."""
+
+OPTIMIZER_READ_BY: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("lr", "betas", "grad_clip"), (*_ALL, DAGGER, IMITATION)),
+    "critic_lr": _ALL,
+    "weight_decay": (DAGGER, IMITATION),
+    **dict.fromkeys(("schedule", "warmup_steps", "min_lr_ratio"), (IMITATION,)),
+}
+"""Which of them, and of imitation, read each key of `optimizer`; the others are PPO's and its like."""
+_PREPARED = ("dtype", "train", "lora", "gradient_checkpointing", "sharding")
+_OTHERS_READ_BY: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "off_policy": READ_BY,
+    "optimizer": OPTIMIZER_READ_BY,
+    "policy": dict.fromkeys(_PREPARED, (IMITATION,)),
+    "algorithm": {"micro_batch": (IMITATION,), "staleness": (*_ALL, DAGGER)},  # of flows that work ahead
+}
+"""Which of them read each key of a section, where PPO and its like read all but `off_policy`."""
 
 
 @dataclass(config=CLOSED)
@@ -37,6 +77,47 @@ class CurriculumConfig:
     """Success rate above which it is learned."""
     memory: float = Field(default=0.8, ge=0, lt=1)
     """Share of a task's earlier rate in each step that finishes episodes of it."""
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if self.low > self.high:
+            yield "low", f"it must be at most env.curriculum.high, {self.high}"
+
+
+@dataclass(config=CLOSED)
+class TaskEntry:
+    """A task of a mixture: an entry of `env.tasks`."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """What its simulators are made with besides env.options."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False, strict=True)
+    """Its share of the episodes, relative to the others'."""
+    name: Any = None
+    """Its name; None takes the texts among its options."""
+
+
+@dataclass(config=CLOSED)
+class SuiteEntry:
+    """A further set of environments to evaluate in: an entry of `trials.suites`."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """What its simulators are made with besides env.options and trials.options."""
+    episodes: int | None = Field(default=None, ge=1, strict=True)
+    """How many; None as in trials."""
+    max_steps: int | None = Field(default=None, ge=1, strict=True)
+    """Steps after which an episode is cut off; None as in env."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSuite:
+    """A set of environments that trials are played in."""
+
+    episodes: int
+    """How many."""
+    options: dict[str, Any]
+    """Options of its simulators."""
+    max_steps: int | None
+    """Steps after which an episode is cut off; None for the simulator's own limit."""
 
 
 @dataclass(config=CLOSED)
@@ -87,15 +168,39 @@ class EnvConfig:
     start_timeout: float = Field(default=300.0, gt=0)
     """Seconds until a worker has made its simulators."""
 
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if (simulator := mistake_in(self.simulator)) is not None:
+            yield "simulator", simulator
+        parts = max(self.workers, 1) * self.slices * self.group_size
+        if self.num_envs % parts:
+            yield (
+                "num_envs",
+                f"it must be a multiple of workers x slices x group_size = {parts}, so that shares are equal; take "
+                f"{max(parts, self.num_envs // parts * parts)}, or fewer workers or slices",
+            )
+        yield from self._task_mistakes()
+        if not self.tasks and self.curriculum.floor < 1:
+            yield "curriculum.floor", "there is nothing to choose from: name several env.tasks"
+        if self.reward is None and self.reward_args:
+            yield "reward_args", "there is no function that takes them: name it in env.reward"
+        for key in ("reward", "success"):
+            path = getattr(self, key)
+            if path is not None and (advice := mistake_in(path)) is not None:
+                yield key, advice
 
-@dataclass(config=CLOSED)
-class PolicyLoraConfig(LoraConfig):
-    """Low-rank adapters (arXiv:2106.09685): they learn, and what is the policy's own, such as its critic; they are
-    merged when weights are published. `r: 0` and no `path`: none."""
-
-    target_modules: list[str] = field(default_factory=lambda: ["auto"])
-    """Linear layers that get one: `auto` (those that were published for the policy, else those of attention),
-    `all-linear`, names such as q_proj or the ends of dotted names, or regular expressions of whole ones."""
+    def _task_mistakes(self) -> Iterator[tuple[str, str]]:
+        wrong = False
+        for number, task in enumerate(self.tasks):
+            if not isinstance(task, Mapping):
+                yield "tasks", f"env.tasks[{number}]: write {{options: {{...}}}}, and weight or name where it has them"
+                return
+            for key, advice in entry_mistakes(TaskEntry, task):
+                yield "tasks", f"env.tasks[{number}].{key}: {advice}"
+                wrong = True
+        names = [] if wrong else task_names(self.tasks)
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            yield "tasks", f"two of them are called {twice[0]!r}: give each a name of its own"
 
 
 @dataclass(config=CLOSED)
@@ -126,6 +231,18 @@ class PolicyConfig:
     `replicate` gives each a copy. `auto` spreads one that is made of blocks, as large ones are."""
     horizon: int = Field(default=50, ge=1)
     """Decisions of each environment per step of the flow; each decides a whole chunk of actions."""
+
+    @property
+    def preparation(self) -> dict[str, Any]:
+        """How it is made ready to learn, as arguments of `Preparation`."""
+        names = ("dtype", "gradient_checkpointing", "sharding")
+        train = None if self.train is None else tuple(self.train)
+        return {"train": train, "lora": self.lora.settings, **{name: getattr(self, name) for name in names}}
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if self.path is not None and not os.path.isdir(os.path.expanduser(self.path)):
+            yield "path", "there is no such directory; name the `policy` directory of a checkpoint"
 
 
 @dataclass(config=CLOSED)
@@ -251,6 +368,13 @@ class OffPolicyConfig:
     offline_updates: int = Field(default=1_000, ge=1)
     """Optimizer steps in each of those."""
 
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if self.offline_steps and self.demonstrations is None:
+            yield "offline_steps", "there is nothing to learn from offline: name off_policy.demonstrations"
+        if self.demonstrations is not None and not os.path.exists(os.path.expanduser(self.demonstrations)):
+            yield "demonstrations", "there is no such directory; name one with demonstrations"
+
 
 @dataclass(config=CLOSED)
 class DaggerConfig:
@@ -308,6 +432,23 @@ class ImitationConfig:
     lr: float = Field(default=1e-3, gt=0)
     """Learning rate of the warm-up (AdamW); a run of imitation has optimizer.lr."""
 
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if self.mixture and self.path is not None:
+            yield "path", "it is one data set or several: name all of them in imitation.mixture, or remove that"
+        if self.statistics is not None and not (self.mixture or self.path):
+            yield "statistics", "there are no demonstrations: name them in imitation.path, or remove it"
+        if self.statistics is not None and not all(part.strip(". ") for part in self.statistics.split("/")):
+            yield "statistics", "checkpoints keep files under it: take a name, such as my_robot or me/my_robot"
+        paths: dict[str, Any] = {} if self.path is None else {"path": self.path}
+        for name, about in self.mixture.items():
+            paths[f"mixture.{name}"] = about.get("path") if isinstance(about, Mapping) else None
+        for key, path in paths.items():
+            if not isinstance(path, str):
+                yield key, "write {path: DIRECTORY}, and weight, format, names, bounds where they differ"
+            elif not os.path.exists(os.path.expanduser(shipped_file(path))):
+                yield key, "there is no such directory or file; name one with demonstrations"
+
 
 @dataclass(config=CLOSED)
 class TrialsConfig:
@@ -335,6 +476,17 @@ class TrialsConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """What their simulators are made with besides env.options, such as {pictures: true}, which ManiSkill needs for
     videos, and which slows its building down."""
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in its suites."""
+        for name, entry in self.suites.items():
+            key = f"suites.{name}"
+            if not re.fullmatch(r"[\w.-]+", str(name)) or str(name).startswith("."):
+                yield key, "this names metrics and directories: write it with letters, digits, - and _ alone"
+            if isinstance(entry, Mapping):
+                yield from ((f"{key}.{inner}", advice) for inner, advice in entry_mistakes(SuiteEntry, entry))
+            else:
+                yield key, "write {options: {...}}, and episodes or max_steps where they differ"
 
 
 def task_names(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -369,3 +521,91 @@ class EmbodiedConfig(CommonConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: TrackingConfig = field(default_factory=TrackingConfig)
     placement: EmbodiedPlacementConfig = field(default_factory=EmbodiedPlacementConfig)
+
+    @property
+    def policy_settings(self) -> dict[str, Any]:
+        """`type` and settings of the policy, with what its algorithm stands on where nothing else is said."""
+        name = self.algorithm.name
+        kind = self.policy.type or ("soft" if name in OFF_POLICY else "mlp")
+        own: dict[str, Any] = {"batch_norm": True} if name == "crossq" else {}
+        return {"type": kind, **own, **self.policy.settings}
+
+    @property
+    def eval_suites(self) -> dict[str, EvalSuite]:
+        """The sets of environments that trials are played in, by name; those of training are "" and come first."""
+        suites = {}
+        for name, entry in {"": {}, **self.trials.suites}.items():
+            own = SuiteEntry(**entry)
+            options = {**self.env.options, **self.trials.options, **own.options}
+            episodes = self.trials.episodes if own.episodes is None else own.episodes
+            suites[name] = EvalSuite(episodes, options, self.env.max_steps if own.max_steps is None else own.max_steps)
+        return {name: suite for name, suite in suites.items() if suite.episodes}
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in keys of several sections together."""
+        yield from super().mistakes()
+        yield from self._unread()
+        yield from self._off_policy_mistakes()
+        yield from self._dagger_mistakes()
+        if self.algorithm.name == IMITATION and self.policy.type in ("soft", "soft_pixels", "steered"):
+            yield "policy.type", f"{self.policy.type} is of sac and its like: take another for imitation"
+        trials = self.trials
+        if any(trials.mistakes()):
+            return
+        most = max((suite.episodes for suite in self.eval_suites.values()), default=0)
+        if trials.videos > most:
+            yield "trials.videos", f"there are only {most} episodes; raise trials.episodes"
+        every = trials.every if most or self.algorithm.name == IMITATION else 0  # which has held-out episodes, too
+        yield from best_mistakes(self.checkpoint.best, trials.patience, every, "trials")
+
+    def _unread(self) -> Iterator[tuple[str, str]]:
+        """Keys that were set and that the algorithm does not read."""
+        name, usual = self.algorithm.name, EmbodiedConfig()
+        alone = name in (*OFF_POLICY, DAGGER, IMITATION)
+        for section, read_by in _OTHERS_READ_BY.items() if alone else (("off_policy", READ_BY),):
+            values, first = getattr(self, section), getattr(usual, section)
+            keys = read_by if section == "policy" else [key.name for key in fields(values) if key.name != "name"]
+            for key in keys:
+                readers = read_by.get(key, ())
+                if name not in readers and getattr(values, key) != getattr(first, key):
+                    others = f", but {', '.join(readers)}" if readers else ""
+                    yield f"{section}.{key}", f"{name} does not read it{others}: remove it"
+
+    def _off_policy_mistakes(self) -> Iterator[tuple[str, str]]:
+        name, settings, policy = self.algorithm.name, self.off_policy, self.policy
+        norm = self.policy_settings.get("batch_norm")
+        if norm is True and name in WITH_TARGETS:
+            yield "policy.settings.batch_norm", "it is for crossq, which has no target critics: remove it"
+        if norm is False and name == "crossq":
+            yield "policy.settings.batch_norm", "crossq stands on it: remove this"
+        if settings.solved_only and not self.env.fresh:
+            yield (
+                "off_policy.solved_only",
+                "an episode must begin and end in one step: set env.fresh=true, or remove it",
+            )
+        if settings.shift and policy.type in (None, "soft", "steered"):
+            yield "off_policy.shift", f"policy.type={policy.type or 'soft'} looks at no pictures: take soft_pixels"
+        if name == "iql" and policy.type not in (None, "soft"):
+            yield "policy.type", "iql learns from states: take soft"
+        if policy.type == "steered":
+            base = policy.settings.get("base")
+            if not isinstance(base, str) or not os.path.isdir(os.path.expanduser(base)):
+                yield "policy.settings.base", f"{base!r} is no directory: name that of the policy that is steered"
+            for key in ("imitation.path", "off_policy.demonstrations"):
+                if attrgetter(key)(self) is not None:
+                    yield key, "a steered policy cannot learn from demonstrations; that in settings.base can: remove it"
+
+    def _dagger_mistakes(self) -> Iterator[tuple[str, str]]:
+        expert = self.dagger.expert
+        if self.algorithm.name != DAGGER:
+            if self.dagger != DaggerConfig():
+                yield "dagger", f"{self.algorithm.name} asks no expert: set algorithm=dagger, or remove it"
+            return
+        if expert is None:
+            yield "dagger.expert", "dagger learns from an expert: name a function, or the directory of a saved policy"
+        elif not os.path.isdir(os.path.expanduser(expert)) and (advice := mistake_in(expert)) is not None:
+            yield "dagger.expert", f"it is no directory, and as a function: {advice}"
+        if self.policy.settings.get("memory"):
+            yield "policy.settings.memory", "dagger learns decision by decision, without what came before: remove it"
+        if self.off_policy.failed_demonstrations:
+            yield "off_policy.failed_demonstrations", "dagger imitates what it begins with: leave out what failed"

@@ -6,7 +6,10 @@ The text under a field is what `--help` and docs/config.md print. A key stands h
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import field, fields
+from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Lt
@@ -14,6 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from rlinf.config.common import Place
+from rlinf.config.importing import mistake_in
 from rlinf.config.schema import CLOSED
 
 Decay = Annotated[float, Ge(0), Lt(1)]
@@ -123,6 +127,14 @@ class ReferenceConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which it computes; `auto` is bfloat16 on GPUs and float32 on CPUs."""
 
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if self.adapter is not None and self.model is not None:
+            yield "adapter", "it is either these or reference.model"
+        for name in ("adapter", "model") if self.kind != "frozen" else ():
+            if getattr(self, name) is not None:
+                yield name, f"a reference of kind {self.kind} is made of the policy itself; remove it"
+
     @property
     def inside(self) -> str | None:
         """Adapters that the trainer itself computes it with: none, or a directory; None: a role of its own does."""
@@ -143,6 +155,11 @@ class TeacherConfig:
     """With several `teachers`, the column of the data set that names the teacher of a prompt; null mixes them by
     weight."""
 
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if self.adapter is not None and self.model is not None:
+            yield "adapter", "it is either these or teacher.model"
+
 
 @dataclass(config=CLOSED, frozen=True, slots=True)
 class NamedTeacher:
@@ -150,7 +167,7 @@ class NamedTeacher:
 
     model: str
     """Hugging Face directory (or hub name); its tokens must be those of the policy."""
-    weight: float = 1.0
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False, strict=True)
     """Its share in the mixture, relative to the others'."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which it computes; `auto` is bfloat16 on GPUs and float32 on CPUs."""
@@ -199,6 +216,34 @@ class RewardModelConfig:
     """Replies that are generated together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which it computes."""
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if self.path is None:
+            for key in ("template", "tokenizer", "label"):
+                if getattr(self, key) is not None:
+                    yield key, "there is no reward model: name it in reward_model.path, or remove this"
+            return
+        if self.kind == "generative":
+            yield from self._judge_mistakes()
+        elif self.choices:
+            yield "choices", "a classifier gives no replies; remove it, or set kind: generative"
+        if self.template is not None and "{response}" not in self.template:
+            yield "template", "it does not show the answer: write {response} where it belongs"
+
+    def _judge_mistakes(self) -> Iterator[tuple[str, str]]:
+        if self.template is None:
+            yield "template", "a generative judge is asked by it: write what it reads, with {response}"
+        if self.label is not None:
+            yield "label", "a generative judge has no labels; remove it, or set kind: classifier"
+        values = self.choices.values()
+        if len(values) == 1 or any(isinstance(one, bool) or not isinstance(one, int | float) for one in values):
+            yield "choices", 'write at least two replies and what each is worth, {" yes": 1, " no": 0}'
+        try:
+            if not re.compile(self.pattern).groups:
+                yield "pattern", "put the number into a group, such as Score: (\\d+)"
+        except re.error as error:
+            yield "pattern", f"this is no regular expression: {error}"
 
 
 @dataclass(config=CLOSED)
@@ -298,6 +343,13 @@ class TrainerConfig(ForwardConfig):
     router_replay: Literal["auto", True, False] = "auto"
     """In a mixture of experts, compute on the experts that the engine chose for each token, with the gate's weights of
     now: docs/models.md. `auto` does where the engine tells them; true is an error where it does not."""
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if self.backend not in BACK_ENDS and (advice := mistake_in(self.backend)) is not None:
+            yield "backend", f"{advice}; or take {' or '.join(BACK_ENDS)}"
+        if self.attention == "flash" and not any(map(find_spec, ("flash_attn", "flash_attn_interface"))):
+            yield "attention", "neither flash_attn nor flash_attn_interface is installed; install one, or take auto"
 
 
 @dataclass(config=CLOSED)

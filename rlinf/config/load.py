@@ -184,7 +184,8 @@ def load(
         overrides: `a.b=value`, later ones win; values are read as YAML.
         values: by dotted key, as Python objects; they win over the file.
         who: gave them, for errors.
-        check: yields (key, advice) for what types and limits cannot say; asked once every single value is right.
+        check: yields (key, advice) for what types, limits and the sections' own `mistakes` cannot say; a value that is
+            wrong by itself has its default then.
 
     Raises:
         ConfigError: with all problems of the file and of the overrides.
@@ -277,7 +278,7 @@ class _Loader:
         self._resolve()
         config = self._checked()
         wrong = {problem.key for problem in self.problems}
-        for key, complaint in check(config):
+        for key, complaint in (*self._rules(config), *check(config)):
             if key not in wrong:
                 leaf = self._leaf_of(key)  # which a key below a mapping is not itself
                 place = self.places.get(key if leaf is None else leaf.key, DEFAULT)
@@ -285,6 +286,13 @@ class _Loader:
         if self.problems:
             raise ConfigError(self.problems)
         return config
+
+    def _rules(self, config: Any) -> Iterator[tuple[str, str]]:
+        """(key, advice) for what the sections themselves find wrong, the whole first."""
+        for section, schema in (("", self.schema), *self.sections.items()):
+            if hasattr(schema, "mistakes"):
+                inner, dot = (attrgetter(section)(config), ".") if section else (config, "")
+                yield from ((f"{section}{dot}{key}", advice) for key, advice in inner.mistakes())
 
     def _take(self, key: str, value: Any, place_of: Callable[[str], str], written: Any) -> None:
         """Take a value, which stands in YAML as `written` says, with every scalar as the text that it is there."""

@@ -3,21 +3,23 @@
 A section is a dataclass of pydantic, which checks its values, and `CLOSED`: it has no other keys. The text under a
 field is its documentation: `--help` and docs/config.md print it. A section with `__shorthand__ = "key"` may be given as
 a single text, which is that key's; one with `__together__` takes several keys with commas between; a field of type Any
-takes a mapping, null, or a text that is short for {name: text}. Knows no key of ours, and imports nothing heavy.
+takes a mapping, null, or a text that is short for {name: text}. Rules on several keys of a section, and on what lies
+within one, are its method `mistakes`, which yields (key within it, advice). Knows no key of ours, and imports nothing
+heavy.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from difflib import SequenceMatcher
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
-    from pydantic import ConfigDict
+    from pydantic import ConfigDict, ValidationError
     from pydantic_core import ErrorDetails
 
 T = TypeVar("T")
@@ -164,17 +166,33 @@ def settings(schema: type[T], values: Mapping[str, Any], who: str) -> T:
     try:
         return schema(**values)
     except ValidationError as error:
-        by_key = {leaf.key: leaf for leaf in leaves(schema)}
-        problems = [_problem(each, by_key) for each in error.errors(include_url=False)]
-    raise ValueError(f"{who}: {'; '.join(problems)}")
+        mistakes = list(_named(error, schema))
+    said = (f"{key}: {advice}" if value is MISSING else f"{key}={value!r}: {advice}" for key, value, advice in mistakes)
+    raise ValueError(f"{who}: {'; '.join(said)}")
 
 
-def _problem(error: ErrorDetails, by_key: Mapping[str, Leaf]) -> str:
-    key = ".".join(map(str, error["loc"]))
-    if error["type"] != "unexpected_keyword_argument":
-        return f"{key}={error['input']!r}: {advice(error, leaf_at(error, by_key))}"
-    near = nearest(key, by_key)
-    return f"{key}: unknown setting; " + (f"did you mean {near}?" if near else f"take {', '.join(by_key)}")
+def entry_mistakes(schema: type, values: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+    """(key, advice) for every mistake in a mapping that is written like a section, such as an entry of `teachers`."""
+    from pydantic import ValidationError
+
+    try:
+        schema(**{str(key): value for key, value in values.items()})
+    except ValidationError as error:
+        for key, value, advice in _named(error, schema):
+            yield key, advice if value is MISSING else f"{value!r}: {advice}"
+
+
+def _named(error: ValidationError, schema: type) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, advice) of each error; the value is MISSING where there is no such key, or where it is not set."""
+    by_key = {leaf.key: leaf for leaf in leaves(schema)}
+    for each in error.errors(include_url=False):
+        key = ".".join(map(str, each["loc"]))
+        if each["type"] == "unexpected_keyword_argument":
+            near = nearest(key, by_key)
+            hint = f"did you mean {near}?" if near else f"take {', '.join(by_key)}"
+            yield key, MISSING, f"unknown setting; {hint}"
+        else:
+            yield key, MISSING if each["type"] == "missing" else each["input"], advice(each, leaf_at(each, by_key))
 
 
 def leaf_at(error: ErrorDetails, by_key: Mapping[str, Leaf]) -> Leaf:

@@ -6,15 +6,26 @@ The text under a field is what `--help` and docs/config.md print. A key stands h
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import field
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from rlinf.config.common import CheckpointConfig, CommonConfig, Place, PlacementConfig, TrackingConfig
+from rlinf.config.common import (
+    CommonConfig,
+    MetricsConfig,
+    ModelCheckpointConfig,
+    Place,
+    PlacementConfig,
+    best_mistakes,
+)
+from rlinf.config.importing import looks_local, mistake_in
 from rlinf.config.learning import (
+    SUPERVISED,
     AlgorithmConfig,
     CriticConfig,
     NamedTeacher,
@@ -25,7 +36,7 @@ from rlinf.config.learning import (
     TeacherConfig,
     TrainerConfig,
 )
-from rlinf.config.schema import CLOSED
+from rlinf.config.schema import CLOSED, entry_mistakes
 
 
 @dataclass(config=CLOSED)
@@ -55,6 +66,16 @@ class LoraConfig:
 
 
 @dataclass(config=CLOSED)
+class PolicyLoraConfig(LoraConfig):
+    """Low-rank adapters (arXiv:2106.09685): they learn, and what is the policy's own, such as its critic; they are
+    merged when weights are published. `r: 0` and no `path`: none."""
+
+    target_modules: list[str] = field(default_factory=lambda: ["auto"])
+    """Linear layers that get one: `auto` (those that were published for the policy, else those of attention),
+    `all-linear`, names such as q_proj or the ends of dotted names, or regular expressions of whole ones."""
+
+
+@dataclass(config=CLOSED)
 class ModelConfig:
     """The policy: a saved Hugging Face model, or a small one made from nothing."""
 
@@ -70,7 +91,7 @@ class ModelConfig:
     freeze: list[str] = field(default_factory=list)
     """Parts of the model whose weights do not learn, by the names of modules, such as [visual], what reads pictures in
     Qwen's models ([vision_tower] in InternVL's), or [embed_tokens]; the rest learns."""
-    lora: LoraConfig = field(default_factory=lambda: LoraConfig())
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(config=CLOSED)
@@ -108,6 +129,17 @@ class DataConfig:
     shuffle: bool = True
     """Draw the problems in an order made from (seed, pass); false keeps theirs."""
 
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if is_lacking(self.train):
+            yield "train", f"there is no such file or directory; it is looked for from {os.getcwd()}"
+
+
+def is_lacking(source: str | None) -> bool:
+    """True if data can only be a file or directory here, and there is none; opening a pattern tells of it."""
+    here = source is not None and (looks_local(source) or source.endswith((".jsonl", ".json", ".csv", ".parquet")))
+    return here and not set(source or "") & set("*?[") and not os.path.exists(os.path.expanduser(source or ""))
+
 
 @dataclass(config=CLOSED)
 class TaskConfig:
@@ -138,6 +170,19 @@ class RewardConfig:
     """Child processes per judge that run the function; null takes half of its machine's cores, from 2 to 8."""
     isolate: Literal["auto", "always", "never"] = "auto"
     """Run the function in child processes that can be killed. `auto` leaves out those of ours that cannot hang."""
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if self.parts and self.args:
+            yield "args", "with several functions, the arguments of each stand in reward.parts: {function, args}"
+        for name, part in self.parts.items():
+            path = part.get("function") if isinstance(part, dict) else part
+            if not isinstance(path, str):
+                yield "parts", f"{name} needs the dotted path of a function, or {{function: PATH, weight: 1.0}}"
+            elif (advice := mistake_in(path)) is not None:
+                yield "parts", f"{name}: {advice}"
+        if not self.parts and self.function and (advice := mistake_in(self.function)) is not None:
+            yield "function", advice
 
     @property
     def source(self) -> str | dict[str, Any]:
@@ -203,6 +248,11 @@ class RolloutConfig:
     """Where the flow works ahead: learn from `whole` groups alone; or, where a step would have to wait, also from the
     finished answers to a prompt, if two or more are finished and two or more are not: each `partial` group has a
     baseline of its own, over fewer rewards."""
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if "" in self.stop:
+            yield "stop", "an empty text would end every answer before it begins; remove it"
 
 
 @dataclass(config=CLOSED)
@@ -317,32 +367,21 @@ class EvaluationConfig:
     and scoring; a file or a mapping in place of {} says where the data are and what else differs. See
     docs/evaluation.md."""
 
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if is_lacking(self.data):
+            yield "data", f"there is no such file or directory; it is looked for from {os.getcwd()}"
+        if self.samples > 1 and self.temperature == 0:
+            yield "samples", "at temperature 0 all answers to a problem are equal; set evaluation.temperature"
+        if any(k > self.samples for k in self.k):
+            yield "k", f"more than the {self.samples} answers per problem; raise evaluation.samples"
 
-@dataclass(config=CLOSED)
-class ModelCheckpointConfig(CheckpointConfig):
-    """When a checkpoint is written: the model for `from_pretrained`, and all that is needed to go on."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the weights in hf/; auto: that in which the model was saved, float32 for a new one. What a run goes
-    on from is in float32 in any case."""
-
-
-@dataclass(config=CLOSED)
-class MetricsConfig(TrackingConfig):
-    """Where a run's numbers go, besides metrics.jsonl, and when to warn about them."""
-
-    samples: int = Field(default=8, ge=0)
-    """Answers of each step that are written to samples.jsonl."""
-    token_rows: int = Field(default=2, ge=0)
-    """The first so many of these are written token by token, too: text, log-prob, whether it is learned, version of the
-    weights; at most 1,024 tokens of each, which take some 30 kB."""
-    mismatch_mean: float | None = Field(default=0.05, gt=0)
-    """Warn when log-probs of engine and trainer differ by more than this on average, nats; null never warns."""
-    mismatch_max: float | None = Field(default=5.0, gt=0)
-    """Warn when those of any one token differ by more than this, nats; null never warns."""
-    route_drift: float | None = Field(default=0.25, gt=0, le=1)
-    """Warn when the trainer's gates would choose other experts than the engine did for a larger share of tokens and
-    layers than this; null never warns."""
+_MODELS = (
+    *("model.path", "model.tokenizer", "critic.model", "reference.model", "teacher.model"),
+    *("reward_model.path", "reward_model.tokenizer"),
+)
+_NO_MODEL = "there is no such directory; name one that save_pretrained wrote, or owner/name on the hub"
 
 
 @dataclass(config=CLOSED)
@@ -379,6 +418,73 @@ class RunConfig(CommonConfig):
     checkpoint: ModelCheckpointConfig = field(default_factory=ModelCheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in keys of several sections together."""
+        yield from super().mistakes()
+        for key in _MODELS:
+            directory = attrgetter(key)(self)
+            if directory is not None and looks_local(directory) and not os.path.isdir(os.path.expanduser(directory)):
+                yield key, _NO_MODEL
+        if self.model.path is None and "model_type" not in self.model.config:
+            yield "model.config", "a new model needs its model_type, such as qwen2; or set model.path to a saved model"
+        if self.reward_model.path is None and self.reward.function is None and not self.reward.parts:
+            yield "reward.function", "nothing scores: name a function, or a model in reward_model.path"
+        yield from self._experts_mistakes()
+        yield from self._reference_mistakes()
+        yield from self._teachers_mistakes()
+        data, evaluation = self.data.train, self.evaluation
+        if data is not None and self.model.path is None and self.model.tokenizer is None:
+            yield "model.tokenizer", "a new model that learns from data of yours needs a tokenizer: name a saved one"
+        if data is not None and evaluation.data is None and evaluation.every and not evaluation.named:
+            yield (
+                "evaluation.every",
+                "there is nothing to evaluate on: data.train is yours, so name evaluation.data too",
+            )
+        yield from best_mistakes(self.checkpoint.best, evaluation.patience, evaluation.every, "evaluation")
+
+    def _experts_mistakes(self) -> Iterator[tuple[str, str]]:
+        """Keys that ask for experts where the model has none, or engine or back end cannot replay their routes."""
+        keys = ["trainer.router_replay"] if self.trainer.router_replay is True else []
+        keys += ["algorithm.router_aux_loss"] if self.algorithm.router_aux_loss else []
+        for key in keys:
+            if self.model.config and not any("expert" in str(name) for name in self.model.config):
+                yield key, "the model has no experts: leave the key out"
+            elif self.rollout.engine == "vllm" or self.trainer.backend == "megatron":
+                yield (
+                    key,
+                    "it needs an engine that tells of experts and a back end that replays them: transformers, fsdp",
+                )
+
+    def _reference_mistakes(self) -> Iterator[tuple[str, str]]:
+        kind, adapters = self.reference.kind, self.model.lora.on
+        if kind == "precomputed" and self.algorithm.name not in SUPERVISED:
+            yield "reference.kind", "answers that are yet to be generated have no log-probs in the data; take frozen"
+        if kind == "adapters_off" and not adapters:
+            yield "reference.kind", "there are no adapters to switch off; set model.lora.r, or take frozen"
+        for role, settings in (("reference", self.reference), ("teacher", self.teacher)):
+            if settings.adapter is not None and not adapters:
+                yield (
+                    f"{role}.adapter",
+                    "the trainer's own model has no adapters that these could stand in for; set lora.r",
+                )
+
+    def _teachers_mistakes(self) -> Iterator[tuple[str, str]]:
+        for name, entry in self.teachers.items():
+            key = f"teachers.{name}"
+            if not str(name).isidentifier():
+                yield key, "write a Python name"
+            if not isinstance(entry, Mapping):
+                yield key, "write {model: DIR}, and weight, dtype or devices if they differ"
+                continue
+            yield from ((key, f"{inner}: {advice}") for inner, advice in entry_mistakes(NamedTeacher, entry))
+            model = entry.get("model")
+            if isinstance(model, str) and looks_local(model) and not os.path.isdir(os.path.expanduser(model)):
+                yield key, f"model: {_NO_MODEL}"
+        if self.teachers and self.teacher.model is not None:
+            yield "teacher.model", "there are several, in `teachers`: make it one of them, or remove it"
+        if self.teacher.route is not None and len(self.teachers) < 2:
+            yield "teacher.route", "there is nothing to route: name several `teachers`, or remove it"
 
     @property
     def frozen(self) -> dict[str, ReferenceConfig | TeacherConfig | NamedTeacher]:

@@ -37,7 +37,6 @@ from rlinf.runs.dry_run.embodied import shown_of
 from rlinf.runs.embodied_roles import NEW, TRIALS, VIDEOS, learners_of, role_of, start_roles
 from rlinf.runs.loop import Described, Workload
 from rlinf.runs.roles import Roles, only, spawn_roles
-from rlinf.runs.rules import suites_of
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
@@ -120,7 +119,7 @@ async def try_suites(roles: Roles, config: EmbodiedConfig, videos: Path | None, 
     """
     wanted, episodes = config.trials, {}
     recorded = 0 if videos is None else wanted.videos
-    for name, suite in suites_of(config).items():
+    for name, suite in config.eval_suites.items():
         episodes[name] = await trials(
             roles[role_of(name)], roles["policy"], suite.episodes, greedy=wanted.greedy, videos=recorded
         )
@@ -233,7 +232,7 @@ class EmbodiedWorkload(Workload[dict[str, float]]):
         super().__init__(run, config)
         config = self.config
         self.in_flight = InFlight(Rules(config.algorithm.staleness, between=True))
-        self.evaluates_every = config.trials.every if suites_of(config) else 0
+        self.evaluates_every = config.trials.every if config.eval_suites else 0
         self.patience = config.trials.patience
         too_old = StalenessAlarm(config.algorithm.staleness, "algorithm.staleness")
         self.observers = [Alarms(run, [too_old, NothingLearnedAlarm()])]
@@ -320,7 +319,7 @@ class EmbodiedWorkload(Workload[dict[str, float]]):
         return self._counted({"skipped": 1.0})
 
     async def evaluate(self) -> dict[str, float] | None:
-        if not suites_of(self.config):
+        if not self.config.eval_suites:
             return None
         return measured(await try_suites(self.run.roles, self.config, self.run.directory.path / VIDEOS, self.run.done))
 

@@ -21,7 +21,16 @@ from rlinf.actors.off_policy_trainer import DaggerPolicy, DaggerTrainer, SacTrai
 from rlinf.actors.policy import PolicyActor
 from rlinf.actors.policy_trainer import ImitationTrainer, PolicyTrainer
 from rlinf.algos.algorithms import AlgorithmSpec
-from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig
+from rlinf.config.embodied import (
+    DAGGER,
+    IMITATION,
+    OFF_POLICY,
+    OPTIMIZER_READ_BY,
+    READ_BY,
+    WITH_TARGETS,
+    EmbodiedConfig,
+    EvalSuite,
+)
 from rlinf.config.load import InputError
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.video import Recording
@@ -33,7 +42,6 @@ from rlinf.runs.dry_run.embodied import horizon_mistake, horizon_warning, shapes
 from rlinf.runs.dry_run.footprint import control_footprints
 from rlinf.runs.prepare import RunPlan
 from rlinf.runs.roles import Role, Roles, spawn_roles
-from rlinf.runs.rules import OPTIMIZER_READ_BY, READ_BY, WITH_TARGETS, Suite, policy_settings, preparation_of, suites_of
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.system.system import ActorSystem
@@ -70,7 +78,7 @@ async def start_roles(
         simulators["env"] = Role(EnvActor, {**_simulation(config, config.env.options), **_env(config)})
     hosts = placed.seats["env"].hosts[:1]
     keys = ["env.simulator", "env.options"]
-    for name, suite in suites_of(config).items():
+    for name, suite in config.eval_suites.items():
         settings = {**_simulation(config, suite.options), **_trials(config, name, suite, videos)}
         simulators[role_of(name)] = Role(EnvActor, settings, hosts=hosts)
         key = f"trials.suites.{name}" if name else "trials.options"
@@ -130,7 +138,7 @@ async def learners_of(config: EmbodiedConfig, plan: RunPlan | None, simulators: 
     else:
         shapes = await next(iter(simulators.values()))[0].shapes()
         _check_limit(config, shapes["max_steps"])
-    options = policy_settings(config)
+    options = config.policy_settings
     sizes = (shapes[name] for name in ("shapes", "action_size", "choices", "bounds"))
     policy = await asyncio.to_thread(fitted, options, *sizes)
     if plan is not None and config.imitation.statistics is not None:
@@ -151,7 +159,11 @@ async def learners_of(config: EmbodiedConfig, plan: RunPlan | None, simulators: 
     if alone:
         names = ("lr", "betas", "weight_decay", "grad_clip", "schedule", "warmup_steps", "min_lr_ratio")
         settings = {name: value for name, value in optimizer(config).items() if name in names}
-        settings |= {**preparation_of(config), "total_steps": max(1, config.steps), "shown": shown_of(config.imitation)}
+        settings |= {
+            **config.policy.preparation,
+            "total_steps": max(1, config.steps),
+            "shown": shown_of(config.imitation),
+        }
         settings |= {"micro_batch": config.algorithm.micro_batch, "batch": config.imitation.batch}
         trainer = Role(ImitationTrainer, {"seed": config.seed, **model, **settings}, memory["trainer"])
         acts = {"policy": Role(PolicyActor, acting, memory["policy"])} if config.trials.episodes else {}
@@ -207,7 +219,7 @@ def _sized(config: EmbodiedConfig, policy: Mapping[str, Any], ranks: int) -> tup
     with torch.device("meta"):
         model = build_policy_model(options if path is None else configured(options, Path(path).expanduser()))
     targets = config.algorithm.name in WITH_TARGETS
-    footprints = control_footprints(model, Preparation(**preparation_of(config)), ranks=ranks, targets=targets)
+    footprints = control_footprints(model, Preparation(**config.policy.preparation), ranks=ranks, targets=targets)
     memory = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
     return model.config.chunk, memory
 
@@ -277,7 +289,7 @@ def _env(config: EmbodiedConfig) -> dict[str, Any]:
     return {**own, "chunks": config.policy.horizon if env.fresh else None, "seed": config.seed}
 
 
-def _trials(config: EmbodiedConfig, name: str, suite: Suite, directory: Path | None) -> dict[str, Any]:
+def _trials(config: EmbodiedConfig, name: str, suite: EvalSuite, directory: Path | None) -> dict[str, Any]:
     workers = max(1, min(config.env.workers, suite.episodes))
     count = max(1, min(suite.episodes, config.env.num_envs) // workers) * workers
     records = config.trials.videos and directory is not None
@@ -297,7 +309,7 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
     chosen_of_it = config.algorithm
     return {
         **optimizer(config),
-        **preparation_of(config),
+        **config.policy.preparation,
         "algorithm": algorithm,
         "epochs": chosen_of_it.epochs,
         "minibatch": chosen_of_it.minibatch,

@@ -140,7 +140,7 @@ def test_the_home_directory_is_found_in_every_place_of_a_model(monkeypatch, tmp_
         "reward_model.path",
         "teacher.adapter",
     ]
-    config = load(RunConfig, None, [f"{key}=~/m" for key in places])
+    config = load(RunConfig, None, ["model.lora.r=4", *(f"{key}=~/m" for key in places)])
     for key in places:
         found: Any = config
         for name in key.split("."):

@@ -57,9 +57,9 @@ def test_a_run_goes_on_with_its_curriculum_bit_for_bit(tmp_path):
 
 
 WRONG = {
-    "env.tasks=[{x: 3}]": "env.tasks = [{'x': 3}]: env.tasks[0] has no x",
+    "env.tasks=[{x: 3}]": "env.tasks[0].x",
     "env.tasks=[3]": "write {options: {...}}",
-    "env.tasks=[{weight: 0}]": "env.tasks[0].weight: 0: write a number above 0",
+    "env.tasks=[{weight: 0}]": "env.tasks[0].weight: 0",
     "env.tasks=[{name: a}, {name: a}]": "two of them are called 'a'",
     "env.tasks=[{options: {wnd: 3}}]": "env.tasks[0].options.wnd = 3: Reach has no such option; did you mean wind?",
     "env.curriculum.floor=0.5": "there is nothing to choose from: name several env.tasks",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.config.embodied import IMITATION, OFF_POLICY, EmbodiedConfig, ImitationConfig
+from rlinf.config.embodied import IMITATION, OFF_POLICY, WITH_TARGETS, EmbodiedConfig, ImitationConfig
 from rlinf.config.importing import resolve
 from rlinf.config.load import ConfigError, Problem
 from rlinf.data.demonstrations import Shown, Window, open_episodes, open_parts
@@ -43,7 +43,6 @@ from rlinf.placement.seats import Placed
 from rlinf.runs.dry_run.estimate import acting_lines
 from rlinf.runs.dry_run.footprint import MOST_BYTES, MOST_PARTS, control_footprints, too_much, unfit
 from rlinf.runs.roles import RAISED, problem
-from rlinf.runs.rules import WITH_TARGETS, policy_settings, preparation_of, suites_of
 from rlinf.training.embodied.ppo import Preparation
 
 _GB = 1 << 30
@@ -298,7 +297,7 @@ def _simulator_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
         yield Problem("configuration", "env.simulator", name, advice)
         return
     wanted: list[tuple[str, Mapping[str, Any]]] = [("env.options", config.env.options)]
-    for name, suite in suites_of(config).items():
+    for name, suite in config.eval_suites.items():
         wanted.append((f"trials.suites.{name}.options" if name else "trials.options", suite.options))
     for number, task in enumerate(config.env.tasks):
         wanted.append((f"env.tasks[{number}].options", {**config.env.options, **task.get("options", {})}))
@@ -322,7 +321,7 @@ def _video_mistakes(simulator: type[Simulator], config: EmbodiedConfig) -> Itera
     """Videos that are asked of a simulator which is known to draw nothing."""
     tasks = [task.get("options", {}) for task in config.env.tasks] or [{}]
     try:
-        for suite in suites_of(config).values():
+        for suite in config.eval_suites.values():
             for own in tasks:
                 simulator.check_pictures({**suite.options, **own})
     except CannotRender as error:
@@ -336,7 +335,7 @@ def _policy(config: EmbodiedConfig, numbers: int = 1) -> Policy | Problem:
     """The policy on the meta device, in an environment of the smallest sizes but for numbers of an action; or what is
     wrong with it."""
     off_policy = config.algorithm.name in OFF_POLICY
-    overrides = policy_settings(config)
+    overrides = config.policy_settings
     kind = overrides["type"]
     try:
         wanted = policy_class({"type": kind})
@@ -366,7 +365,7 @@ def without_path(config: EmbodiedConfig) -> Problem | None:
     Args:
         config: of the run, which has passed `unusable`.
     """
-    kind = policy_settings(config)["type"]
+    kind = config.policy_settings["type"]
     if config.policy.path is not None or not policy_class({"type": kind}).needs_path:
         return None
     advice = (
@@ -385,7 +384,7 @@ def held_by(config: EmbodiedConfig, placed: Placed) -> dict[str, tuple[int, int]
     """
     if isinstance(policy := _policy(config), Problem):
         return {}
-    how, ranks = Preparation(**preparation_of(config)), len(placed.seats["trainer"].hosts)
+    how, ranks = Preparation(**config.policy.preparation), len(placed.seats["trainer"].hosts)
     roles = control_footprints(policy, how, ranks=ranks, targets=config.algorithm.name in WITH_TARGETS)
     return {role: (each.active_bytes, each.parked_bytes) for role, each in roles.items()}
 
@@ -419,7 +418,7 @@ def check_memory(config: EmbodiedConfig, placed: Placed) -> None:
 
 def _too_large(config: EmbodiedConfig, policy: Policy, placed: Placed | None) -> Iterator[Problem]:
     """Yield problems of how the policy is to learn, and of its size."""
-    preparation = preparation_of(config)
+    preparation = config.policy.preparation
     targets, ranks = config.algorithm.name in WITH_TARGETS, 1 if placed is None else len(placed.seats["trainer"].hosts)
     how = Preparation(**preparation)
     try:

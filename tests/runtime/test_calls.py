@@ -128,13 +128,6 @@ async def test_a_group_call_runs_on_every_rank_and_returns_in_rank_order(system:
     assert await group.who() == [(0, 3, 0), (1, 3, 1), (2, 3, 1)]
 
 
-async def test_one_rank_is_called_by_its_number(system: ActorSystem) -> None:
-    group = await system.spawn(Counter, hosts=[0, 1], name="counter")
-    assert await group[1].add(5) == 5
-    assert await group[-1].add(1) == 6
-    assert await group[0].add(0) == 0
-
-
 async def test_a_slice_of_a_group_is_a_group(system: ActorSystem) -> None:
     group = await system.spawn(Counter, hosts=[0, 1, 0], name="counter")
     assert await group[1:].add(2) == [2, 2]
@@ -168,14 +161,6 @@ async def test_the_load_of_a_rank_falls_again_when_calls_fail_or_are_cancelled(s
     await until(lambda: [ref._load for ref in group] == [0, 0])
 
 
-async def test_calls_of_one_actor_interleave_at_their_awaits(system: ActorSystem) -> None:
-    group = await system.spawn(Patient, hosts=[1], name="patient")
-    waiting = group[0].wait("x")
-    await group[0].until_started(1)
-    await group[0].release()
-    assert await waiting == "x"
-
-
 async def test_calls_to_one_actor_start_in_the_order_in_which_they_were_made(system: ActorSystem) -> None:
     group = await system.spawn(Counter, hosts=[0, 1], name="counter")
     for ref in group:
@@ -206,13 +191,6 @@ async def test_timeout_cancels_the_call(system: ActorSystem) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await ref.wait("slow")
-        assert await ref.until_cancelled("slow") == ["slow"]
-
-
-async def test_wait_for_cancels_the_call(system: ActorSystem) -> None:
-    for ref in await system.spawn(Patient, hosts=[0, 1], name="patient"):
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ref.wait("slow"), 0.01)
         assert await ref.until_cancelled("slow") == ["slow"]
 
 

@@ -121,15 +121,6 @@ async def test_a_channel_is_found_by_its_name(system: ActorSystem) -> None:
         assert await user.find("mailbox") == "letter"
 
 
-async def test_get_waits_for_a_value(system: ActorSystem) -> None:
-    channel = await system.channel("c")
-    for user in await _users(system):
-        waiting = user.get(channel)
-        await _waiting_to(system, channel, "take")
-        await channel.put(5)
-        assert await waiting == [5]
-
-
 async def test_put_waits_for_space(system: ActorSystem) -> None:
     for user in await _users(system):
         channel = await system.channel(f"c{user._host}", capacity=2)
@@ -223,13 +214,6 @@ async def test_the_nowait_calls_answer_at_once_on_the_channels_own_host(system: 
     (user,) = await system.spawn(User, hosts=[1], name="user")
     if not system._host.codec.by_reference(1):
         assert "use `await get()`" in await user.try_nowait(channel)
-
-
-async def test_a_value_sent_from_elsewhere_can_be_got_without_waiting(system: ActorSystem) -> None:
-    _, far = await _users(system)
-    channel = await system.channel("c")
-    await far.put(channel, [{"a": 1}])
-    assert channel.get_nowait() == {"a": 1}
 
 
 async def test_a_closed_channel_gives_what_is_left_and_then_ends(system: ActorSystem) -> None:

@@ -392,18 +392,32 @@ async def test_nothing_is_left_when_the_parent_is_killed(handlers: str, tmp_path
 # Workers ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_worker_answers_calls_and_keeps_its_object(handlers: str) -> None:
+async def test_a_worker_answers_calls_with_results_and_errors_and_keeps_its_object(handlers: str) -> None:
     async with Worker(handlers, name="w") as worker:
+        assert await worker.call("modules") == (False, False), "it imports only what its target imports"
         assert await worker.call("add", 1) == 2
         assert await worker.call("add", "a", b="b") == "ab"
         assert await asyncio.gather(*(worker.call("add", i) for i in range(5))) == [1, 2, 3, 4, 5]
         assert await worker.call("count") == 7
+        with pytest.raises(KeyError, match="apple") as caught:
+            await worker.call("fail")
+        (note,) = caught.value.__notes__
+        assert "w.fail()" in note
+        assert 'raise KeyError("apple")' in note
+        for method, text in (("odd", r"Odd: 1.*2"), ("leave", "SystemExit: 3")):  # which cannot travel as they are
+            with pytest.raises(RemoteError, match=text):
+                await worker.call(method)
+        with pytest.raises(TypeError, match=r"unpicklable\(\).*function"):
+            await worker.call("unpicklable")
+        with pytest.raises(TypeError, match=r"arguments.*w\.add\(\)"):
+            await worker.call("add", lambda: None)
+        size = 8 << 20
+        assert await worker.call("size", bytes(size)) == size
+        assert len(await worker.call("blob", size)) == size
         assert await worker.call("pid") == worker.pid
-
-
-async def test_a_worker_imports_only_what_its_target_imports(handlers: str) -> None:
-    async with Worker(handlers, name="w") as worker:
-        assert await worker.call("modules") == (False, False)
+        assert worker.restarts == 0
+    with pytest.raises(UserError, match=r"arguments.*'w'"):
+        Worker(handlers, {"note": lambda: None}, name="w")
 
 
 @pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -419,42 +433,6 @@ def test_both_event_loops_carry_calls_crashes_timeouts_and_stops(handlers: str, 
 
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(asyncio.wait_for(scenario(), 20))
-
-
-async def test_fifty_megabytes_travel_both_ways(handlers: str) -> None:
-    size = 50 << 20
-    async with Worker(handlers, name="w") as worker:
-        assert await worker.call("size", bytes(size)) == size
-        assert len(await worker.call("blob", size)) == size
-
-
-async def test_an_exception_arrives_with_its_type_and_traceback(handlers: str) -> None:
-    async with Worker(handlers, name="w") as worker:
-        with pytest.raises(KeyError, match="apple") as caught:
-            await worker.call("fail")
-        (note,) = caught.value.__notes__
-        assert "w.fail()" in note
-        assert 'raise KeyError("apple")' in note
-        assert await worker.call("add", 1) == 2
-
-
-@pytest.mark.parametrize(("method", "text"), [("odd", r"Odd: 1.*2"), ("leave", "SystemExit: 3")])
-async def test_an_exception_that_cannot_travel_has_a_stand_in(handlers: str, method: str, text: str) -> None:
-    async with Worker(handlers, name="w") as worker:
-        with pytest.raises(RemoteError, match=text):
-            await worker.call(method)
-        assert worker.restarts == 0
-
-
-async def test_what_cannot_be_pickled_is_an_error_that_names_the_method(handlers: str) -> None:
-    async with Worker(handlers, name="w") as worker:
-        with pytest.raises(TypeError, match=r"unpicklable\(\).*function"):
-            await worker.call("unpicklable")
-        with pytest.raises(TypeError, match=r"arguments.*w\.add\(\)"):
-            await worker.call("add", lambda: None)
-        assert await worker.call("add", 1) == 2
-    with pytest.raises(UserError, match=r"arguments.*'w'"):
-        Worker(handlers, {"note": lambda: None}, name="w")
 
 
 async def test_a_crash_fails_the_call_that_ran_and_no_other(handlers: str) -> None:
@@ -542,18 +520,19 @@ async def test_a_worker_may_answer_in_json(handlers: str) -> None:
         assert await worker.call("add", 1, b=2) == 3
 
 
-@pytest.mark.parametrize("method", ["harmful", "raise_harmful", "send_harmful"])
-async def test_what_a_worker_answers_in_json_runs_no_code_here(handlers: str, tmp_path: Path, method: str) -> None:
+async def test_what_a_worker_answers_in_json_runs_no_code_here(handlers: str, tmp_path: Path) -> None:
     """Each of these would make a file where a pickle is read."""
-    mark = tmp_path / "mark"
+    marks = {method: tmp_path / method for method in ("harmful", "raise_harmful", "send_harmful")}
     async with Worker(handlers, name="w", answers="json") as worker:
-        with pytest.raises(RemoteError):
-            await worker.call(method, str(mark))
-    assert not mark.exists()
+        for method, mark in marks.items():
+            with pytest.raises(RemoteError):
+                await worker.call(method, str(mark))
+    assert not any(mark.exists() for mark in marks.values())
     async with Worker(handlers, name="w") as worker:  # the same where pickles are read: the test would notice
-        with contextlib.suppress(Exception):
-            await worker.call(method, str(mark))
-    assert mark.exists()
+        for method, mark in marks.items():
+            with contextlib.suppress(Exception):
+                await worker.call(method, str(mark))
+    assert all(mark.exists() for mark in marks.values())
 
 
 async def test_a_worker_that_claims_to_send_too_much_is_replaced(handlers: str, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_without_their_controller_the_other_hosts_stop_by_themselves(zygote):
 
 # Silence: power loss, a cut network, or here a stopped process, to which connections stay open ----------------------
 
-SILENCE = 3.0
+SILENCE = 2.0
 """Seconds after which a host counts as lost, in these tests."""
 END = SILENCE + 10.0
 """Seconds until all that is left of such a job must have ended."""
@@ -112,7 +112,7 @@ def test_a_host_that_falls_silent_ends_the_job_within_its_time(zygote):
     line, _ = said_of_the_loss(ranks.complained(0))
     assert line.startswith(f"error: host 1 (pid {ranks.pids[1]} on ")
     assert re.search(
-        r"and with it victim\[1\]: it has not answered since \d\d:\d\d:\d\d, for 3 s \(host_timeout\)", line
+        r"and with it victim\[1\]: it has not answered since \d\d:\d\d:\d\d, for 2 s \(host_timeout\)", line
     )
     assert ranks.printed(2) == "closed victim[2]\n"
 
@@ -154,7 +154,7 @@ def test_the_loss_counts_though_who_computes_with_the_lost_host_hears_of_it_firs
 
 
 def test_a_shorter_silence_costs_nothing_but_its_time(zygote):
-    ranks = zygote.run("drills.py", 2, "counts", HOST_TIMEOUT=SILENCE, COUNTS=3.0)
+    ranks = zygote.run("drills.py", 2, "counts", HOST_TIMEOUT=SILENCE, COUNTS=2.5)
     ranks.await_line("ready")
     for rank in (1, 0):
         ranks.kill(rank, signal.SIGSTOP)
@@ -167,7 +167,7 @@ def test_a_shorter_silence_costs_nothing_but_its_time(zygote):
 
 
 def test_a_host_whose_loop_and_interpreter_are_held_is_not_silent(zygote):
-    ranks = zygote.run("drills.py", 2, "holds", HOST_TIMEOUT=1.0, HOLDS=4.0)
+    ranks = zygote.run("drills.py", 2, "holds", HOST_TIMEOUT=1.0, HOLDS=2.5)
     assert ranks.codes() == [0, 0], ranks.everything()
     assert ranks.printed(0) == "held\n"
     assert ranks.complained(0) == ""
@@ -178,8 +178,8 @@ def test_a_host_that_waits_costs_next_to_no_processor_time(zygote):
     ranks.await_line("ready")
     time.sleep(1.0)  # what starting leaves behind
     before = [processor_seconds(pid) for pid in ranks.pids]
-    time.sleep(10.0)
-    assert [processor_seconds(pid) - used < 0.1 for pid, used in zip(ranks.pids, before, strict=True)] == [True, True]
+    time.sleep(3.0)
+    assert [processor_seconds(pid) - used < 0.05 for pid, used in zip(ranks.pids, before, strict=True)] == [True, True]
 
 
 def processor_seconds(pid):
@@ -188,43 +188,30 @@ def processor_seconds(pid):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_an_error_of_main_is_shown_as_it_is_and_the_others_end_cleanly(zygote):
-    ranks = zygote.run("drills.py", 2, "raises")
-    assert ranks.codes() == [1, 0]
-    assert first_error(ranks.complained(0)) == "ZeroDivisionError: main went wrong"
-    assert ranks.printed(0) == "closed victim[0]\n"
-    assert (ranks.printed(1), ranks.complained(1)) == ("closed victim[1]\n", "")
+CLOSED = ["closed victim[0]\n", "closed victim[1]\n"]
 
 
-def test_an_error_of_an_actor_says_where_it_was_raised(zygote):
-    ranks = zygote.run("drills.py", 2, "actor_raises")
+@pytest.mark.parametrize(
+    ("drill", "error", "where", "printed"),
+    [
+        ("raises", "ZeroDivisionError", "", CLOSED),
+        ("actor_raises", "KeyError", "in victim[1].fail() on host 1\nremote traceback (host 1):", CLOSED),
+        ("setup_raises", "ValueError", "in victim[1].setup() on host 1", [CLOSED[0], ""]),  # not set up, not closed
+        ("close_raises_after_main", "ZeroDivisionError", "OSError: close", None),  # what went wrong first
+        ("close_raises", "OSError", "close", None),
+    ],
+)
+def test_the_first_error_is_shown_as_it_is_with_its_place_and_the_others_end_cleanly(
+    zygote, drill, error, where, printed
+):
+    ranks = zygote.run("drills.py", 2, drill)
     assert ranks.codes() == [1, 0]
     complaints = ranks.complained(0)
-    assert first_error(complaints) == 'KeyError: "an actor\'s own error"'
-    assert "in victim[1].fail() on host 1\nremote traceback (host 1):" in complaints
-    assert ranks.complained(1) == ""
-
-
-def test_an_error_in_a_setup_ends_the_ranks_that_were_set_up(zygote):
-    ranks = zygote.run("drills.py", 2, "setup_raises")
-    assert ranks.codes() == [1, 0]
-    assert first_error(ranks.complained(0)) == "ValueError: setup went wrong"
-    assert "in victim[1].setup() on host 1" in ranks.complained(0)
-    assert ranks.printed(0) == "closed victim[0]\n"
-    assert ranks.printed(1) == ""  # an actor that was never set up is not closed
-
-
-def test_an_error_in_a_close_is_shown_but_not_instead_of_what_went_wrong_first(zygote):
-    ranks = zygote.run("drills.py", 2, "close_raises_after_main")
-    assert ranks.codes() == [1, 0]
-    assert "ZeroDivisionError: main went wrong" in ranks.complained(0).splitlines()[-1]
-    assert "OSError: close went wrong" in ranks.complained(0)
-
-
-def test_an_error_in_a_close_fails_a_program_that_went_well(zygote):
-    ranks = zygote.run("drills.py", 2, "close_raises")
-    assert ranks.codes() == [1, 0]
-    assert first_error(ranks.complained(0)) == "OSError: close went wrong"
+    assert re.findall(r"^(\w+Error): ", complaints, re.MULTILINE)[-1] == error
+    assert where in complaints
+    if printed is not None:
+        assert [ranks.printed(rank) for rank in (0, 1)] == printed
+        assert ranks.complained(1) == ""
 
 
 def test_exit_ends_the_system_in_order(zygote):
@@ -260,17 +247,11 @@ def test_a_signal_ends_a_job_of_one_process_too(zygote):
     assert ranks.complained(0).startswith("rlinf: stopped by SIGINT\n")
 
 
-def test_a_signal_to_rank_0_alone_ends_all(zygote):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_alone_ends_all(zygote, rank):
     ranks = zygote.run("drills.py", 2, "unawaited")
     ranks.await_line("ready")
-    ranks.kill(0, signal.SIGTERM)
-    assert ranks.codes() == [128 + signal.SIGTERM, 0], ranks.everything()
-
-
-def test_a_signal_to_another_rank_alone_ends_all(zygote):
-    ranks = zygote.run("drills.py", 2, "unawaited")
-    ranks.await_line("ready")
-    ranks.kill(1, signal.SIGTERM)
+    ranks.kill(rank, signal.SIGTERM)
     assert ranks.codes() == [128 + signal.SIGTERM, 0], ranks.everything()
     assert ranks.complained(0) == "rlinf: stopped by SIGTERM\n"
 

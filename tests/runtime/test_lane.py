@@ -131,7 +131,6 @@ async def test_frames_go_by_lanes_once_they_are_made_and_nothing_is_left_in_the_
     await closed(*ends)
 
 
-@on_each_loop
 async def test_before_a_lane_is_made_and_where_a_peer_makes_none_torch_rpc_carries_the_frames():
     network = {}
     here, there = End(0, network), End(1, network)
@@ -144,7 +143,6 @@ async def test_before_a_lane_is_made_and_where_a_peer_makes_none_torch_rpc_carri
     await closed(here, there)
 
 
-@on_each_loop
 async def test_a_directory_that_cannot_be_made_means_no_lane(monkeypatch):
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(OSError("disk full")))
     network = {}
@@ -155,7 +153,6 @@ async def test_a_directory_that_cannot_be_made_means_no_lane(monkeypatch):
     await closed(here, there)
 
 
-@on_each_loop
 async def test_only_this_user_can_reach_the_socket():
     network = {}
     here = End(0, network)
@@ -177,20 +174,22 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("says", STRANGE.values(), ids=STRANGE)
-@on_each_loop
-async def test_a_stranger_costs_nothing_and_is_not_heard(says, monkeypatch):
+async def test_strangers_cost_nothing_and_are_not_heard(monkeypatch):
     monkeypatch.setattr(lane, "HELLO_SECONDS", 0.5)
     network = {}
     here, there = End(0, network), End(1, network)
     await asyncio.sleep(0)
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.setblocking(False)
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(stranger, here.inner.offer[0])
-        await loop.sock_sendall(stranger, says)
-        heard = await asyncio.wait_for(loop.sock_recv(stranger, 100), 10)  # put off at once, or after its time
-        assert heard == b""
+    loop = asyncio.get_running_loop()
+
+    async def stranger(says):
+        with socket.socket(socket.AF_UNIX) as own:
+            own.setblocking(False)
+            await loop.sock_connect(own, here.inner.offer[0])
+            await loop.sock_sendall(own, says)
+            return await asyncio.wait_for(loop.sock_recv(own, 100), 10)  # put off at once, or after its time
+
+    answers = await asyncio.gather(*map(stranger, STRANGE.values()))
+    assert dict(zip(STRANGE, answers, strict=True)) == dict.fromkeys(STRANGE, b"")
     assert (here.got, here.losses) == ([], [])
     here.transport.neighbours([1])
     there.transport.neighbours([0])
@@ -234,7 +233,6 @@ async def test_large_frames_and_many_at_once_arrive_whole():
     await closed(here, there)
 
 
-@on_each_loop
 async def test_a_frame_that_is_too_large_for_a_lane_goes_by_torch_rpc(monkeypatch):
     network = {}
     here, there = End(0, network), End(1, network)

@@ -144,29 +144,6 @@ async def granted(awaitable: Awaitable[Lease]) -> Lease:
 
 
 @virtually
-async def test_requests_are_granted_in_order_and_overtake_only_on_disjoint_devices() -> None:
-    w, log = world(a=({0},), b=({0, 1},), c=({1},), d=({2},)), []
-    for name in "abcd":
-        await w.hold(name, 0)
-    log = list[str]()
-    await asyncio.gather(*start(w.hold("a", 5, log), w.hold("b", 2, log), w.hold("c", 1, log), w.hold("d", 1, log)))
-    assert log == ["a@0", "d@0", "b@5", "c@7"]  # c could run at 0, but would delay b, which came first
-
-
-@virtually
-async def test_a_group_gets_all_its_devices_at_once_and_is_not_starved_by_its_ranks() -> None:
-    w, log = world(a=({0},), b=({1},), c=({2},)), list[str]()
-    tasks = start(w.hold("a", 2, log), w.hold("b", 3, log), w.hold("abc", 1, log))
-    for _ in range(3):  # keep asking for single ranks
-        await turns()
-        tasks += start(w.hold("a", 2, log), w.hold("b", 2, log), w.hold("c", 2, log))
-    await asyncio.gather(*tasks)
-    assert log[:3] == ["a@0", "b@0", "abc@3"]
-    assert all(entry.endswith("@4") for entry in log[3:])
-    assert sorted(entry[0] for entry in log[3:]) == sorted("abc" * 3)
-
-
-@virtually
 async def test_nothing_to_wait_for_takes_no_turn_of_the_loop() -> None:
     w = world(a=({0},), b=({0},), none=((),))
     await asyncio.gather(w.hold("a", 0), w.manager.acquire(["none"], "loads it"))
@@ -197,14 +174,6 @@ async def test_calls_for_the_same_tenants_share_the_devices_until_the_last_is_do
     w.manager.release(second)
     await other
     assert log == ["b@2"]
-
-
-@virtually
-async def test_a_shared_lease_cannot_be_prolonged_while_somebody_else_waits() -> None:
-    w, log = world(a=({0},), b=({0},)), list[str]()
-    tasks = start(*(w.hold(name, 2, log, who) for name, who in ("a1", "a2", "b3", "a4", "a5")))
-    await asyncio.gather(*tasks)
-    assert log == ["1@0", "2@0", "3@2", "4@4", "5@4"]
 
 
 # -- wanted ------------------------------------------------------------------------------------------------------
@@ -268,16 +237,6 @@ async def test_a_lease_is_no_longer_wanted_by_a_request_that_is_cancelled_as_ano
 
 
 # -- memory ------------------------------------------------------------------------------------------------------
-
-
-@virtually
-async def test_roles_that_fit_stay_resident() -> None:
-    w = world({0: 10}, a=({0}, 5, 1), b=({0}, 5, 1))
-    for _ in range(3):
-        await w.hold("a", 0)
-        await w.hold("b", 0)
-    assert w.log == ["+a", "+b"]
-    assert w.manager.statistics().devices == {0: DeviceMemory(10, 10, 0, 10)}
 
 
 @virtually
@@ -354,14 +313,6 @@ async def test_nobody_waits_for_a_move_that_is_not_needed() -> None:
 
 
 @virtually
-async def test_devices_without_a_number_hold_anything() -> None:
-    w = world(None, a=({0}, 10**15), b=({0}, 10**15))
-    await w.hold("a", 0)
-    await w.hold("b", 0)
-    assert w.log == ["+a", "+b"]
-
-
-@virtually
 async def test_a_tenant_that_can_never_be_loaded_is_refused_at_once() -> None:
     w = world({0: 10}, a=({0}, 6, 2), b=({0}, 6, 2))
     with pytest.raises(ValueError, match=r"'c'.*0:.*7.*10.*\(a: 2.*2\)"):
@@ -389,16 +340,6 @@ async def test_tenants_that_do_not_fit_together_fail_clearly_and_block_nobody() 
 
 
 # -- cancellation and failure ------------------------------------------------------------------------------------
-
-
-@virtually
-async def test_cancelling_a_waiting_request_lets_the_others_on() -> None:
-    w, log = world(a=({0},), b=({0, 1},), c=({1},)), list[str]()
-    _, second, third = start(w.hold("a", 9, log), w.hold("b", 1, log), w.hold("c", 1, log))
-    await asyncio.sleep(2)
-    second.cancel()
-    await third
-    assert log == ["a@0", "c@2"]
 
 
 @virtually
@@ -478,17 +419,6 @@ async def test_a_failing_move_reaches_who_asked_and_leaves_the_manager_usable() 
         "ok",
         "ok",
     ]
-
-
-@virtually
-async def test_a_tenant_whose_offload_failed_is_loaded_afresh() -> None:
-    w = world({0: 10}, a=({0}, 9), b=({0}, 9))
-    w.failing = ["-a"]
-    await w.hold("a", 0)
-    with pytest.raises(OSError, match="no -a"):
-        await w.hold("b", 0)
-    await w.hold("a", 0)
-    assert w.log == ["+a", "-a", "!a", "+a"]
 
 
 @virtually

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import random
 import threading
 from collections import defaultdict
@@ -27,9 +26,7 @@ from rlinf.runtime.transport.process_groups import (
     CollectiveError,
     CollectiveTimeout,
     GlooLine,
-    GlooLines,
     Group,
-    Line,
     Lines,
     NcclLines,
     WaitingThreads,
@@ -135,52 +132,6 @@ def _line(step: Step) -> Any:
 def test_every_exchange_ends_with_the_right_bytes(steps: list[Step], seed: int) -> None:
     with modelled() as devices:
         asyncio.run(asyncio.wait_for(exchange(devices, steps, seed), PATIENCE))
-
-
-class OnTheDefaultStream(GlooLine):
-    """Operations as they were once posted for NCCL too."""
-
-    def post(self, tensor: torch.Tensor, operation: Any, writes: bool, after: Any) -> Any:
-        work = operation(self._backend, tensor)
-        return lambda: work.wait(self._limit)
-
-
-class OneCommunicatorPerPair(GlooLines):
-    """Groups as they once were: what goes between two hosts shares a communicator, whichever way it goes, and an
-    operation is posted when the one before it has been."""
-
-    def __init__(self, devices: Devices, host: int, name: str):
-        self._devices, self._host, self._name = devices, host, name
-        self._pairs: dict[tuple[int, ...], Line] = {}
-        self._order = asyncio.Lock()
-
-    def target(self, position: int) -> tuple[Line, int]:
-        pair = (min(position, self._host), max(position, self._host))
-        if pair not in self._pairs:
-            backend = self._devices.connect(self._host, self._name, HOSTS)("pair", pair)
-            self._pairs[pair] = OnTheDefaultStream(backend, PATIENCE)
-            self._pairs[pair].order = self._order
-        return self._pairs[pair], pair.index(position)
-
-    source = target
-
-    def made(self) -> list[Line]:
-        return list(self._pairs.values())
-
-
-@pytest.mark.parametrize("ring", [(0, 1), (0, 1, 2)])
-async def test_the_model_stops_where_nccl_does(ring: tuple[int, ...]) -> None:
-    """Each host of a ring receives from the one before it, and then sends to the next."""
-    with modelled() as devices:
-        groups = [devices.group(h, lines=OneCommunicatorPerPair(devices, h, "naive"), deadline=0.3) for h in ring]
-        calls = []
-        for group, host in zip(groups, ring, strict=True):
-            calls.append(group.recv(torch.zeros(1), ring[host - 1]))
-            calls.append(group.send(torch.ones(1), ring[(host + 1) % len(ring)]))
-        ends = await asyncio.gather(*calls, return_exceptions=True)
-        assert any(isinstance(end, CollectiveTimeout) for end in ends)
-        for end in devices.ends:
-            end.abort()
 
 
 async def test_a_receive_that_is_posted_early_leaves_the_default_stream_alone() -> None:
@@ -446,14 +397,7 @@ async def test_a_receiver_without_room_fails_the_sender_at_once() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(exchanges, st.integers(0, 1 << 20))
-@pytest.mark.parametrize("pool", [1, 32])
-def test_transfers_end_even_if_a_device_has_a_single_stream(pool: int, steps: list[Step], seed: int) -> None:
+def test_transfers_end_even_if_a_device_has_a_single_stream(steps: list[Step], seed: int) -> None:
     steps = [(source, target) for source, target in steps if source != target]
-    with modelled(pool) as devices:
-        asyncio.run(asyncio.wait_for(transfers(devices, steps, seed), PATIENCE))
-
-
-def test_all_at_once_between_all() -> None:
-    steps = list(itertools.permutations(HOSTS, 2)) * 3
     with modelled(pool=1) as devices:
-        asyncio.run(asyncio.wait_for(transfers(devices, steps, 0), PATIENCE))
+        asyncio.run(asyncio.wait_for(transfers(devices, steps, seed), PATIENCE))

@@ -312,12 +312,6 @@ async def _is_zero(promise: Any) -> bool:
     return await promise == 0
 
 
-async def test_a_promise_dropped_before_it_has_left_still_runs_its_call(system: ActorSystem) -> None:
-    for ref in await system.spawn(Maths, hosts=[0, 1], name="maths"):
-        ref.value(1)
-        await until(ref.count)
-
-
 async def test_a_lent_value_is_freed_when_its_consumer_is_done(system: ActorSystem) -> None:
     near, far = await system.spawn(Maths, hosts=[0, 1], name="maths")
     for producer in (near, far):

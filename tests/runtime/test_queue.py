@@ -42,27 +42,6 @@ def _values(taken: list[tuple[Hashable, Any]]) -> list[Any]:
 
 
 @virtual
-async def test_items_come_out_in_the_order_in_which_they_went_in() -> None:
-    queue = ItemQueue("q")
-    for n in range(5):
-        queue.put_nowait(n)
-    assert _values(await queue.take("a", 3)) == [0, 1, 2]
-    assert _values(await queue.take("b", 3)) == [3, 4]
-
-
-@virtual
-async def test_what_a_consumer_gives_back_takes_its_old_place() -> None:
-    queue = ItemQueue("q")
-    for n in range(6):
-        queue.put_nowait(n)
-    await queue.take("a", 2)
-    await queue.take("b", 2)
-    queue.requeue("a")
-    queue.requeue("b")
-    assert _values(await queue.take("c", 6)) == [0, 1, 2, 3, 4, 5]
-
-
-@virtual
 async def test_an_item_put_twice_under_one_id_counts_once() -> None:
     queue = ItemQueue("q")
     assert queue.put_nowait("x", id=7)
@@ -102,56 +81,6 @@ async def test_a_full_queue_makes_putters_wait_in_turn() -> None:
 
 
 @virtual
-async def test_a_small_queue_still_fills_a_large_batch() -> None:
-    queue = ItemQueue("q", 2)
-    putting = [asyncio.ensure_future(queue.put(n)) for n in range(10)]
-    assert _values(await queue.take("a", 5, least=5)) == [0, 1, 2, 3, 4]
-    await _tick()
-    assert sum(task.done() for task in putting) == 5
-    heavy = asyncio.ensure_future(queue.take("b", weight=4.0))
-    assert _values(await heavy) == [5, 6, 7, 8]
-    for task in putting:
-        task.cancel()
-
-
-@virtual
-async def test_items_of_a_key_somebody_waits_for_pass_a_queue_full_of_others() -> None:
-    queue = ItemQueue("q", 2)
-    queue.put_nowait(1, key="a")
-    queue.put_nowait(2, key="a")
-    waiting = asyncio.ensure_future(queue.take("t", key="b"))
-    blocked = asyncio.ensure_future(queue.put(3, key="a"))
-    passing = asyncio.ensure_future(queue.put(4, key="b"))
-    assert _values(await waiting) == [4]
-    assert passing.done()
-    assert not blocked.done()
-    blocked.cancel()
-
-
-@virtual
-async def test_a_cancelled_putter_has_put_nothing_and_its_turn_goes_on() -> None:
-    queue = ItemQueue("q", 1)
-    queue.put_nowait(0)
-    first, second = asyncio.ensure_future(queue.put(1)), asyncio.ensure_future(queue.put(2))
-    await _tick()
-    await queue.take("a")
-    queue.ack("a")  # it is the first one's turn now
-    first.cancel()
-    await second
-    assert _values(await queue.take("a", 5)) == [2]
-
-
-@virtual
-async def test_a_cancelled_taker_has_taken_nothing() -> None:
-    queue = ItemQueue("q")
-    first, second = asyncio.ensure_future(queue.take("a")), asyncio.ensure_future(queue.take("b"))
-    await _tick()
-    queue.put_nowait(1)  # it is the first one's
-    first.cancel()
-    assert _values(await second) == [1]
-
-
-@virtual
 async def test_a_spare_wish_waits_until_others_have_enough() -> None:
     queue = ItemQueue("q")
     queue.put_nowait(0)
@@ -168,37 +97,6 @@ async def test_a_spare_wish_waits_until_others_have_enough() -> None:
     assert not spare.done()
     queue.insist("ahead")
     assert _values(await spare) == [2]
-
-
-@virtual
-async def test_a_closed_queue_ends_when_nothing_can_come_back() -> None:
-    queue = ItemQueue("q")
-    queue.put_nowait(0)
-    await queue.take("a")
-    queue.close()
-    waiting = asyncio.ensure_future(queue.take("b"))
-    await _tick()
-    assert not waiting.done()
-    queue.requeue("a")
-    assert _values(await waiting) == [0]
-    waiting = asyncio.ensure_future(queue.take("c"))
-    queue.ack("b")
-    assert await waiting == []
-
-
-@virtual
-async def test_the_end_of_a_key_does_not_wait_for_other_keys() -> None:
-    queue = ItemQueue("q")
-    queue.put_nowait(0, key="a")
-    queue.put_nowait(1, key="a")
-    await queue.take("t", key="a")
-    queue.close()
-    assert await queue.take("u", key="b") == []
-    waiting = asyncio.ensure_future(queue.take("v", 2, least=2, key="a"))
-    assert _values(await waiting) == [1]
-    queue.ack("t")
-    queue.ack("v")
-    assert await queue.take("w", key="a") == []
 
 
 @virtual
@@ -234,17 +132,6 @@ async def test_the_end_is_told_once() -> None:
         queue.close()
         queue.abandon()
         assert told == [1]
-
-
-@virtual
-async def test_keys_are_forgotten_when_they_are_empty() -> None:
-    queue = ItemQueue("q")
-    for n in range(100):
-        queue.put_nowait(n, key=n)
-        await queue.take("a", key=n)
-        queue.ack("a")
-    assert queue.statistics()["keys"] == 0
-    assert not queue._seen
 
 
 @pytest.mark.parametrize("capacity", [0, -1])

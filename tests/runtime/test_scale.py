@@ -11,6 +11,7 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.timeout(300)]
 HOSTS = 40
 
 
+@pytest.mark.repeated
 def test_forty_processes_join_share_a_stream_and_end(zygote):
     before = shared_memory()
     ranks = zygote.run("many.py", HOSTS, 10 * HOSTS)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.runtime.base.errors import ActorDied, QueueClosed, UserError
+from rlinf.runtime.base.errors import ActorDied, UserError
 from tests.runtime.worlds import until
 
 
@@ -48,17 +48,6 @@ class Worker(Actor):
             await asyncio.Event().wait()
         finally:
             await self.log.note(f"{self._cell.name} was cancelled")
-
-    @endpoint
-    async def count(self) -> Any:
-        try:
-            number = 0
-            while True:
-                yield number
-                number += 1
-                await asyncio.sleep(0)
-        finally:
-            await self.log.note(f"{self._cell.name} stopped counting")
 
     @endpoint
     async def helper(self, hosts: list[int], name: str) -> Any:
@@ -192,35 +181,6 @@ async def test_an_actor_that_does_not_close_keeps_no_other_from_closing(system: 
             await system.spawn(Sour, hosts=[0], name="b", log=log)
             await system.spawn(Sour, hosts=[1], name="c", log=log)
     assert await closings(log) == ["c[0]", "b[0]", "a[0]"]
-
-
-async def test_streams_of_a_left_scope_are_abandoned(system: ActorSystem) -> None:
-    log = await the_log(system)
-    outer = await system.spawn(Worker, hosts=[0, 1], name="outer", log=log)
-    async with system.scope():
-        numbers = outer.count()
-        assert [await anext(numbers) for _ in range(3)]
-    with pytest.raises(QueueClosed):  # noqa: PT012
-        while True:
-            await anext(numbers)
-    await until(lambda: _stopped(log, 2))
-    assert await outer.echo(1) == [1, 1]  # the producers are fine, only their stream has ended
-
-
-async def _stopped(log: Any, count: int) -> bool:
-    return sum("stopped counting" in line for line in await log.read()) == count
-
-
-async def test_channels_of_a_left_scope_end(system: ActorSystem) -> None:
-    async with system.scope():
-        channel = await system.channel("mail", capacity=1)
-        await channel.put(1)
-        waiting = asyncio.ensure_future(channel.put(2))
-        await asyncio.sleep(0)
-    with pytest.raises(QueueClosed):
-        await waiting
-    with pytest.raises(QueueClosed):
-        await channel.get()
 
 
 async def test_what_an_actor_spawned_ends_with_it_and_before_it(system: ActorSystem) -> None:

@@ -312,15 +312,6 @@ async def test_one_consumer_leaving_leaves_the_rest_to_the_others(system: ActorS
         assert sorted([item for part in firsts for item in part] + rest) == list(range(300))
 
 
-async def test_a_stream_can_be_consumed_in_several_goes(system: ActorSystem) -> None:
-    for source in (await _roles(system))[0]:
-        stream = source.count_to(10)
-        async for item in stream:
-            if item == 3:
-                break
-        assert await stream.collect() == [4, 5, 6, 7, 8, 9]
-
-
 async def test_a_cancelled_consumer_loses_nothing(system: ActorSystem) -> None:
     for source in (await _roles(system))[0]:
         stream = source.gated(2)
@@ -514,14 +505,6 @@ async def test_a_producer_pauses_while_its_stream_is_full(system: ActorSystem) -
     for _ in range(20):
         await workers[1].at_once()
     assert len(await workers[1].what_was_seen()) < 100
-
-
-async def test_leaving_the_loop_stops_the_generator_and_runs_its_finally(system: ActorSystem) -> None:
-    for source in (await _roles(system))[0]:
-        async for item in source.forever():
-            if item == 10:
-                break
-        await until(lambda source=source: _ended(source))
 
 
 async def test_closing_or_dropping_a_stream_stops_everything_that_feeds_it(system: ActorSystem) -> None:

@@ -61,6 +61,7 @@ def test_a_killed_process_ends_the_job_and_leaves_nothing():
     assert shared_memory() <= before
 
 
+@pytest.mark.repeated
 def test_a_silent_process_ends_the_job_in_time_and_leaves_nothing():
     with torchrun("drills.py", 3, "unawaited", HOST_TIMEOUT="3") as job:
         assert job.stdout.readline() == "ready\n"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.transport import torch_rpc
 from rlinf.runtime.transport.link import FRAMES_IN_FLIGHT, Frame, Link, LocalTransport, check_hosts, pack, unpack
-from tests.runtime.programs.transport_behaviours import BEHAVIOURS, EARLY, run_local
+from tests.runtime.programs.transport_behaviours import EARLY, ENDING, LASTING, run_local
 
 
 def name(behaviour):
@@ -27,19 +27,19 @@ def in_one_process(copy=None):
 
 
 @pytest.mark.parametrize("copy", [None, lambda frame: unpack(*pack(frame))], ids=["reference", "pickled"])
-@pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=name)
+@pytest.mark.parametrize("behaviour", [*LASTING, *ENDING], ids=name)
 def test_in_process(behaviour, copy):
     asyncio.run(run_local(behaviour, in_one_process(copy)))
 
 
 @pytest.mark.parametrize("way", ["rpc", "lane"])
-@pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=name)
-def test_between_processes(behaviour, way, zygote, tmp_path):
+@pytest.mark.parametrize("behaviours", [LASTING, *([each] for each in ENDING)], ids=lambda names: name(names[0]))
+def test_between_processes(behaviours, way, zygote, tmp_path):
     more = {"RLINF_TRANSPORT": way}
-    if behaviour is EARLY:
+    if EARLY in behaviours:
         os.mkfifo(tmp_path / "spoken")
         more["SPOKEN"] = tmp_path / "spoken"
-    ranks = zygote.run("transport_behaviours.py", 2, behaviour.__name__, **more)
+    ranks = zygote.run("transport_behaviours.py", 2, *map(name, behaviours), **more)
     assert ranks.codes() == [0, 0], ranks.everything()
     assert ranks.complained(0) == ""
 

@@ -145,31 +145,6 @@ def test_a_lease_and_a_lock_in_opposite_order_are_named():
     }
 
 
-def test_two_leases_in_opposite_order_across_a_lock_are_named():
-    async def main(system):
-        lock = Lock("weights")
-
-        async def locked(worker: Any) -> None:
-            async with lock:
-                await worker.work()
-
-        a = await system.spawn(Worker, hosts=[0], name="a", devices=[0])
-        b = await system.spawn(Worker, hosts=[0], name="b", devices=[0])
-        holder = asyncio.create_task(locked(a[0]), name="holder")
-        await asyncio.sleep(0.5)
-        waiting = asyncio.ensure_future(b[0].work_locked(lock))
-        await holder  # a has its second; b then holds the device and takes the lock
-        again = asyncio.create_task(locked(a[0]), name="again")
-        await asyncio.gather(waiting, again)
-
-    report = deadlock(main)
-    (cycle,) = cycles(report)
-    assert "lock weights" in cycle
-    assert "device 0" in cycle
-    assert "flow/again" in cycle
-    assert "b[0].work_locked" in cycle
-
-
 @worlds
 def test_two_actors_that_call_each_other_s_devices_are_named(serialize):
     async def main(system):
@@ -404,26 +379,6 @@ def edges(text: str) -> list[Wait]:
     return [Wait(*edge.split(">"), age=1.0) for edge in text.split()]
 
 
-@pytest.mark.parametrize(
-    ("graph", "expected"),
-    [
-        ("", []),
-        ("a>b b>c", []),
-        ("a>a", [["a"]]),
-        ("a>b b>a", [["a", "b"]]),
-        ("x>a a>b b>c c>a c>y", [["a", "b", "c"]]),
-        ("a>b a>b b>a b>a", [["a", "b"]]),
-        ("a>b b>a c>d d>c", [["a", "b"], ["c", "d"]]),
-        ("a>b b>d a>c c>d d>a", [["a", "b", "d"], ["a", "c", "d"]]),
-    ],
-)
-def test_cycles_are_found_once(graph, expected):
-    found = find_cycles(edges(graph))
-    assert {frozenset(cycle) for cycle in found} <= {frozenset(cycle) for cycle in expected}
-    assert bool(found) == bool(expected)
-    assert len(found) == len({tuple(cycle) for cycle in found})
-
-
 def report_of(*waits: Wait, notes: dict[str, str] | None = None, moves: dict[str, int] | None = None) -> HostReport:
     return HostReport(0, list(waits), notes or {}, moves or {})
 
@@ -444,13 +399,6 @@ def test_waits_that_the_flow_does_not_stand_on_may_last():
     progress = Progress(10.0)
     for now in (0.0, 20.0, 40.0):
         assert progress.stopped([report_of(Wait("server", "queue", now))], now) is None
-
-
-def test_cycles_may_not_last_whoever_waits_in_them():
-    progress = Progress(10.0)
-    knot = edges("a>b b>a")
-    assert progress.stopped([report_of(*knot)], 0.0) is None
-    assert progress.stopped([report_of(*knot)], 10.0) == "deadlock: nothing has moved for 10.0 s"
 
 
 def test_a_report_tells_deadlocks_first_and_then_the_longest_waits():

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rlinf
 from rlinf import Actor, ActorSystem, endpoint
@@ -36,6 +37,14 @@ PROCESSES = ("rpc", "lane")
 """Worlds of real processes; each is also the value of `RLINF_TRANSPORT` in it."""
 DEADLINE = 30.0
 """Seconds for one test; a hanging one must not hold the others of its session, nor a busy machine fail one."""
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64),
+    *(torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    torch.float4_e2m1fn_x2,
+]
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,6 @@
 """A host's shared-memory arena: tensors go between processes of one machine with one copy, or none.
 
-Flows in: tensors that a host hands to others (`Arena.export`), and word that they are done (`release`, `forget`). Flows
+Flows in: tensors that a host hands to others (`Arena.lend`), and word that they are done (`release`, `forget`). Flows
 out: a `SlotRef` of a few dozen bytes per tensor, which the receiver's `ArenaReader.open` turns into a view of the very
 same memory. Who wakes whom: when the last tensor, view or numpy array over an opened slot is collected, the reader
 calls `on_free(owner, slot)`; whoever owns the reader sends that to the owner, whose `release` makes the memory free.
@@ -8,10 +8,10 @@ calls `on_free(owner, slot)`; whoever owns the reader sends that to the owner, w
 The memory of a host is one sparse memfd, mapped whole. It has no name, so nothing is left behind however a process
 ends, and it ignores the size of /dev/shm. Peers open it once, through the owner's entry in /proc. Address space costs
 nothing and pages do, so the mapping is larger than the limit (holes between slots can then never make an allocation
-fail that the limit allows), free pages stay warm for the next tensor, and `trim` returns them to the kernel in place:
-peers' mappings stay valid, and nothing is ever mapped again.
+fail that the limit allows), free pages stay warm for the next tensor, and an allocation that would take the arena past
+its limit returns some to the kernel in place: peers' mappings stay valid, and nothing is ever mapped again.
 
-Exported memory is shared, not sent. A sender must not write to a tensor from `Arena.empty` while a holder has it, and
+Lent memory is shared, not sent. A sender must not write to a tensor from `Arena.empty` while a holder has it, and
 a receiver that writes to what it opened writes to what every other holder sees.
 
 Places of tensors in an address range: best fit, with neighbouring holes merged. Not thread-safe.
@@ -298,20 +298,12 @@ class ArenaStatistics:
     """Memory that the kernel has given: live slots and warm free pages."""
     in_use: int
     """Live slots, rounding included."""
-    peak: int
-    """The largest `in_use` so far."""
-    limit: int
-    segments: int
-    """0 before the first allocation, then 1."""
     slots: int
     """How many are live."""
     local: int
     """Used by tensors of `Arena.empty` in this process."""
     holders: dict[int, int]
     """Bytes that each host holds; a slot with several holders counts for each."""
-    allocations: int
-    reused: int
-    """Allocations served from pages that were warm."""
 
 
 @dataclass(slots=True, eq=False)
@@ -322,7 +314,7 @@ class _Slot:
     local: int = 1
     """Tensors of this process over it."""
     holders: dict[int, int] = field(default_factory=dict)
-    """Per host, how many exports it has not released."""
+    """Per host, how many loans it has not released."""
 
 
 class Arena:
@@ -351,7 +343,7 @@ class Arena:
         self._at: dict[int, _Slot] = {}  # by start
         self._watches: dict[int, Watch] = {}  # of local tensors, by slot
         self._ids = itertools.count()
-        self._used = self._peak = self._allocations = self._reused = 0
+        self._used = 0
 
     @staticmethod
     @functools.cache
@@ -375,7 +367,7 @@ class Arena:
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """An uninitialised, contiguous CPU tensor in the arena, which `export` hands over without a copy.
+        """An uninitialised, contiguous CPU tensor in the arena, which `lend` hands over without a copy.
 
         It is an ordinary tensor; its memory comes back once nothing in this process and no holder uses it.
 
@@ -394,33 +386,6 @@ class Arena:
                 self._unuse(slot)
                 raise
         return tensor
-
-    def export(self, tensor: torch.Tensor, holder: int) -> SlotRef:
-        """Let host `holder` hold the tensor's memory, or else that of a copy, and return what it opens.
-
-        Blocks while it copies: whoever must not makes the copy itself, from `lend` and `empty`.
-
-        Raises:
-            ArenaFull: the copy does not fit in the limit.
-            TypeError: not a dense tensor in CPU memory.
-        """
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
-            raise TypeError(
-                f"the arena takes dense, unquantized CPU tensors, not {tensor.dtype} {tensor.layout} on {tensor.device}"
-            )
-        tensor = tensor.detach()
-        ref = self.lend(tensor, holder)
-        if ref is not None:
-            return ref
-        fresh = self.empty(tensor.shape, tensor.dtype)
-        ref = self.lend(fresh, holder)
-        assert ref is not None
-        try:
-            fresh.copy_(tensor)
-        except BaseException:
-            self.release(holder, (ref.slot,))
-            raise
-        return ref
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's memory is this arena's."""
@@ -452,7 +417,7 @@ class Arena:
         return SlotRef(here, slot.id, offset, elements * itemsize, tensor.dtype, shape, stride)
 
     def release(self, holder: int, slot_ids: Iterable[int]) -> None:
-        """Host `holder` is done with one export of each slot named. What it no longer holds is passed over, because
+        """Host `holder` is done with one loan of each slot named. What it no longer holds is passed over, because
         word from a host may arrive after `forget`.
 
         Takes no lock, so that a finalizer or `ArenaReader`'s `on_free` may call it: the next method to need memory, or
@@ -468,16 +433,6 @@ class Arena:
                 del slot.holders[holder]
                 self._free_unused(slot)
 
-    def trim(self, keep_bytes: int = 0) -> int:
-        """Return free pages to the kernel until at most `keep_bytes` of them stay warm; return how many bytes went.
-
-        Whole holes go, large ones first. An allocation does this by itself when fresh pages would take the arena past
-        its limit, and never else: a host that changes phase calls it to make room for something other than tensors.
-        """
-        with self._lock:
-            self._drain()
-            return self._trim(self._used + keep_bytes)
-
     def close(self) -> None:
         """Give up the arena. Tensors and views that exist stay readable; refs that nobody has opened do not."""
         with self._lock:
@@ -491,20 +446,15 @@ class Arena:
             self._used = 0
 
     def statistics(self) -> ArenaStatistics:
-        """How much is mapped and used, by whom, and how well pages are reused."""
+        """How much is mapped and used, and by whom."""
         with self._lock:
             self._drain()
             return ArenaStatistics(
                 mapped=self._backed(),
                 in_use=self._used,
-                peak=self._peak,
-                limit=self.limit,
-                segments=int(self._segment is not None and not self._closed),
                 slots=len(self._slots),
                 local=sum(slot.size for slot in self._slots.values() if slot.local),
                 holders=self._holders(),
-                allocations=self._allocations,
-                reused=self._reused,
             )
 
     # What follows runs with the lock held --------------------------------------------------------------------------
@@ -530,10 +480,6 @@ class Arena:
         slot = _Slot(next(self._ids), start, size)
         self._slots[slot.id] = self._at[start] = slot
         self._used += size
-        if self._used > self._peak:
-            self._peak = self._used
-        self._allocations += 1
-        self._reused += warm
         return slot
 
     def _open(self) -> None:
@@ -580,17 +526,16 @@ class Arena:
     def _backed(self) -> int:
         return 0 if self._segment is None or self._closed else os.fstat(self._segment.fd).st_blocks * 512
 
-    def _trim(self, target: int) -> int:
-        """Punch out whole holes until the kernel backs no more than `target` bytes; return what that freed."""
-        before = backed = self._backed()
-        for pool in (self._large, self._small) if before else ():
+    def _trim(self, target: int) -> None:
+        """Punch out whole holes, large ones first, until the kernel backs no more than `target` bytes."""
+        backed = self._backed()
+        for pool in (self._large, self._small):
             for _, negative_size, hole, first in pool.free_pages():
                 if backed <= target:
                     break
                 self._memory.madvise(mmap.MADV_REMOVE, first, -negative_size)
                 pool.cool(hole)
                 backed = self._backed()
-        return before - backed
 
     def _holders(self) -> dict[int, int]:
         by_host: dict[int, int] = {}

@@ -1,6 +1,6 @@
 """What every transport must do, said once: `NAME(here)` runs on host 0 against a peer on host 1 that obeys messages.
 
-As a program it is one rank of a torch RPC mesh: `transport_behaviours.py NAME`.
+As a program it is one rank of a torch RPC mesh: `transport_behaviours.py NAME...`.
 """
 
 import asyncio
@@ -52,6 +52,10 @@ class End:
             self.link.post(("told", list(self.got), list(self.frames)))
         elif what == "break":
             raise ValueError("this message cannot be delivered")
+        elif what == "forget":
+            self.got.clear()
+            self.frames.clear()
+            self.link.post(("forgotten",))
         elif what == "leave":
             self.leaving = asyncio.ensure_future(self.leave(*rest))
         else:
@@ -70,6 +74,12 @@ class End:
         self.link.post(message)
         await self.until(lambda: len(self.got) > before)
         return self.got[before]
+
+    async def forget(self):
+        """Begin anew at both ends."""
+        await self.ask("forget")
+        self.got.clear()
+        self.frames.clear()
 
     async def leave(self, graceful):
         await self.link.drained()
@@ -173,7 +183,7 @@ async def a_peer_may_speak_before_this_host_listens(here):
 
 
 EARLY = a_peer_may_speak_before_this_host_listens
-BEHAVIOURS = [
+LASTING = [
     messages_arrive_in_the_order_in_which_they_were_posted,
     all_messages_of_a_tick_leave_in_one_frame,
     what_is_said_while_a_frame_is_delivered_rides_on_its_response,
@@ -181,6 +191,9 @@ BEHAVIOURS = [
     tensors_arrive_as_they_were,
     a_message_that_cannot_be_delivered_does_not_take_others_along,
     drained_means_delivered,
+]
+"""Both ends are there after these, so that several may follow each other."""
+ENDING = [
     a_peer_that_drops_out_is_noticed_though_nothing_is_in_flight,
     a_peer_that_leaves_in_order_is_not_lost,
     sending_to_a_peer_that_is_gone_tells_so_and_waits_for_nothing,
@@ -220,27 +233,30 @@ async def neighbours(end):
             await asyncio.sleep(0.001)
 
 
-async def run_rank(behaviour):
-    """Run one end of a behaviour over torch RPC, or the lane beside it."""
+async def run_rank(first, *others):
+    """Run one end of behaviours, one after the other, over torch RPC or the lane beside it."""
     from rlinf.runtime.transport.torch_rpc import RpcTransport
 
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     rank = int(os.environ["RANK"])
     end = End(lanes_over(RpcTransport(rank, 2)))
     if rank == 0:
-        if behaviour is EARLY:  # the peer says when it has spoken; only the kernel and torch have heard it so far
+        if first is EARLY:  # the peer says when it has spoken; only the kernel and torch have heard it so far
             read_end = os.open(os.environ["SPOKEN"], os.O_RDONLY)
             os.read(read_end, 1)
         end.bind()
-        if behaviour is not EARLY:
+        if first is not EARLY:
             await neighbours(end)
-        await behaviour(end)
+        await first(end)
+        for behaviour in others:
+            await end.forget()
+            await behaviour(end)
         await end.transport.close(False)
     else:
         end.bind()
-        if behaviour is not EARLY:
+        if first is not EARLY:
             await neighbours(end)
-        if behaviour is EARLY:
+        if first is EARLY:
             speak_early(end)
             await asyncio.sleep(0.1)
             os.write(os.open(os.environ["SPOKEN"], os.O_WRONLY), b"!")
@@ -254,4 +270,4 @@ if __name__ == "__main__":
     import uvloop
 
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    uvloop.run(run_rank(globals()[sys.argv[1]]))
+    uvloop.run(run_rank(*(globals()[name] for name in sys.argv[1:])))

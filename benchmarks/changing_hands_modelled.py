@@ -30,9 +30,8 @@ from rlinf.engines.base import Completion, Engine, EngineSetup, Request
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
 from rlinf.runtime.streams.stream import each
-from rlinf.training.micro_batches import ForwardBackward, InOrder
 from rlinf.training.policy import LearnedRows
-from rlinf.training.schedule import BatchPlan, BatchSchedule
+from rlinf.training.schedule import BatchPlan, BatchSchedule, ForwardBackward, InOrder
 
 
 @dataclass(slots=True, eq=False)

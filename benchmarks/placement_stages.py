@@ -37,7 +37,7 @@ from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.streams.stream import Consumer, Stream
 from rlinf.runtime.system.observer import Watch
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.micro_batches import CommandStream
+from rlinf.training.schedule import CommandStream
 from rlinf.training.weight_sync import Receiver
 
 FOUND = "found.json"

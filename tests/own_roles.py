@@ -8,7 +8,7 @@ from typing import Any
 
 from rlinf import Actor, Group, endpoint
 from rlinf.data.sample import Prompt
-from rlinf.flows.dynamic_sampling import filled
+from rlinf.flows.text import filled
 
 
 class Index(Actor):

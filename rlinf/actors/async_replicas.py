@@ -38,7 +38,7 @@ from torch import Tensor
 from rlinf.actors.base import BaseTrainer
 from rlinf.runtime.base.calls import DeviceLease, Gang, current_call, lease_here, start_apart
 from rlinf.runtime.base.tasks import cancel_all
-from rlinf.training.micro_batches import Command, CommandHandler, Forward, ForwardBackward, OptimizerStep, Recompute
+from rlinf.training.schedule import Command, CommandHandler, Forward, ForwardBackward, OptimizerStep, Recompute
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,8 @@ from rlinf.runtime.base.calls import start_apart
 from rlinf.runtime.streams.stream import each
 from rlinf.training.backend import Optimization, Outputs
 from rlinf.training.batch_metrics import describe_values, taken_steps
-from rlinf.training.micro_batches import Forward, ForwardBackward
 from rlinf.training.policy import RETURNS, VALUES, Algorithm, algorithm_of, value_rows
-from rlinf.training.schedule import BatchPlan, BatchSchedule
+from rlinf.training.schedule import BatchPlan, BatchSchedule, Forward, ForwardBackward
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 

@@ -28,7 +28,7 @@ from rlinf.envs.environment import NothingHappened
 from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import make_policy, save_policy
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.training.checkpoint import Restored, Source, reshard
+from rlinf.training.checkpoint import Restored, Source
 from rlinf.training.embodied.cloning import get_used_to, imitate, imitating, loss_on, losses_of
 from rlinf.training.embodied.ppo import PolicyLearner, PolicySettings, Preparation, cut, exported, origin_of, prepare
 from rlinf.training.embodied.trajectories import (
@@ -44,7 +44,7 @@ from rlinf.training.embodied.trajectories import (
 )
 from rlinf.training.optimizer import minimize
 from rlinf.training.policy import Algorithm, algorithm_of
-from rlinf.training.weight_sync import gathered, has_room, publish
+from rlinf.training.weight_sync import gathered, has_room, publish, reshard
 
 POLICY = "policy"
 """Directory of a checkpoint with the policy for everybody else."""

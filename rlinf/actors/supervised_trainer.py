@@ -28,9 +28,8 @@ from rlinf.models.language.lora import POLICY
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.streams.stream import each
 from rlinf.training.backend import Optimization, Outputs
-from rlinf.training.micro_batches import Forward, ForwardBackward
 from rlinf.training.policy import ADAPTERS_OFF
-from rlinf.training.schedule import supervised_commands
+from rlinf.training.schedule import Forward, ForwardBackward, supervised_commands
 from rlinf.training.supervised import OUTPUT, Objective, described, shown
 
 Groups = Iterable[Group] | AsyncIterable[Group]

@@ -56,18 +56,20 @@ from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.streams.stream import Stream
 from rlinf.training.backend import BackEnd, Optimization, back_end_of
 from rlinf.training.checkpoint import HostCopy, Restored, Source, StateCopy
-from rlinf.training.micro_batches import (
+from rlinf.training.schedule import (
     Command,
     CommandHandler,
     CommandStream,
     Forward,
     ForwardBackward,
+    Groups,
     InOrder,
+    LogprobPass,
     OptimizerStep,
     Packing,
     Recompute,
+    gathered,
 )
-from rlinf.training.schedule import Groups, LogprobPass, gathered
 from rlinf.training.weight_sync import has_room, publish
 
 Commands = AsyncGenerator[tuple[Command, ...], None]

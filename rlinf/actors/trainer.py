@@ -29,7 +29,6 @@ from rlinf.models.language.lora import POLICY
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.backend import Optimization
 from rlinf.training.batch_metrics import describe, rescue, show_samples, taken_steps
-from rlinf.training.micro_batches import Forward, ForwardBackward
 from rlinf.training.policy import (
     ADAPTERS_OFF,
     REFERENCE,
@@ -42,7 +41,14 @@ from rlinf.training.policy import (
     own_columns,
     teaches,
 )
-from rlinf.training.schedule import BatchPlan, BatchSchedule, example_rows, supervised_commands
+from rlinf.training.schedule import (
+    BatchPlan,
+    BatchSchedule,
+    Forward,
+    ForwardBackward,
+    example_rows,
+    supervised_commands,
+)
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 Batches = Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]]

@@ -76,15 +76,14 @@ _MOVED = {
     "rlinf.envs.workers": "envs.pool envs.worker envs.worker_slice",
     "rlinf.envs.wrappers": "envs.around.mixture envs.around.scored envs.around.wrapper",
     "rlinf.flows.agentic": "flows.agentic.ahead flows.agentic.step",
-    "rlinf.flows.annotate": "flows.supervised.told",
     "rlinf.flows.dpo": "flows.supervised.dpo",
-    "rlinf.flows.dynamic_sampling": "flows.parts.dynamic_sampling",
     "rlinf.flows.evaluate": "flows.evaluation.answers flows.evaluation.trials",
     "rlinf.flows.interact": "flows.parts.interact",
     "rlinf.flows.offline": "flows.off_policy.offline",
     "rlinf.flows.reward_model": "flows.supervised.reward_model",
     "rlinf.flows.session": "flows.parts.answering flows.parts.gathering flows.parts.running_session",
     "rlinf.flows.sft": "flows.supervised.sft",
+    "rlinf.flows.text": "flows.annotate flows.dynamic_sampling flows.parts.dynamic_sampling flows.supervised.told",
     "rlinf.models.language.moe": "algos.tensor.experts",
     "rlinf.models.policy.actor_critic": (
         "models.cnn models.mlp models.policy.cnn models.policy.layers models.policy.mlp "

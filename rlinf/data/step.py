@@ -55,6 +55,8 @@ class Step:
     """The reference policy follows the one that learns."""
     in_flight: InFlight = field(default_factory=InFlight)
     """The run's work in flight."""
+    works_ahead: bool = False
+    """The batch comes from `in_flight`, as of a flow that is marked by `ahead`."""
     ledger: Ledger = field(default_factory=Ledger)
     """The run's account of samples, told of those that are dropped."""
     teaches: Teaches = unequal

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlinf.data.step import Step, ahead
-from rlinf.flows.dynamic_sampling import filled
+from rlinf.flows.text import filled
 
 
 async def agentic(step: Step, session: Any) -> Mapping[str, float]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlinf.data.step import SupervisedStep
-from rlinf.flows.annotate import annotate_in_order
+from rlinf.flows.text import annotate_in_order
 
 
 async def dpo(step: SupervisedStep, trainer: Any, reference: Any = None) -> dict[str, float]:

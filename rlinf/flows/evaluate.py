@@ -12,7 +12,7 @@ from torch import Tensor
 from rlinf.algos.evaluation import majority_at_k, pass_at_k
 from rlinf.data.sample import Evaluation, Group, NotScored, Prompt, Sample
 from rlinf.envs.environment import Episode
-from rlinf.flows.annotate import annotate
+from rlinf.flows.text import annotate
 from rlinf.runtime.base.progress import Work, work
 from rlinf.training.batch_metrics import rewards_by_agent
 

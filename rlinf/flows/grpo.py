@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlinf.data.step import Step
-from rlinf.flows.annotate import annotate, publish_weights
-from rlinf.flows.dynamic_sampling import filled
+from rlinf.flows.text import annotate, next_batch, publish_weights
 
 
 async def grpo(
@@ -36,8 +35,8 @@ async def grpo(
         groups = rollout.generate(prompts, n=step.group_size)
         return annotate(judge.score.map(groups), reward_model=reward_model)
 
-    batch = filled(step, answers)
+    batch = next_batch(step, answers, rollout)
     groups = annotate(batch.groups, reference=reference, teacher=teacher)
     metrics: dict[str, float] = await trainer.train(groups)
-    await publish_weights(step, trainer, rollout.load, reference)  # the one barrier
+    await publish_weights(step, trainer, rollout, reference)  # the one barrier
     return {**metrics, **batch.metrics}

@@ -6,8 +6,7 @@ import asyncio
 from typing import Any
 
 from rlinf.data.step import Step
-from rlinf.flows.annotate import annotate, publish_weights
-from rlinf.flows.dynamic_sampling import filled
+from rlinf.flows.text import annotate, next_batch, publish_weights
 
 
 async def ppo(
@@ -30,11 +29,11 @@ async def ppo(
         groups = rollout.generate(prompts, n=step.group_size)
         return annotate(judge.score.map(groups), reward_model=reward_model)
 
-    batch = filled(step, answers)
+    batch = next_batch(step, answers, rollout)
     groups = annotate(batch.groups, reference=reference, critic=critic)
     if step.critic_only:
         return {**await critic.train(groups), **batch.metrics}
     for_critic, for_trainer = groups.tee()
     learned = await asyncio.gather(critic.train(for_critic), trainer.train(for_trainer))
-    await publish_weights(step, trainer, rollout.load, reference)  # the one barrier
+    await publish_weights(step, trainer, rollout, reference)  # the one barrier
     return {**learned[0], **learned[1], **batch.metrics}

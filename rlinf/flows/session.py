@@ -45,10 +45,10 @@ from rlinf.data.in_flight import Made
 from rlinf.data.ledger import FAILED
 from rlinf.data.sample import Evaluation, Group, Prompt, Sample
 from rlinf.data.step import Step
-from rlinf.flows.annotate import publish_weights, with_one_teacher
 from rlinf.flows.evaluate import evaluate, measure
 from rlinf.flows.grpo import grpo
 from rlinf.flows.ppo import ppo
+from rlinf.flows.text import publish_weights, with_one_teacher
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.progress import work
 from rlinf.runtime.streams.stream import Stream, each
@@ -655,7 +655,7 @@ class RunSession:
         """Let the rollout have the trainer's weights, where `train(…, publish=False)` did not."""
         running = self._open("publish")
         roles = running.roles()
-        await publish_weights(running.step(), roles["trainer"], roles["rollout"].load, roles.get("reference"))
+        await publish_weights(running.step(), roles["trainer"], roles["rollout"], roles.get("reference"))
 
     def evaluate(
         self, tasks: Any, episode: Play | Agent | None = None, n: int = 1, **sampling: Any

@@ -35,8 +35,8 @@ from rlinf.config.load import ConfigError, InputError, Problem
 from rlinf.config.text import RunConfig
 from rlinf.data.tokenizer import pretrained
 from rlinf.engines.base import Completion, PartialAnswer, Request, Sampling
-from rlinf.flows.annotate import Teachers
 from rlinf.flows.session import Running, RunSession
+from rlinf.flows.text import Teachers
 from rlinf.models.language.build import context_length
 from rlinf.models.scoring import mistakes_in_saved, unreadable
 from rlinf.placement.plan import GB

@@ -22,7 +22,7 @@ from rlinf.data.datasets.rendering import REF
 from rlinf.data.datasets.source import DataError
 from rlinf.data.datasets.stream import left_out
 from rlinf.data.step import SupervisedStep
-from rlinf.flows.annotate import annotate_in_order
+from rlinf.flows.text import annotate_in_order
 from rlinf.metrics.alarms import NothingLearnedAlarm
 from rlinf.placement.seats import Placed
 from rlinf.runs.callbacks import Alarms, RunState

@@ -40,7 +40,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -52,19 +51,13 @@ from rlinf.runtime.base.calls import start_apart
 from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.training.weight_sync import reshard
 
 LOCAL_CHOICES = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Keys of an optimizer's groups that say how it computes on this machine, not what."""
 
 OptimizerState = dict[nn.Parameter, tuple[str, dict[str, Tensor]]]
 """Per parameter its name and what the optimizer keeps for it."""
-
-
-def reshard(model: nn.Module) -> None:
-    """Have every parameter show its shard: after a forward without backward FSDP2 shows some of them whole."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def held(module: nn.Module, *optimizers: Optimizer) -> Iterator[Tensor]:

@@ -33,8 +33,7 @@ from rlinf.models.language.lora import (
     plain_name,
     saved_names,
 )
-from rlinf.training.checkpoint import reshard
-from rlinf.training.weight_sync import gathered
+from rlinf.training.weight_sync import gathered, reshard
 
 MODEL = "hf"
 """Directory of a checkpoint with the model for everybody else."""

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from rlinf.data.weights import BUCKET_BYTES, Allocator, Export, Packer, Weights
@@ -43,7 +44,6 @@ from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.errors import RuntimeFault
 from rlinf.runtime.observe.stalls import Lock
 from rlinf.runtime.transport.process_groups import all_gather
-from rlinf.training.checkpoint import reshard
 
 _Mark = float | torch.cuda.Event
 
@@ -371,6 +371,13 @@ def publishing_bytes(whole_bytes: int, *, on_device: bool, ranks: int = 1) -> in
     """
     pieces = 2 if ranks > 1 else 1
     return pieces * PIECE_BYTES + (whole_bytes if on_device else 0)
+
+
+def reshard(model: nn.Module) -> None:
+    """Have every parameter show its shard: after a forward without backward FSDP2 shows some of them whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def exported(

@@ -11,7 +11,7 @@ from rlinf.actors.reference import Reference
 from rlinf.actors.supervised_trainer import SupervisedTrainer
 from rlinf.data.datasets.load import ConversationOptions, load_conversations
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.flows.annotate import annotate_in_order
+from rlinf.flows.text import annotate_in_order
 from rlinf.models.language.build import build_model, pictures_of
 from rlinf.training.supervised import OUTPUT, Likelihood, Preference, Scores, measured
 from tests import pictured

@@ -14,8 +14,8 @@ from rlinf.algos.algorithms import DynamicSampling
 from rlinf.data.datasets.toy_tasks import PromptStream, make_task
 from rlinf.data.step import Step
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.flows.dynamic_sampling import filled
 from rlinf.flows.grpo import grpo
+from rlinf.flows.text import filled
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.clock import run_virtual
 from tests.actors import toys

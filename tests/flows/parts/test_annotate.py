@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlinf.data.step import Step
-from rlinf.flows.annotate import annotate, publish_weights, with_one_teacher
+from rlinf.flows.text import annotate, publish_weights, with_one_teacher
 
 
 class Named:
@@ -64,5 +64,5 @@ def test_weights_go_to_the_rollout_and_then_to_a_reference_that_moves(step, hear
         return take
 
     trainer, reference = SimpleNamespace(weights=lambda: 3), SimpleNamespace(follow=takes("follows"))
-    asyncio.run(publish_weights(step, trainer, takes("loads"), reference))
+    asyncio.run(publish_weights(step, trainer, SimpleNamespace(load=takes("loads")), reference))
     assert said == heard

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlinf import ActorSystem, Stream
 from rlinf.algos.algorithms import DynamicSampling
 from rlinf.data.step import Step
-from rlinf.flows.dynamic_sampling import filled
+from rlinf.flows.text import filled
 from rlinf.runtime.base.clock import run_virtual
 from tests.flows.scripted import Scripted, prompt
 from tests.runtime.worlds import left_on

@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.training.micro_batches import InOrder, Packing
-from rlinf.training.schedule import LogprobPass
+from rlinf.training.schedule import InOrder, LogprobPass, Packing
 from tests.actors import toys
 
 

@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 
 from rlinf.data.packing import Row
 from rlinf.data.sample import Group, Prompt
-from rlinf.training.micro_batches import ForwardBackward, InOrder, MicroBatchPacker, OptimizerStep, Packing, Recompute
 from rlinf.training.policy import advantage_rows
-from rlinf.training.schedule import BatchPlan, BatchSchedule
+from rlinf.training.schedule import (
+    BatchPlan,
+    BatchSchedule,
+    ForwardBackward,
+    InOrder,
+    MicroBatchPacker,
+    OptimizerStep,
+    Packing,
+    Recompute,
+)
 from tests.actors import toys
 
 

@@ -1,18 +1,19 @@
-"""Dynamic sampling: prompts are drawn, answered and scored in rounds until the batch is full of groups worth learning.
+"""What steps on text share: the groups of a batch, columns that further roles fill in, and who gets the new weights.
 
-In: a step, and how a flow answers prompts. Out: a stream of the groups to learn from, and how they were found. Who
-wakes whom: a group goes on as soon as all prompts drawn before its own are answered; the last group of a round wakes
-the drawing of the next; the group that fills the batch ends all answering still under way.
-
-What is kept is a function of the groups alone, never of when they came: within a round they are looked at in the order
-in which their prompts were drawn.
+`next_batch` gives the groups that a step learns from. With dynamic sampling, prompts are drawn, answered and scored in
+rounds until the batch is full of groups worth learning: a group goes on as soon as all prompts drawn before its own are
+answered; the last group of a round wakes the drawing of the next; the group that fills the batch ends all answering
+still under way. What is kept is a function of the groups alone, never of when they came: within a round they are looked
+at in the order in which their prompts were drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from rlinf.algos.advantages import Filling
@@ -35,6 +36,20 @@ class Batch:
     """How they were found, complete once `groups` has ended: `sampling/rounds`, `sampling/drawn` (prompts),
     `sampling/dropped` and `sampling/kept` (groups), `sampling/reward/mean` (of dropped ones too, which the trainer does
     not see). Nothing without dynamic sampling."""
+
+
+def next_batch(step: Step, answer: Answer, rollout: Any) -> Any:
+    """The batch of a step: answers that were begun in steps before, where its flow works ahead, else `filled`.
+
+    Args:
+        step: the step.
+        answer: has prompts answered and scored.
+        rollout: the role that answers, whose weights bound how far it may be ahead.
+
+    Returns:
+        Its `groups`, a stream, and `metrics` of how they came about, complete once the stream has ended.
+    """
+    return step.in_flight.next_batch(step, answer, rollout) if step.works_ahead else filled(step, answer)
 
 
 def filled(step: Step, answer: Answer) -> Batch:
@@ -142,3 +157,88 @@ async def _in_turn(
 def tokens_of(group: Group) -> int:
     """Generated tokens of a group."""
     return sum(sample.learned_tokens for sample in group.samples)
+
+
+TEACHER = "teacher"
+"""The role whose log-probs are distilled; several are `teacher_NAME` each."""
+
+
+def annotate(
+    groups: Any, *, reward_model: Any = None, reference: Any = None, teacher: Any = None, critic: Any = None
+) -> Any:
+    """Groups with the columns that these roles fill in, each as soon as the one before has.
+
+    Args:
+        groups: a stream of them, as they come.
+        reward_model: rewards of a model, which take the answers only.
+        reference: log-probs under the policy of a KL penalty.
+        teacher: log-probs under the policy that is distilled.
+        critic: what is still to be expected at each token.
+    """
+    columns = ((reward_model, "score"), (reference, "logprobs"), (teacher, "logprobs"), (critic, "values"))
+    for role, endpoint in columns:
+        if role is not None:
+            groups = getattr(role, endpoint)(groups)
+    return groups
+
+
+async def annotate_in_order(groups: Sequence[Group], reference: Any) -> list[Group]:
+    """Groups with the reference's log-probs, in the order of their ids.
+
+    Each rank gets a share that does not depend on when another is done: the last bits of a log-prob depend on what is
+    computed beside it, and a run is to repeat bit for bit.
+
+    Args:
+        groups: all of the batch.
+        reference: the role.
+    """
+    ranks = len(reference.hosts)
+    shares = (groups[rank::ranks] for rank in range(ranks))
+    parts = await asyncio.gather(
+        *(_all(reference[rank].logprobs(list(share))) for rank, share in enumerate(shares) if share)
+    )
+    return sorted(chain.from_iterable(parts), key=lambda group: group.id)
+
+
+async def _all(groups: AsyncIterable[Group]) -> list[Group]:
+    return [group async for group in groups]
+
+
+class Teachers:
+    """Several teachers that a flow calls like one: groups go from each to the next.
+
+    Args:
+        teachers: their handles.
+    """
+
+    def __init__(self, teachers: Sequence[Any]):
+        self._teachers = teachers
+
+    def logprobs(self, groups: Any) -> Any:
+        """Groups with the log-probs of each teacher, and with the mixture in `teacher_logprobs`."""
+        for teacher in self._teachers:
+            groups = teacher.logprobs(groups)
+        return groups
+
+
+def with_one_teacher(roles: Mapping[str, Any]) -> dict[str, Any]:
+    """Roles by name, in which several teachers are one, `teacher`."""
+    several = [role for name, role in roles.items() if name.startswith(f"{TEACHER}_")]
+    return {**roles, TEACHER: Teachers(several)} if several else dict(roles)
+
+
+async def publish_weights(step: Step, trainer: Any, rollout: Any, reference: Any = None) -> None:
+    """Let the rollout have the trainer's new weights, and a reference that moves follow them.
+
+    Args:
+        step: says whether they are published, and whether the reference moves.
+        trainer: the role that has them; they do not pass through the flow.
+        rollout: the role that answers: at once, or, where the flow works ahead, in the middle of its answers.
+        reference: the role, where there is one.
+    """
+    if not step.publishes:
+        return
+    weights = trainer.weights()
+    await (step.in_flight.publish(rollout, weights) if step.works_ahead else rollout.load(weights))
+    if step.moving_reference:
+        await reference.follow(weights)

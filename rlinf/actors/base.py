@@ -23,6 +23,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -402,19 +403,17 @@ class ModelActor(Actor):
         self._parking.park()
 
 
-S = TypeVar("S")
-
-
-def settings_of(kind: type[S], keys: Mapping[str, Any]) -> S:
-    """A dataclass of settings from keyword arguments.
+def settings_of(keys: Mapping[str, Any], *kinds: type[Any]) -> list[Any]:
+    """Dataclasses of settings from keyword arguments, each from those of its own fields.
 
     Raises:
-        ValueError: there is no setting of some name.
+        ValueError: none of them has a field of some name.
     """
-    parameters = sorted(inspect.signature(kind).parameters)
-    if unknown := sorted({*keys} - {*parameters}):
-        raise ValueError(f"trainer: there is no setting {unknown[0]!r}; there are {', '.join(parameters)}")
-    return kind(**keys)
+    names = [{each.name for each in fields(kind)} for kind in kinds]
+    if unknown := sorted(keys.keys() - set().union(*names)):
+        there = ", ".join(sorted(set().union(*names)))
+        raise ValueError(f"trainer: there is no setting {unknown[0]!r}; there are {there}")
+    return [kind(**{name: keys[name] for name in own & keys.keys()}) for kind, own in zip(kinds, names, strict=True)]
 
 
 def at_least_one(role: str, **counts: int) -> None:

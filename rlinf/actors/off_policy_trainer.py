@@ -1,7 +1,7 @@
 """The trainers of off-policy learning, with a replay buffer beside the weights and in checkpoints.
 
-`SacTrainer` learns by soft actor-critic, REDQ, RLPD, CrossQ or IQL. DAgger (arXiv:1011.0686): the policy acts
-(`DaggerPolicy`), an expert labels what it observed, and `DaggerTrainer` takes supervised steps on all labels so far.
+`SacTrainer` learns by soft actor-critic, REDQ, RLPD, CrossQ or IQL; `DaggerTrainer` takes supervised steps on all that
+an expert answered so far (DAgger, arXiv:1011.0686), which `DaggerPolicy` asks.
 
 Consume trajectories as they come, produce metrics, versioned weights and checkpoints; unblocked by the flow's calls.
 Every rank has all rows, samples the same batches and computes on its share of each, so all take the same steps.
@@ -9,10 +9,8 @@ Every rank has all rows, samples the same batches and computes on its share of e
 
 from __future__ import annotations
 
-import dataclasses
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,11 @@ import torch
 from torch import Tensor
 
 from rlinf.actors.base import HostCopy, at_least_one, settings_of
-from rlinf.actors.policy import PolicyActor
 from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.algos.loss_sum import LossSum, one_of
-from rlinf.config.importing import resolve
 from rlinf.data.demonstrations import decisions, read_demonstrations
-from rlinf.data.rng import mix, uniforms
-from rlinf.envs.environment import EnvOutput
-from rlinf.models.policy.base import Act, Stored
-from rlinf.models.policy.build import load_policy
+from rlinf.data.rng import mix
+from rlinf.models.policy.base import Stored
 from rlinf.models.policy.sac import SoftPolicy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.checkpoint import OpenState, Restored, Source, StateCopy
@@ -112,7 +106,7 @@ class RememberingTrainer(PolicyTrainer):
         # not copied: this actor ends before it could write to them again
         replay = {f"{REPLAY}.{name}": tensor for name, tensor in self._replay.tensors().items()}
         offsets = {key: (0,) * tensor.dim() for key, tensor in replay.items()}
-        return dataclasses.replace(state, shards={**state.shards, **replay}, offsets={**state.offsets, **offsets})
+        return replace(state, shards={**state.shards, **replay}, offsets={**state.offsets, **offsets})
 
     def _take_parked(self, source: OpenState) -> Restored:
         restored = super()._take_parked(source)
@@ -129,6 +123,43 @@ LEARNERS: Mapping[str, Any] = {"sac": SacLearner, "crossq": CrossQLearner, "iql"
 """The class that takes the optimizer steps of each algorithm."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings:
+    """How transitions are remembered, and when they are learned from."""
+
+    batch: int = 256
+    """Transitions per optimizer step, over all ranks."""
+    capacity: int = 1_000_000
+    """Transitions in the replay buffer."""
+    warmup: int = 1_000
+    """Transitions that are collected before the first step."""
+    utd: float = 1.0
+    """Optimizer steps of the critics per transition that came after the warm-up."""
+    actor_every: int = 1
+    """Steps of the critics for each of the actor."""
+    n_step: int = 1
+    """Decisions that a transition spans."""
+    solved_only: bool = False
+    """Remember only episodes that were solved, and that ended in the step in which they began."""
+    demonstrations: str | None = None
+    """Directory of demonstrations that a part of each batch is drawn from (RLPD); None for none."""
+    demo_share: float = 0.5
+    """That part, 0 to 1."""
+    failed_demonstrations: bool = False
+    """Learn from those that did not solve their task, too."""
+    offline_updates: int = 1_000
+    """Optimizer steps of each `study`."""
+
+    def __post_init__(self) -> None:
+        names = ("batch", "actor_every", "n_step", "offline_updates")
+        at_least_one("trainer", **{name: getattr(self, name) for name in names})
+        if not 0.0 <= self.demo_share <= 1.0 or self.utd <= 0.0 or self.warmup < 0:
+            raise ValueError(
+                f"trainer: demo_share={self.demo_share} must be from 0 to 1, utd={self.utd} above 0, "
+                f"warmup={self.warmup} not below"
+            )
+
+
 class SacTrainer(RememberingTrainer):
     """Owns the weights of a policy, its critics, and a replay buffer."""
 
@@ -139,17 +170,6 @@ class SacTrainer(RememberingTrainer):
         path: str | None = None,
         algorithm: str = "sac",
         seed: int = 0,
-        batch: int = 256,
-        capacity: int = 1_000_000,
-        warmup: int = 1_000,
-        utd: float = 1.0,
-        actor_every: int = 1,
-        n_step: int = 1,
-        solved_only: bool = False,
-        demonstrations: str | None = None,
-        demo_share: float = 0.5,
-        failed_demonstrations: bool = False,
-        offline_updates: int = 1_000,
         **settings: Any,
     ) -> None:
         """Make the policy and its optimizer.
@@ -159,18 +179,7 @@ class SacTrainer(RememberingTrainer):
             path: directory of a saved one that is taken instead.
             algorithm: of `LEARNERS`.
             seed: of batches and of what is drawn in learning.
-            batch: transitions per optimizer step, over all ranks.
-            capacity: transitions in the replay buffer.
-            warmup: transitions that are collected before the first step.
-            utd: optimizer steps of the critics per transition that came after the warm-up.
-            actor_every: steps of the critics for each of the actor.
-            n_step: decisions that a transition spans.
-            solved_only: remember only episodes that were solved, and that ended in the step in which they began.
-            demonstrations: directory of demonstrations that a part of each batch is drawn from (RLPD); None for none.
-            demo_share: that part, 0 to 1.
-            failed_demonstrations: learn from those that did not solve their task, too.
-            offline_updates: optimizer steps of each `study`.
-            settings: of the algorithm's `Settings`.
+            settings: of `ReplaySettings`, and of the algorithm's `Settings`.
 
         Raises:
             ValueError: a policy or settings that cannot be had, or two ranks on a host.
@@ -178,12 +187,7 @@ class SacTrainer(RememberingTrainer):
         """
         one_of("trainer", "algorithm", algorithm, LEARNERS)
         learner = LEARNERS[algorithm]
-        learning = settings_of(learner.Settings, settings)
-        at_least_one("trainer", batch=batch, actor_every=actor_every, n_step=n_step, offline_updates=offline_updates)
-        if not 0.0 <= demo_share <= 1.0 or utd <= 0.0 or warmup < 0:
-            raise ValueError(
-                f"trainer: demo_share={demo_share} must be from 0 to 1, {utd=} above 0, {warmup=} not below"
-            )
+        self._replay_settings, learning = settings_of(settings, ReplaySettings, learner.Settings)
         await self._open_mesh()
         self.policy = await self._made(policy, path)
         if not isinstance(self.policy, SoftPolicy):
@@ -193,16 +197,13 @@ class SacTrainer(RememberingTrainer):
             )
         self._sac: Any = learner(self.policy, learning, self.mesh)
         self._own(self._sac.module, self._sac.optimizer)
-        self._replay = ReplayBuffer(capacity)
-        self._seed, self._batch, self._warmup, self._utd = seed, batch, warmup, utd
-        self._actor_every, self._updates = actor_every, 0
-        self._n_step, self._solved_only = n_step, solved_only
+        self._replay = ReplayBuffer(self._replay_settings.capacity)
+        self._seed, self._updates, self._studied = seed, 0, 0
         self._demos: ReplayBuffer | None = None
         self._from_demos = 0
-        self._per_study, self._studied = offline_updates, 0
-        if demonstrations is not None:
-            self._demos = await self.compute(self._read_demos, Path(demonstrations), not failed_demonstrations)
-            self._from_demos = round(demo_share * batch)
+        if (demonstrations := self._replay_settings.demonstrations) is not None:
+            self._demos = await self.compute(self._read_demos, Path(demonstrations).expanduser())
+            self._from_demos = round(self._replay_settings.demo_share * self._replay_settings.batch)
 
     @endpoint(device=True, joint=True)
     async def study(self) -> dict[str, float]:
@@ -221,15 +222,16 @@ class SacTrainer(RememberingTrainer):
         if self._demos is None:
             raise ValueError("trainer: there are no demonstrations to learn from: set off_policy.demonstrations")
         parts: list[LossSum] = []
-        for _ in range(self._per_study):
+        for _ in range(self._replay_settings.offline_updates):
             seed = mix(self._seed, self._studied, 1)
             self._studied += 1
-            demos = self._demos.draw(self._batch, seed)
-            parts.append(self._sac.learn(demos, seed, actor=self._studied % self._actor_every == 0))
+            demos = self._demos.draw(self._replay_settings.batch, seed)
+            parts.append(self._sac.learn(demos, seed, actor=self._studied % self._replay_settings.actor_every == 0))
         return {**self._learned(parts), **self._sac.numbers()}
 
     def _remember(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        whole, rows = transitions(trajectories, n_step=self._n_step, solved_only=self._solved_only)
+        settings = self._replay_settings
+        whole, rows = transitions(trajectories, n_step=settings.n_step, solved_only=settings.solved_only)
         if len(rows["steps"]):
             self._replay.add(rows)
         valid = whole.chunks.valid.bool()
@@ -247,25 +249,27 @@ class SacTrainer(RememberingTrainer):
         }
 
     def _catch_up(self) -> dict[str, float]:
-        due = int(self._utd * max(0, self._replay.added - self._warmup)) - self._updates
+        due = int(self._replay_settings.utd * max(0, self._replay.added - self._replay_settings.warmup)) - self._updates
         parts: list[LossSum] = []
         for _ in range(max(0, due)):
             seed = mix(self._seed, self._updates)
             self._updates += 1
-            parts.append(self._sac.learn(self._drawn(seed), seed, actor=self._updates % self._actor_every == 0))
+            parts.append(
+                self._sac.learn(self._drawn(seed), seed, actor=self._updates % self._replay_settings.actor_every == 0)
+            )
         return {**self._learned(parts), **self._sac.numbers()}
 
     def _drawn(self, seed: int) -> Rows:
         """A batch, the demonstrations' part last."""
-        own = self._batch - self._from_demos
+        own = self._replay_settings.batch - self._from_demos
         parts = [self._replay.draw(own, seed, 0)] if own else []
         if self._demos is not None and self._from_demos:
             parts.append(self._demos.draw(self._from_demos, seed, 1))
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def _read_demos(self, directory: Path, solved: bool) -> ReplayBuffer:
-        demonstrations = read_demonstrations(directory.expanduser(), solved=solved)
-        rows = demonstrated_transitions(self.policy, demonstrations, self.device, n_step=self._n_step)
+    def _read_demos(self, directory: Path) -> ReplayBuffer:
+        demonstrations = read_demonstrations(directory, solved=not self._replay_settings.failed_demonstrations)
+        rows = demonstrated_transitions(self.policy, demonstrations, self.device, n_step=self._replay_settings.n_step)
         demos = ReplayBuffer(len(rows["steps"]))
         demos.add(rows)
         return demos
@@ -279,89 +283,38 @@ class SacTrainer(RememberingTrainer):
         return restored
 
 
-Expert = Callable[[Mapping[str, Tensor], Sequence[str] | None], Tensor]
-"""From N observations and instructions to chunks of actions in [-1, 1], float32 [N, C, A]."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaggerSettings:
+    """How labelled decisions are remembered and learned from."""
 
+    batch: int = 256
+    """Labelled decisions per optimizer step, over all ranks."""
+    capacity: int = 1_000_000
+    """Labelled decisions that are remembered."""
+    updates: int = 200
+    """Optimizer steps per step of the flow."""
+    demonstrations: str | None = None
+    """Directory of demonstrations to begin with; None for none."""
+    failed_demonstrations: bool = False
+    """Begin with those that did not solve their task, too."""
+    lr: float = 3e-4
+    """Learning rate of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    grad_clip: float = 0.5
+    """A gradient with a larger global norm is scaled down to it."""
 
-class DaggerPolicy(PolicyActor):
-    """Acts greedily, or now and then as the expert says, and asks the expert about everything that is seen."""
-
-    async def setup(  # type: ignore[override]
-        self,
-        *,
-        policy: Mapping[str, Any],
-        expert: str,
-        path: str | None = None,
-        beta: float = 0.0,
-        decay: float = 0.5,
-    ) -> None:
-        """Make the policy and the expert.
-
-        Args:
-            policy, path: see `PolicyActor.setup`.
-            expert: dotted path of an `Expert`, or the directory of a saved policy.
-            beta: share of decisions in which the expert's action is done, at version 0 of the weights.
-            decay: that share falls to this much of itself with each version.
-
-        Raises:
-            ValueError: no such policy or key.
-            FileNotFoundError: a directory holds no policy.
-            ImportError: there is no such function.
-        """
-        await super().setup(policy=policy, path=path)
-        self._expert = await self.compute(expert_of, expert, self.device)
-        self._beta, self._decay = beta, decay
-
-    @endpoint
-    async def ask(self, output: EnvOutput) -> None:
-        """Ask the expert about what a slice shows, so that one that does not fit says so before a run begins.
-
-        Raises:
-            ValueError: it does not know such observations, or its answers are no actions of this policy.
-        """
-        await self.on_model(self._ask, output)
-
-    @torch.no_grad()
-    def _ask(self, output: EnvOutput) -> None:
-        self._decided(self._on_device(output.observation), output, True, True)
-
-    def _decided(self, observation: Mapping[str, Tensor], output: EnvOutput, greedy: bool, keep: bool) -> Act:
-        if not keep:
-            return super()._decided(observation, output, greedy, keep)
-        act = super()._decided(observation, output, True, keep)
-        expert_actions = self._expert(observation, output.instructions).to(act.actions)
-        if expert_actions.shape != act.actions.shape or not bool(expert_actions.isfinite().all()):
-            raise ValueError(
-                f"dagger.expert: it answered {list(expert_actions.shape)}, or numbers that are not finite; wanted are "
-                f"actions {list(act.actions.shape)}: environments, actions of a chunk, numbers of an action"
-            )
-        expert_actions = expert_actions.clamp(-1.0, 1.0)
-        share = self._beta * self._decay**self._version
-        # a place that no policy draws from
-        guided = uniforms(output.seeds[:, None], torch.tensor([-1])) < share
-        actions = torch.where(guided[..., None].to(expert_actions.device), expert_actions, act.actions)
-        inputs = self._policy.inputs(observation, output.instructions)
-        return replace(act, actions=actions, stored={**inputs, "actions": self._policy.encode(expert_actions, inputs)})
+    def __post_init__(self) -> None:
+        at_least_one("trainer", batch=self.batch, updates=self.updates)
 
 
 class DaggerTrainer(RememberingTrainer):
     """Owns the weights of a policy, and all that the expert ever said."""
 
     async def setup(  # type: ignore[override]
-        self,
-        *,
-        policy: Mapping[str, Any],
-        path: str | None = None,
-        seed: int = 0,
-        batch: int = 256,
-        capacity: int = 1_000_000,
-        updates: int = 200,
-        demonstrations: str | None = None,
-        failed_demonstrations: bool = False,
-        lr: float = 3e-4,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        grad_clip: float = 0.5,
+        self, *, policy: Mapping[str, Any], path: str | None = None, seed: int = 0, **settings: Any
     ) -> None:
         """Make the policy and its optimizer.
 
@@ -369,36 +322,30 @@ class DaggerTrainer(RememberingTrainer):
             policy: its configuration, see `models.policy.build`.
             path: directory of a saved one that is taken instead.
             seed: of batches.
-            batch: labelled decisions per optimizer step, over all ranks.
-            capacity: labelled decisions that are kept.
-            updates: optimizer steps per step of the flow.
-            demonstrations: directory of demonstrations to begin with; None for none.
-            failed_demonstrations: begin with those that did not solve their task, too.
-            lr, betas, weight_decay, grad_clip: AdamW.
+            settings: of `DaggerSettings`.
 
         Raises:
             ValueError: a policy or a setting that cannot be had, or two ranks on a host.
             FileNotFoundError: the directory holds no demonstrations.
         """
-        at_least_one("trainer", batch=batch, updates=updates)
+        (how,) = (self._dagger,) = settings_of(settings, DaggerSettings)
         await self._open_mesh()
         self.policy = await self._made(policy, path)
         acting = {id(each) for each in self.policy.without_critic()}
         # A standard deviation that imitates an expert goes to 0, and leaves nothing to explore with afterwards.
         self._learning = [p for name, p in self.policy.named_parameters() if id(p) in acting and name != "log_std"]
-        optimizer = adamw_of_parts([(self._learning, lr)], betas=betas, weight_decay=weight_decay)
+        optimizer = adamw_of_parts([(self._learning, how.lr)], betas=how.betas, weight_decay=how.weight_decay)
         self._own(self.policy, optimizer)
-        self._optimizer, self._clip = optimizer, grad_clip
-        self._replay = ReplayBuffer(capacity)
-        self._seed, self._batch, self._per_step, self._updates = seed, batch, updates, 0
-        if demonstrations is not None:
-            await self.compute(self._begin_with, Path(demonstrations), not failed_demonstrations)
+        self._replay = ReplayBuffer(how.capacity)
+        self._seed, self._updates = seed, 0
+        if how.demonstrations is not None:
+            await self.compute(self._begin_with, Path(how.demonstrations).expanduser(), not how.failed_demonstrations)
 
     def _begin_with(self, directory: Path, solved: bool) -> None:
-        demonstrated = decisions(read_demonstrations(directory.expanduser(), solved=solved), self.policy.config.chunk)
-        observation = {name: rows.to(self.device) for name, rows in demonstrated.observation.items()}
-        stored = self.policy.demonstrated(observation, demonstrated.actions.to(self.device), demonstrated.instructions)
-        self._keep(stored, demonstrated.valid)
+        rows = decisions(read_demonstrations(directory, solved=solved), self.policy.config.chunk)
+        observation = {name: each.to(self.device) for name, each in rows.observation.items()}
+        stored = self.policy.demonstrated(observation, rows.actions.to(self.device), rows.instructions)
+        self._keep(stored, rows.valid)
 
     def _keep(self, stored: Stored, valid: Tensor) -> None:
         """Take in labelled decisions; what is learned by other means than gradients is learned at once."""
@@ -423,10 +370,10 @@ class DaggerTrainer(RememberingTrainer):
 
     def _catch_up(self) -> dict[str, float]:
         parts: list[LossSum] = []
-        for _ in range(self._per_step if len(self._replay) else 0):
+        for _ in range(self._dagger.updates if len(self._replay) else 0):
             seed = mix(self._seed, self._updates)
             self._updates += 1
-            parts.append(self._imitated(self._replay.draw(self._batch, seed), seed))
+            parts.append(self._imitated(self._replay.draw(self._dagger.batch, seed), seed))
         metrics = self._learned(parts)
         return {**metrics, **({"dagger/loss": float(sum(parts[1:], parts[0]).mean())} if parts else {})}
 
@@ -435,23 +382,4 @@ class DaggerTrainer(RememberingTrainer):
         stored = {name: rows[share].to(self.device) for name, rows in batch.items()}
         seeds = torch.tensor([mix(seed, row) for row in share.tolist()], device=self.device)
         loss = self.policy.imitate(stored, stored.pop("valid") & counts, seeds)
-        return minimize(loss, self._learning, self._optimizer, mesh=self.mesh, grad_clip=self._clip)[0]
-
-
-def expert_of(name: str, device: torch.device) -> Expert:
-    """An expert by name: a function's dotted path, or the directory of a saved policy. Blocking.
-
-    Raises:
-        ValueError: the policy looks at more than what is seen now.
-    """
-    if not os.path.isdir(os.path.expanduser(name)):
-        expert: Expert = resolve(name)
-        return expert
-    policy = load_policy(Path(name).expanduser()).to(device)
-    if getattr(policy.config, "memory", 0):
-        raise ValueError(f"dagger.expert: {name} has a memory, and is asked about single decisions: take another")
-
-    def answer(observation: Mapping[str, Tensor], instructions: Sequence[str] | None) -> Tensor:
-        return policy.act(observation, instructions=instructions, greedy=True).actions
-
-    return answer
+        return minimize(loss, self._learning, self.optimizer, mesh=self.mesh, grad_clip=self._dagger.grad_clip)[0]

@@ -3,13 +3,15 @@
 Consumes what a slice of environments shows, produces its next actions; unblocked by the compute thread, which small
 policies do without. Everything that happens to a slice passes here, so its trajectory is put together here, and
 observations need not travel twice. New weights arrive through `load`. `Scripted` acts without weights: by a function of
-what is observed, in the place of a policy.
+what is observed, in the place of a policy. `DaggerPolicy` asks an expert about everything that it observes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,11 @@ from torch import Tensor
 from rlinf.actors.base import ModelActor
 from rlinf.algos.chunk_advantages import Chunks, without_lost
 from rlinf.config.importing import resolve
+from rlinf.data.rng import uniforms
 from rlinf.data.weights import Weights, misfits
 from rlinf.envs.environment import Chunk, Decision, EnvOutput, Episode
 from rlinf.models.policy.base import Act, Policy, Stored
-from rlinf.models.policy.build import make_policy
+from rlinf.models.policy.build import load_policy, make_policy
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.training.checkpoint import held
 from rlinf.training.embodied.ppo import Preparation, origin_of
@@ -306,3 +309,87 @@ def _first_successes(episodes: tuple[Episode, ...], first: int, count: int) -> T
         return None
     firsts = {episode.env - first: bool(episode.success_once) for episode in reversed(episodes)}
     return torch.tensor([firsts.get(env, False) for env in range(count)], dtype=torch.bool)
+
+
+Expert = Callable[[Mapping[str, Tensor], Sequence[str] | None], Tensor]
+"""From N observations and instructions to chunks of actions in [-1, 1], float32 [N, C, A]."""
+
+
+class DaggerPolicy(PolicyActor):
+    """Acts greedily, or now and then as the expert says, and asks the expert about everything that is seen."""
+
+    async def setup(  # type: ignore[override]
+        self,
+        *,
+        policy: Mapping[str, Any],
+        expert: str,
+        path: str | None = None,
+        beta: float = 0.0,
+        decay: float = 0.5,
+    ) -> None:
+        """Make the policy and the expert.
+
+        Args:
+            policy, path: see `PolicyActor.setup`.
+            expert: dotted path of an `Expert`, or the directory of a saved policy.
+            beta: share of decisions in which the expert's action is done, at version 0 of the weights.
+            decay: that share falls to this much of itself with each version.
+
+        Raises:
+            ValueError: no such policy or key.
+            FileNotFoundError: a directory holds no policy.
+            ImportError: there is no such function.
+        """
+        await super().setup(policy=policy, path=path)
+        self._expert = await self.compute(expert_of, expert, self.device)
+        self._beta, self._decay = beta, decay
+
+    @endpoint
+    async def ask(self, output: EnvOutput) -> None:
+        """Ask the expert about what a slice shows, so that one that does not fit says so before a run begins.
+
+        Raises:
+            ValueError: it does not know such observations, or its answers are no actions of this policy.
+        """
+        await self.on_model(self._ask, output)
+
+    @torch.no_grad()
+    def _ask(self, output: EnvOutput) -> None:
+        self._decided(self._on_device(output.observation), output, True, True)
+
+    def _decided(self, observation: Mapping[str, Tensor], output: EnvOutput, greedy: bool, keep: bool) -> Act:
+        if not keep:
+            return super()._decided(observation, output, greedy, keep)
+        act = super()._decided(observation, output, True, keep)
+        expert_actions = self._expert(observation, output.instructions).to(act.actions)
+        if expert_actions.shape != act.actions.shape or not bool(expert_actions.isfinite().all()):
+            raise ValueError(
+                f"dagger.expert: it answered {list(expert_actions.shape)}, or numbers that are not finite; wanted are "
+                f"actions {list(act.actions.shape)}: environments, actions of a chunk, numbers of an action"
+            )
+        expert_actions = expert_actions.clamp(-1.0, 1.0)
+        share = self._beta * self._decay**self._version
+        # a place that no policy draws from
+        guided = uniforms(output.seeds[:, None], torch.tensor([-1])) < share
+        actions = torch.where(guided[..., None].to(expert_actions.device), expert_actions, act.actions)
+        inputs = self._policy.inputs(observation, output.instructions)
+        return replace(act, actions=actions, stored={**inputs, "actions": self._policy.encode(expert_actions, inputs)})
+
+
+def expert_of(name: str, device: torch.device) -> Expert:
+    """An expert by name: a function's dotted path, or the directory of a saved policy. Blocking.
+
+    Raises:
+        ValueError: the policy looks at more than what is seen now.
+    """
+    if not os.path.isdir(os.path.expanduser(name)):
+        expert: Expert = resolve(name)
+        return expert
+    policy = load_policy(Path(name).expanduser()).to(device)
+    if getattr(policy.config, "memory", 0):
+        raise ValueError(f"dagger.expert: {name} has a memory, and is asked about single decisions: take another")
+
+    def answer(observation: Mapping[str, Tensor], instructions: Sequence[str] | None) -> Tensor:
+        return policy.act(observation, instructions=instructions, greedy=True).actions
+
+    return answer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,21 +53,51 @@ _PICKED_BYTES = 1 << 26
 """Bytes of a batch's rows that are picked at once for some of an epoch's steps."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSettings:
+    """How trajectories of a step become optimizer steps."""
+
+    epochs: int = 8
+    """Passes over each step's decisions."""
+    minibatch: int = 100
+    """Decisions per optimizer step, over all ranks."""
+    micro_batch: int | None = None
+    """Decisions that a rank computes at once, which bounds its memory and changes nothing else; None for all that it
+    has of a minibatch."""
+    critic_warmup: int = 0
+    """So many batches teach the critic alone; all else of the policy stays as it is."""
+    kl_stop: float | None = None
+    """Take no more steps on a batch once the estimated KL divergence from the policy that acted, nats per token, is
+    larger; None never stops."""
+    group_size: int = 1
+    """Neighbouring environments that began their episodes alike."""
+    filter_returns: tuple[float, float] | None = None
+    """Bounds of a group's mean return, see `GroupFilter`."""
+    filter_success: tuple[float, float] | None = None
+    """Bounds of the share of its episodes that solved the task."""
+    reward_scaling: bool = False
+    """Divide rewards by the running standard deviation of discounted returns, see `RewardScale`."""
+    fresh: bool = True
+    """Every step begins new episodes."""
+
+    def __post_init__(self) -> None:
+        micro_batch = 1 if self.micro_batch is None else self.micro_batch
+        at_least_one("trainer", epochs=self.epochs, minibatch=self.minibatch, micro_batch=micro_batch)
+
+
 class PolicyTrainer(BaseTrainer):
     """Owns the weights of a policy that learns by acting."""
 
     policy: Policy
     _origin: str
     """`Weights.origin` of what is published."""
+    _settings = UpdateSettings()
     _how = Preparation()
     _handed_out = False
     """True once those who act have weights of all parameters."""
     _batches = 0
     """Batches that were learned from."""
     _scale: RewardScale | None = None
-
-    _micro_batch: int | None = None
-    """Decisions that a rank computes at once; None for all that it has."""
 
     async def setup(  # type: ignore[override]
         self,
@@ -76,16 +106,6 @@ class PolicyTrainer(BaseTrainer):
         path: str | None = None,
         algorithm: Algorithm = "ppo",
         seed: int = 0,
-        epochs: int = 8,
-        minibatch: int = 100,
-        micro_batch: int | None = None,
-        critic_warmup: int = 0,
-        kl_stop: float | None = None,
-        group_size: int = 1,
-        filter_returns: tuple[float, float] | None = None,
-        filter_success: tuple[float, float] | None = None,
-        reward_scaling: bool = False,
-        fresh: bool = True,
         **settings: Any,
     ) -> None:
         """Make the policy and its optimizer.
@@ -96,46 +116,27 @@ class PolicyTrainer(BaseTrainer):
             algorithm: a recipe's name, `{"name": "ppo", "overrides": {...}}`, or a spec: ppo and its like with a
                 critic, grpo and its like without.
             seed: of the order of decisions.
-            epochs: passes over each step's decisions.
-            minibatch: decisions per optimizer step, over all ranks.
-            micro_batch: decisions that a rank computes at once, which bounds its memory and changes nothing else; None
-                for all that it has of a minibatch.
-            critic_warmup: so many batches teach the critic alone; all else of the policy stays as it is.
-            kl_stop: take no more steps on a batch once the estimated KL divergence from the policy that acted, nats per
-                token, is larger; None never stops.
-            group_size: neighbouring environments that began their episodes alike.
-            filter_returns, filter_success: see `GroupFilter`.
-            reward_scaling: divide rewards by the running standard deviation of discounted returns, see `RewardScale`.
-            fresh: every step begins new episodes.
-            settings: of `PolicySettings` and `Preparation`.
+            settings: of `UpdateSettings`, `Preparation` and `PolicySettings`.
 
         Raises:
             ValueError: a policy, a setting or an algorithm that cannot be had, or two ranks on a host.
         """
-        self._spec = algorithm_of(algorithm, acting=True)
-        at_least_one(
-            "trainer", epochs=epochs, minibatch=minibatch, micro_batch=1 if micro_batch is None else micro_batch
-        )
-        preparation = {field.name: settings.pop(field.name) for field in fields(Preparation) if field.name in settings}
-        self._how = Preparation(seed=seed, **preparation)
-        optimizer = settings_of(PolicySettings, settings)
+        self._spec, self._seed, self._batches, self._scale = algorithm_of(algorithm, acting=True), seed, 0, None
+        kinds = (UpdateSettings, Preparation, PolicySettings)
+        self._settings, self._how, optimizer = settings_of({**settings, "seed": seed}, *kinds)
         await self._open_mesh()
         self.policy = await self._made(policy, path, self._how.kept_in)
-        has_critic = self.policy.config.value_level is not None
-        self._check_critic(has_critic, group_size)
-        if critic_warmup and not self.policy.of_critic():
-            raise ValueError(f"trainer: critic_warmup={critic_warmup}, and the policy has no critic of its own")
+        self._check_critic(self.policy.config.value_level is not None, self._settings.group_size)
+        if self._settings.critic_warmup and not self.policy.of_critic():
+            raise ValueError(
+                f"trainer: critic_warmup={self._settings.critic_warmup}, and the policy has no critic of its own"
+            )
         spread = self._how.slices(self.policy, self.world_size)
         slices = (self.mesh or await self.mesh_of([0], "slices")) if spread else None
         await self.compute(prepare, self.policy, self._how, slices)
         self._learner = PolicyLearner(self.policy, optimizer, self.mesh)
-        self._seed, self._epochs, self._minibatch = seed, epochs, minibatch
-        self._micro_batch, self._critic_warmup, self._batches = micro_batch, critic_warmup, 0
-        self._kl_stop, self._group_size = kl_stop, group_size
-        self._groups = GroupFilter(filter_returns, filter_success)
-        self._scale = None
-        if reward_scaling and isinstance(self._spec.advantage, Gae):
-            self._scale = RewardScale(self._spec.advantage.gamma, goes_on=not fresh)
+        if self._settings.reward_scaling and isinstance(self._spec.advantage, Gae):
+            self._scale = RewardScale(self._spec.advantage.gamma, goes_on=not self._settings.fresh)
         self._own(self.policy, self._learner.optimizer)
 
     async def _made(self, policy: Mapping[str, Any], path: str | None, dtype: Any = torch.float32) -> Policy:
@@ -169,7 +170,8 @@ class PolicyTrainer(BaseTrainer):
         learned = whole
         if self._scale is not None and bool(rewards.isfinite().all()):
             learned = replace(whole, chunks=self._scale.scaled(whole.chunks))
-        batch = batch_of(learned, self._spec, self._group_size, self.policy.sequence, self._groups)
+        groups = GroupFilter(self._settings.filter_returns, self._settings.filter_success)
+        batch = batch_of(learned, self._spec, self._settings.group_size, self.policy.sequence, groups)
         if not bool(batch.advantages.isfinite().all()):  # before any step: a later minibatch would have it too late
             raise FloatingPointError("a reward or a value is not finite, so nothing was learned from this step")
         if batch.returns is not None and batch.value_mask is not None:
@@ -196,7 +198,7 @@ class PolicyTrainer(BaseTrainer):
         last: dict[str, float] = {}
         stopped = False
         spec = self._learner.begin(self._batches, self._spec)
-        warming_up = self._batches < self._critic_warmup
+        warming_up = self._batches < self._settings.critic_warmup
         for minibatch in self._minibatches(batch):
             mine = self._mine(minibatch)
             gathered, numbers = self._learner.learn(mine, spec, whole=minibatch, critic_only=warming_up)
@@ -205,7 +207,7 @@ class PolicyTrainer(BaseTrainer):
             parts.append(gathered)
             last = numbers
             moved = gathered.metrics.get("approx_kl")
-            if self._kl_stop is not None and isinstance(moved, Mean) and moved.value > self._kl_stop:
+            if self._settings.kl_stop is not None and isinstance(moved, Mean) and moved.value > self._settings.kl_stop:
                 stopped = True
                 break
         whole = sum(parts[1:], parts[0]).values() if parts else {}
@@ -214,9 +216,9 @@ class PolicyTrainer(BaseTrainer):
     def _minibatches(self, batch: TrajectoryBatch) -> Iterator[TrajectoryBatch]:
         """Yield the rows that each optimizer step learns from, on all ranks; rows are picked for as many steps at once
         as memory allows, since each pick costs as much as a small layer."""
-        size = max(1, self._minibatch // self.policy.sequence)
+        size = max(1, self._settings.minibatch // self.policy.sequence)
         at_once = size * max(1, _PICKED_BYTES * len(batch) // (size * batch.nbytes))
-        for epoch in range(self._epochs):
+        for epoch in range(self._settings.epochs):
             order = torch.from_numpy(permutation(len(batch), self._seed, self.version, epoch))
             for part in order.split(at_once):
                 picked = batch.rows(part)
@@ -225,12 +227,12 @@ class PolicyTrainer(BaseTrainer):
 
     def _mine(self, minibatch: TrajectoryBatch) -> list[TrajectoryBatch]:
         """This rank's micro-batches of a minibatch: as many as every rank has, of which the last may be silent."""
-        if self.world_size == 1 and self._micro_batch is None:
+        if self.world_size == 1 and self._settings.micro_batch is None:
             return [minibatch]
         rows_of_ranks = self._dealt(minibatch)
         shares = [(rows_of_ranks == rank).nonzero()[:, 0] for rank in range(self.world_size)]
         ids, length = minibatch.sequences, self.policy.sequence
-        most = None if self._micro_batch is None else max(1, self._micro_batch // length)
+        most = None if self._settings.micro_batch is None else max(1, self._settings.micro_batch // length)
         cuts = [cut(share, most, None if ids is None else ids[share, 0]) for share in shares]
         idle = max(map(len, cuts)) - len(cuts[self.rank])
         return [*map(minibatch.rows, cuts[self.rank]), *[minibatch.rows(slice(1)).silent()] * idle]
@@ -284,7 +286,7 @@ class PolicyTrainer(BaseTrainer):
         learned, _ = open_parts(demonstrations, self._seed)
         chunk = self.policy.config.chunk
         stream = DecisionStream(learned, chunk, batch=batch, seed=self._seed, memory=demonstrations.memory)
-        how: dict[str, Any] = {"mesh": self.mesh, "micro_batch": self._micro_batch}
+        how: dict[str, Any] = {"mesh": self.mesh, "micro_batch": self._settings.micro_batch}
         losses = imitate(self.policy, stream, self.device, steps=steps, lr=lr, fixed=fixed, **how)
         self.version += 1
         return losses
@@ -355,12 +357,18 @@ class ImitationTrainer(PolicyTrainer):
     """Owns the weights of a policy that learns from demonstrations."""
 
     async def setup(  # type: ignore[override]
-        self, *, shown: Shown, batch: int = 64, fixed: Sequence[str] = ("log_std",), seed: int = 0, **settings: Any
+        self,
+        *,
+        demonstrations: Shown,
+        batch: int = 64,
+        fixed: Sequence[str] = ("log_std",),
+        seed: int = 0,
+        **settings: Any,
     ) -> None:
         """Make the policy and its optimizer, and open the demonstrations.
 
         Args:
-            shown: what is learned from, where every rank can read it.
+            demonstrations: what is learned from, where every rank can read it.
             batch: decisions per optimizer step, over all ranks.
             fixed: parameters that stay as they are, see `PolicyTrainer.imitate`.
             seed: of what is drawn, and of which episodes are held out.
@@ -373,7 +381,7 @@ class ImitationTrainer(PolicyTrainer):
         at_least_one("trainer", batch=batch)
         await super().setup(seed=seed, **settings)
         self._imitating = imitating(self.policy, fixed)
-        self._stream, self._watched = await self.compute(self._opened, shown, batch)
+        self._stream, self._watched = await self.compute(self._opened, demonstrations, batch)
 
     def _check_critic(self, has_critic: bool, group_size: int) -> None:
         """A critic is neither needed nor in the way."""
@@ -408,7 +416,7 @@ class ImitationTrainer(PolicyTrainer):
         learner.begin(first // count, self._spec)
         parts, norms = [], []
         for step in range(first, first + count):
-            losses = losses_of(self.policy, self._stream, step, self.device, self.mesh, self._micro_batch)
+            losses = losses_of(self.policy, self._stream, step, self.device, self.mesh, self._settings.micro_batch)
             loss, norm = minimize(
                 losses, self._imitating, learner.optimizer, mesh=self.mesh, grad_clip=learner.settings.grad_clip
             )
@@ -434,7 +442,7 @@ class ImitationTrainer(PolicyTrainer):
         for part in self._watched:
             for place in part.places:  # one episode in memory at a time
                 window = Window([part.read(place)], self.policy.config.chunk)
-                for number in range(0, len(window), size := self._micro_batch or _ROWS):
+                for number in range(0, len(window), size := self._settings.micro_batch or _ROWS):
                     rows = window.between(number, number + size)
                     loss = loss_on(self.policy, rows, self.device, seed=count)
                     total, count = loss if total is None else total + loss, count + len(rows)

@@ -95,8 +95,10 @@ def demonstrated(outputs: Sequence[EnvOutput], actions: Sequence[Tensor]) -> lis
             continue
         demonstrations.append(
             Demonstration(
-                {name: torch.stack([output.observation[name][env] for output in outputs[: length + 1]])
-                 for name in outputs[0].observation},
+                {
+                    name: torch.stack([output.observation[name][env] for output in outputs[: length + 1]])
+                    for name in outputs[0].observation
+                },
                 done[:length, env].clamp(-1.0, 1.0),
                 rewards[:length, env],
                 valid[:length, env],
@@ -104,5 +106,5 @@ def demonstrated(outputs: Sequence[EnvOutput], actions: Sequence[Tensor]) -> lis
                 episode.success_once,
                 None if words is None else words[env],
             )
-        )  # fmt: skip
+        )
     return demonstrations

@@ -201,9 +201,16 @@ class RunSession:
             task = episode.prompt or Prompt(episode.task, self._chat.ids(""))
             sampling = {**episode.sampling, **sampling}
         return AgentLLM.begin(
-            setting, self._chat, self._calls, key=key, fresh=lambda: next(self._numbers), task=task, index=index,
-            sampling=sampling, open=None if running.endpoint is None else running.endpoint.session,
-        )  # fmt: skip
+            setting,
+            self._chat,
+            self._calls,
+            key=key,
+            fresh=lambda: next(self._numbers),
+            task=task,
+            index=index,
+            sampling=sampling,
+            open=None if running.endpoint is None else running.endpoint.session,
+        )
 
     def serve(self, *, idle: float = 3600.0, **settings: Any) -> Served:
         """Serve the model to any client: `async with session.serve(port=8000) as served:`, see `Served`.
@@ -269,9 +276,15 @@ class RunSession:
         chat = self._chat if tools is None else self._chat.with_arguments(tools=tools)
         task = None if episode is None else episode.prompt or Prompt(episode.task, self._chat.ids(""))
         conversation = Conversation(
-            setting, chat, key, number, sampling, task,
-            0 if episode is None else episode.index, lambda: next(self._numbers),
-        )  # fmt: skip
+            setting,
+            chat,
+            key,
+            number,
+            sampling,
+            task,
+            0 if episode is None else episode.index,
+            lambda: next(self._numbers),
+        )
         if system is not None:
             conversation.system(system)
         if are_messages(prompt, f"session.{call}"):

@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 
 from rlinf.actors.env import EnvActor
-from rlinf.actors.off_policy_trainer import DaggerPolicy, DaggerTrainer, SacTrainer
-from rlinf.actors.policy import PolicyActor
+from rlinf.actors.off_policy_trainer import DaggerTrainer, SacTrainer
+from rlinf.actors.policy import DaggerPolicy, PolicyActor
 from rlinf.actors.policy_trainer import ImitationTrainer, PolicyTrainer
 from rlinf.algos.algorithms import AlgorithmSpec
 from rlinf.config.embodied import (
@@ -162,7 +162,7 @@ async def learners_of(config: EmbodiedConfig, plan: RunPlan | None, simulators: 
         settings |= {
             **config.policy.preparation,
             "total_steps": max(1, config.steps),
-            "shown": shown_of(config.imitation),
+            "demonstrations": shown_of(config.imitation),
         }
         settings |= {"micro_batch": config.algorithm.micro_batch, "batch": config.imitation.batch}
         trainer = Role(ImitationTrainer, {"seed": config.seed, **model, **settings}, memory["trainer"])

@@ -136,9 +136,14 @@ async def test_a_run_of_imitation_learns_the_same_however_its_steps_and_batches_
 
     async def learned(system, cuts, micro_batch=None):
         trainer = await system.spawn(
-            ImitationTrainer, name=f"trainer {len(cuts)} {micro_batch}", policy=config, shown=Shown.at(tmp_path),
-            batch=20, micro_batch=micro_batch, lr=1e-2,
-        )  # fmt: skip
+            ImitationTrainer,
+            name=f"trainer {len(cuts)} {micro_batch}",
+            policy=config,
+            demonstrations=Shown.at(tmp_path),
+            batch=20,
+            micro_batch=micro_batch,
+            lr=1e-2,
+        )
         metrics = [await trainer.imitate_steps(*cut) for cut in cuts]
         return metrics, dict((await trainer[0].weights()).named())
 

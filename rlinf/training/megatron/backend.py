@@ -43,7 +43,16 @@ from rlinf.training.megatron import layout
 from rlinf.training.megatron.layers import Stage, outputs_of
 from rlinf.training.megatron.layout import Grid, Groups, grouped
 from rlinf.training.megatron.schedule import Pipeline, SplitLearner
-from rlinf.training.megatron.state import Files, Piece, copy_split_state, fill, load_split_state, pieces_of, sharing
+from rlinf.training.megatron.state import (
+    Files,
+    Piece,
+    SplitModel,
+    copy_split_state,
+    fill,
+    load_split_state,
+    pieces_of,
+    sharing,
+)
 from rlinf.training.weight_sync import Held, Scattered, gathered
 
 _REACHING = (
@@ -179,10 +188,11 @@ class MegatronBackEnd:
     def __init__(self, stages: Sequence[Stage], whole: PreTrainedModel, groups: Groups, ranks: Ranks, spec: ModelSpec):
         self.module = nn.ModuleList(stages)
         self._whole, self._groups, self._head = whole, groups, spec.head
-        self._mesh, self._rank, self._ranks = ranks.mesh, ranks.rank, ranks.world_size
+        self._mesh = ranks.mesh
         self._pipeline = Pipeline(stages, groups)
-        self._pieces = tuple(pieces_of(stages, whole.config, groups))
-        self._shapes = dict(whole.named_parameters())
+        pieces = tuple(pieces_of(stages, whole.config, groups))
+        shapes = dict(whole.named_parameters())
+        self._split = SplitModel(self.module, pieces, shapes, ranks.rank, ranks.world_size)
         grid = groups.grid
         self.data_ranks: Sequence[int] = [grid.place(rank).data for rank in range(grid.ranks)]
         self.copies_of_ranks: Sequence[Sequence[int]] = [range(grid.ranks)]  # experts may be spread over all of them
@@ -229,7 +239,9 @@ class MegatronBackEnd:
                 checkpoint_blocks(list(stage.decoder.layers))
         back_end = cls(stages, whole, groups, ranks, spec)
         named = None if initial is None else dict(initial.named_parameters())
-        missing = [name for name in fill(back_end._pieces, Files(files) if files else named or {}) if HEAD not in name]
+        missing = [
+            name for name in fill(back_end._split.pieces, Files(files) if files else named or {}) if HEAD not in name
+        ]
         if missing:
             raise ValueError(
                 f"model.path: the files of {spec.source} have no {missing[0]} (and lack {len(missing) - 1} more) by "
@@ -242,18 +254,18 @@ class MegatronBackEnd:
 
     def _exchange(self) -> None:
         """Tell all ranks who has what; once, since it does not change."""
-        mine = [(piece.name, piece.offset, piece.shape) for piece in self._pieces if piece.first]
+        mine = [(piece.name, piece.offset, piece.shape) for piece in self._split.pieces if piece.first]
         messages: list[Any] = [mine]
         if self._mesh is not None:
-            messages = [None] * self._ranks
+            messages = [None] * self._split.ranks
             dist.all_gather_object(messages, mine, group=self._mesh.get_group())
         for rank, theirs in enumerate(messages):
             for name, offset, shape in theirs:
                 self._held.setdefault(name, []).append(Held(rank, offset, shape))
-        owned = {(piece.name, piece.offset): piece for piece in self._pieces if piece.first}
+        owned = {(piece.name, piece.offset): piece for piece in self._split.pieces if piece.first}
         for name, all_held in self._held.items():
             for each in all_held:
-                if each.rank == self._rank:
+                if each.rank == self._split.rank:
                     self._told[name, each] = owned[name, each.offset]
 
     @property
@@ -275,10 +287,10 @@ class MegatronBackEnd:
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of each tensor of the model, flat, in the model's order."""
         mine: dict[str, list[Tensor]] = {}
-        for piece in self._pieces:
+        for piece in self._split.pieces:
             mine.setdefault(piece.name, []).append(piece.of(piece.parameter.detach()).reshape(-1))
         device = next(self.module.parameters()).device
-        for name in self._shapes:
+        for name in self._split.shapes:
             yield name, torch.cat(mine[name]) if name in mine else torch.empty(0, device=device)
 
     @torch.no_grad()
@@ -306,7 +318,7 @@ class MegatronBackEnd:
         return outputs_of(whole, self._head)
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
-        for name, shape in self._shapes.items():
+        for name, shape in self._split.shapes.items():
             wanted = dtype or next(self.module.parameters()).dtype
             yield name, Export(tuple(shape.shape), wanted, partial(self._scattered, name))
 
@@ -314,13 +326,13 @@ class MegatronBackEnd:
         def write(piece: Held, start: int, into: Tensor) -> None:
             self._told[name, piece].write(start, into)
 
-        return Scattered(tuple(self._shapes[name].shape), self._held[name], write, self._mesh)
+        return Scattered(tuple(self._split.shapes[name].shape), self._held[name], write, self._mesh)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(each.shape) for name, each in self._shapes.items() if not name.startswith(HEAD)}
+        return {name: tuple(each.shape) for name, each in self._split.shapes.items() if not name.startswith(HEAD)}
 
     def take(self, named: Mapping[str, Tensor]) -> None:
-        fill([piece for piece in self._pieces if not piece.name.startswith(HEAD)], named)
+        fill([piece for piece in self._split.pieces if not piece.name.startswith(HEAD)], named)
         self._pipeline.precision.forget()
 
     def copies(
@@ -333,25 +345,20 @@ class MegatronBackEnd:
         state = self.state(optimization, version, extra)
         tensors: dict[str, Tensor] = {}
         for name, tensor in gathered(self.export(self._saved_dtype)):
-            if self._rank == 0:
+            if self._split.rank == 0:
                 tensors[name] = tensor.to("cpu", copy=True)
-        if self._rank:
+        if self._split.rank:
             return {STATE: state}
         skeleton = skeleton_of(self._whole, self._saved_dtype)
         return {STATE: state, MODEL: ModelCopy(skeleton, tensors, tokenizer, None, SHARD_BYTES)}
 
     def state(self, optimization: Optimization, version: int, extra: Mapping[str, Any]) -> StateCopy:
         learner = _ours(optimization)
-        return copy_split_state(
-            self.module, self._pieces, self._shapes, learner.optimizer, learner.schedule, version, extra,
-            rank=self._rank, ranks=self._ranks,
-        )  # fmt: skip
+        return copy_split_state(self._split, learner.optimizer, learner.schedule, version, extra)
 
     def restore(self, optimization: Optimization, source: Path | Source) -> Restored:
         learner = _ours(optimization)
-        restored = load_split_state(
-            self.module, self._pieces, self._shapes, learner.optimizer, learner.schedule, source, rank=self._rank
-        )
+        restored = load_split_state(self._split, learner.optimizer, learner.schedule, source)
         learner.resumed()
         self._pipeline.precision.forget()
         return restored

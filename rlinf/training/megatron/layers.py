@@ -98,9 +98,7 @@ def _whole(batch: Packed, dtype: torch.dtype, multiple: int) -> Reading:
             stands = None
         ids, positions, lengths = F.pad(ids, (0, fill)), torch.cat([positions, more]), (*lengths, fill)
     layout = Layout.of(lengths, ids.device, dtype, places, stands=stands)
-    return Reading(
-        ids[None], positions, layout, (), None, batch.predicting(), batch.targets, batch.temperature, None
-    )  # fmt: skip
+    return Reading(ids[None], positions, layout, (), None, batch.predicting(), batch.targets, batch.temperature, None)
 
 
 def _split(batch: Packed, multiple: int, context: int, rank: int) -> Reading:
@@ -214,16 +212,22 @@ class _Gathered(torch.autograd.Function):
         return mine, None
 
 
+@dataclass(frozen=True, slots=True)
+class SharedHead:
+    """How log-probs are computed where each rank has some rows of the vocabulary."""
+
+    first: int
+    """This rank's first row in the vocabulary."""
+    ranks: Any
+    """The group."""
+    chunk: int
+    """Tokens whose logits exist at a time."""
+    entropy_slope: bool
+    """Entropies are differentiable too."""
+
+
 def shared_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: Tensor | None,
-    *,
-    first: int,
-    ranks: Any,
-    chunk: int,
-    entropy_slope: bool,
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | None, head: SharedHead
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, and entropy, under softmax(hidden weightᵀ / temperature) over the rows of all ranks.
 
@@ -233,17 +237,12 @@ def shared_logprobs(
         weight: this rank's rows, [rows, width].
         targets: int64 [tokens]
         temperature: float32 [tokens]; None for 1.
-        first: this rank's first row in the vocabulary.
-        ranks: the group.
-        chunk: tokens whose logits exist at a time.
-        entropy_slope: entropies are differentiable too.
+        head: how.
 
     Returns:
         Nats, [tokens] each, at least float32.
     """
-    result: tuple[Tensor, Tensor] = _Shared.apply(
-        hidden, weight, targets, temperature, first, ranks, chunk, entropy_slope
-    )  # fmt: skip
+    result: tuple[Tensor, Tensor] = _Shared.apply(hidden, weight, targets, temperature, head)
     return result
 
 
@@ -260,21 +259,18 @@ class _Shared(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         temperature: Tensor | None,
-        first: int,
-        ranks: Any,
-        chunk: int,
-        entropy_slope: bool,
+        head: SharedHead,
     ) -> tuple[Tensor, Tensor]:
-        count = len(hidden)
+        count, ranks = len(hidden), head.ranks
         logprobs = torch.empty(count, dtype=wide(hidden[:0]).dtype, device=hidden.device)
         entropy, norms = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for start in range(0, count, chunk):
-            part = slice(start, start + chunk)
+        for start in range(0, count, head.chunk):
+            part = slice(start, start + head.chunk)
             logits = _logits(hidden[part], weight, temperature, part)
             largest = logits.amax(dim=-1)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks)
             raised = (logits - largest[:, None]).exp_()
-            owned, rows = _own(targets[part], first, len(weight))
+            owned, rows = _own(targets[part], head.first, len(weight))
             sums = torch.stack(
                 [
                     raised.sum(dim=-1),
@@ -287,8 +283,8 @@ class _Shared(torch.autograd.Function):
             logprobs[part] = sums[2] - norms[part]
             entropy[part] = norms[part] - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, targets, temperature, norms, entropy)
-        ctx.first, ctx.chunk, ctx.entropy_slope = first, chunk, entropy_slope
-        if not entropy_slope:
+        ctx.head = head
+        if not head.entropy_slope:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -298,22 +294,22 @@ class _Shared(torch.autograd.Function):
         hidden, weight, targets, temperature, norms, entropy = ctx.saved_tensors
         for_hidden = torch.zeros_like(hidden)
         for_weight = torch.zeros(weight.shape, dtype=norms.dtype, device=weight.device)
-        for start in range(0, len(hidden), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
+        for start in range(0, len(hidden), ctx.head.chunk):
+            part = slice(start, start + ctx.head.chunk)
             logp = _logits(hidden[part], weight, temperature, part).sub_(norms[part, None])
             p = logp.exp()
             slope = p * -grad[part, None]
-            if ctx.entropy_slope:
+            if ctx.head.entropy_slope:
                 finite = logp.masked_fill_(logp == -torch.inf, 0.0)
                 slope -= p * (finite + entropy[part, None]) * grad_entropy[part, None]
-            owned, rows = _own(targets[part], ctx.first, len(weight))
+            owned, rows = _own(targets[part], ctx.head.first, len(weight))
             slope.scatter_add_(1, rows[:, None], torch.where(owned, grad[part], 0.0)[:, None])
             if temperature is not None:
                 slope /= temperature[part, None]
             slope = slope.to(hidden.dtype)
             torch.mm(slope, weight, out=for_hidden[part])
             for_weight += slope.t() @ hidden[part]
-        return for_hidden, for_weight.to(weight.dtype), None, None, None, None, None, None
+        return for_hidden, for_weight.to(weight.dtype), None, None, None
 
 
 def _own(targets: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -501,14 +497,17 @@ class Stage(nn.Module):
             weight = (self.embedding.weight if self.first and self._embeds else self.head)[: self.own_rows]
             if tensor.size() == 1:
                 pair = token_logprobs(
-                    hidden, weight, None, reading.targets, reading.temperature,
-                    chunk=self._chunk, entropy_slope=entropy_slope,
-                )  # fmt: skip
+                    hidden,
+                    weight,
+                    None,
+                    reading.targets,
+                    reading.temperature,
+                    chunk=self._chunk,
+                    entropy_slope=entropy_slope,
+                )
             else:
-                pair = shared_logprobs(
-                    hidden, weight, reading.targets, reading.temperature, first=self._groups.place.tensor * self.rows,
-                    ranks=tensor, chunk=self._chunk, entropy_slope=entropy_slope,
-                )  # fmt: skip
+                head = SharedHead(self._groups.place.tensor * self.rows, tensor, self._chunk, entropy_slope)
+                pair = shared_logprobs(hidden, weight, reading.targets, reading.temperature, head)
             outputs = torch.stack(pair, dim=1)
         if reading.spread is not None:
             outputs = Collected.apply(outputs, *reading.spread, self._groups.group("context"))

@@ -328,30 +328,35 @@ def _rectangles(pieces: Iterable[Piece]) -> Iterator[_Rectangle]:
         yield _Rectangle.of(name, members)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitModel:
+    """A model as one of its ranks has it."""
+
+    module: nn.Module
+    """The rank's part."""
+    pieces: Sequence[Piece]
+    """The part's tensors, under the names of transformers."""
+    shapes: Shapes
+    """Shapes of the whole model."""
+    rank: int
+    """The rank."""
+    ranks: int
+    """The number of them."""
+
+
 def copy_split_state(
-    module: nn.Module,
-    pieces: Sequence[Piece],
-    shapes: Shapes,
-    optimizer: Optimizer,
-    schedule: LRScheduler,
-    version: int,
-    extra: Mapping[str, Any],
-    *,
-    rank: int,
-    ranks: int,
+    model: SplitModel, optimizer: Optimizer, schedule: LRScheduler, version: int, extra: Mapping[str, Any]
 ) -> StateCopy:
     """Copy what this rank is the first to have to host memory; blocking.
 
     Args:
-        module: this rank's part of the model.
-        pieces: what it has, under the names of transformers.
-        shapes: of the whole model.
-        optimizer, schedule: of the part.
-        version, extra, rank, ranks: as for `copy_state`.
+        model: what the rank has.
+        optimizer, schedule: of its part.
+        version, extra: as for `copy_state`.
     """
     shards: dict[str, Tensor] = {}
     offsets: dict[str, tuple[int, ...]] = {}
-    for part in _rectangles(piece for piece in pieces if piece.first):
+    for part in _rectangles(piece for piece in model.pieces if piece.first):
         key = f"model.{part.name}"
         shards[key], offsets[key] = part.gathered(lambda piece: piece.parameter.detach()), part.first
         states = {piece.parameter: kept_by(optimizer, piece.parameter) for piece in part.pieces}
@@ -362,29 +367,20 @@ def copy_split_state(
                 offsets[key] = part.first
             elif not any(part.first):  # of the ranks with parts of it, one has where it begins
                 shards[key], offsets[key] = host_copy(value.view(1)), (0,)
-    for key, state in generators(rank, module).items():
+    for key, state in generators(model.rank, model.module).items():
         shards[key], offsets[key] = state, (0,)
-    about = told_of(version, ranks, _groups(module, optimizer, shapes), schedule, extra) if rank == 0 else None
-    return StateCopy(rank, about, shards, offsets, {})
+    about = None if model.rank else told_of(version, model.ranks, _groups(model, optimizer), schedule, extra)
+    return StateCopy(model.rank, about, shards, offsets, {})
 
 
-def _groups(module: nn.Module, optimizer: Optimizer, shapes: Shapes) -> dict[str, Any]:
+def _groups(model: SplitModel, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's groups as `optimizer_groups` says them, for the parameters of the whole model."""
-    groups = optimizer_groups(module, optimizer)
+    groups = optimizer_groups(model.module, optimizer)
     (group,) = groups["groups"]
-    return {**groups, "groups": [{**group, "parameters": list(shapes)}]}
+    return {**groups, "groups": [{**group, "parameters": list(model.shapes)}]}
 
 
-def load_split_state(
-    module: nn.Module,
-    pieces: Sequence[Piece],
-    shapes: Shapes,
-    optimizer: Optimizer,
-    schedule: LRScheduler,
-    source: Path | Source,
-    *,
-    rank: int,
-) -> Restored:
+def load_split_state(model: SplitModel, optimizer: Optimizer, schedule: LRScheduler, source: Path | Source) -> Restored:
     """Take over a state that any number of ranks saved under any back end; blocking. Arguments as above.
 
     Raises:
@@ -394,24 +390,28 @@ def load_split_state(
         stored_state: Source = StateFiles(source) if isinstance(source, Path) else source
         about, stored = stored_state.about, stored_state.stored
         check_fits(
-            stored_state.name, stored, {f"model.{name}": shape for name, shape in shapes.items()},
-            _groups(module, optimizer, shapes), about,
-        )  # fmt: skip
-        random = {key: value for key, value in generators(rank, module).items() if key in stored.state_dict_metadata}
+            stored_state.name,
+            stored,
+            {f"model.{name}": shape for name, shape in model.shapes.items()},
+            _groups(model, optimizer),
+            about,
+        )
+        own = generators(model.rank, model.module)
+        random = {key: value for key, value in own.items() if key in stored.state_dict_metadata}
         stored_state.fill(random)
         state: dict[nn.Parameter, tuple[str, dict[str, Tensor]]] = {
-            parameter: (name, {}) for name, parameter in module.named_parameters()
+            parameter: (name, {}) for name, parameter in model.module.named_parameters()
         }
         names = {key.rpartition(".")[2] for key in stored.state_dict_metadata if key.startswith("optimizer.")}
-        for part in _rectangles(pieces):
-            whole = shapes[part.name].shape
+        for part in _rectangles(model.pieces):
+            whole = model.shapes[part.name].shape
             part.read(stored_state, f"model.{part.name}", whole, lambda piece: piece.parameter.data)
-            own = {piece.parameter: state[piece.parameter][1] for piece in part.pieces}
-            _read_optimizer(stored_state, part, whole, names, own)
+            of_pieces = {piece.parameter: state[piece.parameter][1] for piece in part.pieces}
+            _read_optimizer(stored_state, part, whole, names, of_pieces)
     except SafetensorError as error:
         raise ValueError(f"{source} is damaged: resume from an earlier checkpoint ({error})") from error
     take_over(optimizer, state, about["optimizer"])
-    set_generators(random, module)
+    set_generators(random, model.module)
     return restored(about, schedule)
 
 

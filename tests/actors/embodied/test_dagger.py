@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlinf.actors.off_policy_trainer import expert_of
+from rlinf.actors.policy import expert_of
 from rlinf.models.policy.build import build_policy_model, save_policy
 from tests.actors.programs.control import MLP
 

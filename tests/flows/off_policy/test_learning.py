@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rlinf.actors.off_policy_trainer import DaggerPolicy, DaggerTrainer, SacTrainer
+from rlinf.actors.off_policy_trainer import DaggerTrainer, SacTrainer
+from rlinf.actors.policy import DaggerPolicy
 from rlinf.data.step import EmbodiedStep
 from rlinf.envs.toy import straight
 from rlinf.flows.embodied import embodied

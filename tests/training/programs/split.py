@@ -162,7 +162,7 @@ class Split(SpmdActor):
     def _compared(self, back: Any, net: Any, head: str) -> dict[str, Any]:
         given = {name: parameter.detach() for name, parameter in net.named_parameters()}
         back.take(given)
-        fill([piece for piece in back._pieces if piece.name.startswith("score.")], given)
+        fill([piece for piece in back._split.pieces if piece.name.startswith("score.")], given)
         settings = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1, "grad_clip": 0.5}
         learner = back.optimization(LearningSettings(**settings))
         probe = pack(rows()[:7])
@@ -209,7 +209,7 @@ class Split(SpmdActor):
         }
 
     def _mine(self, back: Any) -> Any:
-        for piece in back._pieces:
+        for piece in back._split.pieces:
             yield (
                 piece.name + str(piece.offset),
                 tuple(slice(a, a + b) for a, b in zip(piece.offset, piece.shape, strict=True)),

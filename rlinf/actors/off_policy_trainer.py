@@ -202,7 +202,7 @@ class SacTrainer(RememberingTrainer):
         self._demos: ReplayBuffer | None = None
         self._from_demos = 0
         if (demonstrations := self._replay_settings.demonstrations) is not None:
-            self._demos = await self.compute(self._read_demos, Path(demonstrations).expanduser())
+            self._demos = await self.compute(self._read_demos, Path(demonstrations))
             self._from_demos = round(self._replay_settings.demo_share * self._replay_settings.batch)
 
     @endpoint(device=True, joint=True)
@@ -268,7 +268,9 @@ class SacTrainer(RememberingTrainer):
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _read_demos(self, directory: Path) -> ReplayBuffer:
-        demonstrations = read_demonstrations(directory, solved=not self._replay_settings.failed_demonstrations)
+        demonstrations = read_demonstrations(
+            directory.expanduser(), solved=not self._replay_settings.failed_demonstrations
+        )
         rows = demonstrated_transitions(self.policy, demonstrations, self.device, n_step=self._replay_settings.n_step)
         demos = ReplayBuffer(len(rows["steps"]))
         demos.add(rows)
@@ -339,10 +341,10 @@ class DaggerTrainer(RememberingTrainer):
         self._replay = ReplayBuffer(how.capacity)
         self._seed, self._updates = seed, 0
         if how.demonstrations is not None:
-            await self.compute(self._begin_with, Path(how.demonstrations).expanduser(), not how.failed_demonstrations)
+            await self.compute(self._begin_with, Path(how.demonstrations), not how.failed_demonstrations)
 
     def _begin_with(self, directory: Path, solved: bool) -> None:
-        rows = decisions(read_demonstrations(directory, solved=solved), self.policy.config.chunk)
+        rows = decisions(read_demonstrations(directory.expanduser(), solved=solved), self.policy.config.chunk)
         observation = {name: each.to(self.device) for name, each in rows.observation.items()}
         stored = self.policy.demonstrated(observation, rows.actions.to(self.device), rows.instructions)
         self._keep(stored, rows.valid)

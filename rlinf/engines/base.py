@@ -83,10 +83,10 @@ class StopTexts:
         specials = {*tokens} & self.specials.keys()
         for stop in stops:
             hidden = {special for special in specials if self.specials[special] not in stop}
-            shown = [token for token in tokens if token not in hidden] if hidden else tokens
-            if not shown or tokens[-1] in hidden or stop not in (now := self.decode(shown)):
+            texts = [token for token in tokens if token not in hidden] if hidden else tokens
+            if not texts or tokens[-1] in hidden or stop not in (now := self.decode(texts)):
                 continue
-            if now.count(stop) > self.decode(shown[:-1]).count(stop):
+            if now.count(stop) > self.decode(texts[:-1]).count(stop):
                 return True
         return False
 
@@ -838,18 +838,18 @@ class Scheduler:
             tokens: of cache taken.
             live: answers in flight; if there are none, even a request above the budget comes in, by itself.
         """
-        taken: list[Request] = []
+        requests: list[Request] = []
         blocked = False
-        while len(taken) < free:
+        while len(requests) < free:
             call = next((call for call in self.calls if call.waiting), None)
             if call is None:
                 break
             request = call.waiting[0]
-            if self.max_tokens is not None and tokens + request.cache_tokens > self.max_tokens and (live or taken):
+            if self.max_tokens is not None and tokens + request.cache_tokens > self.max_tokens and (live or requests):
                 blocked = True
                 break
             tokens += request.cache_tokens
-            taken.append(call.waiting.popleft())
+            requests.append(call.waiting.popleft())
             call.running.add(request)
             self.owners[request] = call
             self._tokens += request.cache_tokens
@@ -859,11 +859,11 @@ class Scheduler:
         for call in self.calls:
             if not call.slow:
                 call.grant(0)
-        self.offer(0 if blocked else free - len(taken), tokens, live + len(taken))
-        if taken:
-            longest = max(request.sampling.max_new_tokens for request in taken)
+        self.offer(0 if blocked else free - len(requests), tokens, live + len(requests))
+        if requests:
+            longest = max(request.sampling.max_new_tokens for request in requests)
             self._share = min(max(_LEAST, isqrt(longest // 2)), _MOST)
-        return taken
+        return requests
 
 
 def _closing(source: AsyncIterator[Request]) -> AbstractAsyncContextManager[AsyncIterator[Request]]:
@@ -934,8 +934,8 @@ def unable(engine: str, kv: Kv | None) -> str | None:
     """Why an engine of `ENGINES` cannot treat keys and values so when weights change; None: it can, or is another's."""
     if kv is None or engine not in ENGINES:
         return None
-    made: type[Engine] = importlib.import_module(ENGINES[engine].rpartition(".")[0]).ENGINE
-    return None if kv in made.kv else _other_kv(engine, made.kv)
+    engine_class: type[Engine] = importlib.import_module(ENGINES[engine].rpartition(".")[0]).ENGINE
+    return None if kv in engine_class.kv else _other_kv(engine, engine_class.kv)
 
 
 def _other_kv(engine: str, kinds: Sequence[Kv]) -> str:
@@ -966,12 +966,14 @@ async def make(engine: str, setup: EngineSetup, args: Mapping[str, Any] | None =
             f"rollout.engine_args: {path} does not take {dict(args or {})}: {error}; it is called as "
             f"{path.rpartition('.')[2]}(setup, **rollout.engine_args)"
         ) from None
-    made = build(setup, **(args or {}))
-    if inspect.isawaitable(made):
-        made = await made
-    if not isinstance(made, Engine):
-        raise TypeError(f"rollout.engine={engine} gave {type(made).__name__}, which is no rlinf.engines.base.Engine")
-    if setup.kv is not None and setup.kv not in made.kv:
-        await made.close()
-        raise ValueError(f"staleness.kv={setup.kv}: {_other_kv(engine, made.kv)}")
-    return made
+    instance = build(setup, **(args or {}))
+    if inspect.isawaitable(instance):
+        instance = await instance
+    if not isinstance(instance, Engine):
+        raise TypeError(
+            f"rollout.engine={engine} gave {type(instance).__name__}, which is no rlinf.engines.base.Engine"
+        )
+    if setup.kv is not None and setup.kv not in instance.kv:
+        await instance.close()
+        raise ValueError(f"staleness.kv={setup.kv}: {_other_kv(engine, instance.kv)}")
+    return instance

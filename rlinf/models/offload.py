@@ -77,14 +77,14 @@ class Parking:
         """
         tensors = tuple(self._there())
         _own(tensors)
-        found = _storages(tensors)
+        storages = _storages(tensors)
         # one that has bytes although it is parked was on its way back when that failed: the host's are the whole
-        self._copy({key: each for key, each in found.items() if key not in self._parked and _on_gpu(each)})
-        for key, storage in found.items():
+        self._copy({key: each for key, each in storages.items() if key not in self._parked and _on_gpu(each)})
+        for key, storage in storages.items():
             if key not in self._parked:
                 self._parked[key] = _Away(storage, storage.nbytes(), storage.clone())
             storage.resize_(0)
-        for device in _devices(found.values()):
+        for device in _devices(storages.values()):
             with torch.cuda.device(device):  # in another one it would open a context there, with its own memory
                 torch.cuda.empty_cache()  # to the device, which other processes share
 
@@ -171,13 +171,13 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
     """The storages that hold something, by address."""
-    found: dict[int, UntypedStorage] = {}
+    storages: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         if not tensor.is_meta:
             storage = shard_of(tensor).untyped_storage()
             if storage.nbytes():
-                found[storage._cdata] = storage
-    return found
+                storages[storage._cdata] = storage
+    return storages
 
 
 def shard_of(tensor: Tensor) -> Tensor:

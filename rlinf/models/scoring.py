@@ -63,19 +63,19 @@ class SequenceClassifier(nn.Module):
             micro_batch_tokens: tokens (padding included) computed at once; a longer sequence stands alone.
         """
         device = next(self.parameters()).device
-        found = [0.0] * len(sequences)
-        for chosen in self._batches([len(sequence) for sequence in sequences], micro_batch_tokens):
-            longest = max(len(sequences[index]) for index in chosen)
-            ids = torch.full((len(chosen), longest), self._pad_id or 0)
+        result = [0.0] * len(sequences)
+        for indices in self._batches([len(sequence) for sequence in sequences], micro_batch_tokens):
+            longest = max(len(sequences[index]) for index in indices)
+            ids = torch.full((len(indices), longest), self._pad_id or 0)
             mask = torch.zeros_like(ids)
-            for row, index in enumerate(chosen):
+            for row, index in enumerate(indices):
                 ids[row, : len(sequences[index])] = torch.as_tensor(sequences[index])
                 mask[row, : len(sequences[index])] = 1
             logits = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits.float()
             scored = logits[:, 0] if self._label is None else torch.log_softmax(logits, -1)[:, self._label]
-            for index, score in zip(chosen, scored.tolist(), strict=True):
-                found[index] = score
-        return found
+            for index, score in zip(indices, scored.tolist(), strict=True):
+                result[index] = score
+        return result
 
     def _batches(self, lengths: Sequence[int], most: int) -> Iterator[list[int]]:
         """Indices of sequences that are computed together, the shortest first, so that little is padded."""
@@ -148,11 +148,11 @@ class Choices(nn.Module):
         """
         rows = [Row(np.asarray(ids, np.int64), reply) for ids in sequences for reply in self._replies]
         device = next(self.parameters()).device
-        found = []
+        result = []
         for some in cut(rows, [row.size for row in rows], micro_batch_tokens):
             logprobs, _ = self.policy(pack(some).to(device))
-            found += [each.sum().item() for each in logprobs.double().cpu().split([row.learned for row in some])]
-        logits = torch.tensor(found, dtype=torch.float64).view(len(sequences), len(self._replies))
+            result += [each.sum().item() for each in logprobs.double().cpu().split([row.learned for row in some])]
+        logits = torch.tensor(result, dtype=torch.float64).view(len(sequences), len(self._replies))
         return (torch.softmax(logits, -1).numpy() @ self._values).tolist()  # type: ignore[no-any-return]
 
 
@@ -208,12 +208,12 @@ def mistakes_in_saved(settings: RewardModelConfig) -> Iterator[tuple[str, str]]:
         if not settings.choices and length is not None and length <= settings.max_new_tokens:
             yield "max_new_tokens", f"the model has positions for {length:,} tokens, question and reply together"
         return
-    found = pretrained(AutoConfig, settings.path)
-    made, labels = found.architectures or [], found.num_labels or 1
-    if made and not any(name.endswith("ForSequenceClassification") for name in made):
+    config = pretrained(AutoConfig, settings.path)
+    architectures, labels = config.architectures or [], config.num_labels or 1
+    if architectures and not any(name.endswith("ForSequenceClassification") for name in architectures):
         yield (
             "path",
-            f"this is a {made[0]}, no classification model; name one that was trained to score, or set "
+            f"this is a {architectures[0]}, no classification model; name one that was trained to score, or set "
             "reward_model.kind: generative",
         )
     elif settings.label is None and labels > 1:
@@ -239,9 +239,9 @@ def longest_question(settings: RewardModelConfig, tokenizer: PreTrainedTokenizer
     return min((most for most in (settings.max_tokens, length) if most is not None), default=None)
 
 
-def unreadable(path: str, read: Callable[[str], Any]) -> Iterator[str]:
+def unreadable(path: str, reader: Callable[[str], Any]) -> Iterator[str]:
     """Why `read(path)` fails; nothing if it does not."""
     try:
-        read(path)
+        reader(path)
     except (OSError, ValueError) as error:
         yield f"transformers cannot load it: {str(error).strip().splitlines()[0]}"

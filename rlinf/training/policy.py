@@ -525,7 +525,7 @@ def _routing(batch: Packed, routed: Routed, version: int | None) -> dict[str, Me
     """Metrics of experts; drift is of tokens that the weights of `version` made, None: of all."""
     from rlinf.models.language import moe
 
-    fresh = routed.known
+    fresh = routed.has_route
     if version is not None and VERSIONS in batch.columns:  # which a rank without work lacks
         fresh = fresh & (batch.columns[VERSIONS] == version)
     return {**moe.load(routed.counts, routed.chances), **moe.drift(routed.apart, fresh)}

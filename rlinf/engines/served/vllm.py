@@ -215,9 +215,9 @@ def _engine_args(setup: EngineSetup, settings: VllmSettings) -> dict[str, Any]:
         "tensor_parallel_size": settings.tensor_parallel,
         "gpu_memory_utilization": settings.memory_share,
     }
-    if taken := sorted(own.keys() & settings.args.keys()):
+    if reserved := sorted(own.keys() & settings.args.keys()):
         raise ValueError(
-            f"rollout.engine_args.args: {', '.join(taken)} cannot be given here: the engine sets dtype by "
+            f"rollout.engine_args.args: {', '.join(reserved)} cannot be given here: the engine sets dtype by "
             "rollout.dtype, max_num_seqs by rollout.max_rows, max_model_len by the model, tensor_parallel_size and "
             "gpu_memory_utilization by rollout.engine_args.tensor_parallel and memory_share"
         )

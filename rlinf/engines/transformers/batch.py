@@ -198,7 +198,7 @@ class BandedRows:
         for rectangle in side_by_side(jobs, pads=self._forward.pads):
             ids, real, past = input_of(rectangle, device)
             images = [records.requests[job.slots[0]].images for job in rectangle]
-            logits, read = self._forward.read(ids, real, images, past)
+            logits, layers = self._forward.read(ids, real, images, past)
             if (routes := self._forward.routes()) is not None:
                 of_texts = routes.reshape(*ids.shape, *routes.shape[1:])
                 for job, of_text in zip(rectangle, of_texts, strict=True):
@@ -206,8 +206,8 @@ class BandedRows:
             which = np.array([slot for job in rectangle for slot in job.slots], dtype=np.int64)
             lengths = np.array([len(job.text) for job in rectangle for _ in job.slots], dtype=np.int64)
             source = torch.tensor([number for number, job in enumerate(rectangle) for _ in job.slots], device=device)
-            records.shifts[which] = 0 if read.shifts is None else read.shifts[source.cpu().numpy()]
-            self._band_for(int(lengths.max()), read, records.room(which)).place(which, lengths, read, source)
+            records.shifts[which] = 0 if layers.shifts is None else layers.shifts[source.cpu().numpy()]
+            self._band_for(int(lengths.max()), layers, records.room(which)).place(which, lengths, layers, source)
             yield which, logits.index_select(0, source), ids.numel()
 
     def joined(self) -> None:
@@ -286,12 +286,12 @@ class BandedRows:
             self.bands = [band for band in self.bands if len(band)]
             self._view = None
 
-    def _band_for(self, width: int, read: Layers, room: int) -> Band:
+    def _band_for(self, width: int, layers: Layers, room: int) -> Band:
         """The band where rows of this width belong."""
         for band in self.bands:
             if _alike(band.width, width):
                 return band
-        self.bands.append(Band(read, room))
+        self.bands.append(Band(layers, room))
         return self.bands[-1]
 
 
@@ -430,8 +430,8 @@ class Batch:
             self._reread()
         if self.newcomers:
             self._join()
-        free, taken = due
-        while self.live and not self.interrupted and not (self._slots.free >= free and self.tokens <= taken):
+        free, tokens = due
+        while self.live and not self.interrupted and not (self._slots.free >= free and self.tokens <= tokens):
             self._step()
             passed = time.perf_counter() - start
             if passed > _LONGEST or (self.finished and passed > _QUIET):
@@ -465,9 +465,9 @@ class Batch:
     def take_out(self, ids: Collection[int]) -> tuple[list[Request], list[Request]]:
         """Forget these requests; returns them as they came, and with their tokens so far."""
         partial = self.partial(ids)
-        taken = {request for request in self.requests() if request.id in ids}
-        self._remove(taken, None)
-        return list(taken), partial
+        requests = {request for request in self.requests() if request.id in ids}
+        self._remove(requests, None)
+        return list(requests), partial
 
     def _remove(self, requests: set[Request], finish: Finish | None) -> None:
         """End these answers; with a reason they count as finished, without they are forgotten."""
@@ -607,8 +607,8 @@ class Batch:
 
     def _spare(self, ending: int = 0) -> int:
         """Tokens that may be kept of conversations, once an answer has left that may have come to `ending` tokens."""
-        left = self.max_rows * self._longest if self._max_tokens is None else self._max_tokens - self.tokens + ending
-        return max(0, left if self._keep_tokens is None else min(left, self._keep_tokens))
+        room = self.max_rows * self._longest if self._max_tokens is None else self._max_tokens - self.tokens + ending
+        return max(0, room if self._keep_tokens is None else min(room, self._keep_tokens))
 
     def _read(self, slots: Sequence[int]) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Read what is known of these answers into the bands: what is equal (tokens and images) once, and what goes on

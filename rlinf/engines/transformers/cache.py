@@ -85,16 +85,16 @@ class Band:
         """Columns of its longest row."""
         return self.filled - self._low
 
-    def place(self, slots: np.ndarray, lengths: np.ndarray, read: Layers, source: Tensor) -> None:
+    def place(self, slots: np.ndarray, lengths: np.ndarray, layers: Layers, source: Tensor) -> None:
         """Take in rows that were read.
 
         Args:
             slots: their records, int64 [newcomers].
             lengths: tokens of each, int64 [newcomers].
-            read: their keys and values, aligned at their ends.
-            source: which row of `read` each newcomer is, int64 [newcomers].
+            layers: their keys and values, aligned at their ends.
+            source: which row of `layers` each newcomer is, int64 [newcomers].
         """
-        columns = read.pairs[0][0].shape[2]
+        columns = layers.pairs[0][0].shape[2]
         if columns > self.filled:
             shift = self._rounded(columns - self.filled)
             self._relay(len(self._bias), self._capacity + shift, shift)
@@ -109,10 +109,10 @@ class Band:
         self.slots[rows], self.starts[rows] = slots, self.filled - lengths
         where = torch.from_numpy(rows).to(source.device)
         span = slice(self.filled - columns, self.filled)
-        for own, new in zip(self._pairs, read.pairs, strict=True):
+        for own, new in zip(self._pairs, layers.pairs, strict=True):
             for target, fresh in zip(own, new, strict=True):
                 target[:, :, span].index_copy_(0, where, fresh.index_select(0, source))
-        for target, fresh in zip(self._states, read.states, strict=True):
+        for target, fresh in zip(self._states, layers.states, strict=True):
             target.index_copy_(0, where, fresh.index_select(0, source))
         self._bias.index_copy_(0, where, self._biases(self.starts[rows]))
         self._measure()

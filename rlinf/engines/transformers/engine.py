@@ -128,8 +128,8 @@ class TransformersEngine(Engine):
         self.reads_text = tokenizer is not None
         self.keeps_conversations = self._forward.continues and keep_tokens != 0
         rows, self.decoding = rows_for(self._forward, max_rows, graphs, max_tokens)
-        kept = keep_tokens if self._forward.continues else 0
-        self._batch = Batch(self._forward, rows, max_rows, StopTexts.of(tokenizer), max_tokens, kept)
+        reusable = keep_tokens if self._forward.continues else 0
+        self._batch = Batch(self._forward, rows, max_rows, StopTexts.of(tokenizer), max_tokens, reusable)
         self._scheduler = Scheduler(max_rows, max_tokens, self.check_request)
         self._driving = False
         self._lost: deque[tuple[Request, Exception]] = deque()  # put there by the thread
@@ -165,8 +165,8 @@ class TransformersEngine(Engine):
     async def take_out(self, ids: Iterable[int]) -> list[Request]:
         wanted = set(ids) - self._scheduler.callers.ids
         waiting = self._scheduler.withdraw(wanted)
-        taken, partial = await self._work(self._batch.take_out, wanted)
-        for request in taken:
+        requests, partial = await self._work(self._batch.take_out, wanted)
+        for request in requests:
             self._scheduler.left(request)
         self._scheduler.wake()
         return [*waiting, *partial]

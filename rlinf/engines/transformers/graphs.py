@@ -72,7 +72,7 @@ def read(forward: LeanForward, cache: PagedCache, jobs: Sequence[PrefillJob]) ->
     device = forward.device
     unread = np.array([len(job.unread) for job in jobs])
     whole = np.array([len(job.text) for job in jobs])
-    asked, given = (np.concatenate([[0], np.cumsum(lengths)]) for lengths in (unread, whole))
+    query_bounds, key_bounds = (np.concatenate([[0], np.cumsum(lengths)]) for lengths in (unread, whole))
 
     def on_device(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device)
@@ -80,41 +80,41 @@ def read(forward: LeanForward, cache: PagedCache, jobs: Sequence[PrefillJob]) ->
     ids = on_device(np.concatenate([job.unread for job in jobs]))
     spans = zip(whole - unread, whole, strict=True)
     positions = on_device(np.concatenate([np.arange(first, last) for first, last in spans]))
-    source = on_device(_sources(jobs, given))
+    source = on_device(_sources(jobs, key_bounds))
     place = on_device(np.concatenate([cache.places(slot, len(one.text)) for one in jobs for slot in one.slots]))
-    bounds = on_device(asked.astype(np.int32)), on_device(given.astype(np.int32))
+    bounds = on_device(query_bounds.astype(np.int32)), on_device(key_bounds.astype(np.int32))
     most = int(unread.max()), int(whole.max())
     hidden = F.embedding(ids, forward.embedding)
     cos, sin = forward.angles(positions, most[1])
     for number, block in enumerate(forward.blocks):
         turned, values = block.heads(hidden, cos, sin)
-        keys, values = _with_past(jobs, asked, number, turned[:, block.queries :], values)
+        keys, values = _with_past(jobs, query_bounds, number, turned[:, block.queries :], values)
         for pool, fresh in ((cache.keys[number], keys), (cache.values[number], values)):
             pool.index_copy_(0, place, fresh.index_select(0, source))
         query = turned[:, : block.queries].contiguous()
         attended = prompt_attention(query, keys, values, *bounds, *most, block.window or 0, block.scale)
         hidden = block.finish(hidden, attended.flatten(1))
-    return forward.logits(hidden.index_select(0, on_device(asked[1:] - 1)))
+    return forward.logits(hidden.index_select(0, on_device(query_bounds[1:] - 1)))
 
 
-def _sources(jobs: Sequence[PrefillJob], given: np.ndarray) -> np.ndarray:
+def _sources(jobs: Sequence[PrefillJob], key_bounds: np.ndarray) -> np.ndarray:
     """Which of the tokens, those read before included, goes to each place, int64."""
     parts = [
         np.arange(first, first + len(job.text))
-        for first, job in zip(given[:-1].tolist(), jobs, strict=True)
+        for first, job in zip(key_bounds[:-1].tolist(), jobs, strict=True)
         for _ in job.slots
     ]
     return np.concatenate(parts)
 
 
 def _with_past(
-    jobs: Sequence[PrefillJob], asked: np.ndarray, layer: int, keys: Tensor, values: Tensor
+    jobs: Sequence[PrefillJob], query_bounds: np.ndarray, layer: int, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Keys and values with those that were kept before them, [tokens, key-value heads, head size]."""
     if all(job.cached is None for job in jobs):
         return keys.contiguous(), values.contiguous()
     joined: tuple[list[Tensor], list[Tensor]] = [], []
-    for job, first, last in zip(jobs, asked[:-1].tolist(), asked[1:].tolist(), strict=True):
+    for job, first, last in zip(jobs, query_bounds[:-1].tolist(), query_bounds[1:].tolist(), strict=True):
         shared = len(job.text) - len(job.unread)
         for which, fresh in enumerate((keys, values)):
             if job.cached is not None and shared:
@@ -232,8 +232,8 @@ class ReadBack:
         """Wait for it; returns the copy."""
         if self._event is not None:
             self._event.synchronize()
-        found: np.ndarray = self._host.numpy()
-        return found
+        values: np.ndarray = self._host.numpy()
+        return values
 
 
 def upload(target: Tensor, values: np.ndarray) -> None:

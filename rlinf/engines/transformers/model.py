@@ -131,19 +131,21 @@ class ModelForward:
     ) -> tuple[Tensor, np.ndarray | None, dict[str, Tensor]]:
         """Positions, [4, rows, tokens] where they have three dimensions (text, then time, row and column), what
         `Layers.shifts` says, and the pixels, in the order of the rows."""
-        shown = [pictures.inputs(some) for some in images]
-        names = next(list(one) for one in shown if one)
-        pixels = {name: torch.cat([one[name] for one in shown if one]).to(self.device) for name in names}
+        inputs = [pictures.inputs(some) for some in images]
+        names = next(list(one) for one in inputs if one)
+        pixels = {name: torch.cat([one[name] for one in inputs if one]).to(self.device) for name in names}
         if GRID not in pixels:
             return positions, None, pixels
         wide = positions.cpu().numpy()
-        found, shifts = np.tile(wide, (4, 1, 1)), np.zeros(len(ids), dtype=np.int64)
-        for row, one in enumerate(shown):
+        spatial, shifts = np.tile(wide, (4, 1, 1)), np.zeros(len(ids), dtype=np.int64)
+        for row, one in enumerate(inputs):
             if one:
                 length = int(wide[row, -1]) + 1
-                found[1:, row, -length:] = pictures.positions(ids[row, -length:].cpu().numpy(), one[GRID])
-                shifts[row] = found[1, row, -1] + 1 - length  # behind its pictures a text has one number for all three
-        return torch.from_numpy(found).to(self.device), shifts, pixels
+                spatial[1:, row, -length:] = pictures.positions(ids[row, -length:].cpu().numpy(), one[GRID])
+                shifts[row] = (
+                    spatial[1, row, -1] + 1 - length
+                )  # behind its pictures a text has one number for all three
+        return torch.from_numpy(spatial).to(self.device), shifts, pixels
 
     def step(self, ids: Tensor, positions: Tensor, bands: Sequence[Band]) -> Tensor:
         """Read one token per row and write its keys and values; the caller has reserved the column and advances it.
@@ -199,10 +201,10 @@ class ModelForward:
         texts = [(np.arange(length + steps) * 7919 + length) % self.vocabulary for length in (6, 5, 3, 2)]
         try:
             expected = torch.stack([self._whole(text, steps) for text in texts])
-            found = self._stepped(texts, steps)
+            actual = self._stepped(texts, steps)
         except _REFUSALS as error:
             raise ValueError(f"{name} cannot be read token by token: {type(error).__name__}: {error}") from error
-        far = (found - expected).abs().amax(dim=(1, 2)) > tolerance(self.dtype) * expected.abs().max()
+        far = (actual - expected).abs().amax(dim=(1, 2)) > tolerance(self.dtype) * expected.abs().max()
         if far.float().mean() >= 0.5:  # of one text alone, rounding may have chosen other experts
             raise ValueError(f"{name} does not give the same token by token as it gives for whole texts")
 
@@ -217,18 +219,18 @@ class ModelForward:
         every, lengths = np.arange(len(texts)), np.array([len(text) - steps for text in texts])
         band, first = None, []
         for run in [every] if self.pads else np.split(every, len(every)):
-            logits, read = self.read(*pad_left([texts[row][:-steps] for row in run.tolist()], self.device))
-            band = band or Band(read, steps)
-            band.place(run, lengths[run], read, torch.arange(len(run), device=self.device))
+            logits, layers = self.read(*pad_left([texts[row][:-steps] for row in run.tolist()], self.device))
+            band = band or Band(layers, steps)
+            band.place(run, lengths[run], layers, torch.arange(len(run), device=self.device))
             first.append(logits)
         assert band is not None
-        found = [torch.cat(first)]
+        logprobs = [torch.cat(first)]
         for number in range(steps):
             tokens = torch.from_numpy(np.stack([text[number - steps] for text in texts])).to(self.device)
             band.reserve()
-            found.append(self.step(tokens, torch.from_numpy(lengths + number).to(self.device), [band]))
+            logprobs.append(self.step(tokens, torch.from_numpy(lengths + number).to(self.device), [band]))
             band.advance()
-        return torch.stack(found, dim=1).float()
+        return torch.stack(logprobs, dim=1).float()
 
     def _step(self, ids: Tensor, positions: Tensor, band: Band) -> Tensor:
         real = band.real() if self._attends else None
@@ -238,10 +240,10 @@ class ModelForward:
         self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache, pixels: dict[str, Tensor] | None = None
     ) -> Tensor:
         """Logits after the last column, [rows, vocabulary]."""
-        given = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1, self._cache_name: cache}
-        given |= pixels or {}
+        inputs = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1, self._cache_name: cache}
+        inputs |= pixels or {}
         output = self._model(
-            input_ids=ids, use_cache=True, **{name: each for name, each in given.items() if name in self._takes}
+            input_ids=ids, use_cache=True, **{name: each for name, each in inputs.items() if name in self._takes}
         )
         logits: Tensor = output.logits[:, -1]
         if self._routers is not None:
@@ -444,12 +446,12 @@ class LeanForward(ModelForward):
     def _biases(self, ids: Tensor, real: Tensor | None) -> dict[int | None, Tensor | None]:
         """Additive masks for the scores of texts, by the layer's window; None where all that came before is seen."""
         columns = ids.shape[1] if real is None else real.shape[1]
-        found: dict[int | None, Tensor | None] = {}
+        biases: dict[int | None, Tensor | None] = {}
         for window in self.windows:
             whole = window is None or window >= columns
             every = torch.ones_like(ids, dtype=torch.bool) if real is None else real
-            found[window] = None if real is None and whole else causal_bias(every, self.dtype, ids.shape[1], window)
-        return found
+            biases[window] = None if real is None and whole else causal_bias(every, self.dtype, ids.shape[1], window)
+        return biases
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] to [rows, vocabulary]."""
@@ -529,10 +531,10 @@ class Block:
         for band, mask in zip(bands, masks, strict=True):
             rows = slice(start, start + len(band))
             start = rows.stop
-            keys, seen = band.write(number, turned[rows, self.queries :], values[rows], self.window)
+            keys, past_values = band.write(number, turned[rows, self.queries :], values[rows], self.window)
             # The queries that share a key are the "tokens" of one head: no key is repeated.
             query = turned[rows, : self.queries].view(len(band), self.keys, -1, self.head)
-            attended = F.scaled_dot_product_attention(query, keys, seen, attn_mask=mask, scale=self.scale)
+            attended = F.scaled_dot_product_attention(query, keys, past_values, attn_mask=mask, scale=self.scale)
             parts.append(attended.reshape(len(band), -1))
         return self.finish(hidden, parts[0] if len(parts) == 1 else torch.cat(parts))
 
@@ -619,14 +621,14 @@ def fastest(model: PreTrainedModel, version: int, pictures: Pictures | None = No
         ValueError: the model does not give the same token by token as for a whole text.
     """
     own = ModelForward(model, version, pictures)
-    chosen = own
+    forward = own
     if fits(model):
         lean = LeanForward(model, version)
-        chosen = lean if _agree(own, lean) else own
-    if chosen is own:
+        forward = lean if _agree(own, lean) else own
+    if forward is own:
         own.prove()
-    chosen.continues = continues(chosen)
-    return chosen
+    forward.continues = continues(forward)
+    return forward
 
 
 def windows_of(model: PreTrainedModel) -> list[int | None]:
@@ -686,9 +688,9 @@ def _agree(own: ModelForward, lean: LeanForward) -> bool:
         lengths = np.array([4, 6] if real is not None else [6, 6])
         results = []
         for forward in (own, lean):
-            first, read = forward.read(ids[:, :6], real)
-            band = Band(read, 1)
-            band.place(np.arange(2), lengths, read, torch.arange(2, device=device))
+            first, layers = forward.read(ids[:, :6], real)
+            band = Band(layers, 1)
+            band.place(np.arange(2), lengths, layers, torch.arange(2, device=device))
             second = forward.step(ids[:, 6], torch.from_numpy(lengths).to(device), [band])
             results.append(torch.stack([first, second]).float())
         theirs, ours = results

@@ -163,15 +163,15 @@ def paged_attention(
     """
     rows, heads, size = query.shape
     columns = torch.arange(table.shape[1] * page, device=query.device)
-    seen = columns < lengths[:, None]
+    mask = columns < lengths[:, None]
     if window:
-        seen &= columns >= lengths[:, None] - window
+        mask &= columns >= lengths[:, None] - window
     pages = table.long()[:, :, None] * page + columns[:page]
-    places = torch.where(seen, pages.flatten(1), 0)
-    there = seen[:, :, None, None]  # elsewhere lies whatever was left there, which may not be finite
+    places = torch.where(mask, pages.flatten(1), 0)
+    there = mask[:, :, None, None]  # elsewhere lies whatever was left there, which may not be finite
     key, value = (part[places].masked_fill(~there, 0).transpose(1, 2) for part in (keys, values))
-    asked = query.view(rows, keys.shape[1], -1, size)
-    attended = F.scaled_dot_product_attention(asked, key, value, attn_mask=seen[:, None, None], scale=scale)
+    grouped = query.view(rows, keys.shape[1], -1, size)
+    attended = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask[:, None, None], scale=scale)
     return attended.masked_fill((lengths == 0)[:, None, None, None], 0).reshape(rows, heads, size)
 
 
@@ -235,10 +235,10 @@ def prompt_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    asked: Tensor,
-    given: Tensor,
-    most_asked: int,
-    most_given: int,
+    query_bounds: Tensor,
+    key_bounds: Tensor,
+    longest_query: int,
+    longest_key: int,
     window: int,
     scale: float,
 ) -> Tensor:
@@ -257,18 +257,18 @@ def prompt_attention(
     """
     attended = torch.empty_like(query)
     repeats = query.shape[1] // keys.shape[1]
-    ends = zip(asked[1:].tolist(), given[1:].tolist(), strict=True)
+    ends = zip(query_bounds[1:].tolist(), key_bounds[1:].tolist(), strict=True)
     first = before = 0
     for last, end in ends:
         columns = torch.arange(end - before, device=query.device)
         looking = columns[columns.numel() - (last - first) :, None]
-        seen = columns <= looking
+        mask = columns <= looking
         if window:
-            seen &= columns > looking - window
+            mask &= columns > looking - window
         own = query[first:last].transpose(0, 1)
         key, value = (part[before:end].repeat_interleave(repeats, dim=1).transpose(0, 1) for part in (keys, values))
-        found = F.scaled_dot_product_attention(own, key, value, attn_mask=seen, scale=scale)
-        attended[first:last] = found.transpose(0, 1)
+        output = F.scaled_dot_product_attention(own, key, value, attn_mask=mask, scale=scale)
+        attended[first:last] = output.transpose(0, 1)
         first, before = last, end
     return attended
 
@@ -281,22 +281,24 @@ def _prompts_on_cuda(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    asked: Tensor,
-    given: Tensor,
-    most_asked: int,
-    most_given: int,
+    query_bounds: Tensor,
+    key_bounds: Tensor,
+    longest_query: int,
+    longest_key: int,
     window: int,
     scale: float,
 ) -> Tensor:
     if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8 or query.shape[-1] > 256:
-        found: Tensor = _by_text(query, keys, values, asked, given, most_asked, most_given, window, scale)
-        return found
+        output: Tensor = _by_text(
+            query, keys, values, query_bounds, key_bounds, longest_query, longest_key, window, scale
+        )
+        return output
     from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
 
     # torch 2.11 takes fewer heads of keys without being told; later ones want to be told.
     more: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    limits = (window - 1 if 0 < window < most_given else -1, 0)
-    bounds = (asked, given, most_asked, most_given)
+    limits = (window - 1 if 0 < window < longest_key else -1, 0)
+    bounds = (query_bounds, key_bounds, longest_query, longest_key)
     attended = varlen_attn(query, keys, values, *bounds, scale=scale, window_size=limits, **more)
     assert isinstance(attended, Tensor)  # without the extras that were not asked for
     return attended
@@ -307,10 +309,10 @@ def _prompt_shapes(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    asked: Tensor,
-    given: Tensor,
-    most_asked: int,
-    most_given: int,
+    query_bounds: Tensor,
+    key_bounds: Tensor,
+    longest_query: int,
+    longest_key: int,
     window: int,
     scale: float,
 ) -> Tensor:

@@ -33,24 +33,24 @@ def _attend(
     members, parts, columns = tl.arange(0, GROUPS), tl.arange(0, SIZES), tl.arange(0, PAGE)
     real = (members[:, None] < GROUP) & (parts[None, :] < SIZE)
     at = (row * HEADS * GROUP + head * GROUP + members).to(tl.int64)
-    asked = tl.load(query + at[:, None] * SIZE + parts[None, :], mask=real, other=0.0)
+    queries_of_group = tl.load(query + at[:, None] * SIZE + parts[None, :], mask=real, other=0.0)
     peak = tl.full([GROUPS], float("-inf"), tl.float32)
     total = tl.zeros([GROUPS], tl.float32)
     attended = tl.zeros([GROUPS, SIZES], tl.float32)
     for number in range(begin, end):
         page = tl.load(table + row.to(tl.int64) * width + number).to(tl.int64)
         place = number * PAGE + columns
-        seen = (place < length) & (place >= first)
+        mask = (place < length) & (place >= first)
         where = ((page * PAGE + columns) * HEADS + head) * SIZE
-        key = tl.load(keys + where[None, :] + parts[:, None], mask=seen[None, :] & (parts[:, None] < SIZE), other=0.0)
-        scores = tl.dot(asked, key, input_precision=PRECISION) * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        key = tl.load(keys + where[None, :] + parts[:, None], mask=mask[None, :] & (parts[:, None] < SIZE), other=0.0)
+        scores = tl.dot(queries_of_group, key, input_precision=PRECISION) * scale
+        scores = tl.where(mask[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])
         shrunk = tl.exp(peak - higher)
         total = total * shrunk + tl.sum(weights, 1)
         value = tl.load(
-            values + where[:, None] + parts[None, :], mask=seen[:, None] & (parts[None, :] < SIZE), other=0.0
+            values + where[:, None] + parts[None, :], mask=mask[:, None] & (parts[None, :] < SIZE), other=0.0
         )
         attended = attended * shrunk[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
         peak = higher

@@ -101,8 +101,8 @@ def choose(
     real = weights if padding is None else weights.index_fill(1, padding, 0.0)
     if rules.top_k is not None:
         real = _limited(real, rules)
-    chosen = whole if real is weights else summed(real)
-    tokens = chosen.draw(uniforms(rules.seeds, positions)[:, None])
+    total = whole if real is weights else summed(real)
+    tokens = total.draw(uniforms(rules.seeds, positions)[:, None])
     if rules.greedy is not None:
         likely = scaled if padding is None else scaled.index_fill(1, padding, -torch.inf)
         tokens = torch.where(rules.greedy, likely.argmax(dim=-1), tokens)
@@ -274,10 +274,10 @@ class Slots:
         """
         for slot in slots:
             pieces = self._routes.setdefault(slot, [])
-            known, start = sum(map(len, pieces)), end - len(routes)
-            if start > known:  # of what was read for an earlier turn, that turn's answer tells
-                pieces.append(fitted(routes[:0], start - known))
-            if (new := routes[max(0, known - start) :]).size:
+            tokens, start = sum(map(len, pieces)), end - len(routes)
+            if start > tokens:  # of what was read for an earlier turn, that turn's answer tells
+                pieces.append(fitted(routes[:0], start - tokens))
+            if (new := routes[max(0, tokens - start) :]).size:
                 pieces.append(new)
 
     def routed_step(self, slots: np.ndarray, routes: np.ndarray) -> None:

@@ -43,7 +43,7 @@ from rlinf.models.language.tensor_parallel import Pieces, gathered
 class Scores(Protocol):
     """Attention with what a model does to its scores, see `_Scores`."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor: ...
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor: ...
 
 
 class RuleLike(Protocol):
@@ -71,10 +71,13 @@ def of_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scores:
         pieces: who sees whom.
         scores, rule: as for all attention.
     """
-    asked, seen = query.index_select(0, pieces.queries), [each.index_select(0, pieces.keys) for each in (key, value)]
+    queries, keys_values = (
+        query.index_select(0, pieces.queries),
+        [each.index_select(0, pieces.keys) for each in (key, value)],
+    )
     sizes, lengths = [size for size, _ in pieces.lengths], [end for _, end in pieces.lengths]
     done = []
-    for part, keys, values in zip(asked.split(sizes), *(each.split(lengths) for each in seen), strict=True):
+    for part, keys, values in zip(queries.split(sizes), *(each.split(lengths) for each in keys_values), strict=True):
         size, end = len(part), len(keys)
         visible = rule.within(end, query.device)
         if visible is None:
@@ -85,7 +88,7 @@ def of_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scores:
 
 
 def by_kernel(
-    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float, left: int
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float, lookback: int
 ) -> Tensor:
     """Attention of a rank's pieces by a kernel, which lets the last token of a piece see the last of its keys;
     arguments as for `of_pieces`."""
@@ -98,7 +101,7 @@ def by_kernel(
         (pieces.query_bounds, pieces.key_bounds),
         (max(size for size, _ in pieces.lengths), max(end for _, end in pieces.lengths)),
         scale,
-        left,
+        lookback,
     )
     return _restored([attended], query, key, value, pieces)
 
@@ -301,9 +304,9 @@ def _rectangles(
         index = bounds[members, None] + np.minimum(columns, lengths[members, None] - 1)
         real = columns < lengths[members, None]
         restore[index[real]] = (used + np.arange(index.size)).reshape(index.shape)[real]
-        chosen = index.reshape(-1) if places is None else places[index.reshape(-1)]
+        tokens = index.reshape(-1) if places is None else places[index.reshape(-1)]
         shapes.append((len(members), longest))
-        gathered.append(torch.from_numpy(chosen))
+        gathered.append(torch.from_numpy(tokens))
         used += index.size
     if places is not None:
         restore = restore[_first_place(places)]
@@ -393,11 +396,11 @@ class _Scores:
         """A kernel knows it."""
         return self.softcap is None and self.sinks is None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of rows, [rows, heads, length, size] each, with fewer heads of keys and values or as many."""
         if self.plain:
             return F.scaled_dot_product_attention(
-                query, key, value, seen, is_causal=seen is None, scale=self.scale,
+                query, key, value, mask, is_causal=mask is None, scale=self.scale,
                 enable_gqa=query.shape[1] != key.shape[1],
             )  # fmt: skip
         repeats, length = query.shape[1] // key.shape[1], query.shape[2]
@@ -405,9 +408,9 @@ class _Scores:
         scores = query @ key.transpose(2, 3) * self.scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        if seen is None:
-            seen = _band(length, length, query.device)
-        scores = scores.float().masked_fill(~seen, -torch.inf)
+        if mask is None:
+            mask = _band(length, length, query.device)
+        scores = scores.float().masked_fill(~mask, -torch.inf)
         if self.sinks is not None:
             sinks = self.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], dim=-1)
@@ -417,11 +420,11 @@ class _Scores:
 def _attended(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: _Scores, rule: Rule) -> Tensor:
     kernel = layout.kernel
     if kernel is not None and scores.plain and key.shape == value.shape:
-        left = rule.left(layout.longest)
-        if left is not None and layout.pieces is not None:
-            return by_kernel(kernel, query, key, value, layout.pieces, scores.scale, left)
-        if left is not None:
-            return _by_kernel(kernel, query, key, value, layout, scores.scale, left)
+        lookback = rule.left(layout.longest)
+        if lookback is not None and layout.pieces is not None:
+            return by_kernel(kernel, query, key, value, layout.pieces, scores.scale, lookback)
+        if lookback is not None:
+            return _by_kernel(kernel, query, key, value, layout, scores.scale, lookback)
     if layout.pieces is not None:
         return of_pieces(query, key, value, layout.pieces, scores, rule)
     by_rectangles = _OPAQUE.get("by_rectangles", _by_rectangles) if torch.compiler.is_compiling() else _by_rectangles
@@ -439,8 +442,8 @@ def _by_rectangles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, sc
     for box in rectangles:
         parts = []
         for part in (query, key, value):
-            chosen = part if box.index is None else part.index_select(0, box.index)
-            parts.append(chosen.unflatten(0, (box.rows, box.length)).transpose(1, 2))
+            tokens = part if box.index is None else part.index_select(0, box.index)
+            parts.append(tokens.unflatten(0, (box.rows, box.length)).transpose(1, 2))
         attended = scores.attend(parts[0], parts[1], parts[2], rule.within(box.length, query.device))
         done.append(attended.transpose(1, 2).flatten(0, 1))
     if restore is None:
@@ -455,12 +458,12 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
 
 
 def _by_kernel(
-    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, left: int
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, lookback: int
 ) -> Tensor:
     if layout.places is not None:
         query, key, value = (part.index_select(0, layout.places) for part in (query, key, value))
     attended = kernel.attend(
-        query, key, value, (layout.bounds, layout.bounds), (layout.longest, layout.longest), scale, left
+        query, key, value, (layout.bounds, layout.bounds), (layout.longest, layout.longest), scale, lookback
     )
     return attended if layout.restore is None else attended.index_select(0, layout.restore)
 

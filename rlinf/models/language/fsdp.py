@@ -71,10 +71,10 @@ def arranged(sharding: Sharding, machines: Sequence[Hashable], parallel: Paralle
     at_once = parallel.tensor * parallel.context
     least = lcm(at_once, parallel.expert)
     if sharding == "hybrid":
-        found: dict[Hashable, list[int]] = {}
+        groups: dict[Hashable, list[int]] = {}
         for rank, machine in enumerate(machines):
-            found.setdefault(machine, []).append(rank)
-        copies = [tuple(ranks) for ranks in found.values()]
+            groups.setdefault(machine, []).append(rank)
+        copies = [tuple(ranks) for ranks in groups.values()]
         counts = [len(ranks) for ranks in copies]
         if len(set(counts)) > 1:
             raise ValueError(

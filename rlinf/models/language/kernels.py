@@ -88,7 +88,7 @@ def _torch_kernel() -> Kernel:
     shares_heads = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, bounds: Pair[Tensor], longest: Pair[int], scale: float, left: int
+        query: Tensor, key: Tensor, value: Tensor, bounds: Pair[Tensor], longest: Pair[int], scale: float, lookback: int
     ) -> Tensor:
         more: dict[str, Any] = {}
         if query.shape[1] != key.shape[1]:
@@ -103,7 +103,7 @@ def _torch_kernel() -> Kernel:
             *bounds,
             *longest,
             scale=scale,
-            window_size=(left, 0),
+            window_size=(lookback, 0),
             **more,
         )
 
@@ -112,19 +112,19 @@ def _torch_kernel() -> Kernel:
 
 @cache
 def _flash_kernel(hopper: bool) -> Kernel:
-    found = None
+    interface = None
     for package in ("flash_attn_interface", "flash_attn") if hopper else ("flash_attn",):
         try:
-            found = import_module(package)
+            interface = import_module(package)
             break
         except ImportError as error:
             why = error
-    if found is None:
+    if interface is None:
         raise why
-    function = found.flash_attn_varlen_func
+    function = interface.flash_attn_varlen_func
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, bounds: Pair[Tensor], longest: Pair[int], scale: float, left: int
+        query: Tensor, key: Tensor, value: Tensor, bounds: Pair[Tensor], longest: Pair[int], scale: float, lookback: int
     ) -> Tensor:
         out = function(
             query,
@@ -136,12 +136,12 @@ def _flash_kernel(hopper: bool) -> Kernel:
             max_seqlen_k=longest[1],
             softmax_scale=scale,
             causal=True,
-            window_size=(left, 0 if left >= 0 else -1),
+            window_size=(lookback, 0 if lookback >= 0 else -1),
         )
         return out[0] if isinstance(out, tuple) else out  # early releases for Hopper give the scores' norms, too
 
-    version = getattr(found, "__version__", "")
-    return Kernel(f"FlashAttention {version}".strip() + f" ({found.__name__})", attend)
+    version = getattr(interface, "__version__", "")
+    return Kernel(f"FlashAttention {version}".strip() + f" ({interface.__name__})", attend)
 
 
 class Compiled:
@@ -225,12 +225,12 @@ def slopes(
     if temperature is not None:
         logits = logits / temperature[:, None]
     logp = logits - norms[:, None]
-    asked = grad[:, None]
+    weighted = grad[:, None]
     if grad_entropy is not None and entropy is not None:
         finite = torch.where(logp == -torch.inf, 0.0, logp)
-        asked = asked + grad_entropy[:, None] * (finite + entropy[:, None])
+        weighted = weighted + grad_entropy[:, None] * (finite + entropy[:, None])
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    slope = torch.where(is_target, grad[:, None], 0.0) - logp.exp() * asked
+    slope = torch.where(is_target, grad[:, None], 0.0) - logp.exp() * weighted
     return slope if temperature is None else slope / temperature[:, None]
 
 
@@ -241,8 +241,8 @@ def slopes_alone(logits: Tensor, *others: Tensor | None) -> Tensor:
 
 def slopes_and_bias(logits: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
     """`slopes` in the dtype of the logits; and, of the unrounded ones, the sum over tokens, [vocabulary]."""
-    found = slopes(logits, *others)  # type: ignore[arg-type]
-    return found.to(logits.dtype), found.sum(dim=0)
+    slope = slopes(logits, *others)  # type: ignore[arg-type]
+    return slope.to(logits.dtype), slope.sum(dim=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def lora_targets(model: nn.Module, wanted: str | Sequence[str]) -> list[str]:
     ]
     inner = [name for name in linear if name.rpartition(".")[2] not in _ROUTERS]
     attention = tuple(f"{name}." for name, kind in kinds.items() if "Attention" in kind)
-    found: set[str] = set()
+    names: set[str] = set()
     for each in [wanted] if isinstance(wanted, str) else wanted:
         if each == "auto":
             more = [name for name in inner if name.startswith(attention)] or inner
@@ -108,8 +108,8 @@ def lora_targets(model: nn.Module, wanted: str | Sequence[str]) -> list[str]:
             more = [name for name in linear if f".{name}".endswith(f".{each}")]
         if not more:
             raise ValueError(_no_such_layer(model, each, linear))
-        found.update(more)
-    return [name for name in linear if name in found]
+        names.update(more)
+    return [name for name in linear if name in names]
 
 
 def _no_such_layer(model: nn.Module, wanted: str, linear: Sequence[str]) -> str:

@@ -88,8 +88,8 @@ def drift(apart: Tensor, mask: Tensor) -> dict[str, Metric]:
     Returns:
         Metric `moe/route_drift`, the share of pairs of a token and a layer; nothing where no token counts.
     """
-    found = mean_of(apart.double(), mask.expand_as(apart))
-    return {"moe/route_drift": MetricGroup(torch.stack([found.total, found.weight]), _of_drift)}
+    share = mean_of(apart.double(), mask.expand_as(apart))
+    return {"moe/route_drift": MetricGroup(torch.stack([share.total, share.weight]), _of_drift)}
 
 
 def _of_drift(sums: Tensor) -> dict[str, float]:
@@ -120,7 +120,7 @@ class Routed:
     apart: Tensor
     """True where the gate itself would have chosen another set of experts than the routes gave, bool [layers,
     learned]."""
-    known: Tensor
+    has_route: Tensor
     """True where a token had a route, bool [learned]."""
     balance: Tensor | None
     """Per token, what the auxiliary loss takes the mean of, differentiable, [learned]; None unless `load` was given."""
@@ -182,7 +182,7 @@ class Routers:
 
     def taken(self) -> Tensor:
         """The experts of the last pass, compact, [tokens, layers, experts per token]."""
-        whole = torch.stack([chosen for chosen in self.chosen if chosen is not None], dim=1)
+        whole = torch.stack([experts for experts in self.chosen if experts is not None], dim=1)
         return whole.to(torch.uint8 if compact_type(self.experts) is np.uint8 else torch.int16)
 
     def routed(self) -> Routed:
@@ -190,50 +190,50 @@ class Routers:
         assert self.at is not None
         nothing = torch.zeros(self.experts, dtype=torch.float64, device=self.at.device)
         none = _Seen(nothing, nothing, torch.zeros_like(self.at, dtype=torch.bool), None)  # of one not understood
-        seen = [none if one is None else one for one in self._seen]
-        balances = [one.balance for one in seen if one.balance is not None]
-        known = torch.zeros_like(self.at, dtype=torch.bool)
+        statistics = [none if one is None else one for one in self._seen]
+        balances = [one.balance for one in statistics if one.balance is not None]
+        has_route = torch.zeros_like(self.at, dtype=torch.bool)
         if self._given is not None:
-            known = self._known(self._given[:, 0]).index_select(0, self.at)
+            has_route = self._known(self._given[:, 0]).index_select(0, self.at)
         return Routed(
-            torch.stack([one.counts for one in seen]),
-            torch.stack([one.chances for one in seen]),
-            torch.stack([one.apart for one in seen]),
-            known,
+            torch.stack([one.counts for one in statistics]),
+            torch.stack([one.chances for one in statistics]),
+            torch.stack([one.apart for one in statistics]),
+            has_route,
             torch.stack(balances).mean(0) if balances else None,
         )
 
-    def _known(self, given: Tensor) -> Tensor:
-        return given[:, 0].long() < self.experts
+    def _known(self, routes: Tensor) -> Tensor:
+        return routes[:, 0].long() < self.experts
 
     def _wrapped(self, inner: Callable[..., Any], number: int) -> Callable[..., Any]:
         @wraps(inner)
         def forward(*arguments: Any, **keywords: Any) -> Any:
-            given = None if self._given is None else self._given[:, number]
-            choice = _Choice(given, self.experts, self.top_k)
+            routes = None if self._given is None else self._given[:, number]
+            choice = _Choice(routes, self.experts, self.top_k)
             with choice:
-                found = inner(*arguments, **keywords)
+                output = inner(*arguments, **keywords)
             if choice.chosen is None:
                 self.understood = False
-                return found
+                return output
             self.chosen[number] = choice.chosen
             if self.at is not None:
-                self._seen[number] = self._look(found[0], choice, self.at, number)
-            return found
+                self._seen[number] = self._look(output[0], choice, self.at, number)
+            return output
 
         return forward
 
     def _look(self, logits: Tensor, choice: _Choice, at: Tensor, number: int) -> _Seen:
         assert choice.own is not None
         assert choice.chosen is not None
-        own, chosen = choice.own.index_select(0, at), choice.chosen.index_select(0, at)
+        own, experts = choice.own.index_select(0, at), choice.chosen.index_select(0, at)
         chances = logits.index_select(0, at).float().softmax(-1)
         load = None if self._load is None else self._load[number].to(chances.dtype)
-        counts = torch.bincount(chosen.flatten(), minlength=self.experts)
+        counts = torch.bincount(experts.flatten(), minlength=self.experts)
         return _Seen(
             counts.double(),
             chances.detach().sum(0, dtype=torch.float64),
-            (own.sort(-1).values != chosen.sort(-1).values).any(-1),
+            (own.sort(-1).values != experts.sort(-1).values).any(-1),
             None if load is None else self.experts * (chances @ load),
         )
 
@@ -251,40 +251,40 @@ class _Seen:
 class _Choice(TorchFunctionMode):
     """Answers a router's choice of experts, and remembers it."""
 
-    def __init__(self, given: Tensor | None, experts: int, top_k: int):
+    def __init__(self, routes: Tensor | None, experts: int, top_k: int):
         super().__init__()
         self.own: Tensor | None = None
         self.chosen: Tensor | None = None
-        self._given, self._experts, self._top_k = given, experts, top_k
+        self._given, self._experts, self._top_k = routes, experts, top_k
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         # groups of experts are chosen by `topk` too, over other shapes
-        if func not in _TOPK or tuple(found[1].shape[1:]) != (self._top_k,) or args[0].shape[-1] != self._experts:
-            return found
-        self.own = self.chosen = found[1]
+        if func not in _TOPK or tuple(result[1].shape[1:]) != (self._top_k,) or args[0].shape[-1] != self._experts:
+            return result
+        self.own = self.chosen = result[1]
         if self._given is None:
-            return found
+            return result
         if len(self._given) != len(self.own):
             raise RuntimeError(
                 f"routes of {len(self._given)} tokens were given and a router reads {len(self.own)}: this way to "
                 "spread a model over processes cannot replay; set trainer.router_replay=false"
             )
-        given = self._given.long()
-        known = given[:, :1] < self._experts
-        self.chosen = torch.where(known, given.clamp(max=self._experts - 1), self.own)
+        routes = self._given.long()
+        valid = routes[:, :1] < self._experts
+        self.chosen = torch.where(valid, routes.clamp(max=self._experts - 1), self.own)
         return torch.return_types.topk((args[0].gather(-1, self.chosen), self.chosen))
 
 
 def routers_of(model: nn.Module) -> list[str]:
     """Names of a model's routers, in order; none where it has none of the kind that `Routers` knows, or several."""
-    found = [
+    routers = [
         (name, module)
         for name, module in model.named_modules()
         if _ROUTER.search(type(module).__name__) and isinstance(getattr(module, "top_k", None), int)
     ]
-    shapes = {(module.weight.shape[0], module.top_k) for _, module in found if isinstance(module.weight, Tensor)}
-    return [name for name, _ in found] if len(shapes) == 1 else []
+    shapes = {(module.weight.shape[0], module.top_k) for _, module in routers if isinstance(module.weight, Tensor)}
+    return [name for name, _ in routers] if len(shapes) == 1 else []
 
 
 def watch(model: nn.Module, *, compiled: bool = False) -> Routers | None:
@@ -294,8 +294,8 @@ def watch(model: nn.Module, *, compiled: bool = False) -> Routers | None:
 
 
 def _layer(name: str) -> int:
-    found = _LAYER.search(f".{name}.")
-    return int(found.group(1)) if found else 0
+    match = _LAYER.search(f".{name}.")
+    return int(match.group(1)) if match else 0
 
 
 Replay = Literal["auto", True, False]
@@ -335,18 +335,18 @@ class Mixture:
                 routes = _padded(routes, batch, *rectangle)
             self.routers.begin(routes, at, batch.expert_load)
 
-    def told(self, found: tuple[Tensor, Tensor], batch: Packed, share: Share | None) -> Found:
+    def told(self, outputs: tuple[Tensor, Tensor], batch: Packed, share: Share | None) -> Found:
         """The pass's outputs, and beside them how its tokens were routed, where that is watched.
 
         Args:
-            found: of all learned tokens.
+            outputs: of all learned tokens.
             batch: the whole micro-batch.
             share: this rank's part of it, None for all: then ranks tell each other of theirs.
         """
         if self.routers is None:
-            return found
+            return outputs
         routed = self.routers.routed()
-        return (*found, routed if share is None else _whole(routed, share))
+        return (*outputs, routed if share is None else _whole(routed, share))
 
     def load_of(self, rows: Sequence[Row]) -> np.ndarray:
         """Share of all choices that each expert has in the rows of an optimizer step, float32 [layers, experts].
@@ -355,13 +355,13 @@ class Mixture:
             ValueError: rows do not say where their tokens went.
         """
         assert self.routers is not None
-        told = [routes for row in rows if (routes := row.learned_routes) is not None]
-        if (found := load_of(told, self.routers.layers, self.routers.experts)) is None:
+        routes_of_rows = [routes for row in rows if (routes := row.learned_routes) is not None]
+        if (load := load_of(routes_of_rows, self.routers.layers, self.routers.experts)) is None:
             raise ValueError(
                 "algorithm.router_aux_loss balances experts by what the engine chose, and samples do not tell that: "
                 "take an engine that does, or set it to 0"
             )
-        return found
+        return load
 
     def settle(self, compute: Callable[[Packed], Any], probe: Packed, agreed: Callable[[bool], bool]) -> str | None:
         """See whether tokens go where they are told to; on all ranks together.
@@ -395,16 +395,16 @@ class Mixture:
     def _follows(self, routers: Any, compute: Callable[[Packed], Any], probe: Packed) -> bool:
         device, layers = probe.ids.device, len(routers.layers)
         tokens = torch.arange(len(probe.ids), device=device)[:, None, None]
-        made = tokens + torch.arange(layers * routers.top_k, device=device).view(layers, -1)
-        asked = self.replays
+        routes = tokens + torch.arange(layers * routers.top_k, device=device).view(layers, -1)
+        replays = self.replays
         self.replays = True
         try:
-            found = compute(probe.routed(made % routers.experts))[2]
+            routed = compute(probe.routed(routes % routers.experts))[2]
         finally:
-            self.replays = asked
-        wanted = made.index_select(0, probe.predicting()) % routers.experts
+            self.replays = replays
+        wanted = routes.index_select(0, probe.predicting()) % routers.experts
         counts = torch.nn.functional.one_hot(wanted, routers.experts).sum((0, 2))
-        return routers.understood and torch.equal(found.counts, counts.double())
+        return routers.understood and torch.equal(routed.counts, counts.double())
 
 
 def _whole(routed: Routed, share: Share) -> Routed:
@@ -412,9 +412,9 @@ def _whole(routed: Routed, share: Share) -> Routed:
     counts, chances = (part.clone() for part in (routed.counts, routed.chances))
     dist.all_reduce(counts, group=share.group)
     dist.all_reduce(chances, group=share.group)
-    said = share.whole(torch.cat([routed.apart, routed.known[None]]).t().float()) > 0.5
+    flags = share.whole(torch.cat([routed.apart, routed.has_route[None]]).t().float()) > 0.5
     balance = None if routed.balance is None else share.whole(routed.balance)
-    return Routed(counts, chances, said[:, :-1].t(), said[:, -1], balance)
+    return Routed(counts, chances, flags[:, :-1].t(), flags[:, -1], balance)
 
 
 def _must(why: str) -> str:
@@ -446,9 +446,9 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> Iterator[nn.Param
     for experts in experts_of(model, mesh.size()):
         for name, whole in list(experts.named_parameters(recurse=False)):
             part = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
-            made = nn.Parameter(part, requires_grad=whole.requires_grad)
-            setattr(experts, name, made)
-            yield made
+            parameter = nn.Parameter(part, requires_grad=whole.requires_grad)
+            setattr(experts, name, parameter)
+            yield parameter
         experts.num_experts = int(experts.num_experts) // mesh.size()  # type: ignore[arg-type, assignment]
         experts.forward = partial(_sent_around, experts, experts.forward, mesh.get_group())
 
@@ -459,14 +459,14 @@ def experts_of(model: PreTrainedModel, parts: int) -> list[nn.Module]:
     Raises:
         ValueError: there is none, or their number cannot be split so.
     """
-    found = [module for module in model.modules() if _stacked(module)]
-    asked = f"trainer.parallel.expert={parts}: {type(model).__name__}"
-    if not found:
-        raise ValueError(f"{asked} has no experts that transformers stacks in one tensor")
-    numbers = {int(module.num_experts) for module in found}  # type: ignore[arg-type]
+    stacks = [module for module in model.modules() if _stacked(module)]
+    key = f"trainer.parallel.expert={parts}: {type(model).__name__}"
+    if not stacks:
+        raise ValueError(f"{key} has no experts that transformers stacks in one tensor")
+    numbers = {int(module.num_experts) for module in stacks}  # type: ignore[arg-type]
     if uneven := sorted(number for number in numbers if number % parts):
-        raise ValueError(f"{asked} has {uneven[0]} experts, which is no multiple of {parts}")
-    return found
+        raise ValueError(f"{key} has {uneven[0]} experts, which is no multiple of {parts}")
+    return stacks
 
 
 def _stacked(module: nn.Module) -> bool:
@@ -476,26 +476,26 @@ def _stacked(module: nn.Module) -> bool:
 
 
 def _sent_around(
-    module: nn.Module, inner: Experts, group: dist.ProcessGroup, hidden: Tensor, chosen: Tensor, weights: Tensor
+    module: nn.Module, inner: Experts, group: dist.ProcessGroup, hidden: Tensor, choice: Tensor, weights: Tensor
 ) -> Tensor:
     """Output of `inner`, computed with the experts of all ranks; arguments as for `Experts`."""
     ranks, here = dist.get_world_size(group), int(module.num_experts)  # type: ignore[arg-type]
-    flat = chosen.reshape(-1)
+    flat = choice.reshape(-1)
     order = flat.argsort(stable=True)
     leaving = torch.bincount(flat, minlength=ranks * here)  # choices of each expert
     coming = torch.empty_like(leaving)  # of each rank, choices of each expert here
     dist.all_to_all_single(coming, leaving, group=group)
     sent, received = leaving.view(ranks, here).sum(1).tolist(), coming.view(ranks, here).sum(1).tolist()
-    rows = exchanged(hidden.index_select(0, order // chosen.shape[1]), sent, received, group)
+    rows = exchanged(hidden.index_select(0, order // choice.shape[1]), sent, received, group)
     expert = torch.arange(here, device=flat.device).repeat(ranks).repeat_interleave(coming)
     if not len(rows):  # a row that nobody gets back, since every rank's experts must have a gradient
         rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
     with _parts_alone(module):
-        made = inner(rows, expert[:, None], weights.new_ones(len(rows), 1))
-    back = exchanged(made[: sum(received)], received, sent, group)
+        outputs = inner(rows, expert[:, None], weights.new_ones(len(rows), 1))
+    back = exchanged(outputs[: sum(received)], received, sent, group)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    mine = back.index_select(0, place).view(*chosen.shape, -1) * weights[..., None]
+    mine = back.index_select(0, place).view(*choice.shape, -1) * weights[..., None]
     return mine.sum(dim=1).to(hidden.dtype)
 
 
@@ -544,12 +544,12 @@ class StackedExperts:
     def __getitem__(self, part: Any) -> Tensor:
         """Some experts, of them some rows, of these some columns: three slices; `...` for all."""
         which, rows, columns = (slice(None),) * 3 if part is ... else part
-        chosen = range(len(self.members))[which]
-        return torch.stack([self._expert(number)[rows, columns] for number in chosen])
+        indices = range(len(self.members))[which]
+        return torch.stack([self._expert(number)[rows, columns] for number in indices])
 
     def _expert(self, number: int) -> Tensor:
         return torch.cat([self._look(name, lambda file, name: file.get_tensor(name)) for name in self.members[number]])
 
-    def _look(self, name: str, read: Callable[[Any, str], Any]) -> Any:
+    def _look(self, name: str, getter: Callable[[Any, str], Any]) -> Any:
         with safe_open(self.files[name], framework="pt") as file:
-            return read(file, name)
+            return getter(file, name)

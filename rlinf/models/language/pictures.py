@@ -119,15 +119,15 @@ def _three_dimensions(
     batch: Packed, ids: np.ndarray, owner: np.ndarray, pictures: Pictures, grids: Tensor
 ) -> np.ndarray:
     """Positions of all tokens, int64 [4, tokens]; `owner` is the picture that each stands for, or -1."""
-    found = np.tile(batch.positions.cpu().numpy(), (4, 1))
+    positions = np.tile(batch.positions.cpu().numpy(), (4, 1))
     starts = np.cumsum([0, *batch.lengths])
     for start, end in pairwise(starts.tolist()):
         here = np.arange(start, end) if batch.stands is None else batch.stands[start:end]
         own = np.unique(owner[here])
         own = own[own >= 0]
         if len(own):
-            found[1:, here] = pictures.positions(ids[here], grids[own])
-    return found
+            positions[1:, here] = pictures.positions(ids[here], grids[own])
+    return positions
 
 
 def in_rows(batch: Packed, pictures: Pictures, places: Tensor, longest: int, *, blank: bool = False) -> Seen:

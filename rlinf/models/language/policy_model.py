@@ -138,17 +138,17 @@ class _TokenLogprobs(torch.autograd.Function):
         for_bias = torch.zeros_like(bias, dtype=norms.dtype) if wants_bias else None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            given = (targets[part], _part(temperature, part), norms[part], grad[part])
-            asked = (None, None) if entropy is None else (grad_entropy[part], entropy[part])
+            inputs = (targets[part], _part(temperature, part), norms[part], grad[part])
+            for_entropy = (None, None) if entropy is None else (grad_entropy[part], entropy[part])
             if ctx.fused is None:
-                slope = _slope(_logits(hidden[part], weight, bias, temperature, part), *given, *asked)
+                slope = _slope(_logits(hidden[part], weight, bias, temperature, part), *inputs, *for_entropy)
                 if for_bias is not None:
                     for_bias += slope.sum(dim=0)
                 slope = slope.to(hidden.dtype)
             elif for_bias is None:
-                slope = ctx.fused.slopes(F.linear(hidden[part], weight, bias), *given, *asked)
+                slope = ctx.fused.slopes(F.linear(hidden[part], weight, bias), *inputs, *for_entropy)
             else:
-                slope, summed = ctx.fused.slopes_and_bias(F.linear(hidden[part], weight, bias), *given, *asked)
+                slope, summed = ctx.fused.slopes_and_bias(F.linear(hidden[part], weight, bias), *inputs, *for_entropy)
                 for_bias += summed
             if for_hidden is not None:
                 torch.mm(slope, weight, out=for_hidden[part])
@@ -315,12 +315,12 @@ class PolicyModel(nn.Module):
         if not self.plain_head:
             logits = self._kept(self.model, batch, "logits", share)
             logits = logits if (banned := never(self.pictures, logits)) is None else logits + banned
-            found = logprobs_of_logits(logits, mine.targets, mine.temperature, entropy_slope=entropy_slope)
+            outputs = logprobs_of_logits(logits, mine.targets, mine.temperature, entropy_slope=entropy_slope)
         else:
             head: Any = self.model.get_output_embeddings()
             hidden = self._kept(self.model.base_model, batch, "last_hidden_state", share)
             bias, banned = getattr(head, "bias", None), never(self.pictures, head.weight[:, 0])
-            found = token_logprobs(
+            outputs = token_logprobs(
                 hidden,
                 head.weight,
                 bias if banned is None else banned if bias is None else bias + banned,
@@ -330,8 +330,8 @@ class PolicyModel(nn.Module):
                 entropy_slope=entropy_slope,
                 fused=self._fused,
             )
-        found = found if share is None else (share.whole(found[0]), share.whole(found[1]))
-        return self.mixture.told(found, batch, share)
+        outputs = outputs if share is None else (share.whole(outputs[0]), share.whole(outputs[1]))
+        return self.mixture.told(outputs, batch, share)
 
     def _share(self, batch: Packed) -> Share | None:
         """This rank's part of a micro-batch; None for all of it."""
@@ -355,26 +355,26 @@ class PolicyModel(nn.Module):
                 refusals=self._refusals,
             )
             mine, positions = (batch, batch.positions) if share is None else (share.batch, share.positions)
-            shown = Seen({}, positions) if self.pictures is None else seen(batch, self.pictures, blank=blank)
+            pictures = Seen({}, positions) if self.pictures is None else seen(batch, self.pictures, blank=blank)
             self.mixture.begin(mine, mine.predicting())
-            given = {
+            inputs = {
                 "input_ids": mine.ids[None],
-                "position_ids": shown.positions.unsqueeze(-2),
+                "position_ids": pictures.positions.unsqueeze(-2),
                 # without it transformers looks for sequences itself
                 "attention_mask": torch.ones_like(mine.ids[None]),
                 ARGUMENT: layout,
-                **shown.tensors,
+                **pictures.tensors,
             }
-            whole: Tensor = getattr(part(**given, use_cache=False), output)[0]
+            whole: Tensor = getattr(part(**inputs, use_cache=False), output)[0]
             return whole.index_select(0, mine.predicting())
         ids, places = padded(batch)
         at = places.index_select(0, batch.predictors)
         self.mixture.begin(batch, at, (places, ids.numel()))
-        given = {"input_ids": ids}
+        inputs = {"input_ids": ids}
         if self.pictures is not None:
-            shown = in_rows(batch, self.pictures, places, ids.shape[1], blank=blank)
-            given |= {"position_ids": shown.positions, **shown.tensors}
-        whole = getattr(part(**given, use_cache=False), output).flatten(0, 1)
+            pictures = in_rows(batch, self.pictures, places, ids.shape[1], blank=blank)
+            inputs |= {"position_ids": pictures.positions, **pictures.tensors}
+        whole = getattr(part(**inputs, use_cache=False), output).flatten(0, 1)
         return whole.index_select(0, at)
 
     def settle(self, ranks: DeviceMesh | None = None) -> None:
@@ -400,10 +400,10 @@ class PolicyModel(nn.Module):
             self._use(packs=False, plain_head=False)
             expected = self(probe)
             for kernel, packs, plain_head in self._ways(device):
-                found = self._at_hand(kernel, device, refused)
-                if not _agreed(found is not None, ranks, device):
+                choice = self._at_hand(kernel, device, refused)
+                if not _agreed(choice is not None, ranks, device):
                     continue
-                self.kernel = found
+                self.kernel = choice
                 self._use(packs=packs, plain_head=plain_head)
                 # each trial is a collective where the model lies in slices, so all ranks must go on to the next
                 if not _agreed(self._agrees(probe, expected, refused), ranks, device):
@@ -431,14 +431,14 @@ class PolicyModel(nn.Module):
         self._blocks.prepare()
         learns = any(parameter.requires_grad for parameter in self.parameters())
         with torch.set_grad_enabled(learns):
-            found = self(probe)
+            outputs = self(probe)
             if learns:
                 # Compiled, too; squared, for slopes that lie as those of a loss do: others are compiled for anew.
-                found[0].square().sum().backward()  # type: ignore[no-untyped-call]
+                outputs[0].square().sum().backward()  # type: ignore[no-untyped-call]
         for parameter in self.parameters():
             parameter.grad = None
         tolerance = 1e-4 if self.computes_in == torch.float32 else 0.1
-        same = torch.allclose(found[0], expected[0], atol=tolerance, rtol=tolerance)
+        same = torch.allclose(outputs[0], expected[0], atol=tolerance, rtol=tolerance)
         odd = None if same else "other log-probs than uncompiled"
         empty = None if self._blocks.graphs else "the compiler found nothing in them that it can compile"
         reasons = {"blocks": self._blocks.refused or empty or odd, "head": self._fused.refused or odd}
@@ -457,12 +457,12 @@ class PolicyModel(nn.Module):
     def words(self) -> str:
         """Words for people on how the model is run."""
         if not self.packs:
-            said = "sequences padded to one length"
+            text = "sequences padded to one length"
         else:
-            said = "sequences packed, attention by " + (self.kernel.words if self.kernel else "rectangles")
+            text = "sequences packed, attention by " + (self.kernel.words if self.kernel else "rectangles")
         parts = {"blocks": self._blocks is not None and self._blocks.on, "head": self._fused is not None}
         compiled = " and ".join(part for part, on in parts.items() if on)
-        return said + (f", {compiled} compiled" if compiled else "")
+        return text + (f", {compiled} compiled" if compiled else "")
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -514,7 +514,7 @@ class PolicyModel(nn.Module):
         """The model's outputs, computed in a way that it may refuse: then None, and the reason in `refused`."""
         self._refusals = refusals = []
         try:
-            found = self(probe)
+            outputs = self(probe)
         except REFUSALS as error:
             if device_at_fault(error):
                 raise
@@ -522,16 +522,16 @@ class PolicyModel(nn.Module):
         finally:
             self._refusals = None
         refused += refusals[:1]
-        return None if refusals else found
+        return None if refusals else outputs
 
     def _agrees(self, probe: Packed, expected: Found, refused: list[str]) -> bool:
-        found = self._tried(probe, refused)
-        if found is None:
+        outputs = self._tried(probe, refused)
+        if outputs is None:
             return False
         tolerance = 1e-4 if self.computes_in == torch.float32 else 0.1
         same = all(
             bool(torch.allclose(one, other, atol=tolerance, rtol=tolerance))
-            for one, other in zip(found[:2], expected[:2], strict=True)
+            for one, other in zip(outputs[:2], expected[:2], strict=True)
         )
         if not same:
             refused.append(f"{self.words}: other log-probs than by its own forward")
@@ -548,16 +548,16 @@ class PolicyModel(nn.Module):
         if share is not None:
             spoilt = spoilt[share.tokens]
 
-        def spoil(module: nn.Module, given: Any, found: Tensor) -> Tensor:
-            return found.masked_fill(spoilt[None, :, None], torch.nan)
+        def spoil(module: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
+            return outputs.masked_fill(spoilt[None, :, None], torch.nan)
 
         hook = self.model.get_input_embeddings().register_forward_hook(spoil)
         try:
-            found = self._tried(probe, refused)
+            outputs = self._tried(probe, refused)
         finally:
             hook.remove()
-        apart = found is not None and bool(found[0][probe.sequences != _SPOILT].isfinite().all())
-        if found is not None and not apart:
+        apart = outputs is not None and bool(outputs[0][probe.sequences != _SPOILT].isfinite().all())
+        if outputs is not None and not apart:
             refused.append(f"{type(self.model).__name__}: a sequence changes others that lie behind it")
         return apart
 
@@ -584,8 +584,8 @@ def _no_way(model: str, wanted: Attention, device: torch.device, refused: list[s
         if wanted == "flash"
         else "padded pads sequences to one length, which computes more and needs more memory"
     )
-    said = f"trainer.attention={wanted}: {model} cannot be run so on {device.type}: {reasons}"
-    return f"{said}. {other[0].upper()}{other[1:]}"
+    problem = f"trainer.attention={wanted}: {model} cannot be run so on {device.type}: {reasons}"
+    return f"{problem}. {other[0].upper()}{other[1:]}"
 
 
 HEAD = "score."

@@ -65,7 +65,7 @@ def exchanged(mine: Tensor, sent: Sequence[int], received: Sequence[int], group:
     return cast(Tensor, _Exchanged.apply(mine, tuple(sent), tuple(received), group))
 
 
-def whole_again(mine: Tensor, kept: Tensor, places: Tensor, most: int, group: dist.ProcessGroup) -> Tensor:
+def whole_again(mine: Tensor, own_rows: Tensor, places: Tensor, most: int, group: dist.ProcessGroup) -> Tensor:
     """Rows that are spread over ranks, all of them on each, [all rows, ...].
 
     Every rank goes on to compute the *same* loss of all of them. So a row's gradient is what one rank finds of it, the
@@ -73,29 +73,29 @@ def whole_again(mine: Tensor, kept: Tensor, places: Tensor, most: int, group: di
 
     Args:
         mine: this rank's, [rows, ...].
-        kept: which of all rows they are, int64 [rows].
+        own_rows: which of all rows they are, int64 [rows].
         places: of each of all rows, where it stands when every rank's come one behind another, `most` of each.
         most: rows of the rank that has the most, at least one.
     """
-    return cast(Tensor, _WholeAgain.apply(mine, kept, places, most, group))
+    return cast(Tensor, _WholeAgain.apply(mine, own_rows, places, most, group))
 
 
 def _gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found = mine.new_empty(dist.get_world_size(group) * len(mine), *mine.shape[1:])
-    all_gather(found, mine.contiguous(), group=group)
-    return found
+    whole = mine.new_empty(dist.get_world_size(group) * len(mine), *mine.shape[1:])
+    all_gather(whole, mine.contiguous(), group=group)
+    return whole
 
 
 def _sum_and_share_out(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found = partial.new_empty(len(partial) // dist.get_world_size(group), *partial.shape[1:])
-    reduce_scatter(found, partial.contiguous(), group=group)
-    return found
+    share = partial.new_empty(len(partial) // dist.get_world_size(group), *partial.shape[1:])
+    reduce_scatter(share, partial.contiguous(), group=group)
+    return share
 
 
 def _exchange(mine: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    found = mine.new_empty(sum(received), *mine.shape[1:])
-    dist.all_to_all_single(found, mine.contiguous(), list(received), list(sent), group=group)
-    return found
+    received_rows = mine.new_empty(sum(received), *mine.shape[1:])
+    dist.all_to_all_single(received_rows, mine.contiguous(), list(received), list(sent), group=group)
+    return received_rows
 
 
 class _Gathered(torch.autograd.Function):
@@ -136,16 +136,18 @@ class _Exchanged(torch.autograd.Function):
 
 class _WholeAgain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, kept: Tensor, places: Tensor, most: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(kept)
+    def forward(
+        ctx: Any, mine: Tensor, own_rows: Tensor, places: Tensor, most: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.save_for_backward(own_rows)
         padded = mine.new_zeros(most, *mine.shape[1:])
         padded[: len(mine)] = mine
         return _gather(padded, group).index_select(0, places)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (kept,) = ctx.saved_tensors
-        return gradients[0].index_select(0, kept), None, None, None, None
+        (own_rows,) = ctx.saved_tensors
+        return gradients[0].index_select(0, own_rows), None, None, None, None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,7 +183,7 @@ class Share:
     """The pieces of sequences that this rank computes, and the keys that each may see."""
     tokens: Tensor
     """Which token of the whole micro-batch each of ours is, int64; the last one for padding."""
-    kept: Tensor
+    own_rows: Tensor
     """Which learned tokens of the whole micro-batch ours are, int64."""
     places: Tensor
     """Where each learned token stands when all ranks' come one behind another, int64 [learned]."""
@@ -193,7 +195,7 @@ class Share:
     def whole(self, mine: Tensor) -> Tensor:
         """Gather results of learned tokens from all ranks: [learned, ...] on each, from each rank's own, [ours,
         ...]."""
-        return whole_again(mine, self.kept, self.places, self.most, self.group)
+        return whole_again(mine, self.own_rows, self.places, self.most, self.group)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,31 +226,33 @@ class Division:
         part = share.reshape(parts, -1)[me % parts]
         stands = batch.stands if batch.stands is not None else np.arange(sum(batch.lengths))
         predicting = stood[stands[batch.predictors.cpu().numpy()]]
-        kept, places, most = _spread(predicting // len(part), ranks, me)
+        own_rows, places, most = _spread(predicting // len(part), ranks, me)
         lengths, arrays = _pieces(batch.lengths, stands, share, stood, tokens)
         at_hand = [
             np.minimum(part, tokens - 1),
             np.minimum(share, tokens - 1),
-            predicting[kept] - me * len(part),
-            kept,
+            predicting[own_rows] - me * len(part),
+            own_rows,
             places,
             *arrays,
         ]
-        chosen, shared, local, mine, back, *rest = sent([torch.from_numpy(each) for each in at_hand], batch.ids.device)
+        computed, shared, local, mine, back, *rest = sent(
+            [torch.from_numpy(each) for each in at_hand], batch.ids.device
+        )
         own = replace(
             batch,
-            ids=batch.ids.index_select(0, chosen),
-            positions=batch.positions.index_select(0, chosen),
+            ids=batch.ids.index_select(0, computed),
+            positions=batch.positions.index_select(0, computed),
             places=None,
             stands=None,
-            routes=None if batch.routes is None else batch.routes.index_select(0, chosen),
+            routes=None if batch.routes is None else batch.routes.index_select(0, computed),
             predictors=local,
             targets=batch.targets.index_select(0, mine),
             temperature=None if batch.temperature is None else batch.temperature.index_select(0, mine),
         )
         pieces = Pieces(None if self.context is None else self.context.get_group(), lengths, *rest)
         positions = batch.positions.index_select(0, shared)
-        return Share(own, positions, pieces, chosen, mine, back, most, self.together.get_group())
+        return Share(own, positions, pieces, computed, mine, back, most, self.together.get_group())
 
 
 def zigzag(tokens: int, shares: int, parts: int) -> np.ndarray:
@@ -265,7 +269,7 @@ def zigzag(tokens: int, shares: int, parts: int) -> np.ndarray:
 
 
 def _spread(owner: np.ndarray, ranks: int, me: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """For `Share`: `kept`, `places` and `most` of learned tokens, given the rank that has each, int64 [learned]."""
+    """For `Share`: `own_rows`, `places` and `most` of learned tokens, given the rank that has each, int64 [learned]."""
     counts = np.bincount(owner, minlength=ranks)
     most = max(1, int(counts.max()))
     places = np.empty_like(owner)
@@ -293,19 +297,19 @@ def _pieces(
     mine[share[real]] = real
     queries: list[np.ndarray] = [np.zeros(0, np.int64)]
     keys = [*queries]
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     for sequence in np.split(stands, np.cumsum(lengths)[:-1]):
         here = np.flatnonzero(mine[sequence] >= 0)
         for run in np.split(here, np.flatnonzero(np.diff(here) > 1) + 1) if len(here) else ():
             queries.append(mine[sequence[run]])
             keys.append(stood[sequence[: run[-1] + 1]])
-            found.append((len(run), int(run[-1]) + 1))
+            spans.append((len(run), int(run[-1]) + 1))
             mine[sequence[run]] = -1
-    asked = np.concatenate(queries)
-    restore = np.full(len(share), len(asked))
-    restore[asked] = np.arange(len(asked))
-    bounds = [np.cumsum([0, *sizes]).astype(np.int32) for sizes in ([n for n, _ in found], [n for _, n in found])]
-    return tuple(found), [asked, np.concatenate(keys), restore, *bounds]
+    query_rows = np.concatenate(queries)
+    restore = np.full(len(share), len(query_rows))
+    restore[query_rows] = np.arange(len(query_rows))
+    bounds = [np.cumsum([0, *sizes]).astype(np.int32) for sizes in ([n for n, _ in spans], [n for _, n in spans])]
+    return tuple(spans), [query_rows, np.concatenate(keys), restore, *bounds]
 
 
 _COLUMNS, _ROWS = "colwise", "rowwise"
@@ -383,33 +387,33 @@ def plan_of(model: PreTrainedModel, parts: int) -> list[tuple[nn.Module, list[tu
         ValueError: there is no plan, or one that this cannot follow, or some number is no multiple of `parts`.
     """
     name, config = type(model).__name__, model.config.get_text_config()
-    asked = f"trainer.parallel.tensor={parts}: {name}"
+    setting = f"trainer.parallel.tensor={parts}: {name}"
     styles: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     heads = {key: getattr(config, key, None) or 0 for key in ("num_attention_heads", "num_key_value_heads")}
     uneven = [f"{key} {number}" for key, number in heads.items() if number % parts]
-    found: dict[str, list[tuple[nn.Linear, str]]] = {}
+    matrices: dict[str, list[tuple[nn.Linear, str]]] = {}
     for path, module in model.base_model.named_modules():
         style = next((style for key, style in styles.items() if re.fullmatch(_pattern(key), path)), None)
         if style is None or style in _WHOLE or not any(True for _ in module.parameters()) or ".experts" in path:
             continue
         if type(module) is not nn.Linear or style not in (_COLUMNS, _ROWS):
             raise ValueError(
-                f"{asked} cannot be split: {path} is a {type(module).__name__} that is to be {style}; adapters and "
+                f"{setting} cannot be split: {path} is a {type(module).__name__} that is to be {style}; adapters and "
                 "such plans are for trainer.parallel.context, which splits the tokens instead"
             )
         split = module.out_features if style == _COLUMNS else module.in_features
         uneven += [f"{path.rpartition('.')[2]} of {split}"] if split % parts else []
-        found.setdefault(path.rpartition(".")[0], []).append((module, style))
+        matrices.setdefault(path.rpartition(".")[0], []).append((module, style))
     if uneven:
-        raise ValueError(f"{asked} cannot be split evenly: {', '.join(dict.fromkeys(uneven))}")
-    if not found:
+        raise ValueError(f"{setting} cannot be split evenly: {', '.join(dict.fromkeys(uneven))}")
+    if not matrices:
         raise ValueError(
-            f"{asked} cannot be split: transformers has no plan for it; trainer.parallel.context needs none"
+            f"{setting} cannot be split: transformers has no plan for it; trainer.parallel.context needs none"
         )
-    odd = [path for path, children in found.items() if {style for _, style in children} != {_COLUMNS, _ROWS}]
+    odd = [path for path, children in matrices.items() if {style for _, style in children} != {_COLUMNS, _ROWS}]
     if odd:
-        raise ValueError(f"{asked} cannot be split: of {odd[0]} it is not said how it begins and how it ends")
-    return [(model.base_model.get_submodule(path), children) for path, children in found.items()]
+        raise ValueError(f"{setting} cannot be split: of {odd[0]} it is not said how it begins and how it ends")
+    return [(model.base_model.get_submodule(path), children) for path, children in matrices.items()]
 
 
 def _pattern(key: str) -> str:
@@ -420,15 +424,15 @@ def _split(module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> nn.Param
     """Replace a parameter by this rank's part of it, which all ranks have whole."""
     whole: nn.Parameter = getattr(module, name)
     part = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
-    made = nn.Parameter(part, requires_grad=whole.requires_grad)
-    setattr(module, name, made)
-    return made
+    parameter = nn.Parameter(part, requires_grad=whole.requires_grad)
+    setattr(module, name, parameter)
+    return parameter
 
 
-def _enter(ranks: TensorRanks, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _enter(ranks: TensorRanks, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
     if "hidden_states" in named:
-        return given, {**named, "hidden_states": ranks.enter(named["hidden_states"])}
-    return (ranks.enter(given[0]), *given[1:]), named
+        return inputs, {**named, "hidden_states": ranks.enter(named["hidden_states"])}
+    return (ranks.enter(inputs[0]), *inputs[1:]), named
 
 
 def _columns(linear: nn.Linear, hidden: Tensor) -> Tensor:
@@ -436,8 +440,8 @@ def _columns(linear: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def _rows(ranks: TensorRanks, linear: nn.Linear, hidden: Tensor) -> Tensor:
-    found = ranks.leave(F.linear(hidden, local(linear.weight)))
-    return found if linear.bias is None else found + linear.bias
+    output = ranks.leave(F.linear(hidden, local(linear.weight)))
+    return output if linear.bias is None else output + linear.bias
 
 
 def local(parameter: Tensor) -> Tensor:

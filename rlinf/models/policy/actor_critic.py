@@ -78,8 +78,8 @@ class Exact(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # what `to`, `half`, `cuda` call
         def moved(tensor: Tensor) -> Tensor:
-            found = fn(tensor)
-            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
         return super()._apply(moved, recurse)
 
@@ -158,11 +158,11 @@ class Distribution(ABC):
         """Draw from uniform numbers in [0, 1), float64 [N, C x A]; [N, C, A]."""
 
     @abstractmethod
-    def actions(self, made: Tensor) -> Tensor:
+    def actions(self, sample: Tensor) -> Tensor:
         """Drawn actions as numbers for the environment, in [-1, 1], float32 [N, C, A]."""
 
     @abstractmethod
-    def logprobs(self, made: Tensor) -> Tensor:
+    def logprobs(self, sample: Tensor) -> Tensor:
         """Log-prob or log-density of each number that was drawn, nats, [N, C, A]."""
 
     @abstractmethod
@@ -188,12 +188,12 @@ class Normal(Distribution):
     def drawn(self, noise: Tensor) -> Tensor:
         return self._mean + self._log_std.exp() * normals(noise).view_as(self._mean)
 
-    def actions(self, made: Tensor) -> Tensor:
-        return made.clamp(-1.0, 1.0)
+    def actions(self, sample: Tensor) -> Tensor:
+        return sample.clamp(-1.0, 1.0)
 
-    def logprobs(self, made: Tensor) -> Tensor:
+    def logprobs(self, sample: Tensor) -> Tensor:
         """log N(x; mean, sigma^2) = -((x - mean) / sigma)^2 / 2 - log sigma - log(2 pi) / 2"""
-        away = (made - self._mean) * torch.exp(-self._log_std)
+        away = (sample - self._mean) * torch.exp(-self._log_std)
         return torch.addcmul(-_HALF_LOG_TAU - self._log_std, away, away, value=-0.5)  # the constants once, not by row
 
     def entropy(self) -> Tensor:
@@ -224,11 +224,11 @@ class Categorical(Distribution):
         below = (sums <= noise.view(sums.shape[:-1])[..., None]).sum(-1)
         return torch.minimum(below, self._counts - 1)  # where rounding leaves the whole sum below 1
 
-    def actions(self, made: Tensor) -> Tensor:
-        return (2 * made + 1) / self._counts - 1.0
+    def actions(self, sample: Tensor) -> Tensor:
+        return (2 * sample + 1) / self._counts - 1.0
 
-    def logprobs(self, made: Tensor) -> Tensor:
-        return self._log.gather(-1, made[..., None]).squeeze(-1)
+    def logprobs(self, sample: Tensor) -> Tensor:
+        return self._log.gather(-1, sample[..., None]).squeeze(-1)
 
     def entropy(self) -> Tensor:
         return -(self._log.exp() * self._log).sum(-1)
@@ -305,19 +305,19 @@ class Memory(nn.Module):
         Returns:
             h after each, [B, L, M].
         """
-        found = []
+        outputs = []
         remembered = before[:, 0]
         for time in range(x.shape[1]):
             remembered = torch.cat([remembered[:, :-1], before[:, time, -1:]], 1)
             h, remembered = self(x[:, time], remembered)
-            found.append(h)
-        return torch.stack(found, 1)
+            outputs.append(h)
+        return torch.stack(outputs, 1)
 
     def shown(self, observation: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """The memory that comes with an observation of N rows, like `like`; nothing where there is none."""
-        found = observation.get(MEMORY)
+        state = observation.get(MEMORY)
         return (
-            like.new_zeros(len(like), self.units + 1, dtype=torch.float32) if found is None else found.to(like.device)
+            like.new_zeros(len(like), self.units + 1, dtype=torch.float32) if state is None else state.to(like.device)
         )
 
 
@@ -412,9 +412,9 @@ class ActorCritic(Policy):
     def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
         """See `Policy.draw`."""
         hidden, memory = self._hidden(inputs)
-        found, values = self._heads(hidden)
-        made = found.likeliest() if noise is None else found.drawn(noise)
-        return Drawn(found.actions(made), made, found.logprobs(made), values, memory=memory)
+        distribution, values = self._heads(hidden)
+        sample = distribution.likeliest() if noise is None else distribution.drawn(noise)
+        return Drawn(distribution.actions(sample), sample, distribution.logprobs(sample), values, memory=memory)
 
     def score(self, stored: Stored) -> Evaluated:
         """See `Policy.score`."""
@@ -422,18 +422,18 @@ class ActorCritic(Policy):
             hidden, actions = self._hidden(stored)[0], stored["actions"]
         else:  # sequences of decisions, [B, L, ...]
             rows = {name: each.flatten(0, 1) for name, each in stored.items()}
-            seen = self.features(rows).unflatten(0, stored[MEMORY].shape[:2])
-            hidden, actions = self.trunk(self.memory.along(seen, stored[MEMORY]).flatten(0, 1)), rows["actions"]
-        found, values = self._heads(hidden)
-        return Evaluated(found.logprobs(actions), found.entropy(), values)
+            features = self.features(rows).unflatten(0, stored[MEMORY].shape[:2])
+            hidden, actions = self.trunk(self.memory.along(features, stored[MEMORY]).flatten(0, 1)), rows["actions"]
+        distribution, values = self._heads(hidden)
+        return Evaluated(distribution.logprobs(actions), distribution.entropy(), values)
 
     @torch.no_grad()
     def value(self, observation: Observation, instructions: Sequence[str] | None = None) -> Tensor:
         """See `Policy.value`."""
-        found = self._values(self._hidden(self.inputs(observation, instructions))[0])
-        if found is None:
+        values = self._values(self._hidden(self.inputs(observation, instructions))[0])
+        if values is None:
             raise ValueError("policy: value_level is null, so there is no critic to ask for values")
-        return found if found.ndim == 1 else found[:, 0]
+        return values if values.ndim == 1 else values[:, 0]
 
     def adapt(self, stored: Stored, mask: Tensor | None = None, reduce: Reduce | None = None) -> None:
         """Take the states of this step into the running scale."""
@@ -482,28 +482,28 @@ class ActorCritic(Policy):
         """See `Policy.sequence`."""
         return 1 if self.memory is None else int(self.config.sequence)
 
-    def looked(self, found: Stored, observation: Observation) -> Stored:
+    def looked(self, inputs: Stored, observation: Observation) -> Stored:
         """Add the policy's memory, where it has one, to the stored part of an observation."""
         if self.memory is None:
-            return found
-        return {**found, MEMORY: self.memory.shown(observation, next(iter(found.values())))}
+            return inputs
+        return {**inputs, MEMORY: self.memory.shown(observation, next(iter(inputs.values())))}
 
     def _hidden(self, inputs: Stored) -> tuple[Tensor, Tensor | None]:
         """Hidden layers that actor and critic share, [N, width], and what is remembered behind a decision."""
-        seen = self.features(inputs)
+        features = self.features(inputs)
         if self.memory is None:
-            return self.trunk(seen), None
-        remembered, memory = self.memory(seen, inputs[MEMORY])
+            return self.trunk(features), None
+        remembered, memory = self.memory(features, inputs[MEMORY])
         return self.trunk(remembered), memory
 
     def _heads(self, hidden: Tensor) -> tuple[Distribution, Tensor | None]:
         """Distributions [N, C, A] and values, by the same operations for drawing and for scoring, so equal to the last
         bit."""
-        config, said = self.config, self.actor(hidden)
+        config, output = self.config, self.actor(hidden)
         if config.choices is None:
-            mean = said.view(-1, config.chunk, config.action_size)
+            mean = output.view(-1, config.chunk, config.action_size)
             return Normal(mean, self.log_std.clamp(*_LOG_STD)), self._values(hidden)
-        logits = said.view(-1, config.chunk, config.action_size, max(config.choices))
+        logits = output.view(-1, config.chunk, config.action_size, max(config.choices))
         return Categorical(logits, self.counts), self._values(hidden)
 
     def _values(self, hidden: Tensor) -> Tensor | None:
@@ -586,12 +586,12 @@ class CnnPolicy(ActorCritic):
 
     def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
         """Pictures as bytes, a quarter of their size as numbers; the state as it came."""
-        found = {"rgb": looked_at(observation, "rgb", self.config.image, "policy cnn")}
+        stored = {"rgb": looked_at(observation, "rgb", self.config.image, "policy cnn")}
         if self.config.state_size:
-            found["state"] = looked_at(observation, "state", (self.config.state_size,), "policy cnn").float()
-        return self.looked(found, observation)
+            stored["state"] = looked_at(observation, "state", (self.config.state_size,), "policy cnn").float()
+        return self.looked(stored, observation)
 
     def features(self, inputs: Stored) -> Tensor:
         """Features of the picture, beside the state at the running scale."""
-        seen: Tensor = self.eyes(inputs["rgb"].movedim(-1, 1).float() / 127.5 - 1.0)
-        return torch.cat([seen, self.scaled(inputs["state"])], 1) if self.config.state_size else seen
+        hidden: Tensor = self.eyes(inputs["rgb"].movedim(-1, 1).float() / 127.5 - 1.0)
+        return torch.cat([hidden, self.scaled(inputs["state"])], 1) if self.config.state_size else hidden

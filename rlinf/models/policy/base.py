@@ -67,8 +67,8 @@ def normals(noise: Tensor) -> Tensor:
         float32 in that shape, between -8.3 and 8.3: 0 counts as 2^-54.
     """
     inside = (noise + 2.0**-54).clamp(max=1.0 - 2.0**-53)  # the largest would be rounded to 1, which is at infinity
-    found: Tensor = torch.special.ndtri(inside)
-    return found.float()
+    values: Tensor = torch.special.ndtri(inside)
+    return values.float()
 
 
 Observation: TypeAlias = Mapping[str, Tensor]
@@ -290,10 +290,10 @@ class Policy(PublishedForm, nn.Module, ABC):
         inputs = self.inputs(observation, instructions)
         rows = next(iter(inputs.values()))
         noise = None if greedy else uniforms(generator, len(rows), self.randomness, rows.device)
-        drawn = self.draw(inputs, noise)
-        logprobs = at_level(drawn.logprobs, self.config.level)
-        stored = {**inputs, **drawn.also, "actions": drawn.made}
-        return Act(drawn.actions, logprobs, drawn.values, stored, drawn.memory)
+        sampled = self.draw(inputs, noise)
+        logprobs = at_level(sampled.logprobs, self.config.level)
+        stored = {**inputs, **sampled.also, "actions": sampled.made}
+        return Act(sampled.actions, logprobs, sampled.values, stored, sampled.memory)
 
     def evaluate(self, stored: Stored, *, level: Level | None = None) -> Evaluated:
         """Log-probs, entropy and values of stored actions under the weights as they are now, with gradient.
@@ -303,8 +303,8 @@ class Policy(PublishedForm, nn.Module, ABC):
             level: None for the policy's own.
         """
         level = self.config.level if level is None else level
-        found = self.score(stored)
-        return Evaluated(at_level(found.logprobs, level), at_level(found.entropy, level), found.values)
+        scores = self.score(stored)
+        return Evaluated(at_level(scores.logprobs, level), at_level(scores.entropy, level), scores.values)
 
     def forward(self, stored: Stored) -> Evaluated:
         """`evaluate`, for FSDP2, which hooks into calls."""
@@ -342,8 +342,10 @@ class Policy(PublishedForm, nn.Module, ABC):
             Un-normalised sums over numbers, differentiable.
         """
         logprobs = self.evaluate(stored, level="token").logprobs
-        kept = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask[..., None].expand(logprobs.shape)
-        return supervised(logprobs.flatten(1), kept.flatten(1))
+        weights = (
+            torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask[..., None].expand(logprobs.shape)
+        )
+        return supervised(logprobs.flatten(1), weights.flatten(1))
 
     def kept_in(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype of a parameter where those that may be are in `dtype`."""
@@ -353,15 +355,15 @@ class Policy(PublishedForm, nn.Module, ABC):
     def keep(self, dtype: torch.dtype | DtypeOf) -> Self:
         """Have parameters in a dtype, but for those that stay in float32; or in what is said of each. Buffers stay."""
         for name, parameter in self.named_parameters():
-            kept = self.kept_in(name, dtype) if isinstance(dtype, torch.dtype) else dtype(self, name)
-            parameter.data = parameter.data.to(kept)
+            parameter_dtype = self.kept_in(name, dtype) if isinstance(dtype, torch.dtype) else dtype(self, name)
+            parameter.data = parameter.data.to(parameter_dtype)
         return self
 
     def weights(self) -> dict[str, Tensor]:
         """Tensors that are published and saved, by name: parameters, tied ones once, and the buffers that belong to
         them."""
-        kept = self.state_dict().keys()
-        return {**dict(self.named_parameters()), **{name: each for name, each in self.named_buffers() if name in kept}}
+        names = self.state_dict().keys()
+        return {**dict(self.named_parameters()), **{name: each for name, each in self.named_buffers() if name in names}}
 
     def without_critic(self) -> list[nn.Parameter]:
         """Parameters that decide."""
@@ -406,10 +408,10 @@ def looked_at(observation: Observation, name: str, shape: tuple[int, ...], polic
     """
     if name not in observation:
         raise ValueError(f"{policy} looks at {name!r}, which the observation has not: it has {sorted(observation)}")
-    found = observation[name]
-    if tuple(found.shape[1:]) != shape:
+    pictures = observation[name]
+    if tuple(pictures.shape[1:]) != shape:
         raise ValueError(
-            f"{policy}: observation {name!r} is {list(found.shape)}, but the policy was made for [N, "
+            f"{policy}: observation {name!r} is {list(pictures.shape)}, but the policy was made for [N, "
             f"{', '.join(map(str, shape))}]: another environment, or another config?"
         )
-    return found
+    return pictures

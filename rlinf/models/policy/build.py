@@ -70,11 +70,11 @@ def build_policy_model(config: Mapping[str, Any]) -> Policy:
     Raises:
         ValueError: no such policy or key (the text gives the nearest), a value of the wrong kind, or one is missing.
     """
-    made = policy_config(config)
+    settings = policy_config(config)
     kind = policy_class(config)
     with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(mix(made.seed))
-        return kind(made)
+        torch.manual_seed(mix(settings.seed))
+        return kind(settings)
 
 
 def make_policy(
@@ -106,12 +106,12 @@ def policy_class(config: Mapping[str, Any]) -> type[Policy]:
             f"policy: type={name!r} must be one of {', '.join(POLICIES)}, or the dotted path of a class"
             + (f"; did you mean {near}?" if near else "")
         )
-    found = resolve(POLICIES.get(name, name))
-    if not (isinstance(found, type) and issubclass(found, Policy)):
+    policy = resolve(POLICIES.get(name, name))
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise ValueError(
-            f"policy: type={name} names {found!r}, which is no class derived from rlinf.models.policy.base.Policy"
+            f"policy: type={name} names {policy!r}, which is no class derived from rlinf.models.policy.base.Policy"
         )
-    return found
+    return policy
 
 
 def policy_config(config: Mapping[str, Any]) -> PolicyConfig:
@@ -124,17 +124,17 @@ def policy_config(config: Mapping[str, Any]) -> PolicyConfig:
     where = f"policy {config['type']}"
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    given = {key: value for key, value in config.items() if key != "type"}
-    for key in given:
+    values = {key: value for key, value in config.items() if key != "type"}
+    for key in values:
         if key not in fields:
             near = nearest(key, fields)
             raise ValueError(
                 f"{where} has no key {key!r}" + (f"; did you mean {near}?" if near else f": it has {', '.join(fields)}")
             )
-    missing = [name for name, field in fields.items() if name not in given and _is_required(field)]
+    missing = [name for name, field in fields.items() if name not in values and _is_required(field)]
     if missing:
         raise ValueError(f"{where} needs {' and '.join(missing)}, which the environment's sizes mostly say")
-    return kind(**{key: _typed(f"{where}: {key}", value, hints[key]) for key, value in given.items()})
+    return kind(**{key: _typed(f"{where}: {key}", value, hints[key]) for key, value in values.items()})
 
 
 def fitted(
@@ -158,7 +158,7 @@ def fitted(
         The configuration with `action_size`, `choices`, `action_low`, `action_high`, `state_size` and `image`, as far
         as the policy has those keys.
     """
-    known = {field.name for field in dataclasses.fields(policy_class(config).Config)}
+    names = {field.name for field in dataclasses.fields(policy_class(config).Config)}
     sizes: dict[str, Any] = {"action_size": action_size}
     if choices is not None:
         sizes["choices"] = choices
@@ -168,7 +168,7 @@ def fitted(
         sizes["state_size"] = shapes["state"][0]
     if "rgb" in shapes:
         sizes["image"] = tuple(shapes["rgb"])
-    return {**{key: value for key, value in sizes.items() if key in known}, **config}
+    return {**{key: value for key, value in sizes.items() if key in names}, **config}
 
 
 def described(policy: Policy) -> dict[str, Any]:
@@ -224,8 +224,8 @@ def save_policy(policy: Policy, directory: Path, state: Mapping[str, Tensor] | N
         state: what is written in place of the policy's own `weights`, under the same names, in host memory.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    kept = policy.weights() if state is None else state
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
+    tensors = policy.weights() if state is None else state
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     if policy.published:
         for name, content in policy.files.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)

@@ -76,12 +76,12 @@ class PublishedForm:
         return {}
 
     @classmethod
-    def with_statistics(cls, name: str, found: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
+    def with_statistics(cls, name: str, statistics: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
         """Keys of `Config` by which it acts, and saves, on the scale of some data.
 
         Args:
             name: of the data, under which a checkpoint has these statistics.
-            found: of "actions" as `actions_of` has them in the robot's units, and of the "state" if there is one.
+            statistics: of "actions" as `actions_of` has them in the robot's units, and of the "state" if there is one.
             episodes: in the data.
 
         Raises:
@@ -146,23 +146,23 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         if missing := sorted({file for file in names.values() if not (directory / file).is_file()}):
             raise FileNotFoundError(f"{directory} lacks {', '.join(missing)}, which its {INDEX} names")
         return {name: directory / file for name, file in names.items()}
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if path.name != EXTRA and not matches(path.name, _NO_WEIGHTS):
-            found |= tensors_in(path)
-    if not found:
+            files |= tensors_in(path)
+    if not files:
         raise FileNotFoundError(f"{directory} holds no safetensors files")
-    return found
+    return files
 
 
 def tensor_shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
     """Shapes of tensors in files, without reading them."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(set(files.values())):
         with safe_open(path, framework="pt") as file:
             names = [name for name, where in files.items() if where == path]
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    return found
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    return shapes
 
 
 def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
@@ -312,21 +312,23 @@ def fill(
         for leaf, parameter in part.named_parameters(recurse=False):
             owners.setdefault(id(parameter), []).append((part, leaf))
     names: dict[int, str] = {id(tensor): name for name, tensor in state.items()}
-    left = {id(tensor) for name, tensor in state.items() if not matches(name, optional)}
+    unfilled = {id(tensor) for name, tensor in state.items() if not matches(name, optional)}
     for name, value in named:
         target = state.get(name)
         if target is None:
             raise ValueError(f"{where} has {name}, which the policy has not: it is of another model, or version")
         if target.shape != value.shape:
             raise ValueError(f"{where}: {name} is {list(value.shape)} there, and {list(target.shape)} in the policy")
-        left.discard(id(target))
+        unfilled.discard(id(target))
         if not target.is_meta:
             target.copy_(value)
             continue
-        made = nn.Parameter(value.to(device=device, dtype=target.dtype, copy=True), requires_grad=target.requires_grad)
+        weight = nn.Parameter(
+            value.to(device=device, dtype=target.dtype, copy=True), requires_grad=target.requires_grad
+        )
         for part, leaf in owners[id(target)]:
-            part._parameters[leaf] = made
-    if missing := sorted(names[each] for each in left):
+            part._parameters[leaf] = weight
+    if missing := sorted(names[each] for each in unfilled):
         raise ValueError(
             f"{where} lacks {', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}, "
             "which the policy needs: it is of another model, or version"

@@ -280,10 +280,10 @@ def embodiment(model: str, simulator: str) -> Embodiment:
         ValueError: there is none; the text says which simulators the model has rows for.
     """
     if (model, simulator) not in TABLE:
-        known = [other for kind, other in TABLE if kind == model]
-        near = nearest(simulator, known)
+        others = [other for kind, other in TABLE if kind == model]
+        near = nearest(simulator, others)
         raise ValueError(
-            f"policy {model}: embodiment={simulator!r} is none of {', '.join(known)}"
+            f"policy {model}: embodiment={simulator!r} is none of {', '.join(others)}"
             + (f"; did you mean {near}?" if near else "")
         )
     return TABLE[model, simulator]
@@ -328,8 +328,8 @@ def resized(
     if tuple(pictures.shape[-2:]) == (height, width):
         return pictures
     flat = pictures.reshape(-1, *pictures.shape[-3:]).float()
-    found = functional.interpolate(flat, (height, width), mode=filter, antialias=True, align_corners=False)
-    return _bytes(found if rounded else found.floor()).view(*pictures.shape[:-2], height, width)
+    pixels = functional.interpolate(flat, (height, width), mode=filter, antialias=True, align_corners=False)
+    return _bytes(pixels if rounded else pixels.floor()).view(*pictures.shape[:-2], height, width)
 
 
 def resized_with_padding(pictures: Tensor, size: int) -> Tensor:
@@ -345,9 +345,9 @@ def resized_with_padding(pictures: Tensor, size: int) -> Tensor:
     height, width = pictures.shape[-2:]
     ratio = max(height, width) / size
     inner = (int(height / ratio), int(width / ratio))
-    found = resized(pictures, inner, "bilinear")
-    above, left = (size - inner[0]) // 2, (size - inner[1]) // 2
-    return functional.pad(found, (left, size - inner[1] - left, above, size - inner[0] - above))
+    inside = resized(pictures, inner, "bilinear")
+    above, beside_it = (size - inner[0]) // 2, (size - inner[1]) // 2
+    return functional.pad(inside, (beside_it, size - inner[1] - beside_it, above, size - inner[0] - above))
 
 
 def centre_crop(pictures: Tensor, area: float) -> Tensor:
@@ -525,14 +525,14 @@ def chosen_statistics(
     """
     if not stats and wanted is None:
         return None
-    shown = ", ".join(list(stats)[:12]) + (f" and {len(stats) - 12} more" if len(stats) > 12 else "")
+    listing = ", ".join(list(stats)[:12]) + (f" and {len(stats) - 12} more" if len(stats) > 12 else "")
     if wanted is not None:
         for name in (wanted, f"{wanted}_no_noops"):
             if name in stats:
                 return name
-        raise ValueError(f"{key}={wanted!r} is none of the checkpoint's: {shown or 'it has no statistics'}")
+        raise ValueError(f"{key}={wanted!r} is none of the checkpoint's: {listing or 'it has no statistics'}")
     names = [*row.statistics, *(name.removesuffix("_no_noops") for name in row.statistics)]
-    found = [name for name in dict.fromkeys(names) if name in stats] or list(stats)
-    if len(found) == 1:
-        return found[0]
-    raise ValueError(f"the checkpoint has statistics of several data sets: set {key} to one of {shown}")
+    candidates = [name for name in dict.fromkeys(names) if name in stats] or list(stats)
+    if len(candidates) == 1:
+        return candidates[0]
+    raise ValueError(f"the checkpoint has statistics of several data sets: set {key} to one of {listing}")

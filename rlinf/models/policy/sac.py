@@ -141,16 +141,16 @@ class Ensemble(nn.Module):
         Returns:
             float32 [M, N].
         """
-        found = x.expand(len(self.weights[0]), *x.shape)
+        hidden = x.expand(len(self.weights[0]), *x.shape)
         last = len(self.weights) - 1
         for number, (weight, offset) in enumerate(zip(self.weights, self.offsets, strict=True)):
             if self.norms:
-                found = self.norms[number](found, training=training)
-            found = torch.baddbmm(offset, found, weight)
+                hidden = self.norms[number](hidden, training=training)
+            hidden = torch.baddbmm(offset, hidden, weight)
             if number < last:
-                found = functional.layer_norm(found, found.shape[-1:]) if self._layer_norm else found
-                found = functional.relu(found)
-        return found[..., 0]
+                hidden = functional.layer_norm(hidden, hidden.shape[-1:]) if self._layer_norm else hidden
+                hidden = functional.relu(hidden)
+        return hidden[..., 0]
 
 
 class Convolutions(nn.Module):
@@ -166,18 +166,18 @@ class Convolutions(nn.Module):
 
     def __init__(self, image: tuple[int, int, int], channels: Sequence[int]):
         super().__init__()
-        height, width, seen = image
+        height, width, inputs = image
         layers: list[nn.Module] = []
-        for made in channels:
-            layers += [orthogonal(nn.Conv2d(seen, made, kernel_size=3, stride=2, padding=1)), nn.ReLU()]
-            seen, height, width = made, -(-height // 2), -(-width // 2)
+        for outputs in channels:
+            layers += [orthogonal(nn.Conv2d(inputs, outputs, kernel_size=3, stride=2, padding=1)), nn.ReLU()]
+            inputs, height, width = outputs, -(-height // 2), -(-width // 2)
         self.layers = nn.Sequential(*layers, nn.Flatten())
-        self.size = seen * height * width
+        self.size = inputs * height * width
 
     def forward(self, pictures: Tensor) -> Tensor:
         """uint8 [N, H, W, channels] to float32 [N, size]."""
-        found: Tensor = self.layers(pictures.movedim(-1, 1).float() / 255.0 - 0.5)
-        return found
+        features: Tensor = self.layers(pictures.movedim(-1, 1).float() / 255.0 - 0.5)
+        return features
 
 
 class Trunk(nn.Sequential):
@@ -207,9 +207,9 @@ class PictureCritics(nn.Module):
             judged: "rgb", uint8 [N, H, W, 3 k], and "rest", float32 [N, ...], state and actions.
             training: see `Ensemble.forward`.
         """
-        shown = self.trunk(self.eyes(judged["rgb"]))
-        found: Tensor = self.ensemble(torch.cat([shown, judged["rest"]], 1), training=training)
-        return found
+        features = self.trunk(self.eyes(judged["rgb"]))
+        values: Tensor = self.ensemble(torch.cat([features, judged["rest"]], 1), training=training)
+        return values
 
 
 _LOG_STD = (-5.0, 2.0)  # narrower densities than e^-5 make the critics' slopes useless; wider ones only saturate tanh
@@ -277,11 +277,11 @@ class SoftPolicy(Policy):
     def _head(self, features: int) -> nn.Sequential:
         """Return a new network from features to means and spreads of all numbers of a chunk."""
         numbers, (low, high) = self.config.chunk * self.config.action_size, _LOG_STD
-        made = perceptron(features, self.config.hidden, 2 * numbers, gain=0.01, activation=nn.ReLU)
-        last: Any = made[-1]
+        head = perceptron(features, self.config.hidden, 2 * numbers, gain=0.01, activation=nn.ReLU)
+        last: Any = head[-1]
         with torch.no_grad():
             last.bias[numbers:] = math.atanh(2.0 * (self.config.log_std - low) / (high - low) - 1.0)
-        return made
+        return head
 
     def _ensemble(self, features: int) -> Ensemble:
         """Critics of features and a chunk of actions."""
@@ -303,15 +303,15 @@ class SoftPolicy(Policy):
 
         Without noise it is tanh of the mean, as is usual: the median of what is drawn, and not quite the likeliest.
         """
-        made, logprobs = self.proposed(inputs, noise)
-        return Drawn(torch.tanh(made), made, logprobs, None)
+        sample, logprobs = self.proposed(inputs, noise)
+        return Drawn(torch.tanh(sample), sample, logprobs, None)
 
     def proposed(self, inputs: Stored, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """Actions for the critics to judge: u and its log-probs, [N, C, A] each; `draw` without the actions
         themselves."""
         mean, log_std = self._heads(inputs)
-        made = mean if noise is None else mean + log_std.exp() * normals(noise).view_as(mean)
-        return made, _log_density(made, mean, log_std)
+        sample = mean if noise is None else mean + log_std.exp() * normals(noise).view_as(mean)
+        return sample, _log_density(sample, mean, log_std)
 
     def features(self, inputs: Stored) -> Tensor:
         """Features that `actor` looks at, float32 [N, ...]."""
@@ -328,17 +328,17 @@ class SoftPolicy(Policy):
         """There is none: see `judged`."""
         raise ValueError("policy soft: its critics judge actions, so there is no value of an observation alone")
 
-    def judged(self, inputs: Stored, made: Tensor) -> Any:
+    def judged(self, inputs: Stored, sample: Tensor) -> Any:
         """Input of the critics, or of a copy of them.
 
         Args:
             inputs: of `inputs`, N rows.
-            made: actions before tanh, [N, C, A].
+            sample: actions before tanh, [N, C, A].
 
         Returns:
             float32 [N, S + C x A]; of other policies whatever their critics take.
         """
-        return torch.cat([inputs["state"], torch.tanh(made).flatten(1)], 1)
+        return torch.cat([inputs["state"], torch.tanh(sample).flatten(1)], 1)
 
     def _heads(self, inputs: Stored) -> tuple[Tensor, Tensor]:
         """Means and logarithms of standard deviations, [N, C, A] each; the same operations for drawing and scoring."""
@@ -397,21 +397,21 @@ class SoftPixelsPolicy(SoftPolicy):
 
     def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
         """Pictures as bytes; the state as it came."""
-        found = {"rgb": looked_at(observation, "rgb", self.config.image, "policy soft_pixels")}
+        stored = {"rgb": looked_at(observation, "rgb", self.config.image, "policy soft_pixels")}
         if self.config.state_size:
-            found["state"] = looked_at(observation, "state", (self.config.state_size,), "policy soft_pixels").float()
-        return found
+            stored["state"] = looked_at(observation, "state", (self.config.state_size,), "policy soft_pixels").float()
+        return stored
 
     def features(self, inputs: Stored) -> Tensor:
         """Features of the picture, made by the actor from the convolutions' result, beside the state."""
         with torch.no_grad():
-            shown = self.critic.eyes(inputs["rgb"])  # type: ignore[operator]
-        found: Tensor = self.trunk(shown)
-        return torch.cat([found, inputs["state"]], 1) if self.config.state_size else found
+            pictures = self.critic.eyes(inputs["rgb"])  # type: ignore[operator]
+        hidden: Tensor = self.trunk(pictures)
+        return torch.cat([hidden, inputs["state"]], 1) if self.config.state_size else hidden
 
-    def judged(self, inputs: Stored, made: Tensor) -> Stored:
+    def judged(self, inputs: Stored, sample: Tensor) -> Stored:
         """ "rgb", uint8 [N, H, W, 3 k], and "rest", the state and the actions, float32 [N, S + C x A]."""
-        actions = torch.tanh(made).flatten(1)
+        actions = torch.tanh(sample).flatten(1)
         rest = torch.cat([inputs["state"], actions], 1) if self.config.state_size else actions
         return {"rgb": inputs["rgb"], "rest": rest}
 
@@ -477,17 +477,17 @@ class SteeredPolicy(SoftPolicy):
     @torch.no_grad()
     def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
         """See `Policy.draw`; not differentiable by way of the actions."""
-        made, logprobs = self.proposed(inputs, noise)
-        chosen = self.config.reach * torch.tanh(made)
+        sample, logprobs = self.proposed(inputs, noise)
+        start = self.config.reach * torch.tanh(sample)
         theirs = {name.removeprefix("base."): rows for name, rows in inputs.items() if name.startswith("base.")}
         theirs.setdefault("state", inputs["state"])
         base: Any = self.base
         if self.config.how == "noise":
-            behind = (0, base.width - chosen.shape[2], 0, base.horizon - chosen.shape[1])
-            actions = base.steered(theirs, torch.nn.functional.pad(chosen, behind))
+            behind = (0, base.width - start.shape[2], 0, base.horizon - start.shape[1])
+            actions = base.steered(theirs, torch.nn.functional.pad(start, behind))
         else:
-            actions = base.draw(theirs, None).actions + chosen
-        return Drawn(actions.clamp(-1.0, 1.0), made, logprobs, None)
+            actions = base.draw(theirs, None).actions + start
+        return Drawn(actions.clamp(-1.0, 1.0), sample, logprobs, None)
 
     def _opened(self) -> Policy:
         from rlinf.models.policy.build import load_policy  # which imports what policies there are

@@ -58,9 +58,9 @@ def tensors(memory: mmap.mmap, manifest: dict[str, Any]) -> list[tuple[str, Tens
     """
     dtype = getattr(torch, manifest["dtype"])
     flat = torch.frombuffer(memory, dtype=dtype, count=manifest["elements"], offset=STATUS)
-    found = checksum(flat)
-    if found != manifest["checksum"]:
-        raise ValueError(f"process {os.getpid()} reads a checksum of {found:x} instead of {manifest['checksum']:x}")
+    actual = checksum(flat)
+    if actual != manifest["checksum"]:
+        raise ValueError(f"process {os.getpid()} reads a checksum of {actual:x} instead of {manifest['checksum']:x}")
     return [(name, flat[start : start + prod(shape)].view(shape)) for name, shape, start in manifest["slots"]]
 
 

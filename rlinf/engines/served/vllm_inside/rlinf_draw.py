@@ -59,15 +59,15 @@ class Draw(LogitsProcessor):
         for row in batch_update.removed:
             self._rows.pop(row, None)
         for row, params, _, tokens in batch_update.added:
-            said = params.extra_args or {}
+            extra = params.extra_args or {}
             how = (
-                said.get("seed", 0),
-                said.get("temperature", 1.0),
-                said.get("top_k", 0),
-                said.get("top_p", 1.0),
-                said.get("min_p", 0.0),
+                extra.get("seed", 0),
+                extra.get("temperature", 1.0),
+                extra.get("top_k", 0),
+                extra.get("top_p", 1.0),
+                extra.get("min_p", 0.0),
             )
-            self._rows[row] = (how, said.get("answered", 0), tokens)
+            self._rows[row] = (how, extra.get("answered", 0), tokens)
         for one, other, direction in batch_update.moved:
             here, there = self._rows.pop(one, None), self._rows.pop(other, None)
             if here is not None:

@@ -85,10 +85,10 @@ class Server:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer one request; one whose caller has gone away is aborted."""
-        asked = await request.json()
+        body = await request.json()
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
-            async with contextlib.aclosing(self._chunks(asked)) as chunks:
+            async with contextlib.aclosing(self._chunks(body)) as chunks:
                 async for chunk in chunks:
                     if not reply.prepared:
                         await reply.prepare(request)
@@ -107,9 +107,9 @@ class Server:
         await reply.write(b"data: [DONE]\n")
         return reply
 
-    async def _chunks(self, asked: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def _chunks(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         model = self._engine.model_config
-        ids, count = asked["input_ids"], asked["max_new_tokens"]
+        ids, count = body["input_ids"], body["max_new_tokens"]
         vocabulary, longest = model.get_vocab_size(), model.max_model_len
         if outside := [token for token in ids if not 0 <= token < vocabulary]:
             raise ValueError(f"tokens {outside[:5]} of the prompt are not in the vocabulary of {vocabulary}")
@@ -120,46 +120,46 @@ class Server:
         params = SamplingParams(
             temperature=0.0,  # rlinf_draw draws, and vLLM takes what it left
             max_tokens=count,
-            stop_token_ids=asked["stop_ids"],
+            stop_token_ids=body["stop_ids"],
             ignore_eos=True,
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={key: asked[key] for key in HOW},
+            extra_args={key: body[key] for key in HOW},
         )
-        self._running.add(asked["rid"])
+        self._running.add(body["rid"])
         try:
-            answer = self._engine.generate({"prompt_token_ids": ids}, params, asked["rid"])
+            answer = self._engine.generate({"prompt_token_ids": ids}, params, body["rid"])
             async with contextlib.aclosing(answer) as outputs:
                 async for output in outputs:
                     (part,) = output.outputs
                     if part.finish_reason == "error":
                         raise ValueError("vLLM ended the request with an error, which its log tells")
                     if tokens := list(part.token_ids):
-                        found = zip(tokens, part.logprobs, strict=True)
-                        yield {"ids": tokens, "logprobs": [choices[token].logprob for token, choices in found]}
+                        pairs = zip(tokens, part.logprobs, strict=True)
+                        yield {"ids": tokens, "logprobs": [choices[token].logprob for token, choices in pairs]}
         finally:
-            self._running.discard(asked["rid"])
+            self._running.discard(body["rid"])
 
-    async def abort(self, asked: dict[str, Any]) -> None:
-        await self._engine.abort(self._running & set(asked.get("rids", self._running)))
+    async def abort(self, body: dict[str, Any]) -> None:
+        await self._engine.abort(self._running & set(body.get("rids", self._running)))
 
-    async def quiet(self, asked: dict[str, Any]) -> None:
+    async def quiet(self, body: dict[str, Any]) -> None:
         await self._engine.reset_prefix_cache(reset_running_requests=True)
 
-    async def load(self, asked: dict[str, Any]) -> None:
+    async def load(self, body: dict[str, Any]) -> None:
         """Nothing is decoded meanwhile, and nothing that was read with the old weights is used afterwards."""
         await self._engine.pause_generation(mode="keep", clear_cache=True)
         try:
-            await self._engine.collective_rpc("load_buckets", args=(asked["buckets"],))
-            await self._engine.update_weight_version(str(asked["version"]))
+            await self._engine.collective_rpc("load_buckets", args=(body["buckets"],))
+            await self._engine.update_weight_version(str(body["version"]))
         finally:
             await self._engine.resume_generation()
 
-    async def sleep(self, asked: dict[str, Any]) -> None:
+    async def sleep(self, body: dict[str, Any]) -> None:
         await self._engine.sleep(level=1, mode="keep")
 
-    async def wake(self, asked: dict[str, Any]) -> None:
+    async def wake(self, body: dict[str, Any]) -> None:
         await self._engine.wake_up()
 
     def _answering(self, call: Callable[[dict[str, Any]], Awaitable[None]]) -> Any:
@@ -226,8 +226,8 @@ def main() -> None:
     parser.add_argument("--host", required=True, help="address to listen at")
     parser.add_argument("--port", type=int, required=True, help="port to listen at")
     parser.add_argument("--settings", type=json.loads, required=True, help="arguments of AsyncEngineArgs, as JSON")
-    chosen = parser.parse_args()
-    asyncio.run(serve(chosen.host, chosen.port, chosen.settings))
+    options = parser.parse_args()
+    asyncio.run(serve(options.host, options.port, options.settings))
 
 
 if __name__ == "__main__":

@@ -184,11 +184,11 @@ def sample(
             std = deviation(field.features)
         x = mean + std * noise[:, number if how.every else 0]
         states.append(x)
-        found = (*_density(x, mean, std), field.features)
+        density = (*_density(x, mean, std), field.features)
         if how.every or not scores:
-            scores.append(found)
+            scores.append(density)
         else:
-            scores[0] = _either(draws, found, scores[0])
+            scores[0] = _either(draws, density, scores[0])
     return _chain(how, torch.stack(states, 1), drew, scores)
 
 
@@ -230,8 +230,8 @@ def mirrored(velocity: Velocity) -> Velocity:
     """The field in openpi's time of one in which t = 0 is noise, t = 1 is actions, and v = actions - noise (GR00T)."""
 
     def turned(x: Tensor, t: Tensor) -> Field:
-        found = velocity(x, 1.0 - t)
-        return Field(-found.velocity, found.features)
+        field = velocity(x, 1.0 - t)
+        return Field(-field.velocity, field.features)
 
     return turned
 
@@ -411,28 +411,28 @@ class FlowPolicy(Policy):
         context = self.context(self.inputs(observation, instructions))
         features = None
         if self.reads_chain and self.config.value_level is not None:
-            velocity, seen = self.velocity(context), []
+            velocity, fields = self.velocity(context), []
 
             def watched(x: Tensor, t: Tensor) -> Any:
-                seen.append(found := velocity(x, t))
-                return found
+                fields.append(values := velocity(x, t))
+                return values
 
             rows = next(iter(observation.values()))
             follow(watched, self.how.steps, torch.zeros(len(rows), self.horizon, self.width, device=rows.device))
-            features = torch.stack([each.features for each in seen], 1)
-        found = self.values(context, features)
-        if found is None:
+            features = torch.stack([each.features for each in fields], 1)
+        values = self.values(context, features)
+        if values is None:
             raise ValueError("policy: value_level is null, so there is no critic to ask for values")
-        return (found if found.ndim == 1 else found[:, 0]).float()
+        return (values if values.ndim == 1 else values[:, 0]).float()
 
     def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
         """The numbers that the chain is to end with, [N, H, D].
 
         Behind the chunk the last action is repeated, and behind its numbers there are zeros.
         """
-        found = self.denoised(actions.float(), inputs)
-        last = found[:, -1:].expand(-1, self.horizon - found.shape[1], -1)
-        return nn.functional.pad(torch.cat([found, last], 1), (0, self.width - found.shape[2]))
+        chain = self.denoised(actions.float(), inputs)
+        last = chain[:, -1:].expand(-1, self.horizon - chain.shape[1], -1)
+        return nn.functional.pad(torch.cat([chain, last], 1), (0, self.width - chain.shape[2]))
 
     def denoised(self, actions: Tensor, inputs: Stored) -> Tensor:
         """Actions in [-1, 1] as the numbers that denoising ends with, the inverse of `emitted`; [N, C, A] both."""
@@ -452,14 +452,14 @@ class FlowPolicy(Policy):
         """
         actions = stored["actions"]
         rows, numbers = len(actions), self.horizon * self.width
-        drawn = uniforms(generator, rows, numbers + 1, actions.device)
-        noise = normals(drawn[:, :-1]).view(actions.shape)
-        x, t, wanted = training_pair(actions, noise, drawn[:, -1])
-        found = self.velocity(self.context(stored))(x, t).velocity
+        random = uniforms(generator, rows, numbers + 1, actions.device)
+        noise = normals(random[:, :-1]).view(actions.shape)
+        x, t, wanted = training_pair(actions, noise, random[:, -1])
+        velocity = self.velocity(self.context(stored))(x, t).velocity
         counted = self.width if self.imitates_padding else self.config.action_size
-        error = (found - wanted).square()[:, : self.config.chunk, :counted]
-        kept = torch.ones_like(error) if mask is None else mask[..., None].expand(error.shape).to(error.dtype)
-        return LossSum((error * kept).sum(), kept.sum(dtype=torch.float64))
+        error = (velocity - wanted).square()[:, : self.config.chunk, :counted]
+        weights = torch.ones_like(error) if mask is None else mask[..., None].expand(error.shape).to(error.dtype)
+        return LossSum((error * weights).sum(), weights.sum(dtype=torch.float64))
 
     def steered(self, inputs: Stored, start: Tensor) -> Tensor:
         """Actions that the ODE makes of a given start: for a policy over starts (DSRL, arXiv:2506.15799).
@@ -471,12 +471,12 @@ class FlowPolicy(Policy):
         Returns:
             Actions in [-1, 1], [N, C, A].
         """
-        made = follow(self.velocity(self.context(inputs)), self.how.steps, start)
-        return self.emitted(self._done(made), inputs)
+        actions = follow(self.velocity(self.context(inputs)), self.how.steps, start)
+        return self.emitted(self._done(actions), inputs)
 
     def _judged(self, context: Any, chain: Chain) -> Tensor | None:
-        found = self.values(context, chain.features if self.reads_chain else None)
-        return None if found is None else found.float()
+        values = self.values(context, chain.features if self.reads_chain else None)
+        return None if values is None else values.float()
 
     def _done(self, x: Tensor) -> Tensor:
         """The part that the environment sees, [N, C, A] of [N, H, D]."""
@@ -499,8 +499,8 @@ class NoiseNet(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Standard deviations [N, H, D] of a step, from features [N, H, F]."""
         low, high = torch.tensor(self.bounds, device=features.device).log().unbind()
-        made = self.net(features.to(next(self.net.parameters()).dtype))
-        return (low + (high - low) * (torch.tanh(made.float()) + 1.0) / 2.0).exp()
+        log_std = self.net(features.to(next(self.net.parameters()).dtype))
+        return (low + (high - low) * (torch.tanh(log_std.float()) + 1.0) / 2.0).exp()
 
 
 _TIMES = 16  # numbers that a time becomes
@@ -563,8 +563,8 @@ class MlpFlowPolicy(FlowPolicy):
         """See `FlowPolicy.velocity`."""
 
         def field(x: Tensor, t: Tensor) -> Field:
-            known = torch.cat([context, x.flatten(1), sinusoids(t, _TIMES, 0.1, 4.0)], 1)
-            features = self.trunk(known).view(len(x), self.horizon, _FEATURES)
+            inputs = torch.cat([context, x.flatten(1), sinusoids(t, _TIMES, 0.1, 4.0)], 1)
+            features = self.trunk(inputs).view(len(x), self.horizon, _FEATURES)
             return Field(self.out(features), features)
 
         return field
@@ -577,5 +577,5 @@ class MlpFlowPolicy(FlowPolicy):
         """See `FlowPolicy.values`."""
         if self.critic is None:
             return None
-        found: Tensor = self.critic(context)
-        return found if self.config.value_level == "action" else found[:, 0]
+        result: Tensor = self.critic(context)
+        return result if self.config.value_level == "action" else result[:, 0]

@@ -49,8 +49,8 @@ class AdaptiveNorm(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
         """The normed [N, S, width] in the dtype of `x`, and the gate [N, 1, width]; condition [N, width]."""
-        made = self.dense(condition.to(self.dense.weight.dtype))[:, None]
-        scale, shift, gate = made.float().chunk(3, -1)
+        scales = self.dense(condition.to(self.dense.weight.dtype))[:, None]
+        scale, shift, gate = scales.float().chunk(3, -1)
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return (y * (1.0 + scale) + shift).to(x.dtype), gate.to(x.dtype)
@@ -79,8 +79,8 @@ class Attention(nn.Module):
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         if before is not None:
             k, v = torch.cat([before[0], k], 2), torch.cat([before[1], v], 2)
-        found = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return self.o_proj(found.transpose(1, 2).flatten(2)), k, v
+        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(attended.transpose(1, 2).flatten(2)), k, v
 
 
 class Layer(nn.Module):
@@ -116,12 +116,12 @@ class Layer(nn.Module):
         dtype = next(self.mlp.parameters()).dtype
         x, cos, sin = x.to(dtype), cos.to(dtype), sin.to(dtype)
         before = None if keys is None or values is None else (keys, values)
-        seen, gate = _normed(self.input_layernorm, x, condition)
-        found, k, v = self.self_attn(seen, cos, sin, mask, before)
-        x = x + (found if gate is None else found * gate)
-        seen, gate = _normed(self.post_attention_layernorm, x, condition)
-        found = self.mlp(seen)
-        return x + (found if gate is None else found * gate), k, v
+        normed, gate = _normed(self.input_layernorm, x, condition)
+        output, k, v = self.self_attn(normed, cos, sin, mask, before)
+        x = x + (output if gate is None else output * gate)
+        normed, gate = _normed(self.post_attention_layernorm, x, condition)
+        output = self.mlp(normed)
+        return x + (output if gate is None else output * gate), k, v
 
 
 class Gemma(nn.Module):
@@ -197,7 +197,7 @@ class Prefix:
 
     cache: Cache
     """Keys and values of its P places, layer by layer."""
-    read: Tensor
+    mask: Tensor
     """Which places are to be looked at, bool [N, P]; the others pad."""
     hidden: Tensor
     """Outputs of the language model, [N, P, width]."""
@@ -231,19 +231,19 @@ class PaliGemma(nn.Module):
         width = self.lm_head.weight.shape[1]
         patches = self._patches(normalised(pictures.flatten(0, 1), HALF, HALF)).view(len(text), -1, width)
         words = functional.embedding(text, self.lm_head.weight) * width**0.5  # pictures are not scaled
-        read = functional.pad(text != 0, (patches.shape[1], 0), value=True)
+        real = functional.pad(text != 0, (patches.shape[1], 0), value=True)
         x = torch.cat([patches.to(words.dtype), words], 1)
-        mask = read[:, None, :].expand(-1, x.shape[1], -1)
-        hidden, cache = self.model.language_model(x, mask, read.long().cumsum(1) - 1)  # type: ignore[operator]
-        return Prefix(cache, read, hidden)
+        mask = real[:, None, :].expand(-1, x.shape[1], -1)
+        hidden, cache = self.model.language_model(x, mask, real.long().cumsum(1) - 1)  # type: ignore[operator]
+        return Prefix(cache, real, hidden)
 
     def _patches(self, pixels: Tensor) -> Tensor:
         """Projected features of pictures, [M, patches, width]; embeddings may be in another dtype than layers."""
         parts: Any = self.model
         vision, linear = parts.vision_tower.vision_model, parts.multi_modal_projector.linear
         x = vision.embeddings(pixels).to(linear.weight.dtype)
-        found: Tensor = linear(vision.post_layernorm(vision.encoder(inputs_embeds=x).last_hidden_state))
-        return found
+        patches: Tensor = linear(vision.post_layernorm(vision.encoder(inputs_embeds=x).last_hidden_state))
+        return patches
 
 
 class Expert(nn.Module):
@@ -263,9 +263,9 @@ class Expert(nn.Module):
             condition: of adaptive norms, [N, width].
         """
         rows, places = len(x), x.shape[1]
-        before = prefix.read[:, None, :].expand(-1, places, -1)
+        before = prefix.mask[:, None, :].expand(-1, places, -1)
         whole = torch.cat([before, mask.expand(rows, -1, -1)], 2)
-        positions = prefix.read.sum(1, keepdim=True) + torch.arange(places, device=x.device)
+        positions = prefix.mask.sum(1, keepdim=True) + torch.arange(places, device=x.device)
         hidden, _ = self.model(x, whole, positions, prefix.cache, condition)
-        found: Tensor = hidden.float()
-        return found
+        output: Tensor = hidden.float()
+        return output

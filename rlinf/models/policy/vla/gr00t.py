@@ -134,21 +134,21 @@ def settings_in(directory: Path) -> dict[str, Any]:
         raise ValueError(
             f"{directory / CONFIG}: model_type={model.get('model_type')} is no GR00T N1.5, which is what there is here"
         )
-    found = {"model": model}
+    settings = {"model": model}
     for key, file in (("eagle", f"{EAGLE}/{CONFIG}"), ("statistics", METADATA)):
         if (directory / file).is_file():
-            found[key] = _read(directory / file)
-    return found
+            settings[key] = _read(directory / file)
+    return settings
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        contents = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(contents, dict):
         raise ValueError(f"{path} must be an object of JSON")
-    return found
+    return contents
 
 
 def robot_of(config: Gr00tConfig) -> str:
@@ -157,15 +157,15 @@ def robot_of(config: Gr00tConfig) -> str:
     Raises:
         ValueError: the checkpoint has none of that name, or several of which none is the row's.
     """
-    known = [*config.statistics]
+    robots = [*config.statistics]
     wanted = (config.robot,) if config.robot else embodiment("gr00t", config.embodiment).statistics
     for name in wanted:
-        if name in known or not known:
+        if name in robots or not robots:
             return name
-    if config.robot is None and len(known) == 1:
-        return known[0]
+    if config.robot is None and len(robots) == 1:
+        return robots[0]
     raise ValueError(
-        f"policy gr00t: the checkpoint has statistics of {', '.join(known)}, not of {' or '.join(wanted)}: set "
+        f"policy gr00t: the checkpoint has statistics of {', '.join(robots)}, not of {' or '.join(wanted)}: set "
         "policy.settings.robot"
     )
 
@@ -176,9 +176,9 @@ def scalings_of(config: Gr00tConfig) -> tuple[Scaling, Scaling] | None:
         return None
     robot = robot_of(config)
     try:
-        found = config.statistics[robot]["statistics"]
+        statistics = config.statistics[robot]["statistics"]
         looks = config.state_size and embodiment("gr00t", config.embodiment).state_size
-        parts = [_joined(found["state"] if looks else found.get("state", {})), _joined(found["action"])]
+        parts = [_joined(statistics["state"] if looks else statistics.get("state", {})), _joined(statistics["action"])]
     except (KeyError, TypeError) as error:
         raise ValueError(f"policy gr00t: statistics of {robot} lack {error}") from error
     return Scaling.of(parts[0], "min_max"), Scaling.of(parts[1], "min_max")
@@ -248,15 +248,15 @@ class Prompts:
     def text(self, instruction: str) -> str:
         """Text that is tokenized for an instruction."""
         places = "".join(f"<image-{number}>" for number in range(1, self.cameras + 1))
-        said = _CHAT.format(content=places + instruction)
+        chat = _CHAT.format(content=places + instruction)
         if self._tokenizer.chat_template is not None:
             content: list[dict[str, Any]] = [{"type": "image", "image": number} for number in range(self.cameras)]
             content.append({"type": "text", "text": instruction})
-            said = self._tokenizer.apply_chat_template(
+            chat = self._tokenizer.apply_chat_template(
                 [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
             )
         patches = PICTURE * self.patches
-        return _PLACE.sub(lambda found: f"<image {found[1]}>{BEGIN}{patches}{END}", said)
+        return _PLACE.sub(lambda match: f"<image {match[1]}>{BEGIN}{patches}{END}", chat)
 
 
 def _tokenizer(files: Mapping[str, bytes]) -> Any:
@@ -266,14 +266,16 @@ def _tokenizer(files: Mapping[str, bytes]) -> Any:
         for name, content in files.items():
             (Path(folder) / name).write_bytes(content)
         try:
-            found = pretrained(AutoTokenizer, folder)
+            tokenizer = pretrained(AutoTokenizer, folder)
             if _TEMPLATE in files:
-                found.chat_template = json.loads(files[_TEMPLATE])["chat_template"]
+                tokenizer.chat_template = json.loads(files[_TEMPLATE])["chat_template"]
         except Exception as error:  # of files that may hold anything
             raise ValueError(f"policy gr00t: the files of Eagle's tokenizer cannot be read: {error}") from error
-    if missing := [token for token in (PICTURE, BEGIN, END) if len(found.encode(token, add_special_tokens=False)) != 1]:
+    if missing := [
+        token for token in (PICTURE, BEGIN, END) if len(tokenizer.encode(token, add_special_tokens=False)) != 1
+    ]:
         raise ValueError(f"policy gr00t: the tokenizer beside the checkpoint has no {' and no '.join(missing)}")
-    return found
+    return tokenizer
 
 
 _HALF = (0.5, 0.5, 0.5)
@@ -328,9 +330,9 @@ class Gr00tPolicy(FlowPolicy):
             self.action_head = ActionHead(head)
         self.critic: nn.Module | None = None
         if config.value_level is not None:
-            seen = head["backbone_embedding_dim"] + head["input_embedding_dim"]
+            width = head["backbone_embedding_dim"] + head["input_embedding_dim"]
             outputs = config.chunk if config.value_level == "action" else 1
-            self.critic = perceptron(seen, _CRITIC, outputs, gain=0.0, activation=nn.ReLU)
+            self.critic = perceptron(width, _CRITIC, outputs, gain=0.0, activation=nn.ReLU)
         self._prompts: Prompts | None = None
 
     # The authors' directory -------------------------------------------------------------------------------------------
@@ -341,9 +343,9 @@ class Gr00tPolicy(FlowPolicy):
         return settings_in(directory)
 
     @classmethod
-    def with_statistics(cls, name: str, found: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
+    def with_statistics(cls, name: str, statistics: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
         """See `PublishedForm.with_statistics`."""
-        return {"statistics": as_groot(found, name), "robot": name}
+        return {"statistics": as_groot(statistics, name), "robot": name}
 
     @classmethod
     def actions_of(cls, config: Gr00tConfig, scaling: Scaling | None) -> RobotActions:
@@ -400,10 +402,10 @@ class Gr00tPolicy(FlowPolicy):
                 "policy.settings.cameras"
             )
         texts = [self.config.instruction] * len(rgb) if instructions is None else instructions
-        found = {"rgb": rgb, "text": self._prompts.encode(texts).to(rgb.device)}
+        stored = {"rgb": rgb, "text": self._prompts.encode(texts).to(rgb.device)}
         if self.config.state_size and self.row.state_size:
-            found["state"] = looked_at(observation, "state", (self.config.state_size,), "policy gr00t").float()
-        return found
+            stored["state"] = looked_at(observation, "state", (self.config.state_size,), "policy gr00t").float()
+        return stored
 
     def denoised(self, actions: Tensor, inputs: Stored) -> Tensor:
         """See `FlowPolicy.denoised`."""
@@ -419,19 +421,21 @@ class Gr00tPolicy(FlowPolicy):
         """See `FlowPolicy.context`."""
         dtype = self.action_head.vlln.weight.dtype
         text = inputs["text"]
-        said = self._eagle(self._pictures(inputs["rgb"]).to(dtype), text.clamp(min=0), text >= 0)
+        hidden = self._eagle(self._pictures(inputs["rgb"]).to(dtype), text.clamp(min=0), text >= 0)
         state = self._blank.expand(len(text), -1) if "state" not in inputs else inputs["state"]
         if "state" in inputs and self.scalings is not None:
             state = self.scalings[0].normalised(state)
         before = self.action_head.tokens(padded(state, self._state_width).to(dtype), self.robot)
-        return Read(self.action_head.read(said), before)
+        return Read(self.action_head.read(hidden), before)
 
     def velocity(self, context: Read) -> Velocity:
         """See `FlowPolicy.velocity`."""
 
         def of_time(x: Tensor, t: Tensor) -> Field:
-            made, hidden = self.action_head(context.context, context.before, x.to(context.before.dtype), t, self.robot)
-            return Field(made.float(), hidden)
+            velocity, hidden = self.action_head(
+                context.context, context.before, x.to(context.before.dtype), t, self.robot
+            )
+            return Field(velocity.float(), hidden)
 
         return mirrored(of_time)
 
@@ -439,9 +443,9 @@ class Gr00tPolicy(FlowPolicy):
         """See `FlowPolicy.values`."""
         if self.critic is None:
             return None
-        seen = torch.cat([context.context.mean(1), context.before[:, 0]], -1).detach()
-        found: Tensor = self.critic(seen.float())
-        return found if self.config.value_level == "action" else found[:, 0]
+        summary = torch.cat([context.context.mean(1), context.before[:, 0]], -1).detach()
+        result: Tensor = self.critic(summary.float())
+        return result if self.config.value_level == "action" else result[:, 0]
 
     @property
     def _eagle(self) -> Eagle:
@@ -453,10 +457,10 @@ class Gr00tPolicy(FlowPolicy):
 
     def _pictures(self, rgb: Tensor) -> Tensor:
         """Middle parts of the first cameras' pictures at the encoder's size, [N, k, 3, H, H]."""
-        found = cameras(rgb)[:, : self.cameras]
+        pictures = cameras(rgb)[:, : self.cameras]
         share = math.sqrt(self.config.crop or self.row.crop)
-        height, width = (int(side * share) for side in found.shape[-2:])
+        height, width = (int(side * share) for side in pictures.shape[-2:])
         # torchvision's CenterCrop rounds, as the authors' transforms do
-        above, left = round((found.shape[-2] - height) / 2), round((found.shape[-1] - width) / 2)
-        found = found[..., above : above + height, left : left + width]
-        return normalised(resized(found, self._eagle.side, "bilinear", rounded=False), _HALF, _HALF)
+        above, before = round((pictures.shape[-2] - height) / 2), round((pictures.shape[-1] - width) / 2)
+        pictures = pictures[..., above : above + height, before : before + width]
+        return normalised(resized(pictures, self._eagle.side, "bilinear", rounded=False), _HALF, _HALF)

@@ -52,8 +52,8 @@ class Attention(nn.Module):
     def forward(self, tokens: Tensor, context: Tensor) -> Tensor:
         """Tokens [N, S, width] after looking at context [N, L, context]."""
         q, k, v = self._by_head(self.to_q(tokens)), self._by_head(self.to_k(context)), self._by_head(self.to_v(context))
-        found = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        out: Tensor = self.to_out[0](found)
+        attended = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        out: Tensor = self.to_out[0](attended)
         return out
 
     def _by_head(self, x: Tensor) -> Tensor:
@@ -118,8 +118,8 @@ class Block(nn.Module):
 
     def forward(self, tokens: Tensor, context: Tensor | None = None, time: Tensor | None = None) -> Tensor:
         """Tokens [N, S, width]; context [N, L, context] or None for themselves; embedded time [N, width]."""
-        seen = self.norm1(tokens) if time is None else self.norm1(tokens, time)
-        tokens = tokens + self.attn1(seen, seen if context is None else context)
+        normed = self.norm1(tokens) if time is None else self.norm1(tokens, time)
+        tokens = tokens + self.attn1(normed, normed if context is None else context)
         out: Tensor = tokens + self.ff(self.norm3(tokens))
         return out
 
@@ -223,9 +223,9 @@ class Eagle(nn.Module):
         words["num_hidden_layers"] = layers
         if kinds:
             words["layer_types"] = kinds[:layers]
-        chosen: dict[str, Any] = {"attn_implementation": "sdpa"}
-        self.vision_model = SiglipVisionModel(SiglipVisionConfig(**vision, **chosen))
-        self.language_model = Qwen3ForCausalLM(Qwen3Config(**words, **chosen))
+        kwargs: dict[str, Any] = {"attn_implementation": "sdpa"}
+        self.vision_model = SiglipVisionModel(SiglipVisionConfig(**vision, **kwargs))
+        self.language_model = Qwen3ForCausalLM(Qwen3Config(**words, **kwargs))
         self.mlp1 = nn.Sequential(nn.Linear(vision["hidden_size"], words["hidden_size"]))
         self.picture = int(config["image_token_index"])
         """The token that stands for a patch."""
@@ -234,13 +234,13 @@ class Eagle(nn.Module):
         self.patches = (self.side // int(vision["patch_size"])) ** 2
         """Tokens of one picture."""
 
-    def forward(self, pixels: Tensor, tokens: Tensor, seen: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor, tokens: Tensor, real: Tensor) -> Tensor:
         """Hidden states after the last norm, [N, L, width].
 
         Args:
             pixels: k pictures of each row, float [N, k, 3, H, W], on SigLIP's scale.
             tokens: int64 [N, L], k x `patches` of them `picture`.
-            seen: which tokens are text and no padding, bool [N, L].
+            real: which tokens are text and no padding, bool [N, L].
         """
         patches = self.vision_model(pixel_values=pixels.flatten(0, 1)).last_hidden_state
         embedded = self.language_model.get_input_embeddings()(tokens)
@@ -250,11 +250,11 @@ class Eagle(nn.Module):
         earlier = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
         # Padding sees nothing: its attention is 0, as where it is cut out. Other tokens do not look at it, but the
         # action head does, so what it becomes matters.
-        mask = (earlier & seen[:, None, :] & seen[:, :, None])[:, None]
-        found: Tensor = self.language_model.model(
+        mask = (earlier & real[:, None, :] & real[:, :, None])[:, None]
+        output: Tensor = self.language_model.model(
             inputs_embeds=embedded, attention_mask=mask, position_ids=torch.arange(length, device=tokens.device)[None]
         ).last_hidden_state
-        return found
+        return output
 
 
 _BUILT: Mapping[str, Mapping[str, Any]] = {
@@ -313,8 +313,8 @@ class ActionEncoder(nn.Module):
         exponent = torch.arange(half, device=bucket.device, dtype=torch.float32) / half
         angles = bucket.float()[:, None] * torch.exp(-math.log(10_000.0) * exponent)
         waves = torch.cat([angles.sin(), angles.cos()], -1).to(actions.dtype)
-        seen = torch.cat([self.W1(actions, robot), waves[:, None].expand(-1, actions.shape[1], -1)], -1)
-        out: Tensor = self.W3(functional.silu(self.W2(seen, robot)), robot)
+        features = torch.cat([self.W1(actions, robot), waves[:, None].expand(-1, actions.shape[1], -1)], -1)
+        out: Tensor = self.W3(functional.silu(self.W2(features, robot)), robot)
         return out
 
 
@@ -338,12 +338,12 @@ class ActionHead(nn.Module):
                 f"{dit['output_dim']} that must be hidden_size={hidden}"
             )
         for part, built in _BUILT.items():
-            given = config if not part else config[part]
-            if odd := [key for key, value in built.items() if given.get(key, value) != value]:
+            settings = config if not part else config[part]
+            if odd := [key for key, value in built.items() if settings.get(key, value) != value]:
                 where = ".".join(filter(None, ("action_head_cfg", part, odd[0])))
                 raise ValueError(
-                    f"policy gr00t: {where}={given[odd[0]]!r} is of another network than this, GR00T N1.5's, whose is "
-                    f"{built[odd[0]]!r}"
+                    f"policy gr00t: {where}={settings[odd[0]]!r} is of another network than this, "
+                    f"GR00T N1.5's, whose is {built[odd[0]]!r}"
                 )
         robots = config.get("max_num_embodiments", 32)
         self.buckets = config.get("num_timestep_buckets", 1000)

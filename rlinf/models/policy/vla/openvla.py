@@ -110,7 +110,7 @@ def sizes_of(names: Sequence[str], overrides: Sequence[Mapping[str, Any]] = ()) 
     Raises:
         ValueError: a name is unknown, or the sizes do not fit together.
     """
-    found = []
+    sizes = []
     for name, changed in zip(names, overrides or [{}] * len(names), strict=True):
         if name not in TIMM:
             raise ValueError(f"policy openvla: timm_model_ids names {name}, but only {', '.join(TIMM)} are known")
@@ -119,8 +119,8 @@ def sizes_of(names: Sequence[str], overrides: Sequence[Mapping[str, Any]] = ()) 
             raise ValueError(
                 f"policy openvla: {each} must have whole patches, a width that its heads divide, and 2 blocks at least"
             )
-        found.append(each)
-    return tuple(found)
+        sizes.append(each)
+    return tuple(sizes)
 
 
 class _Attention(nn.Module):
@@ -133,8 +133,8 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, tokens, width = x.shape
         q, k, v = self.qkv(x).view(rows, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        found: Tensor = self.proj(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return found
+        output: Tensor = self.proj(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return output
 
 
 class _Mlp(nn.Module):
@@ -144,8 +144,8 @@ class _Mlp(nn.Module):
         self.fc2 = nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.fc2(functional.gelu(self.fc1(x)))  # the exact one: SigLIP's usual tanh is 1.6e-3 off
-        return found
+        output: Tensor = self.fc2(functional.gelu(self.fc1(x)))  # the exact one: SigLIP's usual tanh is 1.6e-3 off
+        return output
 
 
 class _LayerScale(nn.Module):
@@ -173,8 +173,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Tokens [N, T, width] to tokens."""
         x = x + self.ls1(self.attn(self.norm1(x)))
-        found: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
-        return found
+        output: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
+        return output
 
 
 class _PatchEmbed(nn.Module):
@@ -183,8 +183,8 @@ class _PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(3, sizes.width, sizes.patch, sizes.patch)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        found: Tensor = self.proj(pixels).flatten(2).transpose(1, 2)
-        return found
+        patches: Tensor = self.proj(pixels).flatten(2).transpose(1, 2)
+        return patches
 
 
 class _AttentionPool(nn.Module):
@@ -255,17 +255,17 @@ class VisionBackbone(nn.Module):
 class Projector(nn.Module):
     """Features of patches as tokens of the language model."""
 
-    def __init__(self, seen: int, width: int):
+    def __init__(self, features: int, width: int):
         super().__init__()
-        self.fc1 = nn.Linear(seen, 4 * seen)
-        self.fc2 = nn.Linear(4 * seen, width)
+        self.fc1 = nn.Linear(features, 4 * features)
+        self.fc2 = nn.Linear(4 * features, width)
         self.fc3 = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, patches, seen] to [N, patches, width]."""
         x = functional.gelu(self.fc2(functional.gelu(self.fc1(x))))
-        found: Tensor = self.fc3(x)
-        return found
+        output: Tensor = self.fc3(x)
+        return output
 
 
 PUBLISHED: Mapping[str, Any] = {
@@ -502,8 +502,8 @@ class OpenVlaNetwork(Policy):
         """See `Policy.value`."""
         if self.critic is None:
             raise ValueError("policy: value_level is null, so there is no critic to ask for values")
-        found: Tensor = self.critic(self._prompt_state(self.inputs(observation, instructions)).float())
-        return found[:, 0]
+        values: Tensor = self.critic(self._prompt_state(self.inputs(observation, instructions)).float())
+        return values[:, 0]
 
     # Parts that decoding is made of -----------------------------------------------------------------------------------
 
@@ -521,21 +521,23 @@ class OpenVlaNetwork(Policy):
         features = self.vision_backbone(pictures.flatten(0, 1))
         patches = self.projector(features).unflatten(0, pictures.shape[:2]).flatten(1, 2)
         front = [patches, *self._after_pictures(inputs)]
-        read = prompt != self.config.sizes["pad_token_id"]
-        filled = int(read[:, 1:].any(0).long().argmax()) + 1  # columns that nobody fills cost time
-        prompt, read = torch.cat([prompt[:, :1], prompt[:, filled:]], 1), torch.cat([read[:, :1], read[:, filled:]], 1)
+        real = prompt != self.config.sizes["pad_token_id"]
+        filled = int(real[:, 1:].any(0).long().argmax()) + 1  # columns that nobody fills cost time
+        prompt, real = torch.cat([prompt[:, :1], prompt[:, filled:]], 1), torch.cat([real[:, :1], real[:, filled:]], 1)
         words = self._embedded(prompt)
         before = sum(part.shape[1] for part in front)
-        seen = torch.cat([read[:, :1], read.new_ones(len(read), before), read[:, 1:]], 1)
-        return torch.cat([words[:, :1], *front, words[:, 1:]], 1), seen
+        mask = torch.cat([real[:, :1], real.new_ones(len(real), before), real[:, 1:]], 1)
+        return torch.cat([words[:, :1], *front, words[:, 1:]], 1), mask
 
-    def _decode(self, embedded: Tensor, seen: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def _decode(
+        self, embedded: Tensor, attention: Tensor, mask: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
         """Hidden states of the last places, after the final norm; see `hidden_states`."""
-        return hidden_states(self.language_model.model, embedded, seen, mask=mask, cache=cache)
+        return hidden_states(self.language_model.model, embedded, attention, mask=mask, cache=cache)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.language_model.model.embed_tokens(tokens)
-        return found
+        embeddings: Tensor = self.language_model.model.embed_tokens(tokens)
+        return embeddings
 
     def _logprobs(self, hidden: Tensor) -> Tensor:
         """Log-probs of all bins, float32 [..., bins]: logits / temperature, the likeliest top_k, normalised."""
@@ -555,8 +557,8 @@ class OpenVlaNetwork(Policy):
         """Values from the hidden state of the prompt's last token [N, width]: [N, C], or [N] for the chunk."""
         if self.critic is None:
             return None
-        found: Tensor = self.critic(hidden.float())
-        return found if self.config.value_level == "action" else found[:, 0]
+        values: Tensor = self.critic(hidden.float())
+        return values if self.config.value_level == "action" else values[:, 0]
 
     def _prompts(self) -> Prompts:
         if self.prompts is None:
@@ -581,9 +583,9 @@ class OpenVlaNetwork(Policy):
         return {"network": network, "norm_stats": statistics}
 
     @classmethod
-    def with_statistics(cls, name: str, found: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
+    def with_statistics(cls, name: str, statistics: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
         """See `PublishedForm.with_statistics`."""
-        return {"norm_stats": as_openvla(found, name, episodes), "statistics": name}
+        return {"norm_stats": as_openvla(statistics, name, episodes), "statistics": name}
 
     @classmethod
     def actions_of(cls, config: OpenVlaConfig, scaling: Scaling | None) -> RobotActions:
@@ -608,10 +610,10 @@ class OpenVlaNetwork(Policy):
         before = json.loads(self.files.get(_ABOUT, b"{}"))
         about = {**before, **self.config.sizes}
         statistics = dict(self.config.norm_stats)
-        known = json.loads(self.files[_STATISTICS]) if _STATISTICS in self.files else before.get("norm_stats", {})
+        norm_stats = json.loads(self.files[_STATISTICS]) if _STATISTICS in self.files else before.get("norm_stats", {})
         if not before:
             about["norm_stats"] = statistics
-        elif known != statistics:  # of what it was fine-tuned on; goes before those in config.json
+        elif norm_stats != statistics:  # of what it was fine-tuned on; goes before those in config.json
             _write(directory / _STATISTICS, statistics)
         if {**before, **about} != before:
             _write(directory / _ABOUT, about)
@@ -628,10 +630,10 @@ def _value_head(width: int, values: int) -> nn.Sequential:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        contents: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    return found
+    return contents
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
@@ -644,37 +646,37 @@ class OpenVlaPolicy(OpenVlaNetwork):
     def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
         """See `Policy.draw`."""
         cache = DynamicCache(config=self.language_model.config)
-        embedded, seen = self._prefix(inputs)
-        hidden = self._decode(embedded, seen, cache=cache)[:, -1]
+        embedded, attention = self._prefix(inputs)
+        hidden = self._decode(embedded, attention, cache=cache)[:, -1]
         values = self._values(hidden)
         tokens: list[Tensor] = []
         logprobs: list[Tensor] = []
         for number in range(self.randomness):
             if number:
-                seen = functional.pad(seen, (0, 1), value=True)
-                hidden = self._decode(self._embedded(tokens[-1][:, None]), seen, cache=cache)[:, -1]
+                attention = functional.pad(attention, (0, 1), value=True)
+                hidden = self._decode(self._embedded(tokens[-1][:, None]), attention, cache=cache)[:, -1]
             each = self._logprobs(hidden)
             choice = each.argmax(-1) if noise is None else picked_by(each, noise[:, number])
             tokens.append(choice + self.bins.first)
             logprobs.append(each.gather(1, choice[:, None])[:, 0])
-        made = torch.stack(tokens, 1).view(-1, self.config.chunk, self.numbers)
-        actions = self.robot.to_simulator(self.bins.decode(made))
-        return Drawn(actions, made, torch.stack(logprobs, 1).view(made.shape), values)
+        answer = torch.stack(tokens, 1).view(-1, self.config.chunk, self.numbers)
+        actions = self.robot.to_simulator(self.bins.decode(answer))
+        return Drawn(actions, answer, torch.stack(logprobs, 1).view(answer.shape), values)
 
     def score(self, stored: Stored) -> Evaluated:
         """See `Policy.score`."""
         shape, tokens = stored["actions"].shape, stored["actions"].flatten(1)
-        prefix, seen = self._prefix(stored)
-        known = self._embedded(tokens[:, :-1])
-        seen = functional.pad(seen, (0, known.shape[1]), value=True)
-        hidden = self._decode(torch.cat([prefix, known], 1), seen)[:, prefix.shape[1] - 1 :]
+        prefix, attention = self._prefix(stored)
+        embeddings = self._embedded(tokens[:, :-1])
+        attention = functional.pad(attention, (0, embeddings.shape[1]), value=True)
+        hidden = self._decode(torch.cat([prefix, embeddings], 1), attention)[:, prefix.shape[1] - 1 :]
         each = self._logprobs(hidden)
-        chosen = each.gather(-1, (tokens - self.bins.first)[..., None])[..., 0]
-        return Evaluated(chosen.view(shape), entropy(each).view(shape), self._values(hidden[:, 0]))
+        logprobs = each.gather(-1, (tokens - self.bins.first)[..., None])[..., 0]
+        return Evaluated(logprobs.view(shape), entropy(each).view(shape), self._values(hidden[:, 0]))
 
     def _prompt_state(self, inputs: Stored) -> Tensor:
-        embedded, seen = self._prefix(inputs)
-        return self._decode(embedded, seen)[:, -1]
+        embedded, attention = self._prefix(inputs)
+        return self._decode(embedded, attention)[:, -1]
 
 
 def entropy(logprobs: Tensor) -> Tensor:
@@ -712,8 +714,8 @@ class _ProprioProjector(nn.Module):
         self.fc1, self.fc2 = nn.Linear(state, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.fc2(functional.gelu(self.fc1(x)))
-        return found
+        output: Tensor = self.fc2(functional.gelu(self.fc1(x)))
+        return output
 
 
 class OpenVlaOftPolicy(OpenVlaNetwork):
@@ -729,48 +731,48 @@ class OpenVlaOftPolicy(OpenVlaNetwork):
         self._states: Scaling | None = None
         if config.variant == "official" and config.state_size:
             self.proprio_projector = _ProprioProjector(config.state_size, self.language_model.config.hidden_size)
-            found = {} if self.data_set is None else config.norm_stats[self.data_set]
-            if "proprio" in found:
-                self._states = Scaling.of(found["proprio"], config.row.scale, EPSILON)
+            statistics = {} if self.data_set is None else config.norm_stats[self.data_set]
+            if "proprio" in statistics:
+                self._states = Scaling.of(statistics["proprio"], config.row.scale, EPSILON)
 
     def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
         """See `OpenVlaNetwork.inputs`; in the official variant the scaled state too, float32 [N, S]."""
-        found = super().inputs(observation, instructions)
+        stored = super().inputs(observation, instructions)
         if self.proprio_projector is not None:
             state = looked_at(observation, "state", (self.config.state_size,), f"policy {self.config.model}").float()
-            found["state"] = state if self._states is None else self._states.normalised(state).clamp(-1.0, 1.0)
-        return found
+            stored["state"] = state if self._states is None else self._states.normalised(state).clamp(-1.0, 1.0)
+        return stored
 
     def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
         """See `Policy.draw`."""
         hidden = self._pass(inputs)
         each = self._logprobs(hidden)
         choice = each.argmax(-1) if noise is None else picked_by(each, noise)
-        made = (choice + self.bins.first).view(-1, self.config.chunk, self.numbers)
-        logprobs = each.gather(-1, choice[..., None])[..., 0].view(made.shape)
-        return Drawn(self.robot.to_simulator(self.bins.decode(made)), made, logprobs, self._values(hidden[:, 0]))
+        actions = (choice + self.bins.first).view(-1, self.config.chunk, self.numbers)
+        logprobs = each.gather(-1, choice[..., None])[..., 0].view(actions.shape)
+        return Drawn(self.robot.to_simulator(self.bins.decode(actions)), actions, logprobs, self._values(hidden[:, 0]))
 
     def score(self, stored: Stored) -> Evaluated:
         """See `Policy.score`."""
         shape, tokens = stored["actions"].shape, stored["actions"].flatten(1)
         hidden = self._pass(stored)
         each = self._logprobs(hidden)
-        chosen = each.gather(-1, (tokens - self.bins.first)[..., None])[..., 0]
-        return Evaluated(chosen.view(shape), entropy(each).view(shape), self._values(hidden[:, 0]))
+        logprobs = each.gather(-1, (tokens - self.bins.first)[..., None])[..., 0]
+        return Evaluated(logprobs.view(shape), entropy(each).view(shape), self._values(hidden[:, 0]))
 
     def open_published(self, directory: Path) -> None:
         """See `OpenVlaNetwork.open_published`; and the projector of states, where the authors' file is there."""
         super().open_published(directory)
-        if found := sorted(directory.glob(_FILM)):
+        if film := sorted(directory.glob(_FILM)):
             raise ValueError(
-                f"{found[0].name} is of a checkpoint whose encoders are modulated by words (FiLM), which is not "
+                f"{film[0].name} is of a checkpoint whose encoders are modulated by words (FiLM), which is not "
                 "supported: take one without, or merge it into the weights"
             )
         names = sorted(name for name in self.files if name.startswith("proprio_projector--"))
         if self.proprio_projector is None or not names:
             return
-        read = torch.load(io.BytesIO(self.files[names[-1]]), map_location="cpu", weights_only=True)
-        state = {name.removeprefix("module."): tensor for name, tensor in read.items()}
+        weights = torch.load(io.BytesIO(self.files[names[-1]]), map_location="cpu", weights_only=True)
+        state = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
         wanted = {name: tuple(each.shape) for name, each in self.proprio_projector.state_dict().items()}
         if {name: tuple(each.shape) for name, each in state.items()} != wanted:
             raise ValueError(
@@ -792,17 +794,17 @@ class OpenVlaOftPolicy(OpenVlaNetwork):
 
     def _pass(self, inputs: Stored) -> Tensor:
         """Hidden states that the tokens are read off, [N, C x D, width]; the first is the prompt's last."""
-        prefix, seen = self._prefix(inputs)
+        prefix, attention = self._prefix(inputs)
         count = self.randomness
         parts = [prefix, prefix.new_zeros(len(prefix), count, prefix.shape[2])]
         if self.config.variant == "official":
-            parts.append(self._embedded(seen.new_full((len(seen), 1), _STOP, dtype=torch.int64)))
+            parts.append(self._embedded(attention.new_full((len(attention), 1), _STOP, dtype=torch.int64)))
         embedded = torch.cat(parts, 1)
-        seen = functional.pad(seen, (0, embedded.shape[1] - seen.shape[1]), value=True)
+        attention = functional.pad(attention, (0, embedded.shape[1] - attention.shape[1]), value=True)
         # all read all, but for padding; of a model that reads forwards alone, four dimensions are taken as they are
-        mask = embedded.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(embedded.dtype).min)
+        mask = embedded.new_zeros(attention.shape).masked_fill(~attention, torch.finfo(embedded.dtype).min)
         mask = mask[:, None, None].expand(-1, 1, embedded.shape[1], -1)
-        hidden = self._decode(embedded, seen, mask)
+        hidden = self._decode(embedded, attention, mask)
         first = prefix.shape[1] - 1
         return hidden[:, first : first + count]
 

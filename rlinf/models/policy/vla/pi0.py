@@ -178,7 +178,7 @@ def settings_in(directory: Path, scale: str) -> dict[str, Any]:
     shapes = {ours(name): shape for name, shape in tensor_shapes(tensor_files(directory)).items()}
     _check_normalisation(directory, about, scale)
     try:
-        found: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "width": shapes["action_in_proj.weight"][1],
             "vision": _vision(shapes, about),
             "language": _gemma(shapes, f"{_MAIN}language_model.") | {"vocab_size": shapes[WORDS][0]},
@@ -189,8 +189,8 @@ def settings_in(directory: Path, scale: str) -> dict[str, Any]:
         raise ValueError(f"{directory} lacks {error}: it is no checkpoint of pi0 or pi0.5") from error
     for key in ("action_horizon", "chunk_size"):
         if isinstance(about.get(key), int):
-            found["horizon"] = about[key]
-    return found
+            settings["horizon"] = about[key]
+    return settings
 
 
 def _check_normalisation(directory: Path, about: Mapping[str, Any], scale: str) -> None:
@@ -211,14 +211,14 @@ def statistics_in(directory: Path) -> dict[str, Any]:
     Raises:
         ValueError: a file is damaged.
     """
-    found: dict[str, Any] = {}
+    statistics: dict[str, Any] = {}
     for path in sorted(directory.rglob(_STATS)):
         asset = path.parent.relative_to(directory).as_posix().removeprefix("assets/")
         try:
-            found[asset] = json.loads(path.read_text(encoding="utf-8"))["norm_stats"]
+            statistics[asset] = json.loads(path.read_text(encoding="utf-8"))["norm_stats"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-    return found
+    return statistics
 
 
 def tensors_of(directory: Path, unused: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -459,8 +459,8 @@ class PiPolicy(FlowPolicy):
         if self.state_size or self.config.relative:
             state = looked_at(observation, "state", (self.config.state_size,), where).float()
         texts = [self.config.instruction] * len(pictures) if instructions is None else list(instructions)
-        found = {"rgb": pictures, "text": self._tokens(texts, state).to(pictures.device)}
-        return found if state is None else {**found, "state": state}
+        stored = {"rgb": pictures, "text": self._tokens(texts, state).to(pictures.device)}
+        return stored if state is None else {**stored, "state": state}
 
     def _tokens(self, texts: Sequence[str], state: Tensor | None) -> Tensor:
         return self.prompts.encode([(cleaned(text), "\n") for text in texts])
@@ -500,9 +500,9 @@ class PiPolicy(FlowPolicy):
         return self._robot.to_model(actions, inputs.get("state"))
 
     @classmethod
-    def with_statistics(cls, name: str, found: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
+    def with_statistics(cls, name: str, statistics: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
         """See `PublishedForm.with_statistics`."""
-        return {"statistics": {name: as_openpi(found)["norm_stats"]}, "asset": name}
+        return {"statistics": {name: as_openpi(statistics)["norm_stats"]}, "asset": name}
 
     @classmethod
     def actions_of(cls, config: PiConfig, scaling: Scaling | None) -> RobotActions:
@@ -529,12 +529,12 @@ class PiPolicy(FlowPolicy):
         asset = chosen_statistics(config.statistics, self.row, config.asset, "policy.settings.asset")
         if asset is None:
             return None, None
-        found = config.statistics[asset]
+        statistics = config.statistics[asset]
 
         def of(part: str, size: int) -> Scaling:
-            if part not in found:
+            if part not in statistics:
                 raise ValueError(f"the statistics of {asset} have none of {part}")
-            rows = {name: row[:size] for name, row in found[part].items() if isinstance(row, list | tuple)}
+            rows = {name: row[:size] for name, row in statistics[part].items() if isinstance(row, list | tuple)}
             return Scaling.of(rows, self.row.scale, _EPSILON)
 
         return of("state", self.state_size) if self.state_size else None, of("actions", config.action_size)
@@ -563,10 +563,10 @@ class Pi0Policy(PiPolicy):
     def velocity(self, context: Seen) -> Velocity:
         """See `FlowPolicy.velocity`. The state does not see actions; actions see the state and each other."""
         places = 1 + self.horizon
-        device = context.prefix.read.device
+        device = context.prefix.mask.device
         mask = torch.ones(places, places, dtype=torch.bool, device=device)
         mask[0, 1:] = False
-        state = torch.zeros(len(context.prefix.read), self.width, device=device)
+        state = torch.zeros(len(context.prefix.mask), self.width, device=device)
         state = self.state_proj(state if context.state is None else context.state)[:, None]
 
         def at(x: Tensor, t: Tensor) -> Field:
@@ -583,8 +583,8 @@ class Pi0Policy(PiPolicy):
         """See `FlowPolicy.values`."""
         if self.critic is None or features is None:
             return None
-        found: Tensor = self.critic(features.mean(2).detach())  # [N, steps, 1]
-        return found[..., 0].mean(1)
+        result: Tensor = self.critic(features.mean(2).detach())  # [N, steps, 1]
+        return result[..., 0].mean(1)
 
 
 class Pi05Policy(PiPolicy):
@@ -615,7 +615,7 @@ class Pi05Policy(PiPolicy):
 
     def velocity(self, context: Seen) -> Velocity:
         """See `FlowPolicy.velocity`. Actions see each other."""
-        mask = torch.ones(self.horizon, self.horizon, dtype=torch.bool, device=context.prefix.read.device)
+        mask = torch.ones(self.horizon, self.horizon, dtype=torch.bool, device=context.prefix.mask.device)
 
         def at(x: Tensor, t: Tensor) -> Field:
             time = self.time_mlp_in(sinusoids(t, self.time_mlp_in.in_features, *_PERIODS))
@@ -630,5 +630,5 @@ class Pi05Policy(PiPolicy):
         """See `FlowPolicy.values`."""
         if self.critic is None:
             return None
-        found: Tensor = self.critic(context.prefix.hidden.float().mean(1).detach())
-        return found[:, 0]
+        result: Tensor = self.critic(context.prefix.hidden.float().mean(1).detach())
+        return result[:, 0]

@@ -72,25 +72,25 @@ class ActionTokens(Exact):
 
 
 def hidden_states(
-    decoder: nn.Module, embedded: Tensor, seen: Tensor, *, mask: Tensor | None = None, cache: Cache | None = None
+    decoder: nn.Module, embedded: Tensor, attention: Tensor, *, mask: Tensor | None = None, cache: Cache | None = None
 ) -> Tensor:
     """Output of a decoder of transformers at the last places of a sequence, [N, T, width].
 
     Args:
         decoder: without output embedding.
         embedded: [N, T, width], the last T of all S places.
-        seen: which of all places are read, bool or int64 [N, S]; positions count these alone.
+        attention: which of all places are read, bool or int64 [N, S]; positions count these alone.
         mask: of the attention, as the decoder takes it, where places read others than those before them.
         cache: keys and values of the places before.
     """
-    found: Tensor = decoder(
+    output: Tensor = decoder(
         inputs_embeds=embedded,
-        attention_mask=seen.long() if mask is None else mask,
-        position_ids=(seen.cumsum(1) - 1).clamp(min=0)[:, -embedded.shape[1] :],
+        attention_mask=attention.long() if mask is None else mask,
+        position_ids=(attention.cumsum(1) - 1).clamp(min=0)[:, -embedded.shape[1] :],
         past_key_values=cache,
         use_cache=cache is not None,
     ).last_hidden_state
-    return found
+    return output
 
 
 def picked_by(logprobs: Tensor, noise: Tensor) -> Tensor:
@@ -201,8 +201,8 @@ class VlaPolicy(Policy):
         words.setdefault("num_key_value_heads", words["num_attention_heads"])  # some types have a number of their own
         self.eyes = _model(pictures, image_size=config.image[0], patch_size=config.patch_size)
         self.decoder = _model(words, vocab_size=self.bins.vocabulary, pad_token_id=PAD)
-        seen, width = self.eyes.config.hidden_size, self.decoder.config.hidden_size
-        self.projector = nn.Sequential(nn.Linear(seen, width), nn.GELU(), nn.Linear(width, width))
+        features, width = self.eyes.config.hidden_size, self.decoder.config.hidden_size
+        self.projector = nn.Sequential(nn.Linear(features, width), nn.GELU(), nn.Linear(width, width))
         self.norm = RunningNorm(config.state_size) if config.state_size else None
         self.state_token = nn.Linear(config.state_size, width) if config.state_size else None
         self.head = nn.Linear(width, self.bins.vocabulary, bias=False)
@@ -217,10 +217,10 @@ class VlaPolicy(Policy):
         """Pictures as bytes, the instruction as tokens, the state as it came."""
         rgb = looked_at(observation, "rgb", self.config.image, "policy vla")
         texts = [self.config.instruction] * len(rgb) if instructions is None else instructions
-        found = {"rgb": rgb, "text": self.texts.encode(texts).to(rgb.device)}
+        stored = {"rgb": rgb, "text": self.texts.encode(texts).to(rgb.device)}
         if self.config.state_size:
-            found["state"] = looked_at(observation, "state", (self.config.state_size,), "policy vla").float()
-        return found
+            stored["state"] = looked_at(observation, "state", (self.config.state_size,), "policy vla").float()
+        return stored
 
     def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
         """The bins' tokens, int64 [N, C, A]."""
@@ -236,8 +236,8 @@ class VlaPolicy(Policy):
     def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
         """See `Policy.draw`: one token after the other."""
         cache = DynamicCache(config=self.decoder.config)
-        prefix, seen = self._prefix(inputs)
-        hidden = hidden_states(self.decoder, prefix, seen, cache=cache)[:, -1]
+        prefix, attention = self._prefix(inputs)
+        hidden = hidden_states(self.decoder, prefix, attention, cache=cache)[:, -1]
         hiddens, tokens, logprobs = [hidden], [], []
         numbers = self.config.chunk * self.config.action_size
         for number in range(numbers):
@@ -246,24 +246,24 @@ class VlaPolicy(Policy):
             tokens.append(choice + self.bins.first)
             logprobs.append(each.gather(1, choice[:, None])[:, 0])
             if number + 1 < numbers:
-                seen = functional.pad(seen, (0, 1), value=1)
-                hidden = hidden_states(self.decoder, self._embedded(tokens[-1][:, None]), seen, cache=cache)[:, -1]
+                attention = functional.pad(attention, (0, 1), value=1)
+                hidden = hidden_states(self.decoder, self._embedded(tokens[-1][:, None]), attention, cache=cache)[:, -1]
                 hiddens.append(hidden)
-        made = torch.stack(tokens, 1).view(-1, self.config.chunk, self.config.action_size)
+        actions = torch.stack(tokens, 1).view(-1, self.config.chunk, self.config.action_size)
         values = self._values(torch.stack(hiddens, 1))
-        return Drawn(self.bins.decode(made), made, torch.stack(logprobs, 1).view(made.shape), values)
+        return Drawn(self.bins.decode(actions), actions, torch.stack(logprobs, 1).view(actions.shape), values)
 
     def score(self, stored: Stored) -> Evaluated:
         """See `Policy.score`: all tokens in one pass."""
         shape, tokens = stored["actions"].shape, stored["actions"].flatten(1)
-        prefix, seen = self._prefix(stored)
-        known = self._embedded(tokens[:, :-1])
-        seen = functional.pad(seen, (0, known.shape[1]), value=1)
-        hidden = hidden_states(self.decoder, torch.cat([prefix, known], 1), seen)[:, prefix.shape[1] - 1 :]
+        prefix, attention = self._prefix(stored)
+        embeddings = self._embedded(tokens[:, :-1])
+        attention = functional.pad(attention, (0, embeddings.shape[1]), value=1)
+        hidden = hidden_states(self.decoder, torch.cat([prefix, embeddings], 1), attention)[:, prefix.shape[1] - 1 :]
         each = self._logprobs(hidden)
-        chosen = each.gather(-1, (tokens - self.bins.first)[..., None])[..., 0]
+        logprobs = each.gather(-1, (tokens - self.bins.first)[..., None])[..., 0]
         entropy = -(each.exp() * each).sum(-1)
-        return Evaluated(chosen.view(shape), entropy.view(shape), self._values(hidden))
+        return Evaluated(logprobs.view(shape), entropy.view(shape), self._values(hidden))
 
     @torch.no_grad()
     def value(self, observation: Observation, instructions: Sequence[str] | None = None) -> Tensor:
@@ -271,8 +271,8 @@ class VlaPolicy(Policy):
         if self.critic is None:
             raise ValueError("policy: value_level is null, so there is no critic to ask for values")
         hidden = hidden_states(self.decoder, *self._prefix(self.inputs(observation, instructions)))
-        found: Tensor = self.critic(hidden[:, -1])
-        return found[:, 0].float()
+        values: Tensor = self.critic(hidden[:, -1])
+        return values[:, 0].float()
 
     # Parts ------------------------------------------------------------------------------------------------------------
 
@@ -288,12 +288,12 @@ class VlaPolicy(Policy):
         text = inputs["text"]
         text = text[:, int((text != PAD).any(0).long().argmax()) :]  # columns that nobody fills cost time
         before = sum(part.shape[1] for part in parts)
-        seen = functional.pad((text != PAD).long(), (before, 0), value=1)
-        return torch.cat([*parts, self._embedded(text)], 1), seen
+        attention = functional.pad((text != PAD).long(), (before, 0), value=1)
+        return torch.cat([*parts, self._embedded(text)], 1), attention
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.decoder.get_input_embeddings()(tokens)
-        return found
+        embeddings: Tensor = self.decoder.get_input_embeddings()(tokens)
+        return embeddings
 
     def _logprobs(self, hidden: Tensor) -> Tensor:
         """Log-probs of all bins, float32 [..., bins]; other tokens' logits are not computed."""
@@ -311,10 +311,10 @@ class VlaPolicy(Policy):
 
 def _model(settings: Mapping[str, Any], **sizes: int) -> PreTrainedModel:
     """A model of transformers with new weights; `sizes` are ours to say."""
-    said = sorted(set(sizes) & set(settings))
-    if said:
+    overlap = sorted(set(sizes) & set(settings))
+    if overlap:
         raise ValueError(
-            f"policy vla: {' and '.join(said)} cannot be set in vision or decoder: they follow from others"
+            f"policy vla: {' and '.join(overlap)} cannot be set in vision or decoder: they follow from others"
         )
     if "vision" in settings["model_type"]:
         settings = {**settings, "vision_use_head": False}  # pools patches into one, which nobody reads

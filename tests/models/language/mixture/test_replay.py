@@ -67,7 +67,7 @@ def test_routes_that_the_gates_would_choose_change_nothing_and_others_are_follow
     told = rows(routes=own)
     found, _, led = policy(pack(told))
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-    assert bool(led.known.all()), not bool(unled.known.any())
+    assert bool(led.has_route.all()), not bool(unled.has_route.any())
     assert not led.apart.any()
     far, _, gone = policy(pack(rows(routes=[(one + 1) % 8 for one in own])))
     assert (far - expected).abs().max() > 1e-4
@@ -98,7 +98,7 @@ def test_unknown_tokens_go_where_the_gates_send_them():
     half = [np.where(np.arange(len(one))[:, None, None] % 2 == 0, one, 255).astype(np.uint8) for one in own]
     found, _, routed = policy(pack(rows(routes=half)))
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-    assert 0 < int(routed.known.sum()) < len(found)
+    assert 0 < int(routed.has_route.sum()) < len(found)
 
 
 def test_with_the_experts_held_a_small_change_of_weights_moves_ratios_less():
@@ -125,7 +125,7 @@ def test_a_policy_that_shall_not_replay_tells_all_the_same_and_another_one_nothi
     expected, _, _ = policy_of(mixture())(pack(rows()))
     found, _, routed = policy_of(mixture(), replay=False)(pack(rows(routes=other)))
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-    assert not routed.known.any()
+    assert not routed.has_route.any()
     reference, *more = policy_of(mixture(), replay=None)(pack(rows(routes=other)))
     torch.testing.assert_close(reference, expected, atol=1e-6, rtol=0)
     assert len(more) == 1

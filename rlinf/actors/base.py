@@ -25,7 +25,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,7 @@ from rlinf.training.checkpoint import (
     write_checkpoint,
 )
 
+P = ParamSpec("P")
 R = TypeVar("R")
 Setup = Callable[..., Coroutine[Any, Any, None]]
 
@@ -377,7 +378,8 @@ class ModelActor(Actor):
     def __init__(self) -> None:
         super().__init__()
         self.device = own_device()
-        self._parking = Parking(self._held)
+        self._parking: Parking | None = None
+        """Made when the model first leaves its device; most have theirs to themselves."""
 
     def _held(self) -> Iterable[Tensor]:
         """All tensors that `offload` moves, as they are now."""
@@ -389,7 +391,11 @@ class ModelActor(Actor):
         Raises:
             RuntimeError: the model is parked.
         """
-        return await self.compute(self._parking.needed(fn), *args, **kwargs)
+        return await self.compute(self._needing(fn), *args, **kwargs)
+
+    def _needing(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """`fn`, which refuses to run while the model is parked."""
+        return fn if self._parking is None else self._parking.needed(fn)
 
     async def offload(self) -> None:
         """Keep the model, and all that belongs to it, in host memory until `onload`."""
@@ -397,9 +403,11 @@ class ModelActor(Actor):
 
     async def onload(self) -> None:
         """Bring back what `offload` moved."""
-        await self.compute(self._parking.unpark)
+        if self._parking is not None:
+            await self.compute(self._parking.unpark)
 
     def _park(self) -> None:
+        self._parking = self._parking or Parking(self._held)
         self._parking.park()
 
 
@@ -448,7 +456,7 @@ class BaseTrainer(ModelActor, SpmdActor):
 
     async def computed(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """`compute` for work on weights, of all ranks together."""
-        return await super().computed(self._parking.needed(fn), *args, **kwargs)
+        return await super().computed(self._needing(fn), *args, **kwargs)
 
     async def compute_spmd(self, fn: Callable[..., R], *args: Any) -> R:
         """`computed`, when it is this call's turn on all ranks."""

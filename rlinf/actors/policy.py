@@ -132,7 +132,7 @@ class PolicyActor(ModelActor, Receiver):
         Returns:
             Chunks of actions in [-1, 1], float32 [N, C, A]; of a policy with a memory together with that.
         """
-        return await self.compute_briefly(self._parking.needed(self._act), key, output, greedy, keep)
+        return await self.compute_briefly(self._needing(self._act), key, output, greedy, keep)
 
     @endpoint(device=True)
     async def trajectory(self, key: Key, output: EnvOutput) -> Trajectory:
@@ -184,7 +184,8 @@ class PolicyActor(ModelActor, Receiver):
 
     def _unpark_with(self, coming: Weights) -> None:
         own = self._policy.weights()
-        self._parking.unpark(without=[own[name] for name in coming.shapes])
+        if self._parking is not None:
+            self._parking.unpark(without=[own[name] for name in coming.shapes])
         self._take(coming)
 
     def _held(self) -> Iterable[Tensor]:

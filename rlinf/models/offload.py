@@ -15,9 +15,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.distributed.tensor import DTensor
 
-from rlinf.runtime.base.tensors import PinnedSlab, copies_on
+from rlinf.runtime.base.tensors import PinnedSlab, copies_on, shard_of
 
 ALIGNMENT = 512
 """Bytes: every storage begins at a multiple of so many in the slab, as allocations on a GPU do."""
@@ -178,11 +177,6 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
             if storage.nbytes():
                 storages[storage._cdata] = storage
     return storages
-
-
-def shard_of(tensor: Tensor) -> Tensor:
-    """The shard of a tensor that this rank has; the tensor itself where it is whole."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -201,8 +201,8 @@ class FsdpBackEnd:
         return self.module.model
 
     @property
-    def mixture(self) -> Mixture:
-        """The model's experts, as far as they are watched."""
+    def mixture(self) -> Mixture | None:
+        """The model's experts, where they are watched."""
         return self.module.mixture
 
     def optimization(self, settings: LearningSettings) -> Learner:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rlinf.algos.loss_sum import EffectiveSize, Explained, LossSum, Max, Mean, Metric, MetricGroup
-from rlinf.models.offload import shard_of
+from rlinf.runtime.base.tensors import shard_of
 
 Schedule = Literal["constant", "linear", "cosine"]
 """The course of the learning rate after the warm-up."""

@@ -392,14 +392,21 @@ def exported(
         ranks: of the model, in one dimension, for parameters that are split and in slices: they are sent rectangle by
             rectangle.
     """
-    from rlinf.models.language.lora import plain_parameters  # takes seconds to import, and policies do not need it
-
     reshard(model)
     in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    for name, parameter, make in plain_parameters(model):
+    for name, parameter, make in _parameters(model):
         casts = dtype is not None and parameter.is_floating_point() and not any(part in name for part in in_float32)
         give: Callable[[], Any] = partial(_rectangles, make, ranks) if ranks is not None and _split(parameter) else make
         yield name, Export(tuple(parameter.shape), dtype if dtype is not None and casts else parameter.dtype, give)
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Callable[[], Tensor]]]:
+    """Name and parameter as in a model without adapters, and what makes its value."""
+    if getattr(model, "peft_config", None) is None:
+        return ((name, parameter, parameter.detach) for name, parameter in model.named_parameters())
+    from rlinf.models.language.lora import plain_parameters  # takes seconds to import
+
+    return plain_parameters(model)
 
 
 def _split(tensor: Tensor) -> bool:

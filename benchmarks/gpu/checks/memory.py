@@ -26,7 +26,8 @@ from rlinf.config.learning import LearningSettings
 from rlinf.config.text import RunConfig
 from rlinf.data.packing import pack
 from rlinf.data.weights import checksum
-from rlinf.models.offload import Parking, bytes_of, shard_of
+from rlinf.models.offload import Parking, bytes_of
+from rlinf.runtime.base.tensors import shard_of
 
 FILLED = 0.92
 """Share of a card that roles may fill, as `--dry-run` has it."""

@@ -140,7 +140,7 @@ def _graphs() -> int:
 @contextmanager
 def _interpreted() -> Iterator[None]:
     """Graphs are traced and run as they are: kernels made of them take a CPU half a minute."""
-    with mock.patch.dict(PolicyModel.__init__.__kwdefaults__, compiler="aot_eager"):
+    with mock.patch.object(PolicyModel, "compiler", "aot_eager"):
         yield
 
 

@@ -75,7 +75,7 @@ class ModelForward:
         """Ids that no answer has, see `choose`, int64 [ids]."""
         self._pictures = pictures
         self._model = model
-        self._parking = Parking(self._held)  # kept, with its host memory
+        self._parking: Parking | None = None  # kept once it was parked, with its host memory
         self._arrived: Weights | None = None
         self._routers: Routers | None = None
         self._routes: list[Tensor] = []  # of the passes since somebody asked
@@ -268,7 +268,7 @@ class ModelForward:
         """
         self.check(weights)
         self.version = weights.version
-        if self._parking.parked:
+        if self._parking is not None and self._parking.parked:
             self._arrived = weights
         else:
             self._take(weights)
@@ -281,11 +281,13 @@ class ModelForward:
 
     def park(self) -> None:
         """Give the memory of all weights back; `read` and `step` need them again."""
+        self._parking = self._parking or Parking(self._held)
         self._parking.park()
 
     def unpark(self) -> None:
         """Undo `park`, with the weights that have come meanwhile, in place of which the old ones are not copied."""
-        self._parking.unpark(without=() if self._arrived is None else self._model.parameters())
+        if self._parking is not None:
+            self._parking.unpark(without=() if self._arrived is None else self._model.parameters())
         if self._arrived is not None:
             self._take(self._arrived)
             self._arrived = None

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -40,18 +40,6 @@ from rlinf.models.language.kernels import HALF, Kernel, cause_of, device_at_faul
 from rlinf.models.language.tensor_parallel import Pieces, gathered
 
 
-class Scores(Protocol):
-    """Attention with what a model does to its scores, see `_Scores`."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor: ...
-
-
-class RuleLike(Protocol):
-    """The mask within a sequence, see `Rule`."""
-
-    def within(self, length: int, device: torch.device) -> Tensor | None: ...
-
-
 def all_keys(key: Tensor, value: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
     """Keys and values of all shares one behind another, [all tokens, key heads, size] each; a collective."""
     if pieces.group is None:
@@ -62,7 +50,7 @@ def all_keys(key: Tensor, value: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor
     return gathered(key, pieces.group), gathered(value, pieces.group)
 
 
-def of_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scores: Scores, rule: RuleLike) -> Tensor:
+def of_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scores: Scores, rule: Rule) -> Tensor:
     """Attention of every piece, one after the other, [tokens of the share, heads, value size].
 
     Args:
@@ -332,10 +320,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Rule | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence, in the shape that transformers asks of its attention functions.
@@ -346,12 +331,11 @@ def packed_attention(
         key, value: [1, key heads, tokens, head_dim], [1, key heads, tokens, value_dim]
         attention_mask: who sees whom; None for all that came before, as far as the window reaches.
         scaling: of the scores; None for 1 / sqrt(head_dim).
-        dropout: must be 0.
         sliding_window: how many tokens, itself included, a token sees at most; None for all. Of a model that has made a
             rule the rule counts.
-        softcap: scores s become softcap x tanh(s / softcap) (Gemma 2, arXiv:2408.00118, eq. 1); None for none.
-        s_aux: a score per head that takes part in the softmax and has no value, [heads] (gpt-oss); None for none.
-        more: holds the `Layout` under `ARGUMENT`; what else changes the result is refused.
+        more: holds the `Layout` under `ARGUMENT`; perhaps `softcap`: scores s become softcap x tanh(s / softcap)
+            (Gemma 2, arXiv:2408.00118, eq. 1), and `s_aux`: a score per head that takes part in the softmax and has no
+            value, [heads] (gpt-oss). What else changes the result, dropout too, is refused.
 
     Returns:
         [1, tokens, heads, value_dim], and no attention weights.
@@ -363,7 +347,7 @@ def packed_attention(
     if layout is None:
         raise ValueError(f"{type(module).__name__} does not hand {ARGUMENT} on to its attention")
     odd = [name for name in _ODD if more.get(name) is not None]
-    if odd or dropout or not getattr(module, "is_causal", True):
+    if odd or more.get("dropout") or not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__} wants {odd or 'dropout or no causality'} of its attention")
     rule = attention_mask
     if rule is None:
@@ -373,7 +357,7 @@ def packed_attention(
     if layout.pieces is not None:  # before anything may fail on one rank alone
         key, value = all_keys(key, value, layout.pieces)
     try:
-        attended = _attended(query, key, value, layout, _Scores(scale, softcap, s_aux), rule)
+        attended = _attended(query, key, value, layout, Scores(scale, more.get("softcap"), more.get("s_aux")), rule)
     except REFUSALS as error:
         if layout.refusals is None or device_at_fault(error):
             raise
@@ -383,7 +367,7 @@ def packed_attention(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Scores:
+class Scores:
     """Softmax attention with what a model does to its scores: scale, softcap, sinks."""
 
     scale: float
@@ -399,10 +383,10 @@ class _Scores:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of rows, [rows, heads, length, size] each, with fewer heads of keys and values or as many."""
         if self.plain:
+            causal, grouped = mask is None, query.shape[1] != key.shape[1]
             return F.scaled_dot_product_attention(
-                query, key, value, mask, is_causal=mask is None, scale=self.scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )  # fmt: skip
+                query, key, value, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
+            )
         repeats, length = query.shape[1] // key.shape[1], query.shape[2]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         scores = query @ key.transpose(2, 3) * self.scale
@@ -417,7 +401,7 @@ class _Scores:
         return torch.softmax(scores, dim=-1)[..., : key.shape[2]].to(value.dtype) @ value
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: _Scores, rule: Rule) -> Tensor:
+def _attended(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: Scores, rule: Rule) -> Tensor:
     kernel = layout.kernel
     if kernel is not None and scores.plain and key.shape == value.shape:
         lookback = rule.left(layout.longest)
@@ -436,7 +420,7 @@ def opaque() -> None:
     _OPAQUE.setdefault("by_rectangles", torch.compiler.disable(_by_rectangles))
 
 
-def _by_rectangles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: _Scores, rule: Rule) -> Tensor:
+def _by_rectangles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: Scores, rule: Rule) -> Tensor:
     done = []
     rectangles, restore = layout.boxes()
     for box in rectangles:

@@ -300,25 +300,43 @@ def _layer(name: str) -> int:
 
 Replay = Literal["auto", True, False]
 """See `TrainerConfig.router_replay`."""
-Found = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]
+ModelOutputs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]
 """Two numbers of each learned token, [learned] each; then how tokens were routed, where that is watched."""
 
 
 class Mixture:
-    """The experts of a policy, as far as somebody wants to know of them.
+    """The experts of a policy whose routers are watched.
 
     Args:
-        model: the Hugging Face model; its routers are watched from now on.
-        wanted: whether tokens are to go where batches say; None: nobody asks, nothing is watched.
-        compiled: its blocks may be compiled.
+        routers: of the model.
+        name: of the model's class.
+        wanted: tokens are to go where batches say; with True they must.
     """
 
-    def __init__(self, model: nn.Module, wanted: Replay | None, *, compiled: bool = False):
-        self.routers = None if wanted is None else watch(model, compiled=compiled)
-        """None: nothing is watched."""
-        self.replays = self.routers is not None and wanted is not False
+    def __init__(self, routers: Routers, name: str, wanted: Replay):
+        self.routers = routers
+        self.replays = wanted is not False
         """Tokens go to the experts that a batch names."""
-        self._name, self._must = type(model).__name__, wanted is True
+        self._name, self._must = name, wanted is True
+
+    @staticmethod
+    def of(model: nn.Module, wanted: Replay | None, *, compiled: bool = False) -> Mixture | None:
+        """The experts of a Hugging Face model, watched from now on; None where it has none, or nobody asks.
+
+        Args:
+            model: changed in place.
+            wanted: see `Mixture`; None: nobody asks.
+            compiled: its blocks may be compiled.
+
+        Raises:
+            ValueError: tokens must go where batches say, and it has no experts.
+        """
+        routers = None if wanted is None else watch(model, compiled=compiled)
+        if routers is not None and wanted is not None:
+            return Mixture(routers, type(model).__name__, wanted)
+        if wanted is True:
+            raise ValueError(_must(f"{type(model).__name__} has no experts, or of a kind whose choice is not known"))
+        return None
 
     def begin(self, batch: Packed, at: Tensor, rectangle: tuple[Tensor, int] | None = None) -> None:
         """A pass over a micro-batch begins.
@@ -329,24 +347,19 @@ class Mixture:
             rectangle: where sequences are padded: where each place of the sequences laid end to end is in the
                 rectangle, flattened, and how many places that has.
         """
-        if self.routers is not None:
-            routes = batch.routes if self.replays else None
-            if routes is not None and rectangle is not None:
-                routes = _padded(routes, batch, *rectangle)
-            self.routers.begin(routes, at, batch.expert_load)
+        routes = batch.routes if self.replays else None
+        if routes is not None and rectangle is not None:
+            routes = _padded(routes, batch, *rectangle)
+        self.routers.begin(routes, at, batch.expert_load)
 
-    def told(self, outputs: tuple[Tensor, Tensor], batch: Packed, share: Share | None) -> Found:
-        """The pass's outputs, and beside them how its tokens were routed, where that is watched.
+    def routed(self, share: Share | None) -> Routed:
+        """How the tokens of the pass were routed.
 
         Args:
-            outputs: of all learned tokens.
-            batch: the whole micro-batch.
-            share: this rank's part of it, None for all: then ranks tell each other of theirs.
+            share: this rank's part of the micro-batch, None for all: then ranks tell each other of theirs.
         """
-        if self.routers is None:
-            return outputs
         routed = self.routers.routed()
-        return (*outputs, routed if share is None else _whole(routed, share))
+        return routed if share is None else _whole(routed, share)
 
     def load_of(self, rows: Sequence[Row]) -> np.ndarray:
         """Share of all choices that each expert has in the rows of an optimizer step, float32 [layers, experts].
@@ -354,7 +367,6 @@ class Mixture:
         Raises:
             ValueError: rows do not say where their tokens went.
         """
-        assert self.routers is not None
         routes_of_rows = [routes for row in rows if (routes := row.learned_routes) is not None]
         if (load := load_of(routes_of_rows, self.routers.layers, self.routers.experts)) is None:
             raise ValueError(
@@ -377,13 +389,8 @@ class Mixture:
         Raises:
             ValueError: they must be.
         """
-        if self.routers is None:
-            if self._must:
-                raise ValueError(_must(f"{self._name} has no experts, or of a kind whose choice is not known"))
-            return None
-        followed = agreed(self._follows(self.routers, compute, probe))
-        if not agreed(self.routers.understood):
-            self.routers = None
+        followed = agreed(self._follows(compute, probe))
+        self.routers.understood = agreed(self.routers.understood)
         if followed or not self.replays:
             return None
         self.replays, why = False, f"tokens of {self._name} do not go to the experts that are given"
@@ -392,7 +399,8 @@ class Mixture:
         return f"no router replay: {why}"
 
     @torch.no_grad()
-    def _follows(self, routers: Any, compute: Callable[[Packed], Any], probe: Packed) -> bool:
+    def _follows(self, compute: Callable[[Packed], Any], probe: Packed) -> bool:
+        routers = self.routers
         device, layers = probe.ids.device, len(routers.layers)
         tokens = torch.arange(len(probe.ids), device=device)[:, None, None]
         routes = tokens + torch.arange(layers * routers.top_k, device=device).view(layers, -1)

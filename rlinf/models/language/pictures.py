@@ -30,9 +30,8 @@ class Seen:
     """Position of each token, int64 [tokens]; or its text position, time, row and column, int64 [4, tokens]."""
 
 
-def never(pictures: Pictures | None, like: Tensor) -> Tensor | None:
-    """Return a mask that is added to logits, -inf at placeholders and 0 elsewhere, [vocabulary]; None where a model
-    reads no pictures.
+def never(pictures: Pictures, like: Tensor) -> Tensor:
+    """Return a mask that is added to logits, -inf at placeholders and 0 elsewhere, [vocabulary].
 
     Engines do not draw placeholders, so they are no part of what a policy chooses from.
 
@@ -40,8 +39,6 @@ def never(pictures: Pictures | None, like: Tensor) -> Tensor | None:
         pictures: the model's.
         like: has a number for each token of the vocabulary in its last dimension, and the dtype and device wanted.
     """
-    if pictures is None:
-        return None
     banned = like.new_zeros(like.shape[-1])
     banned[list(pictures.banned)] = -torch.inf
     return banned

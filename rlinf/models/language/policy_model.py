@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from rlinf.data.images import Pictures
 from rlinf.data.packing import Packed, Row, pack, padded
 from rlinf.models.language.attention import ARGUMENT, NAME, REFUSALS, CompiledBlocks, Layout, checkpoint_blocks
 from rlinf.models.language.kernels import HALF, FusedHead, Kernel, KernelName, device_at_fault, kernel_of
-from rlinf.models.language.moe import Found, Mixture, Replay
+from rlinf.models.language.moe import Mixture, ModelOutputs, Replay
 from rlinf.models.language.pictures import Seen, in_rows, never, seen, with_blank, without
 from rlinf.models.language.tensor_parallel import Division, Share, TensorRanks
 
@@ -70,7 +70,8 @@ def token_logprobs(
     Returns:
         Log-probs, differentiable in hidden, weight and bias; and entropies; nats, [tokens], at least float32.
     """
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, entropy_slope, fused)
+    how = _Head(chunk, entropy_slope, fused)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, how)
     return logprobs, entropy
 
 
@@ -88,6 +89,14 @@ def logprobs_of_logits(
     return all_logprobs.gather(1, targets[:, None]).squeeze(1), entropy
 
 
+class _Head(NamedTuple):
+    """Settings of `token_logprobs`, see there."""
+
+    chunk: int
+    entropy_slope: bool
+    fused: FusedHead | None
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """With p = softmax(logits / T), made again in each chunk:
 
@@ -102,10 +111,9 @@ class _TokenLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: Tensor | None,
-        chunk: int,
-        entropy_slope: bool,
-        fused: FusedHead | None,
+        how: _Head,
     ) -> tuple[Tensor, Tensor]:
+        chunk, entropy_slope, fused = how
         count = len(hidden)
         logprobs = torch.empty(count, dtype=wide(hidden[:0]).dtype, device=hidden.device)
         entropy = torch.empty_like(logprobs)
@@ -158,11 +166,7 @@ class _TokenLogprobs(torch.autograd.Function):
             for_hidden,
             None if for_weight is None else for_weight.to(weight.dtype),
             None if for_bias is None else for_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
+            *(None, None, None),
         )
 
 
@@ -249,11 +253,13 @@ class PolicyModel(nn.Module):
         attention: among which ways to compute attention `settle` chooses.
         compiled: whether `settle` compiles the blocks, and what the head does beside products of matrices; "auto" does
             on CUDA, and goes on without where it cannot.
-        compiler: back end of `torch.compile`.
         router_replay: see `Mixture`.
         division: ranks with which it computes every micro-batch together; None for none, as with pictures.
         pictures: reads those of prompts; None if the model reads text alone.
     """
+
+    compiler: ClassVar[str] = "inductor"
+    """Back end of `torch.compile`."""
 
     def __init__(
         self,
@@ -263,7 +269,6 @@ class PolicyModel(nn.Module):
         gradient_checkpointing: bool = False,
         attention: Attention = "any",
         compiled: Compile = False,
-        compiler: str = "inductor",
         router_replay: Replay | None = None,
         division: Division | None = None,
         pictures: Pictures | None = None,
@@ -286,12 +291,12 @@ class PolicyModel(nn.Module):
         self.tensor_ranks: TensorRanks | None = None
         """Those over which its matrices are split; None where they are whole."""
         self._chunk, self._attention = chunk, attention
-        self.mixture = Mixture(model, router_replay, compiled=compiled is not False)
-        """Its experts, if it has any."""
+        self.mixture = Mixture.of(model, router_replay, compiled=compiled is not False)
+        """Its experts, if it has any and they are watched."""
         self.refused: tuple[str, ...] = ()
         """Why `settle` did not take ways that would be better."""
         self._refusals: list[str] | None = None
-        self._compile, self._compiler, self._checkpointed = compiled, compiler, gradient_checkpointing
+        self._compile, self._checkpointed = compiled, gradient_checkpointing
         self._layers = blocks(model)  # found by their classes' names, which FSDP2 changes
         self._blocks: CompiledBlocks | None = None
         self._fused: FusedHead | None = None
@@ -300,7 +305,7 @@ class PolicyModel(nn.Module):
         if gradient_checkpointing:
             checkpoint_blocks(self._layers)
 
-    def forward(self, batch: Packed, *, entropy_slope: bool = False) -> Found:
+    def forward(self, batch: Packed, *, entropy_slope: bool = False) -> ModelOutputs:
         """Log-prob and entropy of every learned token, under softmax(logits / temperature).
 
         Args:
@@ -314,16 +319,20 @@ class PolicyModel(nn.Module):
         mine = batch if share is None else share.batch
         if not self.plain_head:
             logits = self._kept(self.model, batch, "logits", share)
-            logits = logits if (banned := never(self.pictures, logits)) is None else logits + banned
+            if self.pictures is not None:
+                logits = logits + never(self.pictures, logits)
             outputs = logprobs_of_logits(logits, mine.targets, mine.temperature, entropy_slope=entropy_slope)
         else:
             head: Any = self.model.get_output_embeddings()
             hidden = self._kept(self.model.base_model, batch, "last_hidden_state", share)
-            bias, banned = getattr(head, "bias", None), never(self.pictures, head.weight[:, 0])
+            bias = getattr(head, "bias", None)
+            if self.pictures is not None:
+                banned = never(self.pictures, head.weight[:, 0])
+                bias = banned if bias is None else bias + banned
             outputs = token_logprobs(
                 hidden,
                 head.weight,
-                bias if banned is None else banned if bias is None else bias + banned,
+                bias,
                 mine.targets,
                 mine.temperature,
                 chunk=self._chunk,
@@ -331,7 +340,7 @@ class PolicyModel(nn.Module):
                 fused=self._fused,
             )
         outputs = outputs if share is None else (share.whole(outputs[0]), share.whole(outputs[1]))
-        return self.mixture.told(outputs, batch, share)
+        return outputs if self.mixture is None else (*outputs, self.mixture.routed(share))
 
     def _share(self, batch: Packed) -> Share | None:
         """This rank's part of a micro-batch; None for all of it."""
@@ -356,7 +365,8 @@ class PolicyModel(nn.Module):
             )
             mine, positions = (batch, batch.positions) if share is None else (share.batch, share.positions)
             pictures = Seen({}, positions) if self.pictures is None else seen(batch, self.pictures, blank=blank)
-            self.mixture.begin(mine, mine.predicting())
+            if self.mixture is not None:
+                self.mixture.begin(mine, mine.predicting())
             inputs = {
                 "input_ids": mine.ids[None],
                 "position_ids": pictures.positions.unsqueeze(-2),
@@ -369,7 +379,8 @@ class PolicyModel(nn.Module):
             return whole.index_select(0, mine.predicting())
         ids, places = padded(batch)
         at = places.index_select(0, batch.predictors)
-        self.mixture.begin(batch, at, (places, ids.numel()))
+        if self.mixture is not None:
+            self.mixture.begin(batch, at, (places, ids.numel()))
         inputs = {"input_ids": ids}
         if self.pictures is not None:
             pictures = in_rows(batch, self.pictures, places, ids.shape[1], blank=blank)
@@ -412,8 +423,11 @@ class PolicyModel(nn.Module):
                     break
             else:
                 raise ValueError(_no_way(type(self.model).__name__, self._attention, device, refused))
-        if (why := self.mixture.settle(self, probe, lambda mine: _agreed(mine, ranks, device))) is not None:
-            refused.append(why)
+        if self.mixture is not None:
+            if (why := self.mixture.settle(self, probe, lambda mine: _agreed(mine, ranks, device))) is not None:
+                refused.append(why)
+            if not self.mixture.routers.understood:
+                self.mixture = None
         if self._division is not None and self._compile is True:
             raise ValueError("trainer.compile=true: a model that is split over processes (trainer.parallel) is not")
         if self._division is None and (self._compile is True or (self._compile == "auto" and device.type == "cuda")):
@@ -423,11 +437,11 @@ class PolicyModel(nn.Module):
         if reshard is not None:
             reshard()  # without a backward pass the whole weights would stay, and grow old
 
-    def _compile_it(self, probe: Packed, expected: Found, ranks: DeviceMesh | None, refused: list[str]) -> None:
+    def _compile_it(self, probe: Packed, expected: ModelOutputs, ranks: DeviceMesh | None, refused: list[str]) -> None:
         """Have the blocks compiled on all ranks or on none, and the head likewise."""
         device = probe.ids.device
-        self._blocks = CompiledBlocks(self._layers, self._compiler, checkpointed=self._checkpointed)
-        self._fused = FusedHead.make(self._compiler)
+        self._blocks = CompiledBlocks(self._layers, self.compiler, checkpointed=self._checkpointed)
+        self._fused = FusedHead.make(self.compiler)
         self._blocks.prepare()
         learns = any(parameter.requires_grad for parameter in self.parameters())
         with torch.set_grad_enabled(learns):
@@ -510,7 +524,7 @@ class PolicyModel(nn.Module):
         # what reads pictures sees all of them at once, and keeps its own attention
         self.model.set_attn_implementation(name if self.pictures is None else {"text_config": name})
 
-    def _tried(self, probe: Packed, refused: list[str]) -> Found | None:
+    def _tried(self, probe: Packed, refused: list[str]) -> ModelOutputs | None:
         """The model's outputs, computed in a way that it may refuse: then None, and the reason in `refused`."""
         self._refusals = refusals = []
         try:
@@ -524,7 +538,7 @@ class PolicyModel(nn.Module):
         refused += refusals[:1]
         return None if refusals else outputs
 
-    def _agrees(self, probe: Packed, expected: Found, refused: list[str]) -> bool:
+    def _agrees(self, probe: Packed, expected: ModelOutputs, refused: list[str]) -> bool:
         outputs = self._tried(probe, refused)
         if outputs is None:
             return False
@@ -598,7 +612,7 @@ class ValueModel(PolicyModel):
     Args:
         model: the Hugging Face model, changed in place; what it keeps has the names that it has in the policy.
         gradient_checkpointing: keep only the input of each layer, and compute the rest again for the gradient.
-        more: `attention`, `compiled`, `compiler`, see `PolicyModel`.
+        more: `attention`, `compiled`, see `PolicyModel`.
     """
 
     def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False, **more: Any):

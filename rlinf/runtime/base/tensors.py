@@ -25,7 +25,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,12 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
     # a single element counts as contiguous whatever its stride (such as 0, after `expand`), and `view` refuses that
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """The shard of a tensor that this rank has; the tensor itself where it is whole."""
+    local = getattr(tensor, "to_local", None)  # as a `DTensor` has, whose class takes long to import
+    return tensor if local is None else cast(Tensor, local())
 
 
 CPU = torch.device("cpu")

@@ -98,7 +98,12 @@ def shared(seed):
 
 
 BATCHES = [pack(given) for given in (rows(0), rows(1, 50), shared(2), rows(3, count=1), [], shared(4), rows(5, 9, 30))]
-FAST = {"compiled": True, "compiler": "aot_eager"}
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch):
+    """Graphs are run as they were traced: to make kernels of them takes half a minute."""
+    monkeypatch.setattr(PolicyModel, "compiler", "aot_eager")
 
 
 def with_adapters(net):
@@ -125,7 +130,7 @@ def test_compiled_blocks_have_the_gradients_of_uncompiled_ones_by_few_graphs(mon
     if "adapters" in way:
         with_adapters(net)
     kind, checkpointing = ValueModel if way == "values" else PolicyModel, way == "checkpointing"
-    policy = kind(net, gradient_checkpointing=checkpointing, **FAST)
+    policy = kind(net, gradient_checkpointing=checkpointing, compiled=True)
     policy.kernel = kernel
     expected = learned(policy, BATCHES)
     monkeypatch.setattr(PolicyModel, "_at_hand", lambda *_: kernel)
@@ -144,7 +149,7 @@ def test_the_head_of_the_first_step_is_what_the_probe_had_compiled():
     def forms():
         return [len(_debug_get_cache_entry_list(function.__code__)) for function in (scores, slopes_alone)]
 
-    policy = PolicyModel(model(num_hidden_layers=1), compiled=True, compiler="eager")
+    policy = PolicyModel(model(num_hidden_layers=1), compiled=True)
     policy.settle()
     before = forms()
     for batch in BATCHES[:2]:
@@ -163,8 +168,8 @@ def test_without_a_compiler_a_run_says_so_and_goes_on_unless_it_must_compile(mon
 
     monkeypatch.setattr(torch._dynamo, "lookup_backend", none)
     with pytest.raises(ValueError, match=r"trainer.compile=true:.*compiled: RuntimeError:.*compiler"):
-        PolicyModel(model(), **FAST).settle()
-    policy = PolicyModel(model(), **FAST)
+        PolicyModel(model(), compiled=True).settle()
+    policy = PolicyModel(model(), compiled=True)
     policy._compile = "auto"
     policy._compile_it(*probe_of(policy), None, refused := [])
     assert refused == ["blocks not compiled: RuntimeError: there is no C++ compiler"]

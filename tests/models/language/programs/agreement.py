@@ -31,7 +31,8 @@ def compiled(mesh: DeviceMesh) -> None:
         plain(batch)[0].sum().backward()
     for compilers in (1, 2):
         torch.compiler.reset()
-        policy = PolicyModel(toys.model(num_hidden_layers=2), compiled=True, compiler="aot_eager")
+        PolicyModel.compiler = "aot_eager"
+        policy = PolicyModel(toys.model(num_hidden_layers=2), compiled=True)
         shard(policy, mesh, torch.float32)
         PolicyModel._at_hand = lambda *_: KERNEL
         found = torch._dynamo.lookup_backend

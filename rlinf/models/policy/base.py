@@ -14,9 +14,11 @@ pipelined rollout equals an unpipelined one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +26,12 @@ from torch import Tensor, nn
 from rlinf.algos.advantages import Reduce
 from rlinf.algos.loss_sum import LossSum, one_of
 from rlinf.algos.losses import supervised
+from rlinf.data.demonstrations.statistics import FeatureStatistics
 from rlinf.data.rng import uniforms as counted
-from rlinf.models.policy.published import PublishedForm, matches
+from rlinf.models.policy.published import matches, read_tensors, tensor_files, write_sharded
+
+if TYPE_CHECKING:
+    from rlinf.models.policy.robots import RobotActions, Scaling
 
 Generator: TypeAlias = torch.Generator | Tensor | None
 """A generator; a seed per row, int64 [N], best of `data.rng.mix`; or None for torch's global generator."""
@@ -159,13 +165,18 @@ class Evaluated:
     """Return expected before each action, [N, C], or before the chunk, [N]; None without a critic."""
 
 
-class Policy(PublishedForm, nn.Module, ABC):
+class Policy(nn.Module, ABC):
     """A network that decides chunks of actions. Made as `Class(config)` with an instance of its `Config`.
 
     What only values need is kept under the attribute `critic`, so that it can have a learning rate of its own.
 
     A policy whose log-probs come from a chain of denoising steps derives from `vla.flow.FlowPolicy`: its stored
     "actions" are the chain.
+
+    A policy that sets `published` can be read from a directory that its authors publish, and every checkpoint has it in
+    that form, besides `policy.json` (its whole configuration) and `extra.safetensors` (what is `own`). Where names are
+    the authors', that is all; where they are others, `published_name` says how they correspond; where tensors are, too,
+    a policy writes `read_published` and `write_published` itself.
     """
 
     Config: ClassVar[type[PolicyConfig]]
@@ -176,11 +187,23 @@ class Policy(PublishedForm, nn.Module, ABC):
     """Patterns of the parameters that learn where a run does not say, as for `policy.train`."""
     lora_targets: ClassVar[tuple[str, ...]] = ()
     """Linear layers that get low-rank adapters where a run says `auto`, as for `lora.lora_targets`; none: not known."""
+    published: ClassVar[tuple[str, ...]] = ()
+    """Patterns of files that such a directory must have, as "config.json" and "*.safetensors"; none: there is no form
+    but our own."""
+    beside: ClassVar[tuple[str, ...]] = ()
+    """Patterns of small files there that are kept and written back as they were, such as "tokenizer*"."""
+    own: ClassVar[tuple[str, ...]] = ("critic.*",)
+    """Patterns of names of the state that the authors' form has no place for; they have first values of our own."""
+    needs_path: ClassVar[bool] = False
+    """True if it acts only where it was read from a directory, which has something beside weights, such as a tokenizer.
+    A run without `policy.path` is refused then."""
+    files: dict[str, bytes]
+    """Contents of the files that `beside` names, of the directory that the policy was read from."""
 
     def __init__(self, config: PolicyConfig):
         super().__init__()
         self.config: Any = config
-        self.files: dict[str, bytes] = {}
+        self.files = {}
 
     # What a policy fills in ------------------------------------------------------------------------------------------
 
@@ -349,7 +372,7 @@ class Policy(PublishedForm, nn.Module, ABC):
 
     def kept_in(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype of a parameter where those that may be are in `dtype`."""
-        return torch.float32 if matches(name, self.float32) else dtype
+        return torch.float32 if any(fnmatchcase(name, pattern) for pattern in self.float32) else dtype
 
     @torch.no_grad()
     def keep(self, dtype: torch.dtype | DtypeOf) -> Self:
@@ -372,6 +395,70 @@ class Policy(PublishedForm, nn.Module, ABC):
     def of_critic(self) -> list[nn.Parameter]:
         """Parameters that only values need; none without a critic."""
         return [each for name, each in self.named_parameters() if name.startswith("critic.")]
+
+    # The form that its authors publish -------------------------------------------------------------------------------
+
+    @classmethod
+    def published_settings(cls, directory: Path) -> dict[str, Any]:
+        """Settings of the policy in an authors' directory, as keys of `Config`; a run's own settings go before them.
+
+        Args:
+            directory: of the authors, or of a checkpoint.
+
+        Raises:
+            ValueError: a file there says something else than this policy can be.
+        """
+        return {}
+
+    @classmethod
+    def with_statistics(cls, name: str, statistics: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
+        """Keys of `Config` by which it acts, and saves, on the scale of some data.
+
+        Args:
+            name: of the data, under which a checkpoint has these statistics.
+            statistics: of "actions" as `actions_of` has them in the robot's units, and of the "state" if there is one.
+            episodes: in the data.
+
+        Raises:
+            ValueError: it has no statistics of data.
+        """
+        raise ValueError(f"{cls.__name__} keeps no statistics of data: it acts in [-1, 1]")
+
+    @classmethod
+    def actions_of(cls, config: Any, scaling: Scaling | None) -> RobotActions:
+        """Between the numbers that it predicts and a simulator's actions, for policies that keep statistics.
+
+        Args:
+            config: of the policy, its `Config`.
+            scaling: of what it predicts.
+        """
+        raise NotImplementedError
+
+    def open_published(self, directory: Path) -> None:
+        """Take from an authors' directory what is no tensor, such as a tokenizer; `files` has been read. To be
+        overridden."""
+
+    def read_published(self, directory: Path) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of an authors' directory, under this policy's own names, one at a time."""
+        mine = {self.published_name(name): name for name in self._of_authors()}
+        files = {name: path for name, path in tensor_files(directory).items() if name in mine}
+        return ((mine[name], tensor) for name, tensor in read_tensors(files))
+
+    def published_name(self, name: str) -> str:
+        """How the authors call what has this name in the policy's state; by default the same."""
+        return name
+
+    def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
+        """Write tensors and configuration as the authors do; `files` have been written, and may be changed.
+
+        Args:
+            directory: there already.
+            state: the policy's state but for what is `own`, in host memory, in the dtypes to be written.
+        """
+        write_sharded(directory, {self.published_name(name): tensor for name, tensor in state.items()})
+
+    def _of_authors(self) -> list[str]:
+        return [name for name in self.weights() if not matches(name, self.own)]
 
 
 DtypeOf: TypeAlias = Callable[[Policy, str], torch.dtype]

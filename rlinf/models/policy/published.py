@@ -13,18 +13,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from rlinf.data.demonstrations.statistics import FeatureStatistics
 from rlinf.data.safetensors_io import make_room, sync_directory, write_tensors, write_text
 from rlinf.runtime.base.progress import work
 
 if TYPE_CHECKING:
-    from rlinf.models.policy.robots import RobotActions, Scaling
+    pass
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 """File names of the weights, and of what says which file has which tensor."""
@@ -39,92 +38,6 @@ _SHARD_BYTES = 5_000_000_000
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """True if a name fits one of some glob patterns, in which `*` stands for any characters, dots included."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-class PublishedForm:
-    """Mixin of `Policy` that maps it to and from the directories that its authors publish.
-
-    A policy that sets `published` can be read from such a directory, and every checkpoint has it in that form, besides
-    `policy.json` (its whole configuration) and `extra.safetensors` (what is `own`). Where names are the authors', that
-    is all; where they are others, `published_name` says how they correspond; where tensors are, too, a policy writes
-    `read_published` and `write_published` itself.
-    """
-
-    published: ClassVar[tuple[str, ...]] = ()
-    """Patterns of files that such a directory must have, as "config.json" and "*.safetensors"; none: there is no form
-    but our own."""
-    beside: ClassVar[tuple[str, ...]] = ()
-    """Patterns of small files there that are kept and written back as they were, such as "tokenizer*"."""
-    own: ClassVar[tuple[str, ...]] = ("critic.*",)
-    """Patterns of names of the state that the authors' form has no place for; they have first values of our own."""
-    needs_path: ClassVar[bool] = False
-    """True if it acts only where it was read from a directory, which has something beside weights, such as a tokenizer.
-    A run without `policy.path` is refused then."""
-    files: dict[str, bytes]
-    """Contents of the files that `beside` names, of the directory that the policy was read from."""
-
-    @classmethod
-    def published_settings(cls, directory: Path) -> dict[str, Any]:
-        """Settings of the policy in an authors' directory, as keys of `Config`; a run's own settings go before them.
-
-        Args:
-            directory: of the authors, or of a checkpoint.
-
-        Raises:
-            ValueError: a file there says something else than this policy can be.
-        """
-        return {}
-
-    @classmethod
-    def with_statistics(cls, name: str, statistics: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
-        """Keys of `Config` by which it acts, and saves, on the scale of some data.
-
-        Args:
-            name: of the data, under which a checkpoint has these statistics.
-            statistics: of "actions" as `actions_of` has them in the robot's units, and of the "state" if there is one.
-            episodes: in the data.
-
-        Raises:
-            ValueError: it has no statistics of data.
-        """
-        raise ValueError(f"{cls.__name__} keeps no statistics of data: it acts in [-1, 1]")
-
-    @classmethod
-    def actions_of(cls, config: Any, scaling: Scaling | None) -> RobotActions:
-        """Between the numbers that it predicts and a simulator's actions, for policies that keep statistics.
-
-        Args:
-            config: of the policy, its `Config`.
-            scaling: of what it predicts.
-        """
-        raise NotImplementedError
-
-    def open_published(self, directory: Path) -> None:
-        """Take from an authors' directory what is no tensor, such as a tokenizer; `files` has been read. To be
-        overridden."""
-
-    def read_published(self, directory: Path) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of an authors' directory, under this policy's own names, one at a time."""
-        mine = {self.published_name(name): name for name in self._of_authors()}
-        files = {name: path for name, path in tensor_files(directory).items() if name in mine}
-        return ((mine[name], tensor) for name, tensor in read_tensors(files))
-
-    def published_name(self, name: str) -> str:
-        """How the authors call what has this name in the policy's state; by default the same."""
-        return name
-
-    def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
-        """Write tensors and configuration as the authors do; `files` have been written, and may be changed.
-
-        Args:
-            directory: there already.
-            state: the policy's state but for what is `own`, in host memory, in the dtypes to be written.
-        """
-        write_sharded(directory, {self.published_name(name): tensor for name, tensor in state.items()})
-
-    def _of_authors(self) -> list[str]:
-        names: Iterable[str] = self.weights()  # type: ignore[attr-defined]  # of the policy that this is
-        return [name for name in names if not matches(name, self.own)]
 
 
 # Tensors in files -----------------------------------------------------------------------------------------------------

@@ -120,8 +120,9 @@ def _check_spread(statistics: Mapping[str, Any], scale: Scale, low: Tensor, high
         logger.warning(
             "statistics: number %s moves, but its %s are one value, so that it is scaled by millions; compute them "
             "anew with `rlinf convert DATA TO --statistics`",
-            ", ".join(map(str, places)), scale.replace("_", " and "),
-        )  # fmt: skip
+            ", ".join(map(str, places)),
+            scale.replace("_", " and "),
+        )
 
 
 def padded(x: Tensor, size: int) -> Tensor:

@@ -536,10 +536,8 @@ class MlpFlowPolicy(FlowPolicy):
         super().__init__(config, horizon=config.chunk, width=config.action_size, features=_FEATURES)
         numbers = config.chunk * config.action_size
         self.norm = RunningNorm(config.state_size) if config.normalise else None
-        self.trunk = perceptron(
-            config.state_size + numbers + _TIMES, (*config.hidden, config.chunk * _FEATURES), None, gain=1.0,
-            activation=nn.SiLU,
-        )  # fmt: skip
+        inputs, widths = config.state_size + numbers + _TIMES, (*config.hidden, config.chunk * _FEATURES)
+        self.trunk = perceptron(inputs, widths, None, gain=1.0, activation=nn.SiLU)
         self.out = nn.Linear(_FEATURES, config.action_size)
         self.critic: nn.Module | None = None
         if config.value_level is not None:

@@ -41,8 +41,14 @@ from rlinf.models.policy.vla.gr00t_transformer import ActionHead, Eagle
 CONFIG, METADATA, EAGLE = "config.json", "experiment_cfg/metadata.json", "eagle"
 """Files of a checkpoint, and the folder in it for Eagle's configuration and tokenizer. The authors keep the latter
 beside their code (`gr00t/model/backbone/eagle2_hg_model`); it is to be copied."""
-ROBOTS = {"new_embodiment": 31, "libero_franka": 31, "maniskill_widowx": 30, "gr1": 24, "oxe_droid": 17,
-          "agibot_genie1": 26}  # fmt: skip
+ROBOTS = {
+    "new_embodiment": 31,
+    "libero_franka": 31,
+    "maniskill_widowx": 30,
+    "gr1": 24,
+    "oxe_droid": 17,
+    "agibot_genie1": 26,
+}
 """Which weights of the projectors are whose, by the name of the statistics."""
 EAGLE_CONFIG: Mapping[str, Any] = {
     "image_token_index": 151669,
@@ -339,17 +345,17 @@ class Gr00tPolicy(FlowPolicy):
 
     @classmethod
     def published_settings(cls, directory: Path) -> dict[str, Any]:
-        """See `PublishedForm.published_settings`."""
+        """See `Policy.published_settings`."""
         return settings_in(directory)
 
     @classmethod
     def with_statistics(cls, name: str, statistics: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
-        """See `PublishedForm.with_statistics`."""
+        """See `Policy.with_statistics`."""
         return {"statistics": as_groot(statistics, name), "robot": name}
 
     @classmethod
     def actions_of(cls, config: Gr00tConfig, scaling: Scaling | None) -> RobotActions:
-        """See `PublishedForm.actions_of`."""
+        """See `Policy.actions_of`."""
         return RobotActions(embodiment("gr00t", config.embodiment), scaling, config.action_low, config.action_high)
 
     def open_published(self, directory: Path) -> None:
@@ -362,11 +368,11 @@ class Gr00tPolicy(FlowPolicy):
             self._eagle.picture = self._prompts.picture
 
     def published_name(self, name: str) -> str:
-        """See `PublishedForm.published_name`."""
+        """See `Policy.published_name`."""
         return name.replace(_INNER, f"{_INNER}vision_model.", 1) if name.startswith(_INNER) else name
 
     def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
-        """See `PublishedForm.write_published`."""
+        """See `Policy.write_published`."""
         if json.loads(self.files.get(METADATA, b"{}")) != self.config.statistics:
             write_statistics(directory / METADATA, self.config.statistics)
         (directory / CONFIG).write_text(json.dumps(self.config.model, indent=2) + "\n", encoding="utf-8")

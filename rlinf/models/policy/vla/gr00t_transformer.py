@@ -318,6 +318,11 @@ class ActionEncoder(nn.Module):
         return out
 
 
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    heads = {"heads": config["num_attention_heads"], "head_dim": config["attention_head_dim"]}
+    return {"layers": config["num_layers"], **heads}
+
+
 class ActionHead(nn.Module):
     """The velocity field on top of the backbone.
 
@@ -329,8 +334,8 @@ class ActionHead(nn.Module):
         super().__init__()
         dit, attention = config["diffusion_model_cfg"], config["vl_self_attention_cfg"]
         width, context, hidden = (
-            config["input_embedding_dim"], config["backbone_embedding_dim"], config["hidden_size"]
-        )  # fmt: skip
+            config[each] for each in ("input_embedding_dim", "backbone_embedding_dim", "hidden_size")
+        )
         if dit["num_attention_heads"] * dit["attention_head_dim"] != width or dit["output_dim"] != hidden:
             raise ValueError(
                 f"policy gr00t: action_head_cfg has heads of {dit['num_attention_heads']} x "
@@ -348,10 +353,7 @@ class ActionHead(nn.Module):
         robots = config.get("max_num_embodiments", 32)
         self.buckets = config.get("num_timestep_buckets", 1000)
         self.horizon, self.numbers = config["action_horizon"], config["action_dim"]
-        self.model = DiffusionTransformer(
-            layers=dit["num_layers"], heads=dit["num_attention_heads"], head_dim=dit["attention_head_dim"],
-            context=context, outputs=hidden,
-        )  # fmt: skip
+        self.model = DiffusionTransformer(**_sizes(dit), context=context, outputs=hidden)
         self.state_encoder = RobotLayers(robots, config["max_state_dim"], hidden, width)
         self.action_encoder = ActionEncoder(robots, self.numbers, width)
         self.action_decoder = RobotLayers(robots, hidden, hidden, self.numbers)
@@ -360,10 +362,7 @@ class ActionHead(nn.Module):
         for table in (self.future_tokens, self.position_embedding):
             nn.init.normal_(table.weight, std=0.02)
         self.vlln = nn.LayerNorm(context)
-        self.vl_self_attention = SelfAttention(
-            layers=attention["num_layers"], heads=attention["num_attention_heads"],
-            head_dim=attention["attention_head_dim"],
-        )  # fmt: skip
+        self.vl_self_attention = SelfAttention(**_sizes(attention))
 
     def read(self, backbone: Tensor) -> Tensor:
         """The backbone's output, ready to be attended to, [N, L, context]."""

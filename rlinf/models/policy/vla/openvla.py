@@ -420,14 +420,14 @@ class OpenVlaNetwork(Policy):
     Config: ClassVar[type[PolicyConfig]] = OpenVlaConfig
     published: ClassVar[tuple[str, ...]] = (_ABOUT, _TOKENIZER, "*.safetensors")
     beside: ClassVar[tuple[str, ...]] = (
-        _ABOUT, _STATISTICS, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
-        "preprocessor_config.json", "processor_config.json", "*.py",
-    )  # fmt: skip
+        *(_ABOUT, _STATISTICS, "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+        *("generation_config.json", "preprocessor_config.json", "processor_config.json", "*.py"),
+    )
     needs_path: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = (
-        "qkv", "proj", "fc1", "fc2", "fc3", "q", "kv",
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head",
-    )  # fmt: skip
+        *("qkv", "proj", "fc1", "fc2", "fc3", "q", "kv"),
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"),
+    )
 
     def __init__(self, config: OpenVlaConfig):
         super().__init__(config)
@@ -572,7 +572,7 @@ class OpenVlaNetwork(Policy):
 
     @classmethod
     def published_settings(cls, directory: Path) -> dict[str, Any]:
-        """See `PublishedForm.published_settings`: what the network is like, and the statistics."""
+        """See `Policy.published_settings`: what the network is like, and the statistics."""
         about = _read(directory / _ABOUT)
         if (kind := about.get("model_type")) != "openvla":
             raise ValueError(f"{directory / _ABOUT} is of a {kind}, not of an openvla")
@@ -584,29 +584,29 @@ class OpenVlaNetwork(Policy):
 
     @classmethod
     def with_statistics(cls, name: str, statistics: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
-        """See `PublishedForm.with_statistics`."""
+        """See `Policy.with_statistics`."""
         return {"norm_stats": as_openvla(statistics, name, episodes), "statistics": name}
 
     @classmethod
     def actions_of(cls, config: OpenVlaConfig, scaling: Scaling | None) -> RobotActions:
-        """See `PublishedForm.actions_of`."""
+        """See `Policy.actions_of`."""
         return RobotActions(config.row, scaling, config.action_low, config.action_high)
 
     def read_published(self, directory: Path) -> Iterator[tuple[str, Tensor]]:
-        """See `PublishedForm.read_published`; with the value head of RLinf's checkpoints, where this policy has one."""
+        """See `Policy.read_published`; with the value head of RLinf's checkpoints, where this policy has one."""
         yield from super().read_published(directory)
         names = {name.replace("critic.", _VALUE_HEAD): name for name in self.state_dict() if name.startswith("critic.")}
         files = {name: path for name, path in tensor_files(directory).items() if name in names}
         yield from ((names[name], tensor) for name, tensor in read_tensors(files))
 
     def open_published(self, directory: Path) -> None:
-        """See `PublishedForm.open_published`: the tokenizer."""
+        """See `Policy.open_published`: the tokenizer."""
         row = self.robot.row
         pad = int(self.config.sizes["pad_token_id"])
         self.prompts = Prompts(self.files[_TOKENIZER], row.prompt, row.prompt_length, pad)
 
     def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
-        """See `PublishedForm.write_published`; config.json is as it was, but for what has changed."""
+        """See `Policy.write_published`; config.json is as it was, but for what has changed."""
         before = json.loads(self.files.get(_ABOUT, b"{}"))
         about = {**before, **self.config.sizes}
         statistics = dict(self.config.norm_stats)

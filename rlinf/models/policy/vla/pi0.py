@@ -96,8 +96,11 @@ class Prompts:
         if len(tokens) > self.length:
             logger.warning(  # once for each text: rows are kept
                 "policy.settings.prompt_length=%d is too short for %r, which is %d tokens: its end is cut off, as by "
-                "openpi", self.length, "".join(parts), len(tokens),
-            )  # fmt: skip
+                "openpi",
+                self.length,
+                "".join(parts),
+                len(tokens),
+            )
             tokens = tokens[: self.length]
         return (*tokens, *[0] * (self.length - len(tokens)))
 
@@ -274,10 +277,8 @@ def _gemma(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, Any]
     first = f"{prefix}layers.0."
     heads, head = shapes[f"{first}self_attn.q_proj.weight"][0], shapes[f"{first}self_attn.k_proj.weight"][0]
     inner, width = shapes[f"{first}mlp.up_proj.weight"]
-    return {
-        "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": heads // head, "num_key_value_heads": 1, "head_dim": head,
-    }  # fmt: skip
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    return {**sizes, "num_attention_heads": heads // head, "num_key_value_heads": 1, "head_dim": head}
 
 
 def _vision(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,10 +289,8 @@ def _vision(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> 
     layers = {name.split(".layers.")[1].split(".")[0] for name in shapes if name.startswith(f"{prefix}encoder.layers.")}
     heads = about.get("vision_heads", max(1, width // 72))
     inner = shapes[f"{prefix}encoder.layers.0.mlp.fc1.weight"][0]
-    return {
-        "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": len(layers),
-        "num_attention_heads": heads, "image_size": side, "patch_size": patch,
-    }  # fmt: skip
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": len(layers)}
+    return {**sizes, "num_attention_heads": heads, "image_size": side, "patch_size": patch}
 
 
 _EPSILON = 1e-6  # openpi adds it to deviations and widths
@@ -375,9 +374,9 @@ class PiPolicy(FlowPolicy):
     own = ("critic.*", "deviation.*")
     # as openpi converts it: what embeds patches, norms of the language models, and all outside of them
     float32 = (
-        "*.vision_model.embeddings.*", "*.input_layernorm.*", "*.post_attention_layernorm.*", "*model.norm.*",
-        "action_*", "state_proj.*", "time_mlp_*", "critic.*", "deviation.*",
-    )  # fmt: skip
+        *("*.vision_model.embeddings.*", "*.input_layernorm.*", "*.post_attention_layernorm.*", "*model.norm.*"),
+        *("action_*", "state_proj.*", "time_mlp_*", "critic.*", "deviation.*"),
+    )
     trains = ("*", "!paligemma_with_expert.paligemma.*")
     lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -413,7 +412,7 @@ class PiPolicy(FlowPolicy):
 
     @classmethod
     def published_settings(cls, directory: Path) -> dict[str, Any]:
-        """See `PublishedForm.published_settings`."""
+        """See `Policy.published_settings`."""
         return settings_in(directory, cls.scale)
 
     def open_published(self, directory: Path) -> None:
@@ -432,11 +431,11 @@ class PiPolicy(FlowPolicy):
         self._prefix = prefix_in(directory)
 
     def read_published(self, directory: Path) -> Iterator[tuple[str, Tensor]]:
-        """See `PublishedForm.read_published`."""
+        """See `Policy.read_published`."""
         return tensors_of(directory, self._unused)
 
     def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
-        """See `PublishedForm.write_published`."""
+        """See `Policy.write_published`."""
         expert = self.paligemma_with_expert.gemma_expert.model.config.hidden_size  # type: ignore[union-attr]
         unused = self._unused or {UNUSED: unused_like(state, expert)}  # type: ignore[arg-type]
         write_sharded(directory, {self._prefix + name: each for name, each in {**state, **unused}.items()})
@@ -501,12 +500,12 @@ class PiPolicy(FlowPolicy):
 
     @classmethod
     def with_statistics(cls, name: str, statistics: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
-        """See `PublishedForm.with_statistics`."""
+        """See `Policy.with_statistics`."""
         return {"statistics": {name: as_openpi(statistics)["norm_stats"]}, "asset": name}
 
     @classmethod
     def actions_of(cls, config: PiConfig, scaling: Scaling | None) -> RobotActions:
-        """See `PublishedForm.actions_of`."""
+        """See `Policy.actions_of`."""
         relative = _RELATIVE if config.relative else 0
         return RobotActions(cls._row(config), scaling, config.action_low, config.action_high, relative)
 
@@ -518,9 +517,12 @@ class PiPolicy(FlowPolicy):
             row = embodiment(cls.model, config.embodiment)
         else:
             row = Embodiment(
-                prompt=PI0_PROMPT, prompt_length=cls.prompt_length, cameras=config.image[2] // 3,
-                state_size=config.state_size, scale=cls.scale,
-            )  # fmt: skip
+                prompt=PI0_PROMPT,
+                prompt_length=cls.prompt_length,
+                cameras=config.image[2] // 3,
+                state_size=config.state_size,
+                scale=cls.scale,
+            )
         return replace(row, gripper=config.gripper or row.gripper)
 
     def _scalings(self) -> tuple[Scaling | None, Scaling | None]:

@@ -522,10 +522,8 @@ async def start_server(
         f"{server.kind} of {setup.name}",
         engine.prepare,
         engine.busy,
+        settings,
         log=log,
-        start_deadline=settings.start_deadline,
-        max_restarts=settings.max_restarts,
-        silence=settings.silence,
     )
     try:
         await engine.start(child)

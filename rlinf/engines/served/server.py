@@ -174,9 +174,12 @@ class Http:
         self._silence = silence
         self._aiohttp = aiohttp
         self._session = aiohttp.ClientSession(
-            url, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT), read_bufsize=1 << 20,
-            trust_env=False, auto_decompress=False,
-        )  # fmt: skip
+            url,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT),
+            read_bufsize=1 << 20,
+            trust_env=False,
+            auto_decompress=False,
+        )
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, seconds: float = 60.0) -> Any:
         """POST JSON; returns the decoded reply, or its text where that is no JSON.
@@ -372,10 +375,11 @@ class ServerSettings:
 
 
 _TORCHRUN = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
-    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV",
-)  # fmt: skip
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"),
+)
 """Variables that are about our processes: a server that sees them takes itself for one of our ranks."""
 
 
@@ -405,6 +409,15 @@ def environment_of(kind: str, python: str | None, variable: str, directory: str,
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """How a server is watched, and started again; see `Child`."""
+
+    health_interval: float = 10.0
+    health_deadline: float = 60.0
+    backoff: tuple[float, float, float] = (0.5, 2.0, 30.0)
+
+
 class ServerChild:
     """A server that is kept running.
 
@@ -414,9 +427,9 @@ class ServerChild:
         name: what messages and logs call it.
         prepare: awaited with every new life's connection once it is up, before anybody may use it.
         busy: whether something other than answers goes on with the server, which then need not be asked for its health.
+        settings: how the server is kept.
         log: file that its output is appended to; None keeps the last lines.
-        start_deadline, health_interval, health_deadline, max_restarts, backoff: see `Child`.
-        silence: seconds without a token after which an answer counts as lost.
+        watch: how it is watched.
     """
 
     def __init__(
@@ -426,33 +439,31 @@ class ServerChild:
         name: str,
         prepare: Callable[[Http], Awaitable[None]],
         busy: Callable[[], bool],
+        settings: ServerSettings,
         *,
         log: Path | None = None,
-        start_deadline: float = 600.0,
-        health_interval: float = 10.0,
-        health_deadline: float = 60.0,
-        max_restarts: int = 3,
-        backoff: tuple[float, float, float] = (0.5, 2.0, 30.0),
-        silence: float = 300.0,
+        watch: Watch = Watch(),
     ) -> None:
         self.server, self._prepare, self._busy = server, prepare, busy
         host, port = _free_address()
-        self.http = Http(f"http://{host}:{port}", server.kind, silence=silence)
+        self.http = Http(f"http://{host}:{port}", server.kind, silence=settings.silence)
         self._prepared: int | None = None  # process id of the life that has its weights
         self._scratch = Path(tempfile.mkdtemp(prefix="rlinf-"))  # of its sockets, which it leaves behind when killed
         environment: Mapping[str, str | None] = {
-            **dict.fromkeys(_TORCHRUN), "TMPDIR": str(self._scratch), **server.environment(),
-        }  # fmt: skip
+            **dict.fromkeys(_TORCHRUN),
+            "TMPDIR": str(self._scratch),
+            **server.environment(),
+        }
         self.child = Child(
             server.command(model, host, port),
             name=name,
             env=environment,
             health=self._healthy,
-            start_deadline=start_deadline,
-            health_interval=health_interval,
-            health_deadline=health_deadline,
-            max_restarts=max_restarts,
-            backoff=backoff,
+            start_deadline=settings.start_deadline,
+            health_interval=watch.health_interval,
+            health_deadline=watch.health_deadline,
+            max_restarts=settings.max_restarts,
+            backoff=watch.backoff,
             stop_deadline=0.0,  # it has nothing to save, and some take long to find that out
             log=log,
         )

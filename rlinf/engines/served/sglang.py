@@ -390,9 +390,14 @@ class SGLangServer:
         if self.seeded:
             rules["sampling_seed"] = ask.seed
         body = {
-            "rid": ask.id, "input_ids": list(ask.ids), "sampling_params": rules, "return_logprob": True,
-            "logprob_start_len": -1, "stream": True, "return_routed_experts": self.routes,
-        }  # fmt: skip
+            "rid": ask.id,
+            "input_ids": list(ask.ids),
+            "sampling_params": rules,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": True,
+            "return_routed_experts": self.routes,
+        }
         if ask.images:
             body["image_data"] = await in_thread(lambda: [_as_url(image) for image in ask.images])
         got = 0

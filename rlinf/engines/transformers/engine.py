@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,24 +38,23 @@ async def build(setup: EngineSetup, *, keep_tokens: int | None = None, graphs: G
 
     Args:
         setup: what every engine is made from.
-        keep_tokens, graphs: see `TransformersEngine`.
+        keep_tokens, graphs: see `DecodeSettings`.
     """
 
     def made() -> TransformersEngine:
         with setup.build_model() as model:
-            return TransformersEngine(
-                model,
-                compute=setup.compute,
+            settings = DecodeSettings(
                 max_rows=setup.max_rows,
                 max_tokens=setup.max_tokens,
                 max_length=setup.max_length,
-                tokenizer=setup.tokenizer,
                 reread=setup.kv == "reread",
                 keep_tokens=keep_tokens,
                 graphs=graphs,
-                pictures=setup.pictures,
                 routes=setup.routes,
                 padding=setup.padding,
+            )
+            return TransformersEngine(
+                model, settings, compute=setup.compute, tokenizer=setup.tokenizer, pictures=setup.pictures
             )
 
     engine: TransformersEngine = await setup.compute(made)
@@ -62,28 +62,55 @@ async def build(setup: EngineSetup, *, keep_tokens: int | None = None, graphs: G
     return engine
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSettings:
+    """How a `TransformersEngine` decodes.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    max_rows: int = 128
+    """Answers decoded together."""
+    max_tokens: int | None = None
+    """Tokens within which prompts and possible answers of all answers in flight stay; None for no bound. A request that
+    is larger than that is answered by itself."""
+    max_length: int | None = None
+    """Tokens of a prompt and its possible answer; a longer request is refused. None for no bound."""
+    reread: bool = False
+    """After `load`, read answers in flight again with the new weights; otherwise they go on with keys and values that
+    the old ones made, which costs nothing and is what most asynchronous training does."""
+    keep_tokens: int | None = None
+    """Tokens of KV cache that are kept of conversations between their turns at most, those used longest ago going
+    first; 0 for none. Default: what `max_tokens` leaves beside the answers in flight, or without that as much as
+    `max_rows` of the longest answers may come to."""
+    graphs: Graphs = "auto"
+    """`auto` records decode steps as CUDA graphs where model and machine allow it; `off` does not; the dotted path of a
+    `graphs.Recorder` has that record instead, on the CPU, to try that way out."""
+    routes: bool = False
+    """Tell to which experts of a mixture tokens go."""
+    padding: tuple[int, ...] = ()
+    """Ids of the model's head that its tokenizer has not; no answer has them."""
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 1:
+            raise ValueError(f"max_rows={self.max_rows} must be at least 1")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1, or None for no bound")
+        if self.keep_tokens is not None and self.keep_tokens < 0:
+            raise ValueError(f"keep_tokens={self.keep_tokens} must be at least 0, or None for the rest of max_tokens")
+
+
 class TransformersEngine(Engine):
     """An `Engine` around a model in this process.
 
     Args:
         model: the model, in place on its device; the engine owns its weights from now on.
+        settings: how it decodes; or its fields one by one, as `TransformersEngine(model, max_rows=64)`.
         compute: where blocking work runs; an actor passes its own `compute`. Default: a thread of the event loop's.
-        max_rows: answers decoded together.
-        max_tokens: prompt and possible answer of all answers in flight, in tokens, stay within this; None for no
-            bound. A request that is larger than that is answered by itself.
-        max_length: of a prompt and its possible answer, in tokens; a longer request is refused. None for no bound.
         tokenizer: reads answers for stop texts; without it they are refused.
-        reread: after `load`, read answers in flight again with the new weights; otherwise they go on with keys and
-            values that the old ones made, which costs nothing and is what most asynchronous training does.
-        keep_tokens: of KV cache that are kept of conversations between their turns at most, those used longest ago
-            going first; 0 for none. Default: what `max_tokens` leaves beside the answers in flight, or without that
-            as much as `max_rows` of the longest answers may come to.
-        graphs: `auto` records decode steps as CUDA graphs where model and machine allow it; `off` does not; the dotted
-            path of a `graphs.Recorder` has that record instead, on the CPU, to try that way out.
-        routes: tell to which experts of a mixture tokens go.
         version: of the weights the model has now.
         pictures: reads those of prompts; None if the model reads text alone.
-        padding: ids of the model's head that its tokenizer has not; no answer has them.
 
     Raises:
         ValueError: the model's attention is not of the plain kind that this engine decodes, or a setting is out of
@@ -96,41 +123,30 @@ class TransformersEngine(Engine):
     def __init__(
         self,
         model: PreTrainedModel,
+        settings: DecodeSettings | None = None,
         *,
         compute: Compute | None = None,
-        max_rows: int = 128,
-        max_tokens: int | None = None,
-        max_length: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        reread: bool = False,
-        keep_tokens: int | None = None,
-        graphs: Graphs = "auto",
-        routes: bool = False,
         version: int = 0,
         pictures: Pictures | None = None,
-        padding: tuple[int, ...] = (),
+        **fields: Any,
     ):
-        if max_rows < 1:
-            raise ValueError(f"max_rows={max_rows} must be at least 1")
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens={max_tokens} must be at least 1, or None for no bound")
-        if keep_tokens is not None and keep_tokens < 0:
-            raise ValueError(f"keep_tokens={keep_tokens} must be at least 0, or None for what is left of max_tokens")
-        self.max_rows, self.max_tokens, self.max_length = max_rows, max_tokens, max_length
+        how = DecodeSettings(**fields) if settings is None else replace(settings, **fields)
+        self.max_rows, self.max_tokens, self.max_length = how.max_rows, how.max_tokens, how.max_length
         self._compute = compute or InThreads()
-        self._reread = reread
+        self._reread = how.reread
         self._forward = fastest(model.eval(), version, pictures)
         self.vocabulary = self._forward.vocabulary
-        if padding:
-            self._forward.padding = torch.tensor(padding, device=self._forward.device)
-        self.routes = routes and self._forward.watch()
+        if how.padding:
+            self._forward.padding = torch.tensor(how.padding, device=self._forward.device)
+        self.routes = how.routes and self._forward.watch()
         self.reads_images = self._forward.reads_images
         self.reads_text = tokenizer is not None
-        self.keeps_conversations = self._forward.continues and keep_tokens != 0
-        rows, self.decoding = rows_for(self._forward, max_rows, graphs, max_tokens)
-        reusable = keep_tokens if self._forward.continues else 0
-        self._batch = Batch(self._forward, rows, max_rows, StopTexts.of(tokenizer), max_tokens, reusable)
-        self._scheduler = Scheduler(max_rows, max_tokens, self.check_request)
+        reusable = how.keep_tokens if self._forward.continues else 0
+        self.keeps_conversations = reusable != 0
+        rows, self.decoding = rows_for(self._forward, how.max_rows, how.graphs, how.max_tokens)
+        self._batch = Batch(self._forward, rows, how.max_rows, StopTexts.of(tokenizer), how.max_tokens, reusable)
+        self._scheduler = Scheduler(how.max_rows, how.max_tokens, self.check_request)
         self._driving = False
         self._lost: deque[tuple[Request, Exception]] = deque()  # put there by the thread
         self._told: Exception | None = None  # the newest error that those who waited have been told

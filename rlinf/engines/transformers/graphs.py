@@ -34,7 +34,7 @@ from torch import Tensor
 
 from rlinf.config.importing import mistake_in, resolve
 from rlinf.engines.base import Request, Sampling
-from rlinf.engines.transformers.batch import BandedRows, DecodeState, PrefillJob
+from rlinf.engines.transformers.batch import BandedRows, DecodeState, PrefillJob, Sampled, Slots
 from rlinf.engines.transformers.model import Block, LeanForward, ModelForward, tolerance
 from rlinf.engines.transformers.paged_attention import (
     PAGE,
@@ -43,7 +43,7 @@ from rlinf.engines.transformers.paged_attention import (
     prompt_attention,
     turn_and_keep,
 )
-from rlinf.engines.transformers.sampling import Rules, Sampled, Slots, choose
+from rlinf.engines.transformers.sampling import Rules, choose
 
 _TOKENS = 8192
 """Tokens read at once: enough to keep a GPU busy, and a bound on the memory it takes."""
@@ -83,16 +83,16 @@ def read(forward: LeanForward, cache: PagedCache, jobs: Sequence[PrefillJob]) ->
     source = on_device(_sources(jobs, key_bounds))
     place = on_device(np.concatenate([cache.places(slot, len(one.text)) for one in jobs for slot in one.slots]))
     bounds = on_device(query_bounds.astype(np.int32)), on_device(key_bounds.astype(np.int32))
-    most = int(unread.max()), int(whole.max())
+    longest = [int(unread.max()), int(whole.max())]
     hidden = F.embedding(ids, forward.embedding)
-    cos, sin = forward.angles(positions, most[1])
+    cos, sin = forward.angles(positions, longest[1])
     for number, block in enumerate(forward.blocks):
         turned, values = block.heads(hidden, cos, sin)
         keys, values = _with_past(jobs, query_bounds, number, turned[:, block.queries :], values)
         for pool, fresh in ((cache.keys[number], keys), (cache.values[number], values)):
             pool.index_copy_(0, place, fresh.index_select(0, source))
         query = turned[:, : block.queries].contiguous()
-        attended = prompt_attention(query, keys, values, *bounds, *most, block.window or 0, block.scale)
+        attended = prompt_attention(query, keys, values, *bounds, longest, block.window or 0, block.scale)
         hidden = block.finish(hidden, attended.flatten(1))
     return forward.logits(hidden.index_select(0, on_device(query_bounds[1:] - 1)))
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -143,6 +143,17 @@ class PagedCache:
         self._pages = pages
 
 
+def _by_triton(name: str) -> Callable[..., Tensor]:
+    """The kernel of this name, which is imported when it is first called: it needs Triton."""
+
+    def launch(*args: Any) -> Tensor:
+        from rlinf.engines.transformers import paged_kernels
+
+        return cast(Tensor, getattr(paged_kernels, name)(*args))
+
+    return launch
+
+
 @torch.library.custom_op("rlinf::paged_attention", mutates_args=())
 def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, page: int, window: int, scale: float
@@ -175,20 +186,8 @@ def paged_attention(
     return attended.masked_fill((lengths == 0)[:, None, None, None], 0).reshape(rows, heads, size)
 
 
-@paged_attention.register_kernel("cuda")
-def _paged_on_cuda(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, page: int, window: int, scale: float
-) -> Tensor:
-    from rlinf.engines.transformers import paged_kernels  # needs Triton
-
-    return paged_kernels.paged_attention(query, keys, values, table, lengths, page, window, scale)
-
-
-@paged_attention.register_fake
-def _paged_shapes(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, page: int, window: int, scale: float
-) -> Tensor:
-    return torch.empty_like(query)
+paged_attention.register_kernel("cuda")(_by_triton("paged_attention"))
+paged_attention.register_fake(lambda query, *_: torch.empty_like(query))
 
 
 @torch.library.custom_op("rlinf::turn_and_keep", mutates_args=("keys", "values"))
@@ -214,20 +213,12 @@ def turn_and_keep(
     return turned[:, :queries].contiguous()
 
 
-@turn_and_keep.register_kernel("cuda")
-def _turned_on_cuda(
-    turning: Tensor, fresh: Tensor, cos: Tensor, sin: Tensor, place: Tensor, keys: Tensor, values: Tensor, queries: int
-) -> Tensor:
-    from rlinf.engines.transformers import paged_kernels  # needs Triton
-
-    return paged_kernels.turn_and_keep(turning, fresh, cos, sin, place, keys, values, queries)
-
-
-@turn_and_keep.register_fake
-def _turned_shapes(
-    turning: Tensor, fresh: Tensor, cos: Tensor, sin: Tensor, place: Tensor, keys: Tensor, values: Tensor, queries: int
-) -> Tensor:
-    return turning.new_empty((len(turning), queries, turning.shape[-1]))
+turn_and_keep.register_kernel("cuda")(_by_triton("turn_and_keep"))
+turn_and_keep.register_fake(
+    lambda turning, fresh, cos, sin, place, keys, values, queries: turning.new_empty(
+        (len(turning), queries, turning.shape[-1])
+    )
+)
 
 
 @torch.library.custom_op("rlinf::prompt_attention", mutates_args=())
@@ -237,8 +228,7 @@ def prompt_attention(
     values: Tensor,
     query_bounds: Tensor,
     key_bounds: Tensor,
-    longest_query: int,
-    longest_key: int,
+    longest: Sequence[int],
     window: int,
     scale: float,
 ) -> Tensor:
@@ -248,7 +238,7 @@ def prompt_attention(
         query: [tokens, heads, size].
         keys, values: [tokens with those read before, key-value heads, size].
         asked, given: where each text begins in `query` and in `keys`, and the end of the last, int32 [texts + 1].
-        most_asked, most_given: of a text.
+        longest: tokens of the longest text in `query` and in `keys`.
         window: tokens that a token sees at most, itself included; 0 for all.
         scale: of the scores.
 
@@ -283,37 +273,22 @@ def _prompts_on_cuda(
     values: Tensor,
     query_bounds: Tensor,
     key_bounds: Tensor,
-    longest_query: int,
-    longest_key: int,
+    longest: Sequence[int],
     window: int,
     scale: float,
 ) -> Tensor:
     if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8 or query.shape[-1] > 256:
-        output: Tensor = _by_text(
-            query, keys, values, query_bounds, key_bounds, longest_query, longest_key, window, scale
-        )
+        output: Tensor = _by_text(query, keys, values, query_bounds, key_bounds, longest, window, scale)
         return output
     from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
 
     # torch 2.11 takes fewer heads of keys without being told; later ones want to be told.
     more: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    limits = (window - 1 if 0 < window < longest_key else -1, 0)
-    bounds = (query_bounds, key_bounds, longest_query, longest_key)
+    limits = (window - 1 if 0 < window < longest[1] else -1, 0)
+    bounds = (query_bounds, key_bounds, longest[0], longest[1])
     attended = varlen_attn(query, keys, values, *bounds, scale=scale, window_size=limits, **more)
     assert isinstance(attended, Tensor)  # without the extras that were not asked for
     return attended
 
 
-@prompt_attention.register_fake
-def _prompt_shapes(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_bounds: Tensor,
-    key_bounds: Tensor,
-    longest_query: int,
-    longest_key: int,
-    window: int,
-    scale: float,
-) -> Tensor:
-    return torch.empty_like(query)
+prompt_attention.register_fake(lambda query, *_: torch.empty_like(query))

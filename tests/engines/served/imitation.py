@@ -15,7 +15,7 @@ from aiohttp import web
 
 from rlinf.engines.base import EngineSetup
 from rlinf.engines.served.engine import ServedEngine
-from rlinf.engines.served.server import Experts, ModelFiles, ServerChild
+from rlinf.engines.served.server import Experts, ModelFiles, ServerChild, ServerSettings, Watch
 from rlinf.engines.served.sglang import SGLangServer, SGLangSettings
 
 VOCABULARY = 11
@@ -128,11 +128,14 @@ class Imitation(SGLangServer):
         return reply
 
 
-async def imitated(setup, server, shapes, **settings):
+async def imitated(setup, server, shapes, *, log=None, **settings):
     """An engine around an imitation."""
     files = ModelFiles(directory=None, own=None, shapes=shapes, vocabulary=VOCABULARY)
-    engine = ServedEngine(setup, files, deadline=settings.pop("deadline", 20.0))
-    child = ServerChild(server, None, setup.name, engine.prepare, engine.busy, backoff=(0.0, 1.0, 0.0), **settings)
+    engine = ServedEngine(setup, files, deadline=20.0)
+    watch = Watch(backoff=(0.0, 1.0, 0.0))
+    child = ServerChild(
+        server, None, setup.name, engine.prepare, engine.busy, ServerSettings(**settings), log=log, watch=watch
+    )
     await engine.start(child)
     return engine
 

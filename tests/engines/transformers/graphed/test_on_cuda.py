@@ -19,10 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers import graphs
-from rlinf.engines.transformers.batch import PrefillJob
+from rlinf.engines.transformers.batch import PrefillJob, Slots
 from rlinf.engines.transformers.graphs import CudaRecorder, GraphedRows, ReadBack, upload
 from rlinf.engines.transformers.model import LeanForward
-from rlinf.engines.transformers.sampling import Slots
 from tests.engines.transformers.rehearsed import REHEARSED
 from tests.engines.transformers.test_engine import tiny
 from tests.fake_cuda import fake_cuda

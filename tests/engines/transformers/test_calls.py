@@ -84,20 +84,6 @@ async def test_closing_a_call_frees_its_rows(stepwise):
     assert len(forward.steps) - steps < 100
 
 
-async def test_cancelling_one_call_leaves_the_others_alone(stepwise):
-    engine, _ = scripted(max_rows=8, compute=direct)
-    requests = [request(i, [3, i], Sampling(60)) for i in range(4)]
-    doomed = [asyncio.create_task(answers(engine, [request(i, [4, i], Sampling(5000))])) for i in range(3)]
-    staying = asyncio.create_task(answers(engine, requests))
-    for task in doomed:
-        await ticks(7)
-        task.cancel()
-    await asyncio.gather(*doomed, return_exceptions=True)
-    right(requests, await staying)
-    assert all(task.cancelled() for task in doomed)
-    assert engine._batch.live == 0
-
-
 async def test_cancelled_in_the_default_thread_the_engine_goes_on():
     engine, _ = scripted(max_rows=8)
     task = asyncio.create_task(answers(engine, [request(0, [1], Sampling(10**6))]))
@@ -110,47 +96,6 @@ async def test_cancelled_in_the_default_thread_the_engine_goes_on():
     assert task.cancelled()
 
 
-async def test_an_error_in_a_step_reaches_all_callers_and_the_engine_goes_on(stepwise):
-    engine, forward = scripted(max_rows=8, compute=direct)
-    calls = [asyncio.create_task(answers(engine, [request(i, [i], Sampling(500))])) for i in range(3)]
-    await ticks(40)
-    forward.failing = True
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    assert [str(outcome) for outcome in outcomes] == ["the device is on fire"] * 3
-    forward.failing = False
-    requests = ragged(10)
-    right(requests, await answers(engine, requests))
-
-
-async def test_an_error_of_a_source_is_its_callers_alone(stepwise):
-    engine, _ = scripted(max_rows=4, compute=direct)
-
-    async def broken():
-        yield request(0, [1], Sampling(5))
-        raise OSError("the file is gone")
-
-    requests = ragged(12)
-    outcomes = await asyncio.gather(answers(engine, broken()), answers(engine, requests), return_exceptions=True)
-    assert str(outcomes[0]) == "the file is gone"
-    right(requests, outcomes[1])
-
-
-async def test_aborted_answers_come_with_their_tokens_so_far(stepwise):
-    engine, _ = scripted(max_rows=4, compute=direct)
-    requests = [request(i, [i], Sampling(400 if i in (0, 3) else 30)) for i in range(6)]
-    call = asyncio.create_task(answers(engine, requests))
-    await ticks(60)
-    await engine.abort([0, 3, 77])
-    found = await call
-    assert [found[i].finish for i in range(6)] == ["abort", "length", "length", "abort", "length", "length"]
-    begun = found[0].response_ids.tolist()
-    assert 0 < len(begun) < 400
-    assert begun == answer([0], requests[0].sampling)[: len(begun)]
-    assert len(found[0].logprobs) == len(found[0].versions) == len(begun)
-    others = [1, 2, 4, 5]
-    right([requests[i] for i in others], {i: found[i] for i in others})
-
-
 async def test_a_request_that_waits_for_room_is_aborted_without_tokens(stepwise):
     engine, _ = scripted(max_rows=4, max_tokens=60, compute=direct)
     call = asyncio.create_task(answers(engine, [request(0, [1], Sampling(50)), request(1, [1], Sampling(50))]))
@@ -159,33 +104,6 @@ async def test_a_request_that_waits_for_room_is_aborted_without_tokens(stepwise)
     found = await call
     assert (found[1].finish, len(found[1].response_ids)) == ("abort", 0)
     assert len(found[0].response_ids) == 50
-
-
-async def test_aborting_all_ends_the_reading_too(stepwise):
-    engine, _ = scripted(max_rows=4, compute=direct)
-    endless = (request(i, [i % 11], Sampling(1000)) for i in range(10**9))
-    call = asyncio.create_task(answers(engine, endless))
-    await ticks(60)
-    await engine.abort()
-    found = await call
-    assert {completion.finish for completion in found.values()} == {"abort"}
-    assert 4 <= len(found) <= 5
-    requests = ragged(5)
-    right(requests, await answers(engine, requests))
-
-
-async def test_paused_nothing_moves_and_nothing_is_lost(stepwise):
-    engine, forward = scripted(max_rows=4, compute=direct)
-    requests = [request(i, [i], Sampling(100)) for i in range(4)]
-    call = asyncio.create_task(answers(engine, requests))
-    await ticks(50)
-    await engine.pause()
-    steps = len(forward.steps)
-    await ticks(50)
-    assert len(forward.steps) == steps
-    await engine.load(Weights(version=0))
-    await engine.resume()
-    right(requests, await call)
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -321,20 +239,3 @@ def test_a_special_token_is_read_whole_or_not_at_all(stop, ends):
     for written in ("x", "xa", "xP", "xPb"):
         tokens = ["xabP".index(letter) for letter in written]
         assert reader.complete(tokens, ("zz", stop)) == (written == ends), written
-
-
-async def test_stop_texts_without_a_tokenizer_are_refused():
-    engine, _ = scripted()
-    with pytest.raises(ValueError, match=r"texts.*tokenizer"):
-        await answers(engine, [request(0, [1], Sampling(5, stop_texts=("x",)))])
-
-
-async def test_min_new_tokens_lets_stop_tokens_pass():
-    whole = answer([1, 2], Sampling(40))
-    stop = whole[3]
-    sampling = Sampling(40, stop_ids=(stop,), min_new_tokens=10)
-    engine, _ = scripted()
-    asked = request(0, [1, 2], sampling)
-    found = await answers(engine, [asked])
-    right([asked], found)
-    assert len(found[0].response_ids) >= 10

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-@pytest.mark.parametrize("lies", ["whole", "sliced"])
+@pytest.mark.parametrize("lies", [pytest.param("whole", marks=pytest.mark.repeated), "sliced"])
 def test_one_rank_of_three_that_cannot_pack_makes_all_pad(zygote, lies):
     ranks = zygote.run(PROGRAMS / "agreement.py", 3, lies)
     assert ranks.codes() == [0] * 3, ranks.everything()
@@ -17,7 +17,7 @@ def test_one_rank_of_three_that_cannot_pack_makes_all_pad(zygote, lies):
         (_, padded), (_, refused) = map(json.loads, ranks.printed(rank).splitlines())
         assert padded == "sequences padded to one length"
         assert refused.startswith("trainer.attention=packed: ")
-        assert ("this card has no such kernel" if rank == 1 else "another rank could not") in refused
+        assert ("no such kernel" in refused) == (rank == 1)
 
 
 def test_a_rank_without_pictures_keeps_step_with_one_that_has_them(zygote):
@@ -37,6 +37,6 @@ def test_blocks_in_slices_are_compiled_on_both_ranks_or_on_none(zygote):
         assert len(told) == 2, ranks.everything()
         refused, (words, apart) = map(json.loads, told)
         assert refused.startswith("trainer.compile=true: blocks not compiled: ")
-        assert ("there is no C++ compiler" if rank == 1 else "another rank could not") in refused
-        assert words.endswith("blocks and head compiled")
+        assert ("C++ compiler" in refused) == (rank == 1)
+        assert "blocks and head" in words
         assert apart < 1e-5

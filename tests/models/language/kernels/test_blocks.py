@@ -120,7 +120,7 @@ def with_adapters(net):
         ("checkpointing", KERNEL, 5),
         pytest.param("checkpointing", False, 18, marks=pytest.mark.repeated),
         ("adapters and windows", KERNEL, 12),
-        ("values", KERNEL, 5),
+        pytest.param("values", KERNEL, 5, marks=pytest.mark.repeated),
         ("plain", False, 18),
     ],
 )

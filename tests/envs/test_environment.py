@@ -208,7 +208,7 @@ def test_a_step_before_the_first_reset_and_actions_of_another_shape_say_what_is_
 def test_an_adapter_that_breaks_its_own_specification_is_told_how():
     simulator = Scripted([ENDLESS])
     simulator._look = lambda: torch.zeros(1, 3)
-    with pytest.raises(ValueError, match=r"'state' is torch.float32 \[1, 3\] instead of torch.float32 \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"'state' .*\[1, 3\].*\[1, 2\]"):
         Environment(simulator).reset()
 
 

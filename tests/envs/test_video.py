@@ -85,4 +85,5 @@ def test_pictures_that_nobody_draws_are_told_in_a_line_with_the_key_to_change():
     with pytest.raises(CannotRender) as raised:
         Scripted([[]]).render(torch.tensor([0]))
     told = str(told_by("trials[0]", raised.value))
-    assert told == "trials[0]: Scripted renders no pictures: set trials.videos=0, or write its method render"
+    assert told.startswith("trials[0]: Scripted ")
+    assert "trials.videos=0" in told

@@ -82,7 +82,7 @@ def test_options_of_gpqa_stand_in_an_order_of_their_own_that_stays(tokenizer, tm
 
 def test_a_set_of_another_size_is_told(tokenizer, tmp_path):
     _, notes = asked(tokenizer, aime24=save_aime(tmp_path / "a.jsonl", 12))
-    assert notes[-1].startswith("warning: evaluation.named.aime24 has 12 problems here, and 30 as it is published")
+    assert notes[-1].startswith("warning: evaluation.named.aime24 has 12 ")
 
 
 def test_a_set_of_ones_own_is_asked_like_aime_and_any_size_is_right(tokenizer, tmp_path):
@@ -118,18 +118,18 @@ def test_the_letter_is_looked_for_where_models_write_it(said, letter):
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ({"aime26": None}, "there is no benchmark of that name"),
-        ({"aime26": {"samples": 2}}, "there is no benchmark of that name"),
-        ({"aime24": 3}, "write a file, or a mapping"),
-        ({"aime24": {"sample": 3}}, "it has no sample; its keys are args, chat"),
-        ({"aime24": {"samples": 0}}, "a whole number from 1 on"),
-        ({"aime24": {"samples": True}}, "a whole number from 1 on"),
-        ({"aime24": {"temperature": -1}}, "a number from 0 on"),
+        ({"aime26": None}, "no benchmark"),
+        ({"aime26": {"samples": 2}}, "no benchmark"),
+        ({"aime24": 3}, "a mapping"),
+        ({"aime24": {"sample": 3}}, "has no sample;"),
+        ({"aime24": {"samples": 0}}, "from 1 on"),
+        ({"aime24": {"samples": True}}, "from 1 on"),
+        ({"aime24": {"temperature": -1}}, "from 0 on"),
         ({"aime24": {"temperature": 0}}, "take samples: 1"),
         ({"aime24": {"top_p": 2}}, "at most 1"),
-        ({"aime24": {"k": 3}}, "a list of whole numbers"),
-        ({"aime24": {"k": [64]}}, "more than the 32 answers"),
-        ({"aime24": {"chat": "yes"}}, "true, false or null"),
+        ({"aime24": {"k": 3}}, "a list"),
+        ({"aime24": {"k": [64]}}, "32 answers"),
+        ({"aime24": {"chat": "yes"}}, "or null"),
         ({"aime24": {"reward": "rlinf.rewards.nothing_there"}}, "reward: "),
         ({"a b": {"data": "x.jsonl"}}, "letters, digits"),
     ],

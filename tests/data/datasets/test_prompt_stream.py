@@ -136,10 +136,10 @@ def test_one_short_prompt_among_long_ones_is_enough():
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        ({"count": 19}, "rows was 20 and is 19"),
+        ({"count": 19}, "rows was 20"),
         ({"given": [{"prompt": "7"}] * 20}, "fingerprint was"),
-        ({"seed": 1}, "seed was 0 and is 1"),
-        ({"shuffle": False}, "shuffle was True and is False"),
+        ({"seed": 1}, "seed was 0"),
+        ({"shuffle": False}, "shuffle was True"),
     ],
 )
 def test_a_state_of_other_data_is_refused(other, text):

@@ -22,7 +22,7 @@ from rlinf.data.demonstrations.load import WRITTEN, save_demonstrations
 from tests.data.demonstrations.shown import LOSES_LAST, assert_same, data_sets, episode, without_last
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data_sets(), st.sampled_from(WRITTEN), st.sampled_from(WRITTEN))
 def test_what_is_written_in_one_format_and_then_another_is_what_both_can_hold(demonstrations, first, second):
     with tempfile.TemporaryDirectory() as directory:

@@ -40,7 +40,7 @@ def steps_of(found):
     return found.observation["state"].flatten().tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.integers(1, 9), st.sampled_from([1, 60, 150, 10**6]))
 def test_every_epoch_has_every_decision_once(lengths, batch, memory):
     stream = DecisionStream([part_of(lengths)], 2, batch=batch, seed=3, memory=memory)
@@ -52,7 +52,7 @@ def test_every_epoch_has_every_decision_once(lengths, batch, memory):
     assert sorted(drawn[count : 2 * count]) == everything
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=5), st.sampled_from([60, 10**6]))
 def test_a_batch_follows_from_its_number_alone(asked, memory):
     def fresh():
@@ -69,7 +69,7 @@ def test_a_batch_follows_from_its_number_alone(asked, memory):
     assert len({*before.seeds(2).tolist(), *before.seeds(3).tolist()}) == 14
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(st.floats(0.05, 10), min_size=2, max_size=4), st.integers(12, 20))
 def test_each_data_set_has_its_share_of_all_batches(weights, batch):
     parts = [part_of([5], weight=weight, offset=1000 * number) for number, weight in enumerate(weights)]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.data.in_flight.admission import Admission
 from rlinf.data.ledger import Entry
 
 
-@settings(max_examples=300)
 @given(st.data())
 def test_nothing_is_learned_after_its_deadline_and_no_step_lacks_anything(data):
     size = data.draw(st.integers(1, 3), label="answers of a prompt")

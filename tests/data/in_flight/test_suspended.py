@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf import ActorSystem
@@ -145,7 +145,6 @@ class Run:
 SECONDS = st.lists(st.integers(0, 5).map(float), min_size=1, max_size=4)
 
 
-@settings(max_examples=150)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     learning=SECONDS,

@@ -33,6 +33,14 @@ def pull():
         simulator.close()
 
 
+@pytest.fixture(scope="module")
+def drawing_device():
+    """A simulator that draws and lives as long as all others: with the last of them SAPIEN forgets its shaders."""
+    simulator = ManiSkill(1, id="MS-CartpoleBalance-v1", observe="rgb", image_size=16)
+    yield
+    simulator.close()
+
+
 class TestPullCube(ProtocolSuite):
     def make(self, num_envs):
         return ManiSkill(num_envs, **PULL)
@@ -40,6 +48,7 @@ class TestPullCube(ProtocolSuite):
 
 @drawing
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawing_device")
 class TestPictures(ProtocolSuite):
     """A task without meshes: drawing a robot takes ten times as long. Without depth, which was seen to differ by a
     millimetre, its unit, between environments of equal state."""
@@ -60,7 +69,7 @@ def played(simulator, actions):
     return {step: told(simulator.step(action, everyone(simulator)), 0) for step, action in enumerate(actions)}
 
 
-@pytest.mark.parametrize("seed", [3, 4, 5])
+@pytest.mark.parametrize("seed", [3, *(pytest.param(more, marks=pytest.mark.repeated) for more in (4, 5))])
 def test_an_episode_with_contacts_repeats_bit_for_bit_after_other_episodes(pull, seed):
     """With these seeds ManiSkill alone gives another episode."""
     fresh, used = pull(), pull()
@@ -221,6 +230,7 @@ def test_drawing_does_not_change_what_is_simulated(pull):
 
 @drawing
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawing_device")
 def test_pictures_show_the_scene_and_repeat(pull):
     simulator = pull(2, observe="state+rgbd", image_size=32, pictures=True, picture_size=48)
     observed = begin(simulator, [5, 6])

@@ -69,7 +69,7 @@ def test_damaged_frames_are_refused_and_nothing_else_happens(tree, data):
 
 @pytest.mark.parametrize("value", [{1: 2}, object(), np.array(["text"]), {"a": {2}}])
 def test_what_cannot_be_sent_is_told_to_who_sends_it(value):
-    with pytest.raises(TypeError, match=r"cannot be sent|keys must be texts"):
+    with pytest.raises(TypeError, match=r"sent|keys"):
         serve.pack(value)
 
 
@@ -165,14 +165,14 @@ HELLO = {"call": "hello", "version": 1, "token": "secret"}
     ("frames", "said"),
     [
         ([b"GET / HTTP/1.1\r\nHost: robot\r\n\r\n"], "not rlinf's protocol"),
-        ([call(call="step")], "first call must be hello, not 'step'"),
-        ([call(call="hello", version=1, token="guess")], "the token is wrong"),
-        ([call(call="hello", version=1)], "the token is wrong"),
-        ([call(call="hello", version=1, token="\ud800")], "the token is wrong"),
-        ([call(call="hello", version=9, token="secret")], "speaks version 1 of the protocol, and the other 9"),
-        ([call(**HELLO, options={"wrong": "made"})], "there is no arm at this port"),
-        ([call(**HELLO, options={"reech": 2})], "unexpected keyword argument 'reech'"),
-        ([serve._PREFIX.pack(b"RLR1", 3, 0) + b"[1,"], "a frame that means nothing"),
+        ([call(call="step")], "must be hello"),
+        ([call(call="hello", version=1, token="guess")], "token is wrong"),
+        ([call(call="hello", version=1)], "token is wrong"),
+        ([call(call="hello", version=1, token="\ud800")], "token is wrong"),
+        ([call(call="hello", version=9, token="secret")], "version 1 "),
+        ([call(**HELLO, options={"wrong": "made"})], "at this port"),
+        ([call(**HELLO, options={"reech": 2})], "'reech'"),
+        ([serve._PREFIX.pack(b"RLR1", 3, 0) + b"[1,"], "means nothing"),
     ],
 )
 def test_whoever_is_wrong_at_first_is_told_why_and_cut_off(server, frames, said):
@@ -199,7 +199,7 @@ def test_connections_have_places_and_give_them_back(server):
         connection.sendall(call(**HELLO))
         assert "value" in serve.receive(connection.recv)
     with socket.create_connection((host, int(port)), 10) as late:
-        assert "all 2 places are taken" in serve.receive(late.recv)["error"]
+        assert "all 2 places" in serve.receive(late.recv)["error"]
     held[0].sendall(call(call="nothing"))
     assert "error" in serve.receive(held[0].recv)
     for connection in held:

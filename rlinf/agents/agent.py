@@ -78,8 +78,8 @@ class Answer(Reply):
         return Awaited(self._results(), "answer.results()", self.home)
 
     async def _results(self) -> list[Message]:
-        told = [] if self.tools is None else await self.tools.run(self.calls)
-        return [*told, *({"role": "tool", "content": why} for why in self.broken)]
+        messages = [] if self.tools is None else await self.tools.run(self.calls)
+        return [*messages, *({"role": "tool", "content": why} for why in self.broken)]
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class AgentLLM:
 
     def __init__(self, record: _Record, chat: ChatFormat, key: Sequence[int], sampling: Mapping[str, Any], name: str):
         self._record, self._chat, self._key, self._sampling = record, chat, tuple(key), dict(sampling)
-        self._asked: dict[tuple[bytes, Any], int] = {}  # how often the same tokens were answered, with which seed
+        self._repeats: dict[tuple[bytes, Any], int] = {}  # how often the same tokens were answered, with which seed
         self._lines: set[int] = set()  # conversations that the engine may know of
         self._address: tuple[str, str] | None = None
         self.name = name
@@ -158,10 +158,10 @@ class AgentLLM:
             weight: what its trajectories count for in the batch, more than 0.
             sampling: where a call does not say.
         """
-        if (made := self._record.agents.get(name)) is None:
-            made = AgentLLM(self._record, self._chat, self._key, {**self._sampling, **sampling}, name)
-        made.weight = weight
-        return made
+        if (llm := self._record.agents.get(name)) is None:
+            llm = AgentLLM(self._record, self._chat, self._key, {**self._sampling, **sampling}, name)
+        llm.weight = weight
+        return llm
 
     # Calls ------------------------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class AgentLLM:
     ) -> Answer:
         schemas, runnable = _offered(tools)
         chat = self._chat.with_arguments(**template, **({"tools": schemas} if schemas else {}))
-        parent, read = self.trajectories.of_messages(messages, chat)
+        parent, new_ids = self.trajectories.of_messages(messages, chat)
 
         def said(reply: Reply, id: str) -> tuple[list[Message], Any]:
             parsed = self._record.calls.parse(reply.text, schemas)
@@ -206,7 +206,7 @@ class AgentLLM:
                 message["tool_calls"] = [call.message for call in calls]
             return [*messages, message], (parsed, calls)
 
-        reply, turn, (whole, (parsed, calls)) = await self._answered("llm.chat", parent, read, sampling, said, chat)
+        reply, turn, (whole, (parsed, calls)) = await self._answered("llm.chat", parent, new_ids, sampling, said, chat)
         return Answer(
             reply.text, reply.ids, reply.logprobs, reply.versions, reply.finish,
             parsed.content, calls, parsed.broken, whole[-1], turn, runnable, self._record.home,
@@ -226,46 +226,46 @@ class AgentLLM:
         return Awaited(self._generated(prompt, sampling), "llm.generate(…)", self._record.home)
 
     async def _generated(self, prompt: Any, sampling: Mapping[str, Any]) -> Reply:
-        given = self._chat.ids(prompt, first=True) if isinstance(prompt, str) else prompt
-        ids = token_ids(given, self._record.setting.vocabulary, "llm.generate")
-        parent, read = self.trajectories.of_ids(ids)
-        reply, _, _ = await self._answered("llm.generate", parent, read, sampling, lambda *_: ([], None), None)
+        text_ids = self._chat.ids(prompt, first=True) if isinstance(prompt, str) else prompt
+        ids = token_ids(text_ids, self._record.setting.vocabulary, "llm.generate")
+        parent, new_ids = self.trajectories.of_ids(ids)
+        reply, _, _ = await self._answered("llm.generate", parent, new_ids, sampling, lambda *_: ([], None), None)
         return reply
 
     async def _answered(
         self,
         call: str,
         parent: Turn | None,
-        read: np.ndarray,
-        given: Mapping[str, Any],
-        said: Callable[[Reply, str], tuple[list[Message], Any]],
+        new_ids: np.ndarray,
+        sampling: Mapping[str, Any],
+        parse: Callable[[Reply, str], tuple[list[Message], Any]],
         chat: ChatFormat | None,
     ) -> tuple[Reply, Turn, tuple[list[Message], Any]]:
         record, setting = self._record, self._record.setting
         if record.closed:
             raise UserError(f"{call}: the episode is over; await every call before the agent returns")
         before = np.empty(0, np.int64) if parent is None else parent.ids()
-        ids = np.concatenate([before, read])
+        ids = np.concatenate([before, new_ids])
         token_ids(ids, setting.vocabulary, call)
-        fixed = given.get("seed")
-        given = {name: value for name, value in given.items() if name != "seed"}
-        chosen = setting.chosen(call, len(ids), self._sampling, given)
+        fixed = sampling.get("seed")
+        sampling = {name: value for name, value in sampling.items() if name != "seed"}
+        settings = setting.sampling_of(call, len(ids), self._sampling, sampling)
         digest = hashlib.blake2b(f"{self.name}/".encode() + ids.tobytes(), digest_size=8).digest()
-        asked = self._asked[(digest, fixed)] = self._asked.get((digest, fixed), -1) + 1
+        repeat = self._repeats[(digest, fixed)] = self._repeats.get((digest, fixed), -1) + 1
         if fixed is None:
-            seed = mix(*self._key, int.from_bytes(digest, "little"), asked)
+            seed = mix(*self._key, int.from_bytes(digest, "little"), repeat)
         else:
             seed = mix(fixed, int.from_bytes(digest, "little"))
         line = record.fresh() if parent is None or parent.claimed else parent.conversation
         self._lines.add(line)
         if parent is not None:
             parent.claimed = True
-        done = await setting.llm.answer(ids, seed=seed, conversation=line, **chosen)
+        done = await setting.llm.answer(ids, seed=seed, conversation=line, **settings)
         if record.closed:
             raise UserError(f"{call}: the episode was over before the answer came; await every call")
         reply = Reply.of(done, self._chat.tokenizer.decode)
-        messages, parsed = said(reply, f"{digest.hex()} {fixed} {asked}")
-        turn = self.trajectories.add(parent, read, done, chosen["temperature"], line, messages, chat)
+        messages, parsed = parse(reply, f"{digest.hex()} {fixed} {repeat}")
+        turn = self.trajectories.add(parent, new_ids, done, settings["temperature"], line, messages, chat)
         return reply, turn, (messages, parsed)
 
     def reward(self, value: float, answer: Answer | None = None) -> None:
@@ -375,11 +375,11 @@ def _offered(tools: Any) -> tuple[list[Any], Tools | None]:
         return tools.schemas, tools
     if isinstance(tools, (str, Mapping)) or callable(tools) or not isinstance(tools, Iterable):
         raise WrongType(f"llm.chat: tools={shown(tools)} is no list of tools")
-    given = list(tools)
-    if given and all(isinstance(each, Mapping) for each in given):
-        return given, None
-    made = Tools(given)
-    return made.schemas, made
+    listed = list(tools)
+    if listed and all(isinstance(each, Mapping) for each in listed):
+        return listed, None
+    runnable = Tools(listed)
+    return runnable.schemas, runnable
 
 
 def is_agent(function: Any) -> bool:
@@ -430,13 +430,13 @@ class LastingAgent:
         self._agent: Agent | None = None
 
     async def __aenter__(self) -> LastingAgent:
-        made = self.source if _is_context(self.source) else self.source(**self._arguments)
+        source = self.source if _is_context(self.source) else self.source(**self._arguments)
         async with AsyncExitStack() as stack:
-            entered = await stack.enter_async_context(made) if _is_context(made) else made
-            agent = made if entered is None else entered
+            entered = await stack.enter_async_context(source) if _is_context(source) else source
+            agent = source if entered is None else entered
             if not callable(agent):
                 raise UserError(
-                    f"agent: opened, {shown(made)} is {shown(agent)}, which cannot be called as agent(task, llm): "
+                    f"agent: opened, {shown(source)} is {shown(agent)}, which cannot be called as agent(task, llm): "
                     "return or yield something that can"
                 )
             self._stack, self._agent = stack.pop_all(), agent

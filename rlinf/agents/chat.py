@@ -79,9 +79,9 @@ class ChatFormat:
         """Return a format of the same tokenizer with further arguments of the chat template."""
         if not more:
             return self
-        made = ChatFormat(self.tokenizer, {**self._arguments, **more}, self._say)
-        made._kept, made._said, made._shown = self._kept, self._said, self._shown
-        return made
+        format = ChatFormat(self.tokenizer, {**self._arguments, **more}, self._say)
+        format._kept, format._said, format._shown = self._kept, self._said, self._shown
+        return format
 
     def warn(self, about: str, text: str) -> None:
         """Warn people of what this tokenizer cannot do.
@@ -189,11 +189,11 @@ class ChatFormat:
         return ids[1:] if ended_by is not None and len(ids) and ids[0] == ended_by else ids
 
     def _behind_the_mark(self, marked: Sequence[Message], answer: bool) -> np.ndarray:
-        _, found, text = self._rendered(marked, answer).rpartition(_MARK)
-        if not found:
-            said = next(message["role"] for message in marked if message.get("content") == _MARK)
+        _, mark, text = self._rendered(marked, answer).rpartition(_MARK)
+        if not mark:
+            role = next(message["role"] for message in marked if message.get("content") == _MARK)
             raise UserError(
-                f"the chat template leaves out the {said} message that was said last, so nothing can follow it: take "
+                f"the chat template leaves out the {role} message that was said last, so nothing can follow it: take "
                 "another template, by data.chat_template"
             )
         return self.ids(text)
@@ -215,10 +215,10 @@ class ChatFormat:
                 continue
             probe = [*messages[:number], {**message, "content": _PROBE}, *messages[number + 1 :]]
             try:
-                shown = _PROBE in self._rendered(probe, answer=True)
+                visible = _PROBE in self._rendered(probe, answer=True)
             except UserError:  # it wants another text there, and says so where it does not get it
-                shown = True
-            if not shown:
+                visible = True
+            if not visible:
                 raise UserError(
                     f"the chat template prints nothing of messages of role {role}, so the model would never read them: "
                     "take a template that knows this role, by data.chat_template, or say it as the user"
@@ -235,10 +235,10 @@ class ChatFormat:
         """Encode messages with `encode`, or return the tokens cached for equal ones a short while ago."""
         try:
             plain = [dict(message) for message in messages]
-            said = json.dumps([what, answer, self.tokenizer.chat_template, self._arguments, plain])
+            plain_text = json.dumps([what, answer, self.tokenizer.chat_template, self._arguments, plain])
         except (TypeError, ValueError):  # something in them is not plain data: it may look the same and not be
             return encode(messages, answer)
-        key = hashlib.blake2b(said.encode(), digest_size=16).digest()
+        key = hashlib.blake2b(plain_text.encode(), digest_size=16).digest()
         if (ids := self._kept.get(key)) is None:
             ids = encode(messages, answer)
             if len(self._kept) >= _KEPT:
@@ -247,20 +247,20 @@ class ChatFormat:
         return ids.copy()
 
     def _rendered(self, messages: Sequence[Message], answer: bool) -> str:
-        begun = messages[-1]["role"] == "assistant"  # the model goes on with what it is made to begin with
+        continues = messages[-1]["role"] == "assistant"  # the model goes on with what it is made to begin with
         try:
             text = self.tokenizer.apply_chat_template(
                 [with_arguments(message) for message in messages],
                 tokenize=False,
-                add_generation_prompt=answer and not begun,
-                continue_final_message=answer and begun,
+                add_generation_prompt=answer and not continues,
+                continue_final_message=answer and continues,
                 **self._arguments,
             )
         except Exception as error:  # of jinja, which has many, or what the template itself raises
-            said = " ".join(str(error).split()) or type(error).__name__
+            reason = " ".join(str(error).split()) or type(error).__name__
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(
-                f"the chat template refuses messages of the roles {roles}: {said}. Say them in another order or in "
+                f"the chat template refuses messages of the roles {roles}: {reason}. Say them in another order or in "
                 "another role, or set data.chat_template"
             ) from None
         return str(text)
@@ -286,11 +286,11 @@ def _text(message: Message) -> str:
     return content
 
 
-def prompt_of(given: Any, id: int, chat: ChatFormat, vocabulary: int | None, call: str) -> Prompt:
+def prompt_of(source: Any, id: int, chat: ChatFormat, vocabulary: int | None, call: str) -> Prompt:
     """A prompt.
 
     Args:
-        given: a text, which stands as it is; messages, which get the chat template; token ids; a mapping with `prompt`
+        source: a text, which stands as it is; messages, which get the chat template; token ids; a mapping with `prompt`
             (one of those) and perhaps `answer` and other columns; or a `Prompt`, whose tokens are checked.
         id: of the prompt, unless it is one already.
         chat: encodes it.
@@ -302,24 +302,24 @@ def prompt_of(given: Any, id: int, chat: ChatFormat, vocabulary: int | None, cal
         ValueError: there is no token, or one that the model does not have.
         UserError: the chat template refuses the messages.
     """
-    if isinstance(given, Prompt):
-        token_ids(given.token_ids, vocabulary, call)
-        return given
-    if isinstance(given, Mapping):
-        if "prompt" not in given:
-            raise WrongType(f"{call}: the row {shown(dict(given))} has no `prompt`; give it one, and an `answer`")
-        rest = {name: value for name, value in given.items() if name not in ("prompt", "answer")}
-        made = prompt_of(given["prompt"], id, chat, vocabulary, call)
-        return replace(made, answer=str(given.get("answer", "")), row={**made.row, **rest})
-    if isinstance(given, str):
-        return Prompt(id, _some(chat.ids(given, first=True), given, call), given)
-    if are_messages(given, call):
-        ids = _some(chat.opening(given), given, call)
-        return Prompt(id, ids, str(chat.tokenizer.decode(ids)), row={"messages": copied(given)})
-    if isinstance(given, (list, tuple, np.ndarray)):
-        ids = token_ids(given, vocabulary, call)
+    if isinstance(source, Prompt):
+        token_ids(source.token_ids, vocabulary, call)
+        return source
+    if isinstance(source, Mapping):
+        if "prompt" not in source:
+            raise WrongType(f"{call}: the row {shown(dict(source))} has no `prompt`; give it one, and an `answer`")
+        rest = {name: value for name, value in source.items() if name not in ("prompt", "answer")}
+        prompt = prompt_of(source["prompt"], id, chat, vocabulary, call)
+        return replace(prompt, answer=str(source.get("answer", "")), row={**prompt.row, **rest})
+    if isinstance(source, str):
+        return Prompt(id, _some(chat.ids(source, first=True), source, call), source)
+    if are_messages(source, call):
+        ids = _some(chat.opening(source), source, call)
+        return Prompt(id, ids, str(chat.tokenizer.decode(ids)), row={"messages": copied(source)})
+    if isinstance(source, (list, tuple, np.ndarray)):
+        ids = token_ids(source, vocabulary, call)
         return Prompt(id, ids, str(chat.tokenizer.decode(ids)))
-    raise WrongType(f"{call}: {shown(given)} is no prompt; give a text, a list of messages, token ids or a Prompt")
+    raise WrongType(f"{call}: {shown(source)} is no prompt; give a text, a list of messages, token ids or a Prompt")
 
 
 def handed_out(task: Any) -> Any:
@@ -330,20 +330,20 @@ def handed_out(task: Any) -> Any:
     return replace(task, token_ids=read_only(task.token_ids), row=copied(task.row))
 
 
-def are_messages(given: Any, call: str) -> bool:
+def are_messages(value: Any, call: str) -> bool:
     """True if the value is a list of messages.
 
     Raises:
         TypeError: of messages that have no role.
     """
-    if not isinstance(given, (list, tuple)) or not given or not all(isinstance(message, Mapping) for message in given):
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(message, Mapping) for message in value):
         return False
-    if any("role" not in message for message in given):
-        raise WrongType(f"{call}: {shown(given)}: every message needs a `role` and a `content`")
+    if any("role" not in message for message in value):
+        raise WrongType(f"{call}: {shown(value)}: every message needs a `role` and a `content`")
     return True
 
 
-def _some(ids: np.ndarray, given: Any, call: str) -> np.ndarray:
+def _some(ids: np.ndarray, value: Any, call: str) -> np.ndarray:
     if not len(ids):
-        raise WrongValue(f"{call}: the prompt {shown(given)} has no token; give at least one")
+        raise WrongValue(f"{call}: the prompt {shown(value)} has no token; give at least one")
     return ids

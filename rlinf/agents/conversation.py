@@ -67,12 +67,12 @@ class Conversation:
     fresh: Callable[[], int] | None = None
     """Gives numbers to forks."""
     messages: list[Message] = field(default_factory=list)
-    _read: list[Message] = field(default_factory=list)  # the messages that are tokens
+    _tokenized: list[Message] = field(default_factory=list)  # the messages that are tokens
     _segments: list[Segment] = field(default_factory=list)
     _turns: list[_Turn] = field(default_factory=list)
     _last: Reply | None = None  # the model had the last word, and this is it
     _temperature: float | None = None
-    _drawn: int = 0  # answers asked for
+    _answers: int = 0  # answers asked for
     _forks: int = 0
     _busy: bool = False
     _closed: str = ""  # by which call
@@ -155,17 +155,17 @@ class Conversation:
         self._check("generate")
         if not self.messages:
             raise UserError("conversation.generate: nothing was said yet; say something by c.user(…) before it")
-        if len(self._read) == len(self.messages) and self._last is not None and self._last.finish != "length":
+        if len(self._tokenized) == len(self.messages) and self._last is not None and self._last.finish != "length":
             raise UserError("conversation.generate: the model had the last word; say something by c.user(…) before it")
-        begun = self.messages[-1] if self.messages[-1]["role"] == "assistant" else None
+        prefix = self.messages[-1] if self.messages[-1]["role"] == "assistant" else None
         self._encode(answer=True)
         ids = self.ids
-        chosen = self.setting.chosen("conversation.generate", len(ids), self.sampling, sampling)
-        temperature = chosen["temperature"]
-        seed, self._drawn = mix(*self.key, self._drawn), self._drawn + 1
+        settings = self.setting.sampling_of("conversation.generate", len(ids), self.sampling, sampling)
+        temperature = settings["temperature"]
+        seed, self._answers = mix(*self.key, self._answers), self._answers + 1
         self._busy = True
         try:
-            done: Completion = await self.setting.llm.answer(ids, seed=seed, conversation=self.number, **chosen)
+            done: Completion = await self.setting.llm.answer(ids, seed=seed, conversation=self.number, **settings)
         finally:
             self._busy = False
         if self._temperature not in (None, temperature):
@@ -175,8 +175,8 @@ class Conversation:
         reply = Reply.of(done, self.chat.tokenizer.decode)
         self._turns.append(_Turn(len(self._segments), reply.finish))
         self._segments.append(Segment(done.response_ids, done.logprobs, done.versions, done.routes))
-        if begun is not None:  # it went on with an answer that a limit had cut, or that it was made to begin with
-            self.messages[-1] = {**begun, "content": f"{begun['content']}{reply.text}"}
+        if prefix is not None:  # it went on with an answer that a limit had cut, or that it was made to begin with
+            self.messages[-1] = {**prefix, "content": f"{prefix['content']}{reply.text}"}
         else:
             self.messages.append({"role": "assistant", "content": reply.text})
         self._became_tokens(reply)
@@ -188,22 +188,22 @@ class Conversation:
         Raises:
             UserError: a message that is tokens already was changed.
         """
-        for place, message in enumerate(self._read):
+        for place, message in enumerate(self._tokenized):
             if place >= len(self.messages) or self.messages[place] != message:
                 raise UserError(
                     f"conversation.messages[{place}] was changed after the model had read it, and it would not read it "
                     "again: begin another conversation with the messages as they shall be, "
                     "session.conversation(prompt=[…])"
                 )
-        new = self.messages[len(self._read) :]
+        new = self.messages[len(self._tokenized) :]
         if not new:
             return
-        if not self._read:
+        if not self._tokenized:
             ids = self.chat.opening(new, answer=answer)
         else:
             ended = self._last is not None and self._last.finish == "stop"
             ended_by = int(self._last.ids[-1]) if ended and self._last is not None else None
-            ids = self.chat.following(self._read, new, ended_by=ended_by, answer=answer)
+            ids = self.chat.following(self._tokenized, new, ended_by=ended_by, answer=answer)
         if not self._segments and not len(ids):
             raise UserError("conversation.generate: what was said has not one token; say something by c.user(…)")
         self._segments.append(Segment(ids))
@@ -211,7 +211,7 @@ class Conversation:
 
     def _became_tokens(self, last: Reply | None) -> None:
         """All messages are tokens now, the last of them those of a reply or of nobody's."""
-        self._read = copied(self.messages)
+        self._tokenized = copied(self.messages)
         self._last = last
 
     # What came of it --------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Conversation:
         other = copy.copy(self)
         other.messages, other._segments = copied(self.messages), [*self._segments]
         other._turns = [copy.copy(turn) for turn in self._turns]
-        other.key, other._drawn, other._forks = (*self.key, self._drawn, -self._forks), 0, 0
+        other.key, other._answers, other._forks = (*self.key, self._answers, -self._forks), 0, 0
         other.number = self.number if self.fresh is None else self.fresh()
         return other
 
@@ -275,20 +275,22 @@ class Conversation:
                 "conversation.trajectory: its answers were sampled at different temperatures, and a sample has one; "
                 "give every generate the same"
             )
-        told = [turn.reward for turn in self._turns if turn.reward is not None]
-        total = sum(told) if reward is None and told else reward
+        rewards = [turn.reward for turn in self._turns if turn.reward is not None]
+        total = sum(rewards) if reward is None and rewards else reward
         total = None if total is None else number(total, "conversation.trajectory")
-        sample = self._sample(total, bool(told))
+        sample = self._sample(total, bool(rewards))
         self._close("trajectory")
         return sample
 
     def _sample(self, reward: float | None, in_turns: bool) -> Sample:
         first, last = self._turns[0].segment, self._turns[-1].segment
-        said = np.concatenate([part.token_ids for part in self._segments[:first]])
+        prompt_ids = np.concatenate([part.token_ids for part in self._segments[:first]])
         task, decode = self.prompt, self.chat.tokenizer.decode
-        prompt = Prompt(self.number or 0, said, str(decode(said))) if task is None else task
-        if len(prompt.token_ids) != len(said) or (prompt.token_ids != said).any():
-            prompt = Prompt(prompt.id, said, prompt.text or str(decode(said)), prompt.answer, prompt.row, prompt.images)
+        prompt = Prompt(self.number or 0, prompt_ids, str(decode(prompt_ids))) if task is None else task
+        if len(prompt.token_ids) != len(prompt_ids) or (prompt.token_ids != prompt_ids).any():
+            prompt = Prompt(
+                prompt.id, prompt_ids, prompt.text or str(decode(prompt_ids)), prompt.answer, prompt.row, prompt.images
+            )
         segments = self._segments[first : last + 1]
         finish = self._turns[-1].finish
         ids = np.concatenate([part.token_ids for part in segments])

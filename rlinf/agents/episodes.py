@@ -79,17 +79,17 @@ class OpenTask:
     @property
     def tokens(self) -> int:
         """Generated tokens that it holds."""
-        samples = (sample for found in self.done.values() for sample in found)
+        samples = (sample for own in self.done.values() for sample in own)
         calls = (call for record in self.left.values() for call in record)
         return sum(sample.learned_tokens for sample in samples) + sum(call.tokens for call in calls)
 
     @property
     def oldest(self) -> int | None:
         """Version of the weights that made its oldest token; None where it holds none."""
-        made = [sample.column("versions") for found in self.done.values() for sample in found]
+        versions_of = [sample.column("versions") for own in self.done.values() for sample in own]
         calls = (call for record in self.left.values() for call in record)
-        made += [known.versions for call in calls if (known := call.answer or call.begun) is not None]
-        return min((int(versions.min()) for versions in made if len(versions)), default=None)
+        versions_of += [part.versions for call in calls if (part := call.answer or call.begun) is not None]
+        return min((int(versions.min()) for versions in versions_of if len(versions)), default=None)
 
 
 _GRACE = 5.0
@@ -128,7 +128,7 @@ class Outcome:
 class _Played:
     """A task, from when it is read until what became of it is settled."""
 
-    given: Any
+    source: Any
     """To the program."""
     first: Episode
     """The task's first episode, whose siblings the others are."""
@@ -147,9 +147,9 @@ class _Played:
 
     def open(self, partial: Mapping[str, PartialAnswer]) -> OpenTask:
         """Return the part of the task that a checkpoint keeps."""
-        left = {episode.index: episode.record.state(partial) for episode in self.playing} | self.waiting
+        records = {episode.index: episode.record.state(partial) for episode in self.playing} | self.waiting
         assert self.first.prompt is not None
-        return OpenTask(self.first.prompt, dict(self.done), dict(self.failed), dict(sorted(left.items())))
+        return OpenTask(self.first.prompt, dict(self.done), dict(self.failed), dict(sorted(records.items())))
 
 
 class LoopWatch:
@@ -196,21 +196,21 @@ class LoopWatch:
 
         def watch() -> None:
             while not over.wait(_LOOK):
-                asked = threading.Event()
-                self._asked = asked, time.monotonic()
+                reply = threading.Event()
+                self._asked = reply, time.monotonic()
                 try:
-                    loop.call_soon_threadsafe(asked.set)
+                    loop.call_soon_threadsafe(reply.set)
                 except RuntimeError:  # it is closed
                     return
-                while not asked.wait(_LOOK_AGAIN if self._hopeless else _LOOK) and not over.is_set():
+                while not reply.wait(_LOOK_AGAIN if self._hopeless else _LOOK) and not over.is_set():
                     self._look(thread, main)
 
         start_thread(watch, "watches the event loop")
 
     def _stands(self) -> float | None:
         """Seconds for which the loop has not answered; None: it has."""
-        asked, since = self._asked
-        return None if asked.is_set() else time.monotonic() - since
+        reply, since = self._asked
+        return None if reply.is_set() else time.monotonic() - since
 
     def _look(self, thread: int, main: bool) -> None:
         """The loop stands still: say where, once for each line, and interrupt what it waits for."""
@@ -246,10 +246,10 @@ class LoopWatch:
             return False
         while frame is not None and not frame.f_code.co_filename.startswith(__file__):
             for value in frame.f_locals.values():
-                held = getattr(value, "_sock", value)
-                if isinstance(held, socket.socket):
+                connection = getattr(value, "_sock", value)
+                if isinstance(connection, socket.socket):
                     with contextlib.suppress(OSError):
-                        if held.getpeername()[1] == address[1]:
+                        if connection.getpeername()[1] == address[1]:
                             return True
             frame = frame.f_back
         return False
@@ -362,8 +362,8 @@ class Episodes:
     # Playing ----------------------------------------------------------------------------------------------------
 
     async def _read(self, tasks: Any) -> None:
-        async for given in each(tasks):
-            task = self._taken(given)
+        async for value in each(tasks):
+            task = self._begin_task(value)
             if not task.waiting:  # all of it was over when the checkpoint was written
                 self._start(self._over(task))
             while task.waiting:
@@ -378,20 +378,20 @@ class Episodes:
                 playing = task.playing[episode] = self._start(self._one(task, episode))
                 playing.add_done_callback(lambda _, task=task, episode=episode: self._ended(task, episode))  # type: ignore[misc]
 
-    def _taken(self, given: Any) -> _Played:
+    def _begin_task(self, value: Any) -> _Played:
         """A task that is to be played."""
         number = next(self._numbers)
-        if isinstance(given, OpenTask):
+        if isinstance(value, OpenTask):
             task = _Played(
-                given.prompt,
-                self._begin(given.prompt, 0),
+                value.prompt,
+                self._begin(value.prompt, 0),
                 number,
-                dict(given.left),
-                dict(given.done),
-                dict(given.failed),
+                dict(value.left),
+                dict(value.done),
+                dict(value.failed),
             )
         else:
-            task = _Played(given, self._begin(given, 0), number, dict.fromkeys(range(self._n), ()))
+            task = _Played(value, self._begin(value, 0), number, dict.fromkeys(range(self._n), ()))
         self._open[number] = task
         return task
 
@@ -452,12 +452,12 @@ class Episodes:
             for tally in (played.tally, *self._tallies):
                 tally.blocked = max(tally.blocked, seconds)
 
-        playing = self._play(handed_out(played.given))
+        playing = self._play(handed_out(played.source))
         if not isinstance(playing, Awaitable):
             raise WrongType("episode: it is no `async def` function; it returned without being awaited")
         task = asyncio.create_task(_awaited(playing, blocked))
         try:
-            with Work(f"episode {episode.index} of task {episode.task}", playing, episode.said):
+            with Work(f"episode {episode.index} of task {episode.task}", playing, episode.progress):
                 await asyncio.wait([task], timeout=self._timeout)
             if task.cancelled():
                 raise UserError("CancelledError: it cancelled itself, or what it awaited was cancelled")

@@ -124,7 +124,7 @@ class Feedback:
         self._note(served=name, step=step, samples=[_plain(sample) for sample in samples])
         return name
 
-    def told(self, id: str, reward: float) -> bool:
+    def record_reward(self, id: str, reward: float) -> bool:
         """Record the reward of an answer; the first one counts.
 
         Args:
@@ -140,10 +140,10 @@ class Feedback:
         value = number(reward, "online.feedback")
         if not isinstance(id, str):
             raise WrongType(f"online.feedback: {shown(id)} is no id of an answer")
-        known = self._reward(id, value)
-        if known:
+        matched = self._reward(id, value)
+        if matched:
             self._note(told=id, reward=value)
-        return known
+        return matched
 
     # Learning ---------------------------------------------------------------------------------------------------
 
@@ -255,8 +255,8 @@ class Feedback:
             case {"counts": dict(counts)}:
                 self.counts = Counts(**counts)
             case {"kept": str(name), "step": step, "reward": reward, "samples": samples}:
-                kept = _Served([*map(_sample, samples)], step, reward)
-                (self._waiting if reward is None else self._ready)[name] = kept
+                served = _Served([*map(_sample, samples)], step, reward)
+                (self._waiting if reward is None else self._ready)[name] = served
             case {"served": str(name), "step": step, "samples": samples}:
                 self._add(name, _Served([*map(_sample, samples)], step))
             case {"told": str(name), "reward": reward}:

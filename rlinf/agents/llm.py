@@ -74,8 +74,8 @@ class Reply:
             answer: the engine's.
             decode: the tokenizer's.
         """
-        shown = answer.response_ids[:-1] if answer.finish == "stop" else answer.response_ids
-        text = str(decode(shown, skip_special_tokens=False))
+        text_ids = answer.response_ids[:-1] if answer.finish == "stop" else answer.response_ids
+        text = str(decode(text_ids, skip_special_tokens=False))
         ids, logprobs, versions = map(read_only, (answer.response_ids, answer.logprobs, answer.versions))
         return Reply(text, ids, logprobs, versions, answer.finish)
 
@@ -98,7 +98,7 @@ class Setting:
     vocabulary: int | None = None
     """Token ids are below it; None: nobody knows."""
 
-    def chosen(self, call: str, length: int, *given: Mapping[str, Any]) -> dict[str, Any]:
+    def sampling_of(self, call: str, length: int, *settings: Mapping[str, Any]) -> dict[str, Any]:
         """How to sample an answer.
 
         Args:
@@ -115,14 +115,14 @@ class Setting:
             ContextFull: no token fits.
         """
         merged: dict[str, Any] = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
-        for each in given:
+        for each in settings:
             merged |= each
         if unknown := sorted(merged.keys() - {*SETTINGS}):
             first = unknown[0]
             near = [_ELSEWHERE[first]] if first in _ELSEWHERE else get_close_matches(first, SETTINGS, 1)
-            meant = f" (did you mean {near[0]}?)" if near else ""
+            hint = f" (did you mean {near[0]}?)" if near else ""
             raise WrongType(
-                f"{call}: there is no setting {', '.join(unknown)}{meant}; those of an answer are "
+                f"{call}: there is no setting {', '.join(unknown)}{hint}; those of an answer are "
                 f"{', '.join(SETTINGS)}, and seed is one of session.conversation(seed=…)"
             )
         if isinstance(merged.get("stop"), str):
@@ -204,8 +204,8 @@ class RolloutModel:
     async def answering(self) -> dict[str, PartialAnswer]:
         """How far the answers under way are, by the names that their calls gave them, on all ranks; those that have no
         token yet are left out."""
-        told = await self._rollout().answering()
-        return {name: partial for of_rank in told for name, partial in of_rank.items()}
+        partials = await self._rollout().answering()
+        return {name: partial for of_rank in partials for name, partial in of_rank.items()}
 
     def ended(self, conversation: int) -> None:
         """See `LLM`; its rank is told with the next answer that it is asked for."""

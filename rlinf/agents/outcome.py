@@ -58,7 +58,7 @@ class Episode:
         """The setting with the model's calls going into the episode's record."""
         return replace(setting, llm=RecordedModel(setting.llm, self.record))
 
-    def said(self) -> int:
+    def progress(self) -> int:
         """How much was said so far: answers of the model to agents, messages of conversations."""
         by_agents = 0 if self.llm is None else self.llm.counts().calls
         return by_agents + sum(len(conversation.messages) for conversation in self.conversations)
@@ -126,9 +126,11 @@ def _no_reward(samples: Sequence[Sample], *, by_agent: bool) -> str:
     )
 
 
-def groups_of(found: Mapping[int, Sequence[Sample]]) -> list[Group]:
+def groups_of(samples_of_attempts: Mapping[int, Sequence[Sample]]) -> list[Group]:
     """A group for each agent: its samples, numbered from 0; those that begin alike share their prompt."""
-    ordered = [replace(sample, attempt=attempt) for attempt, own in sorted(found.items()) for sample in own]
+    ordered = [
+        replace(sample, attempt=attempt) for attempt, own in sorted(samples_of_attempts.items()) for sample in own
+    ]
     names = dict.fromkeys(sample.agent for sample in ordered)
     return [_group([sample for sample in ordered if sample.agent == name]) for name in names]
 
@@ -211,14 +213,14 @@ def remark_on(error: BaseException, program: str = "") -> str:
     if isinstance(error, OutOfTime):
         return str(error)
     error, others = _leaf(error)
-    said = " ".join(str(error).split())
+    reason = " ".join(str(error).split())
     if isinstance(error, AttributeError) and isinstance(error.obj, Prompt):
         columns = [f"task.row[{str(name)!r}]" for name in error.obj.row]
-        said += f"; a task has {', '.join(['task.text', 'task.answer', *columns])}"
+        reason += f"; a task has {', '.join(['task.text', 'task.answer', *columns])}"
     line = line_of(error) or program
     where = f" ({line.rpartition('/')[2]})" if line else ""
     where += f", and {others} more" if others else ""
-    return f"{type(error).__name__}: {said}{where}" if said else f"{type(error).__name__}{where}"
+    return f"{type(error).__name__}: {reason}{where}" if reason else f"{type(error).__name__}{where}"
 
 
 def _leaf(error: BaseException) -> tuple[BaseException, int]:
@@ -257,7 +259,7 @@ class Tally:
     """Episodes of an earlier process that ended here, and asked nothing else than they had asked there."""
     anew: Counter[str] = field(default_factory=Counter)
     """Those that asked something else, by what was not the same."""
-    taken: int = 0
+    reused: int = 0
     """Tokens of their records that were not made again."""
     dropped: int = 0
     """Tokens of their records that were of no use."""
@@ -277,7 +279,7 @@ class Tally:
         if record.resumed:
             self.went_on += not record.anew
             self.anew[record.anew] += bool(record.anew)
-            self.taken += record.taken
+            self.reused += record.reused
             self.dropped += record.dropped
         if episode.llm is not None:
             counts = episode.llm.counts()
@@ -299,7 +301,7 @@ class Tally:
         self.blocked = max(self.blocked, other.blocked)
         self.went_on += other.went_on
         self.anew += other.anew
-        self.taken += other.taken
+        self.reused += other.reused
         self.dropped += other.dropped
         if not self.remark:
             self.remark, self.cause = other.remark, other.cause
@@ -317,14 +319,14 @@ class Tally:
         """Numbers of a step; nothing if no episode was played."""
         if not self.played:
             return {}
-        told = {
+        values = {
             "episodes": float(self.played),
             "episodes/failed": self.failures / self.played,
             "episodes/timeout": self.timeouts / self.played,
         }
         if self.calls:
-            told |= {"episodes/calls": self.calls / self.played, "episodes/branches": self.branches / self.played}
-        return told | {f"agent/{name}/calls": count / self.played for name, count in sorted(self.by_agent.items())}
+            values |= {"episodes/calls": self.calls / self.played, "episodes/branches": self.branches / self.played}
+        return values | {f"agent/{name}/calls": count / self.played for name, count in sorted(self.by_agent.items())}
 
     def warnings(self) -> Iterator[str]:
         """Yield sentences about failed and blocking episodes, which a person should know."""
@@ -344,8 +346,8 @@ class Tally:
             why = "".join(f", {count} began anew ({reason})" for reason, count in sorted(anew.items()))
             lost = f", {self.dropped:,} were of no use" if self.dropped else ""
             yield (
-                f"of the checkpoint's open episodes, {self.went_on} went on{why}; {self.taken:,} tokens were taken from"
-                f" their records{lost}"
+                f"of the checkpoint's open episodes, {self.went_on} went on{why}; {self.reused:,} tokens were taken "
+                f"from their records{lost}"
             )
 
 

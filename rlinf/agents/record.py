@@ -75,8 +75,8 @@ class Call:
     @property
     def tokens(self) -> int:
         """How many tokens the record has of its answer."""
-        known = self.answer or self.begun
-        return 0 if known is None else len(known.response_ids)
+        part = self.answer or self.begun
+        return 0 if part is None else len(part.response_ids)
 
 
 class Record:
@@ -99,7 +99,7 @@ class Record:
         self._answers = 0
         self.resumed = bool(self._earlier)
         """An earlier process had begun the episode."""
-        self.taken = 0
+        self.reused = 0
         """Tokens that were taken from its calls."""
         self.dropped = 0
         """Tokens of its calls that were not asked for again."""
@@ -115,19 +115,19 @@ class Record:
         Returns:
             The call: with its `answer` if the record has it, with what was `begun` if it has half of it.
         """
-        asked = Asked.of(ids, seed, sampling)
+        identity = Asked.of(ids, seed, sampling)
         due = self._earlier[:1] if self._one_by_one else self._earlier
-        call = next((call for call in due if call.asked == asked), None)
+        call = next((call for call in due if call.asked == identity), None)
         if call is not None:
             self._earlier.remove(call)
-            self.taken += call.tokens
+            self.reused += call.tokens
             self._answers += call.answer is not None
         else:
             if self._earlier:
-                self.anew = self.anew or asked.differs_from(self._earlier[0].asked)
+                self.anew = self.anew or identity.differs_from(self._earlier[0].asked)
                 if self._one_by_one:
                     self._drop()
-            call = Call(asked, self._answers)
+            call = Call(identity, self._answers)
         self.calls.append(call)
         return call
 

@@ -32,15 +32,15 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _SIGNS = str.maketrans("", "", string.punctuation)
 
 
-def exact_match(said: str, answers: str) -> float:
+def exact_match(text: str, answers: str) -> float:
     """1.0 if an answer is one of the right ones but for case, punctuation, articles and white space; else 0.0.
 
     Args:
-        said: by the model.
+        text: by the model.
         answers: the right one, or a JSON list of several, such as `["Paris", "Paris, France"]`, or a mapping whose
             `target` is one of those.
     """
-    return float(normalized(said) in {normalized(each) for each in right_answers(answers)})
+    return float(normalized(text) in {normalized(each) for each in right_answers(answers)})
 
 
 def normalized(text: str) -> str:
@@ -51,12 +51,12 @@ def normalized(text: str) -> str:
 def right_answers(answers: str) -> list[str]:
     """All right answers in a data set's column; see `exact_match`."""
     try:
-        given = parse_json(answers)
+        value = parse_json(answers)
     except ValueError:
         return [answers]
-    if isinstance(given, dict):
-        given = given.get("target", answers)
-    return [str(each) for each in given] if isinstance(given, list) else [answers if given is None else str(given)]
+    if isinstance(value, dict):
+        value = value.get("target", answers)
+    return [str(each) for each in value] if isinstance(value, list) else [answers if value is None else str(value)]
 
 
 _SHOWN = 200
@@ -138,10 +138,10 @@ class Bm25:
     async def search(self, query: str, topk: int) -> list[Document]:
         """The documents with the highest scores above 0; of equal ones, the first in the corpus."""
         words = self._tokens(query, return_ids=False)[0]
-        known = [word for word in words if word in self._index.vocab_dict]
-        if not known:
+        indexed = [word for word in words if word in self._index.vocab_dict]
+        if not indexed:
             return []
-        scores = self._index.get_scores(known)
+        scores = self._index.get_scores(indexed)
         best = (-scores).argsort(kind="stable")[:topk]
         return [self._documents[each] for each in best.tolist() if scores[each] > 0]
 
@@ -178,12 +178,12 @@ class HttpRetriever:
         for attempt in range(self._attempts):
             if attempt:
                 await asyncio.sleep(self._pause * 2 ** (attempt - 1))
-            found, wrong = await self._asked({"queries": [query], "topk": topk, "return_scores": True})
-            if found is not None:
-                return found[:topk]
+            documents, wrong = await self._request({"queries": [query], "topk": topk, "return_scores": True})
+            if documents is not None:
+                return documents[:topk]
         raise UserError(f"retriever {self._url}: no documents in {self._attempts} attempts; the last one: {wrong}")
 
-    async def _asked(self, request: Mapping[str, Any]) -> tuple[list[Document] | None, str]:
+    async def _request(self, request: Mapping[str, Any]) -> tuple[list[Document] | None, str]:
         """Documents; or None, and why there are none yet."""
         import httpx2
 
@@ -296,11 +296,11 @@ async def search_r1(
         if turn == turns:
             break
         if action is None:
-            read = invalid
+            text = invalid
         else:
-            found = await searching.search(action[1].strip(), topk)
-            read = information.format(documents=shown(found, documents))
-        ids = np.concatenate([ids, reply.ids, chat.ids(read)])
+            results = await searching.search(action[1].strip(), topk)
+            text = information.format(documents=shown(results, documents))
+        ids = np.concatenate([ids, reply.ids, chat.ids(text)])
     return 0.0
 
 
@@ -317,9 +317,11 @@ def action_of(text: str) -> tuple[str, str] | None:
     return None
 
 
-def shown(found: Sequence[Document], form: str = "Doc {number}(Title: {title}) {text}\n") -> str:
+def shown(documents: Sequence[Document], form: str = "Doc {number}(Title: {title}) {text}\n") -> str:
     """Documents as the model reads them, numbered from 1."""
-    return "".join(form.format(number=number, title=each.title, text=each.text) for number, each in enumerate(found, 1))
+    return "".join(
+        form.format(number=number, title=each.title, text=each.text) for number, each in enumerate(documents, 1)
+    )
 
 
 async def search_by_tool(
@@ -368,8 +370,8 @@ async def search_by_tool(
     for turn in range(turns + 1):
         answer = await llm.chat(messages, tools=[offered])
         if turn == turns or not (answer.calls or answer.broken):
-            said = re.findall(r"<answer>(.*?)</answer>", answer.content or answer.text, re.DOTALL)
-            return exact_match(said[-1] if said else answer.content or answer.text, task.answer)
+            answers = re.findall(r"<answer>(.*?)</answer>", answer.content or answer.text, re.DOTALL)
+            return exact_match(answers[-1] if answers else answer.content or answer.text, task.answer)
         messages += [answer.message, *await answer.results()]
         if failed:
             raise failed[0]

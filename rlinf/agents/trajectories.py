@@ -43,9 +43,9 @@ class Turn:
     """Digests the messages that were answered; None for calls by token ids."""
     words: bytes
     """The answer as messages are compared; empty for calls by token ids."""
-    read: np.ndarray
+    new_ids: np.ndarray
     """Tokens that stand between the parent's answer and this one, int64 [read]."""
-    said: Segment
+    answer: Segment
     """The answer."""
     finish: Finish
     """Why it ended."""
@@ -65,7 +65,7 @@ class Turn:
     @property
     def ended_by(self) -> int | None:
         """The token that the model ended the answer with."""
-        return int(self.said.token_ids[-1]) if self.finish == "stop" else None
+        return int(self.answer.token_ids[-1]) if self.finish == "stop" else None
 
     def line(self) -> list[Turn]:
         """The turns that led to this one, and it."""
@@ -78,7 +78,7 @@ class Turn:
 
     def ids(self) -> np.ndarray:
         """All tokens up to the answer's end, int64 [length]."""
-        return np.concatenate([part for turn in self.line() for part in (turn.read, turn.said.token_ids)])
+        return np.concatenate([part for turn in self.line() for part in (turn.new_ids, turn.answer.token_ids)])
 
 
 @dataclass(slots=True)
@@ -132,11 +132,13 @@ class Trajectories:
             UserError: the chat template refuses the messages.
         """
         chat = self.chat if chat is None else chat
-        found, count = None, 0
+        turn_before, count = None, 0
         for number, key in self.histories(messages, chat):
             if (turn := self._by_key.get(key)) is not None:
-                found, count = turn, number
-        return found, self._encoded(messages, count, None if found is None else found.ended_by, chat, answer)
+                turn_before, count = turn, number
+        return turn_before, self._encoded(
+            messages, count, None if turn_before is None else turn_before.ended_by, chat, answer
+        )
 
     def _encoded(
         self, messages: Sequence[Message], count: int, ended_by: int | None, chat: ChatFormat, answer: bool
@@ -154,27 +156,27 @@ class Trajectories:
                 message = messages[number]
                 turn = recorded.get(_canonical(message)) if message.get("role") == "assistant" and number else None
             if number > count and (turn is not None or number == len(messages)):
-                asked = answer or turn is not None
+                for_model = answer or turn is not None
                 before, new = messages[:count], messages[count:number]
                 parts.append(
-                    chat.following(before, new, ended_by=ended_by, answer=asked)
+                    chat.following(before, new, ended_by=ended_by, answer=for_model)
                     if count
-                    else chat.opening(new, answer=asked)
+                    else chat.opening(new, answer=for_model)
                 )
             if turn is not None:
-                parts.append(turn.said.token_ids)
+                parts.append(turn.answer.token_ids)
                 count, ended_by = number + 1, turn.ended_by
         return np.concatenate(parts or [np.empty(0, np.int64)])
 
     def of_ids(self, ids: np.ndarray) -> tuple[Turn | None, np.ndarray]:
         """Find the turn that a call by token ids goes on from, and the tokens that it adds to it; see `of_messages`."""
-        found = None
+        turn_before = None
         for turn in self._turns:
-            if turn.length <= len(ids) and (found is None or turn.length > found.length):
+            if turn.length <= len(ids) and (turn_before is None or turn.length > turn_before.length):
                 whole = turn.ids()
                 if np.array_equal(whole, ids[: len(whole)]):
-                    found = turn
-        return found, ids if found is None else ids[found.length :]
+                    turn_before = turn
+        return turn_before, ids if turn_before is None else ids[turn_before.length :]
 
     def goes_on_from(self, key: Key) -> bool:
         """A call goes on, or has gone on, from the history of this key."""
@@ -193,7 +195,7 @@ class Trajectories:
     def add(
         self,
         parent: Turn | None,
-        read: np.ndarray,
+        new_ids: np.ndarray,
         done: Completion,
         temperature: float,
         conversation: int,
@@ -204,7 +206,7 @@ class Trajectories:
 
         Args:
             parent: what it goes on from.
-            read: tokens that were added to that, int64 [read].
+            new_ids: tokens that were added to that, int64 [read].
             done: the answer.
             temperature: at which it was sampled.
             conversation: names the line of turns for the engine.
@@ -220,8 +222,8 @@ class Trajectories:
         before = 0 if parent is None else parent.length
         segment = Segment(done.response_ids, done.logprobs, done.versions, done.routes)
         turn = Turn(
-            parent, key, state, words, read_only(read), segment, done.finish, temperature, conversation,
-            before + len(read) + len(done.response_ids),
+            parent, key, state, words, read_only(new_ids), segment, done.finish, temperature, conversation,
+            before + len(new_ids) + len(done.response_ids),
         )  # fmt: skip
         self.counts.calls += 1
         self.counts.joined += parent is not None
@@ -245,11 +247,11 @@ class Trajectories:
         Returns:
             The key of the history that ends with it.
         """
-        words, asked = _canonical(message), turn if in_place_of is None else in_place_of
-        if asked.before is None or (asked is turn and words == turn.words):
+        words, target = _canonical(message), turn if in_place_of is None else in_place_of
+        if target.before is None or (target is turn and words == turn.words):
             return turn.key
         self._other_words[words] = turn
-        key = _ended(asked.before, words)
+        key = _ended(target.before, words)
         self._by_key[key] = turn
         return key
 
@@ -266,16 +268,16 @@ class Trajectories:
             more: further fields of the samples, such as `scores`.
         """
         in_turns = any(turn.reward is not None for turn in self._turns)
-        taken: set[int] = set()
+        used: set[int] = set()
         samples: list[Sample] = []
         for leaf in sorted(self._turns, key=lambda turn: turn.conversation):  # as they began, whichever ended first
             if leaf.goes_on:
                 continue
             line = leaf.line()
             for temperature in dict.fromkeys(turn.temperature for turn in line):
-                own = [turn for turn in line if id(turn) not in taken and turn.temperature == temperature]
-                if any(len(turn.said.token_ids) for turn in own):
-                    taken |= {id(turn) for turn in own}
+                own = [turn for turn in line if id(turn) not in used and turn.temperature == temperature]
+                if any(len(turn.answer.token_ids) for turn in own):
+                    used |= {id(turn) for turn in own}
                     earned = [turn.reward for turn in line[line.index(own[0]) :] if turn.reward is not None]
                     total = sum(earned) if reward is None and earned else reward
                     samples.append(self._sample(line, own, prompt, index, total, in_turns, more))
@@ -296,16 +298,18 @@ class Trajectories:
         mine = {id(turn) for turn in own}
         first = next(number for number, turn in enumerate(line) if id(turn) in mine)
         last = max(number for number, turn in enumerate(line) if id(turn) in mine)
-        before = [part for turn in line[:first] for part in (turn.read, turn.said.token_ids)]
-        said = np.concatenate([*before, line[first].read])
-        prompt = Prompt(0, said, str(decode(said))) if task is None else task
-        if not np.array_equal(prompt.token_ids, said):
-            prompt = Prompt(prompt.id, said, prompt.text or str(decode(said)), prompt.answer, prompt.row, prompt.images)
-        segments = [line[first].said]
+        before = [part for turn in line[:first] for part in (turn.new_ids, turn.answer.token_ids)]
+        prompt_ids = np.concatenate([*before, line[first].new_ids])
+        prompt = Prompt(0, prompt_ids, str(decode(prompt_ids))) if task is None else task
+        if not np.array_equal(prompt.token_ids, prompt_ids):
+            prompt = Prompt(
+                prompt.id, prompt_ids, prompt.text or str(decode(prompt_ids)), prompt.answer, prompt.row, prompt.images
+            )
+        segments = [line[first].answer]
         rewards = [line[first].reward]
         for turn in line[first + 1 : last + 1]:
-            answer = turn.said if id(turn) in mine else Segment(turn.said.token_ids, routes=turn.said.routes)
-            segments += [Segment(turn.read), answer]
+            answer = turn.answer if id(turn) in mine else Segment(turn.answer.token_ids, routes=turn.answer.routes)
+            segments += [Segment(turn.new_ids), answer]
             rewards += [None, turn.reward if id(turn) in mine else None]
         finish = line[last].finish
         ids = np.concatenate([part.token_ids for part in segments])
@@ -313,9 +317,9 @@ class Trajectories:
         if in_turns:
             ends = np.cumsum([len(part.token_ids) for part in segments])
             per_token[REWARDS] = np.zeros(len(ids), np.float32)
-            for end, given in zip(ends, rewards, strict=True):
-                if given is not None:
-                    per_token[REWARDS][end - 1] += given
+            for end, turn_reward in zip(ends, rewards, strict=True):
+                if turn_reward is not None:
+                    per_token[REWARDS][end - 1] += turn_reward
         return Sample.of_segments(
             prompt,
             index,

@@ -65,7 +65,8 @@ class ImportWatch(importlib.abc.MetaPathFinder):
         if self._loading or threading.current_thread() is not threading.main_thread():
             return None  # within another load; or the messages of two threads would mix
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
-        spec = next((found for each in others if (found := each.find_spec(name, path, target)) is not None), None)
+        specs = (each.find_spec(name, path, target) for each in others)
+        spec = next((each for each in specs if each is not None), None)
         if spec is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = _Telling(self, spec.loader)
         return spec
@@ -191,8 +192,8 @@ class verl:
         """Call it for one sample."""
         model = row.pop("reward_model", None)
         truth = model["ground_truth"] if isinstance(model, Mapping) and "ground_truth" in model else answer
-        given = {"extra_info": None, **row, "solution_str": response, "ground_truth": truth}
-        value = self.function(**{name: item for name, item in given.items() if self._all or name in self._names})
+        arguments = {"extra_info": None, **row, "solution_str": response, "ground_truth": truth}
+        value = self.function(**{name: item for name, item in arguments.items() if self._all or name in self._names})
         return self._awaited(value) if inspect.isawaitable(value) else self._score(value)
 
     async def _awaited(self, value: Any) -> Any:
@@ -239,16 +240,16 @@ class trl:
         """Call it for one sample, or for a group."""
         chat, texts = messages is not None, [response] if responses is None else responses
         ids = row.pop("response_ids", [] if responses is None else [[]] * len(texts))
-        given: dict[str, Any] = {name: [value] * len(texts) for name, value in row.items() if name != "truncated"}
+        arguments: dict[str, Any] = {name: [value] * len(texts) for name, value in row.items() if name != "truncated"}
         if "truncated" in row:
-            given["truncated"] = [row["truncated"]] if responses is None else row["truncated"]
-        given["prompts"] = [messages if chat else prompt] * len(texts)
-        given["completions"] = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
-        given["completion_ids"] = [ids] if responses is None else ids
-        given["trainer_state"] = None  # TRL's own state: there is none here
-        value = self.function(**{name: item for name, item in given.items() if self._all or name in self._names})
-        read = _first if responses is None else _of_group
-        return _awaited(value, read) if inspect.isawaitable(value) else read(value)
+            arguments["truncated"] = [row["truncated"]] if responses is None else row["truncated"]
+        arguments["prompts"] = [messages if chat else prompt] * len(texts)
+        arguments["completions"] = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
+        arguments["completion_ids"] = [ids] if responses is None else ids
+        arguments["trainer_state"] = None  # TRL's own state: there is none here
+        value = self.function(**{name: item for name, item in arguments.items() if self._all or name in self._names})
+        convert = _first if responses is None else _of_group
+        return _awaited(value, convert) if inspect.isawaitable(value) else convert(value)
 
 
 def _takes_all(parameters: Iterable[inspect.Parameter]) -> bool:
@@ -284,8 +285,8 @@ def _of_group(value: Any) -> Any:
     return value if scores is None else _applicable(scores)
 
 
-async def _awaited(value: Any, read: Callable[[Any], Any]) -> Any:
-    return read(await value)
+async def _awaited(value: Any, convert: Callable[[Any], Any]) -> Any:
+    return convert(await value)
 
 
 class BadReward(ValueError):
@@ -414,15 +415,15 @@ def load_reward(reward: RewardFunction | str | ByValue) -> RewardFunction:
     Raises:
         ValueError: the path leads nowhere, or not to a function.
     """
-    found: Any = reward.function if isinstance(reward, ByValue) else reward
+    function: Any = reward.function if isinstance(reward, ByValue) else reward
     if isinstance(reward, str):
         try:
-            found = resolve(reward)
+            function = resolve(reward)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"reward {reward!r} cannot be found: {error}") from error
-    if not callable(found):
-        raise ValueError(f"reward {reward!r} is a {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise ValueError(f"reward {reward!r} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +436,7 @@ class Part:
     """The function to call."""
     weight: float
     """Its share in the sum."""
-    given: frozenset[str]
+    bound_names: frozenset[str]
     """Arguments that it has already, the same for every sample; they win over columns of that name."""
     names: frozenset[str]
     """Arguments that it takes from a sample."""
@@ -474,7 +475,7 @@ class Part:
         if inspect.isclass(source):
             _check_args(own, args, inspect.signature(source))
             function = source(**args) if make else source.__call__
-            hidden, given = 0 if make else 1, frozenset[str]()  # of a class, `self`
+            hidden, bound_names = 0 if make else 1, frozenset[str]()  # of a class, `self`
         else:
             _check_readable(own, source)
             _check_args(own, args, inspect.signature(adapted(source)))
@@ -482,7 +483,7 @@ class Part:
             if bound is not source and getattr(source, "__over_group__", False):
                 over_group(bound)
             function = adapted(bound)
-            hidden, given = 0, frozenset(args)
+            hidden, bound_names = 0, frozenset(args)
         parameters = list(inspect.signature(function).parameters.values())[hidden:]
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         if by_position := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]:
@@ -491,9 +492,9 @@ class Part:
             name=name or own,
             function=function,
             weight=weight,
-            given=given,
-            names=frozenset(parameter.name for parameter in named) - given,
-            needed=frozenset(p.name for p in named if p.default is p.empty) - given,
+            bound_names=bound_names,
+            names=frozenset(parameter.name for parameter in named) - bound_names,
+            needed=frozenset(p.name for p in named if p.default is p.empty) - bound_names,
             takes_all=any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
             is_async=_is_async(function),
             trusted=getattr(source, "__trusted__", False),
@@ -509,7 +510,7 @@ class Part:
     def __call__(self, offered: Mapping[str, Any]) -> Any:
         """Call the function with those of the arguments that it takes; an awaitable if it is async."""
         if self.takes_all:
-            refused = self.given if ON_REQUEST in self.names else {*self.given, ON_REQUEST}
+            refused = self.bound_names if ON_REQUEST in self.names else {*self.bound_names, ON_REQUEST}
             return self.function(**{name: value for name, value in offered.items() if name not in refused})
         return self.function(**{name: offered[name] for name in self.names if name in offered})
 
@@ -554,7 +555,7 @@ class Reward:
             raise ValueError("reward: give `args` to each part, not to the sum of them")
         if not source:
             raise ValueError("reward: there is no part to sum up")
-        return Reward(tuple(_part(name, given, make) for name, given in source.items()), several=True)
+        return Reward(tuple(_part(name, part, make) for name, part in source.items()), several=True)
 
     @property
     def name(self) -> str:
@@ -623,22 +624,22 @@ class Reward:
         Raises:
             BadReward: one is no finite number, or no part applies to the answer.
         """
-        pairs = zip(self.parts, values, strict=True)
-        found = [(part, checked(part.described, value)) for part, value in pairs if value is not NOT_APPLICABLE]
-        if not found:
+        applying = [pair for pair in zip(self.parts, values, strict=True) if pair[1] is not NOT_APPLICABLE]
+        pairs = [(part, checked(part.described, value)) for part, value in applying]
+        if not pairs:
             which = " + ".join(part.described for part in self.parts)
             raise BadReward(
                 f"reward {which} returned None, so nothing scores this answer: return a finite number, or add a "
                 "reward that applies where this one does not"
             )
         if not self.several:
-            return found[0][1]
+            return pairs[0][1]
         scores: dict[str, float] = {}
-        for part, score in found:
+        for part, score in pairs:
             scores[part.name] = score.value
             scores.update({f"{part.name}/{name}": value for name, value in score.scores.items()})
-        total = sum(part.weight * score.value for part, score in found)
-        return Score(total, scores, next((score.extracted for _, score in found if score.extracted is not None), None))
+        total = sum(part.weight * score.value for part, score in pairs)
+        return Score(total, scores, next((score.extracted for _, score in pairs if score.extracted is not None), None))
 
 
 def checked(name: str, value: Any) -> Score:
@@ -663,17 +664,17 @@ def _finite(name: str, value: Any) -> float:
     return number
 
 
-def _part(name: str, given: Any, make: bool) -> Part:
-    if not isinstance(given, Mapping):
-        return Part.of(name, given, 1.0, {}, make)
-    if unknown := given.keys() - _PART_KEYS:
+def _part(name: str, part: Any, make: bool) -> Part:
+    if not isinstance(part, Mapping):
+        return Part.of(name, part, 1.0, {}, make)
+    if unknown := part.keys() - _PART_KEYS:
         raise ValueError(f"reward part {name!r} has {sorted(unknown)}; it takes {sorted(_PART_KEYS)}")
-    if "function" not in given:
+    if "function" not in part:
         raise ValueError(f"reward part {name!r} names no `function`")
-    weight = given.get("weight", 1.0)
+    weight = part.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ValueError(f"reward part {name!r} has weight {weight!r}, which is no number")
-    return Part.of(name, given["function"], float(weight), given.get("args") or {}, make)
+    return Part.of(name, part["function"], float(weight), part.get("args") or {}, make)
 
 
 def name_of(function: Any) -> str:
@@ -741,17 +742,17 @@ class Verdict:
     """Verdicts on each answer of a group that was scored as one."""
 
     @staticmethod
-    def read(given: Any) -> Verdict:
+    def read(data: Any) -> Verdict:
         """The verdict that a child sent as plain data.
 
         Raises:
             ValueError: it is none.
         """
         try:
-            given = {**given}
-            verdict = Verdict(**{**given, "members": tuple(Verdict.read(one) for one in given.get("members", ()))})
+            data = {**data}
+            verdict = Verdict(**{**data, "members": tuple(Verdict.read(one) for one in data.get("members", ()))})
         except TypeError as error:
-            raise ValueError(f"{given!r:.200} is no verdict: {error}") from None
+            raise ValueError(f"{data!r:.200} is no verdict: {error}") from None
         texts = (verdict.extracted or "", verdict.remark, verdict.trace)
         numbers = [*verdict.scores.values()] if isinstance(verdict.scores, dict) else [None]
         if verdict.outcome == "ok":
@@ -761,7 +762,7 @@ class Verdict:
             or not all(isinstance(text, str) for text in texts)
             or not all(type(number) is float and math.isfinite(number) for number in numbers)
         ):
-            raise ValueError(f"{given!r:.200} is no verdict")
+            raise ValueError(f"{data!r:.200} is no verdict")
         return verdict
 
 
@@ -778,12 +779,12 @@ def uncounted() -> Iterator[None]:
     if limit is None or end is None or end <= loop.time():
         yield
         return
-    left = end - loop.time()
+    rest = end - loop.time()
     limit.reschedule(None)
     try:
         yield
     finally:
-        limit.reschedule(loop.time() + left)
+        limit.reschedule(loop.time() + rest)
 
 
 class Scorer:
@@ -822,7 +823,7 @@ class Scorer:
                 break
         return verdicts
 
-    def told(self, batch: Sequence[Arguments], timeout: float, budget: float) -> list[dict[str, Any]]:
+    def plain_verdicts(self, batch: Sequence[Arguments], timeout: float, budget: float) -> list[dict[str, Any]]:
         """`score` in plain data, for `Verdict.read`."""
         return [asdict(verdict) for verdict in self.score(batch, timeout, budget)]
 
@@ -901,19 +902,19 @@ def members(reward: Reward, offered: Arguments, values: Sequence[Sequence[Any]])
     """
     count = len(offered[RESPONSES])
     columns: list[Sequence[Any]] = []
-    for part, found in zip(reward.parts, values, strict=True):
+    for part, returned in zip(reward.parts, values, strict=True):
         if not part.over_group:
-            columns.append(found)
+            columns.append(returned)
             continue
-        (given,) = found
-        if isinstance(given, _Raised):
-            return failed(given.error)
-        scores = as_list(given)
+        (value,) = returned
+        if isinstance(value, _Raised):
+            return failed(value.error)
+        scores = as_list(value)
         if scores is None or len(scores) != count:
-            told = f"{given!r:.100}" if scores is None else f"{len(scores)} scores"
+            problem = f"{value!r:.100}" if scores is None else f"{len(scores)} scores"
             wanted = f"a list of {count}, one score per answer"
             return failed(
-                BadReward(f"reward {part.described} returned {told} for {count} answers: it must return {wanted}")
+                BadReward(f"reward {part.described} returned {problem} for {count} answers: it must return {wanted}")
             )
         columns.append(scores)
     return Verdict("ok", 0.0, members=tuple(_member(reward, row) for row in zip(*columns, strict=True)))

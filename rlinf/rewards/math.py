@@ -44,5 +44,5 @@ def _parsed(text: str) -> list[Any]:
 
     # Its own time limits use SIGALRM and count as wrong; ours kill the process, and a timeout counts as such.
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about exactly that, once per process
-    found: list[Any] = parse(text, parsing_timeout=None)
-    return found
+    expressions: list[Any] = parse(text, parsing_timeout=None)
+    return expressions

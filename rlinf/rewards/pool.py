@@ -145,9 +145,9 @@ class RewardPool:
             while True:
                 await worker.ready()
                 jobs = await self._take()
-                left = await self._judge(worker, jobs)
+                rest = await self._judge(worker, jobs)
                 jobs = []
-                self._again(left)
+                self._again(rest)
         except ChildDied as died:  # it will not be started again; the others go on
             if all(runner.done() or runner is asyncio.current_task() for runner in self._runners):
                 self._give_up(died)
@@ -176,10 +176,10 @@ class RewardPool:
         spare = _GRACE if self._is_async else _BUDGET if len(jobs) > 1 else 0.0
         batch = [job.offered for job in jobs]
         try:
-            told = await worker.call("told", batch, self._timeout, _BUDGET, timeout=self._timeout + spare)
-            if not isinstance(told, list) or not 0 < len(told) <= len(jobs):
-                raise ValueError(f"{worker.name} was given {len(jobs)} samples and answered {told!r:.200}")
-            verdicts = [Verdict.read(one) for one in told]
+            answers = await worker.call("plain_verdicts", batch, self._timeout, _BUDGET, timeout=self._timeout + spare)
+            if not isinstance(answers, list) or not 0 < len(answers) <= len(jobs):
+                raise ValueError(f"{worker.name} was given {len(jobs)} samples and answered {answers!r:.200}")
+            verdicts = [Verdict.read(one) for one in answers]
         except CallTimeout:
             return self._suspect(jobs, Verdict("timeout", remark=f"took longer than {self._timeout:g} s; killed"))
         except ChildDied as died:

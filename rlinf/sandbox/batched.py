@@ -47,7 +47,7 @@ class _Waiting:
 
     code: str
     calls: tuple[str, ...]
-    found: list[Returned] | None = None
+    results: list[Returned] | None = None
     """Its results; None: there are none yet."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     """It has its results, or is queued again."""
@@ -100,19 +100,19 @@ class Batched:
         mine = _Waiting(code, tuple(calls))
         self._queue.append(mine)
         try:
-            while mine.found is None:
+            while mine.results is None:
                 mine.news.clear()
                 async with self._places:
                     if mine.queued:
-                        await self._run(self._taken())
-                if mine.found is None and not mine.queued:
+                        await self._run(self._next_batch())
+                if mine.results is None and not mine.queued:
                     await mine.news.wait()  # another caller has it
-            return mine.found
+            return mine.results
         finally:
             if mine.queued:
                 self._queue.remove(mine)
 
-    def _taken(self) -> list[_Waiting]:
+    def _next_batch(self) -> list[_Waiting]:
         batch = [self._queue.popleft()]
         while self._queue and len(batch) < self._most and not (batch[0].alone or self._queue[0].alone):
             batch.append(self._queue.popleft())
@@ -131,15 +131,15 @@ class Batched:
         seconds = _START + self._seconds * len(batch)
         limits = replace(self._limits, wall_seconds=seconds, cpu_seconds=seconds)
         parts = [json.dumps([each.code, *each.calls]).encode() for each in batch]
-        given = b"".join(b"%08d%s" % (len(part), part) for part in parts)
+        programs = b"".join(b"%08d%s" % (len(part), part) for part in parts)
         sandbox = shared() if self._sandbox is None else self._sandbox
         self.sandboxes += 1
         done = 0
         try:
-            async with sandbox.place(), self._harness(sandbox, given, limits) as harness:
+            async with sandbox.place(), self._harness(sandbox, programs, limits) as harness:
                 with contextlib.suppress(ChannelError):
                     for each in batch:
-                        each.found = _read(await harness.channel.receive(), len(each.calls), self._seconds)
+                        each.results = _read(await harness.channel.receive(), len(each.calls), self._seconds)
                         each.news.set()
                         done += 1
                 ended = await harness.result() if done < len(batch) else None
@@ -148,20 +148,20 @@ class Batched:
             raise
         if ended is None:
             return
-        left = batch[done:]
-        if left[0].alone:
+        rest = batch[done:]
+        if rest[0].alone:
             over = f"the program ended its sandbox ({ended.outcome})"
-            left[0].found = [Returned(None, over)] * len(left[0].calls)
-            left[0].news.set()
-            left = left[1:]
-        elif left:
-            left[0].alone = True
-        self._again(left)
+            rest[0].results = [Returned(None, over)] * len(rest[0].calls)
+            rest[0].news.set()
+            rest = rest[1:]
+        elif rest:
+            rest[0].alone = True
+        self._again(rest)
 
     def _harness(
-        self, sandbox: Sandbox, given: bytes, limits: Limits
+        self, sandbox: Sandbox, programs: bytes, limits: Limits
     ) -> contextlib.AbstractAsyncContextManager[Program]:
-        return sandbox.program(_HARNESS, stdin=given, args=[str(self._seconds)], limits=limits, channel=True)
+        return sandbox.program(_HARNESS, stdin=programs, args=[str(self._seconds)], limits=limits, channel=True)
 
 
 _shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Batched] = weakref.WeakKeyDictionary()
@@ -176,9 +176,9 @@ async def returned(code: str, calls: Sequence[str]) -> list[Returned]:
 def _read(message: bytes, count: int, seconds: float) -> list[Returned]:
     """The results of one program, which may have written anything."""
     try:
-        told = json.loads(message)
-        found = [Returned(None if value is None else str(value), str(error)) for value, error in told][:count]
+        pairs = json.loads(message)
+        results = [Returned(None if value is None else str(value), str(error)) for value, error in pairs][:count]
     except (ValueError, TypeError, RecursionError):
-        found = []
+        results = []
     over = f"it took longer than {seconds:g} s" if message == caller.LATE else "it ended before this call returned"
-    return found + [Returned(None, over)] * (count - len(found))
+    return results + [Returned(None, over)] * (count - len(results))

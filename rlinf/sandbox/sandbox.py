@@ -105,12 +105,12 @@ def _spawn(weak: bool, preload: Sequence[str], reason: str) -> Warden:
         )  # fmt: skip
     control.settimeout(_START_DEADLINE)
     try:
-        said = json.loads(control.recv(1 << 16) or b'{"refused": "it ended at once"}')
+        answer = json.loads(control.recv(1 << 16) or b'{"refused": "it ended at once"}')
     except TimeoutError:
-        said = {"refused": f"it did not start within {_START_DEADLINE:g} s"}
-    if "refused" in said:
+        answer = {"refused": f"it did not start within {_START_DEADLINE:g} s"}
+    if "refused" in answer:
         Warden(process, control, Isolation("weak", "", ())).end()
-        refusal = said["refused"]
+        refusal = answer["refused"]
         raise SandboxError(
             f"programs cannot be kept apart on this machine: {refusal}. It takes user namespaces (sysctl "
             "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, "
@@ -118,8 +118,8 @@ def _spawn(weak: bool, preload: Sequence[str], reason: str) -> Warden:
             "allow_weak=True runs programs without them; docs/sandbox.md says what holds then."
         )
     control.settimeout(None)
-    walls = [words for least, words in _LANDLOCK if said["landlock"] >= least] if weak else _HELD
-    guards = (*walls, *_ALWAYS, *(("a filter of system calls (no sockets)",) if said["filter"] else ()))
+    walls = [words for least, words in _LANDLOCK if answer["landlock"] >= least] if weak else _HELD
+    guards = (*walls, *_ALWAYS, *(("a filter of system calls (no sockets)",) if answer["filter"] else ()))
     return Warden(process, control, Isolation("weak" if weak else "namespaces", reason, guards))
 
 
@@ -282,18 +282,18 @@ class Sandbox:
         """Ask for a supervisor; returns our ends of the link and of the channel, which `ours` closes."""
         link, theirs = socket.socketpair()
         ours.enter_context(link)
-        with contextlib.ExitStack() as given:
-            file = given.enter_context(open(os.memfd_create("stdin"), "w+b", buffering=0))
+        with contextlib.ExitStack() as theirs_open:
+            file = theirs_open.enter_context(open(os.memfd_create("stdin"), "w+b", buffering=0))
             file.write(stdin)
             file.seek(0)
-            descriptors = [given.enter_context(theirs).fileno(), file.fileno()]
+            descriptors = [theirs_open.enter_context(theirs).fileno(), file.fileno()]
             talk = None
             if channel:
                 end, other = socket.socketpair()
                 end.setblocking(False)
                 talk = Channel(end, _LONGEST_MESSAGE)
                 ours.callback(talk.close)
-                descriptors.append(given.enter_context(other).fileno())
+                descriptors.append(theirs_open.enter_context(other).fileno())
             link.setblocking(False)
             try:
                 socket.send_fds(warden.control, [b"!"], descriptors)

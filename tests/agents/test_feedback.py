@@ -35,23 +35,23 @@ def test_a_batch_is_complete_with_its_last_reward_and_has_a_group_for_each_answe
         feedback = Feedback(2)
         first, second, third = [feedback.served([sample(number)], 0) for number in range(3)]
         waiting = asyncio.create_task(feedback.batch(0))
-        feedback.told(third, 1.0)
+        feedback.record_reward(third, 1.0)
         await asyncio.sleep(0)
         assert not waiting.done()
-        feedback.told(first, 0.0)
+        feedback.record_reward(first, 0.0)
         groups = await waiting
         assert [*groups] == [third, first]
         assert [group.rewards for group in groups.values()] == [[1.0], [0.0]]
         assert len({group.prompt.id for group in groups.values()}) == 2
         assert (feedback.waiting, feedback.ready, feedback.counts.trained) == (1, 0, 2)
-        assert feedback.told(second, 1.0)
+        assert feedback.record_reward(second, 1.0)
 
     asyncio.run(scenario())
 
 
 def test_several_samples_of_one_answer_share_its_reward_and_its_weight():
     feedback = Feedback(1)
-    feedback.told(feedback.served([sample(1), sample(2)], 0), 0.5)
+    feedback.record_reward(feedback.served([sample(1), sample(2)], 0), 0.5)
     (group,) = batch_of(feedback).values()
     assert [(each.index, each.reward, each.weight) for each in group.samples] == [(0, 0.5, 0.5), (1, 0.5, 0.5)]
     assert {each.prompt.id for each in group.samples} == {group.prompt.id}
@@ -60,9 +60,9 @@ def test_several_samples_of_one_answer_share_its_reward_and_its_weight():
 def test_the_first_word_counts_and_what_nobody_knows_is_counted():
     feedback = Feedback(4)
     name = feedback.served([sample()], 0)
-    assert feedback.told(name, 1.0)
-    assert not feedback.told(name, 0.0)
-    assert not feedback.told("nobody's", 1.0)
+    assert feedback.record_reward(name, 1.0)
+    assert not feedback.record_reward(name, 0.0)
+    assert not feedback.record_reward("nobody's", 1.0)
     assert (feedback.counts.told, feedback.counts.unknown) == (1, 2)
     assert next(iter(feedback._ready.values())).reward == 1.0
 
@@ -70,8 +70,8 @@ def test_the_first_word_counts_and_what_nobody_knows_is_counted():
 def test_answers_that_are_too_old_are_dropped_and_counted():
     feedback = Feedback(1, max_age=2)
     old, young = feedback.served([sample(0)], 0), feedback.served([sample(1)], 1)
-    feedback.told(old, 1.0)
-    feedback.told(young, 1.0)
+    feedback.record_reward(old, 1.0)
+    feedback.record_reward(young, 1.0)
     assert [*batch_of(feedback, step=3)] == [young]
     assert feedback.counts.stale == 1
 
@@ -80,7 +80,7 @@ def test_answers_that_are_too_old_are_dropped_and_counted():
 def test_what_came_while_a_step_learned_is_learned_in_the_next_one_and_not_left_to_become_stale(told, together):
     feedback = Feedback(10 if told > 9 else 9, max_age=0)
     for number in range(told):
-        feedback.told(feedback.served([sample(number)], 0), 1.0)
+        feedback.record_reward(feedback.served([sample(number)], 0), 1.0)
     assert len(batch_of(feedback)) == together
     assert feedback.ready == told - together
 
@@ -88,7 +88,7 @@ def test_what_came_while_a_step_learned_is_learned_in_the_next_one_and_not_left_
 def test_the_oldest_answer_without_a_reward_is_forgotten_for_one_more():
     feedback = Feedback(1, keep=2)
     names = [feedback.served([sample(number)], 0) for number in range(3)]
-    assert [feedback.told(name, 1.0) for name in names] == [False, True, True]
+    assert [feedback.record_reward(name, 1.0) for name in names] == [False, True, True]
     assert (feedback.counts.forgotten, feedback.counts.unknown) == (1, 1)
 
 
@@ -98,9 +98,9 @@ def test_the_oldest_answer_without_a_reward_is_forgotten_for_one_more():
         (lambda: Feedback(0), "batch=0"),
         (lambda: Feedback(1, max_age=-1), "max_age=-1"),
         (lambda: Feedback(1, keep=0), "keep=0"),
-        (lambda: Feedback(1).told("a", float("nan")), r"online.feedback:.*reward.*nan"),
-        (lambda: Feedback(1).told("a", "good"), "is no number"),
-        (lambda: Feedback(1).told(3, 1.0), r"3.*id"),
+        (lambda: Feedback(1).record_reward("a", float("nan")), r"online.feedback:.*reward.*nan"),
+        (lambda: Feedback(1).record_reward("a", "good"), "is no number"),
+        (lambda: Feedback(1).record_reward(3, 1.0), r"3.*id"),
         (lambda: Feedback(1).served([], 0), "has no sample"),
     ],
 )
@@ -119,7 +119,7 @@ def test_an_id_is_given_once():
 def test_the_journal_keeps_every_bit_of_a_sample(tmp_path):
     before = Feedback(1, journal=tmp_path / "journal")
     given = [sample(3, turns=True), sample(4)]
-    before.told(before.served(given, 0, "a"), 0.25)
+    before.record_reward(before.served(given, 0, "a"), 0.25)
     after = Feedback(1, journal=tmp_path / "journal")  # the other is not closed: it was killed
     (group,) = batch_of(after).values()
     for old, new in zip(given, group.samples, strict=True):
@@ -137,7 +137,7 @@ def test_half_a_line_that_a_killed_process_left_is_passed_over(tmp_path):
         file.write('{"told": "a", "rew')
     after = Feedback(1, journal=tmp_path / "journal")
     assert (after.waiting, after.ready) == (1, 0)
-    after.told("a", 1.0)
+    after.record_reward("a", 1.0)
     assert Feedback(1, journal=tmp_path / "journal").ready == 1
 
 
@@ -168,7 +168,7 @@ def test_whatever_happens_what_the_checkpoint_does_not_know_is_there_after_a_kil
                 rewards[name] = None
             case ("tell", number):
                 name = f"answer {number}"
-                assert feedback.told(name, float(number)) == (name in rewards and rewards[name] is None)
+                assert feedback.record_reward(name, float(number)) == (name in rewards and rewards[name] is None)
                 if name in rewards and rewards[name] is None:
                     rewards[name] = float(number)
             case ("train",) if feedback.ready >= 2:

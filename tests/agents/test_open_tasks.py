@@ -213,7 +213,7 @@ def test_a_tool_that_answers_differently_ends_the_record_there():
         other = Process(lambda task, llm: turns(task, llm, tool=lambda: "no"), n=1)
         await other.outcomes([kept])
         first = kept.left[0][0].tokens
-        assert (other.tally.taken, other.tally.dropped) == (first, kept.tokens - first)
+        assert (other.tally.reused, other.tally.dropped) == (first, kept.tokens - first)
         assert list(other.tally.notes()) == [
             "of the checkpoint's open episodes, 0 went on, 1 began anew (another prompt); "
             f"{first} tokens were taken from their records, {kept.tokens - first} were of no use"

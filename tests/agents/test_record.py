@@ -60,7 +60,7 @@ def test_an_episode_that_asks_the_same_is_answered_the_same_until_it_is_on_new_g
             third.answered(call, said(99))
     third.end()
     assert found == [*range(same)] + [None] * (len(follows) - same)
-    assert (third.taken, third.dropped) == (2 * same, 2 * (len(asked) - same))
+    assert (third.reused, third.dropped) == (2 * same, 2 * (len(asked) - same))
     assert bool(third.anew) == (same < len(asked))
 
 
@@ -78,7 +78,7 @@ def test_calls_that_overlap_are_found_in_any_order(then, now):
         assert call.answer is None or call.answer.id == what
         assert (call.begun is not None) == (place == 4)
     second.end()
-    assert (second.taken, second.dropped, second.anew) == (7, 0, "")
+    assert (second.reused, second.dropped, second.anew) == (7, 0, "")
 
 
 def test_overlapping_calls_may_reach_new_ground_before_others_have_caught_up():
@@ -113,7 +113,7 @@ def test_a_half_answer_goes_on_and_is_kept_until_it_has_ended():
     second = Record(first.state({call.name: half(5)}))
     call = ask(second, 1)
     assert call.begun.response_ids.tolist() == [5]
-    assert second.taken == 1
+    assert second.reused == 1
     (kept,) = second.state({})
     assert kept.begun is call.begun, "the engine has not told of it yet"
     (kept,) = second.state({call.name: half(5, 3)})

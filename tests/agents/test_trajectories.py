@@ -282,7 +282,7 @@ async def _vandal(seed):
 def _spoil(rng, llm, messages, answers):
     """Write into some of the things that are at hand."""
     answer, turn = rng.choice(answers), rng.choice(llm.trajectories.turns)
-    arrays = [answer.ids, answer.logprobs, answer.versions, turn.read, turn.said.token_ids, turn.said.logprobs]
+    arrays = [answer.ids, answer.logprobs, answer.versions, turn.new_ids, turn.answer.token_ids, turn.answer.logprobs]
     for array in rng.sample(arrays, rng.randint(0, 6)):
         with contextlib.suppress(ValueError):
             array[:] = 7

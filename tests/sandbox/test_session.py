@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rlinf.agents.tools.python import python, python_in, told
+from rlinf.agents.tools.python import python, python_in, result_text
 from rlinf.sandbox.limits import Limits, Result, SandboxError
 from rlinf.sandbox.sandbox import Sandbox, shared
 from rlinf.sandbox.session import PythonSession
@@ -97,13 +97,13 @@ async def test_the_tool_tells_a_model_what_happened(sandbox):
     await shared().close()
     async with PythonSession(sandbox, limits=Limits(wall_seconds=0.5)) as session:
         tool = python_in(session)
-        assert (tool.__name__, await tool("x = 2"), await tool("x")) == ("python", told(_ok("")), "2")
+        assert (tool.__name__, await tool("x = 2"), await tool("x")) == ("python", result_text(_ok("")), "2")
         assert "its variables are gone" in await tool("while True: pass")
     assert await python_in(sandbox)("print(1)") == "1"
 
 
 def test_long_output_keeps_both_ends():
-    text = told(_ok("a" * 5000 + "b" * 5000))
+    text = result_text(_ok("a" * 5000 + "b" * 5000))
     assert text.startswith("aaa")
     assert text.endswith("bbb")
     assert "6000 characters left out" in text

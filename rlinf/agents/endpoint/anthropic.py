@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from rlinf.agents.endpoint.call import Call, event
 from rlinf.agents.endpoint.openai import pieces
 from rlinf.agents.endpoint.requests import (
-    Asked,
+    ClientAnswer,
     Fields,
     JsonForm,
-    Said,
+    ModelRequest,
     call_message,
     fields_of,
     function_schema,
@@ -45,12 +45,12 @@ _SERVERS = (
 """Blocks of tools that Anthropic's own servers run; a conversation that was begun there may hold them."""
 
 
-async def answered(call: Call) -> web.StreamResponse:
+async def messages_reply(call: Call) -> web.StreamResponse:
     """Answer a request."""
     body = call.body
     model = body.wanted("model", body.text("model"))
     sampling = sampling_of(body, "max_tokens", "stop_sequences")
-    asked = replace(_asked(body), sampling=sampling, form=_form(body))
+    request = replace(_request_of(body), sampling=sampling, form=_form(body))
     body.wanted("max_tokens", body.any("max_tokens"))
     streamed = body.flag("stream")
     body.done()
@@ -58,53 +58,53 @@ async def answered(call: Call) -> web.StreamResponse:
     thinking = body.object("thinking")
     thinks = thinking is not None and thinking.any("type") != "disabled"
     response = f"msg_{call.id}"
-    answers = call.answers(asked, response)
+    answers = call.answers(request, response)
     head = {"id": response, "type": "message", "role": "assistant", "model": model}
     if streamed:
-        return await call.stream(answers, lambda said: _events(head, said[0], thinks), _event({"type": "ping"}))
-    (said,) = await answers
-    return call.json({**head, "content": _blocks(said, thinks), **_stop(said), "usage": _usage(said)})
+        return await call.stream(answers, lambda results: _events(head, results[0], thinks), _event({"type": "ping"}))
+    (results,) = await answers
+    return call.json({**head, "content": _blocks(results, thinks), **_stop(results), "usage": _usage(results)})
 
 
-async def counted(call: Call) -> web.StreamResponse:
+async def count_reply(call: Call) -> web.StreamResponse:
     """Say how many tokens the model would read."""
     body = call.body
     call.endpoint.check_model(body.wanted("model", body.text("model")))
-    asked = _asked(body)
+    request = _request_of(body)
     body.done()
     session = call.session or next(iter(call.endpoint.sessions.values()), None)
     if session is None:
         session = call.endpoint.conversation([], None)
-    parent, read = session.llm.trajectories.of_messages(asked.messages, template_of(session.llm, asked))
-    return call.json({"input_tokens": len(read) + (0 if parent is None else parent.length)})
+    parent, new_ids = session.llm.trajectories.of_messages(request.messages, template_of(session.llm, request))
+    return call.json({"input_tokens": len(new_ids) + (0 if parent is None else parent.length)})
 
 
 # What is asked --------------------------------------------------------------------------------------------------------
 
 
-def _asked(body: Fields) -> Asked:
+def _request_of(body: Fields) -> ModelRequest:
     """Messages as chat templates take them, tools, and how they may be called."""
     messages: list[dict[str, Any]] = []
     if (system := body.any("system")) is not None:
         messages.append({"role": "system", "content": words(system, "system")})
     body.wanted("messages", body.any("messages"))
-    said = [message for given in body.objects("messages") for message in _messages(given)]
-    messages += messages_checked(said, "messages")
+    history = [message for fields in body.objects("messages") for message in _messages(fields)]
+    messages += messages_checked(history, "messages")
     tools = [tool for each in body.objects("tools") if (tool := _tool(each)) is not None]
     choice = body.object("tool_choice")
     single = choice is not None and choice.flag("disable_parallel_tool_use")
     body.ignored(*_IGNORED)
-    return Asked(
+    return ModelRequest(
         messages, tools=tools or None, choice=tool_choice(body, tools, single=single), template=template_arguments(body)
     )
 
 
-def _messages(given: Fields) -> list[dict[str, Any]]:
+def _messages(fields: Fields) -> list[dict[str, Any]]:
     """A message with its blocks, as one or several: results of tools are messages of their own."""
-    role, path = given.wanted("role", given.text("role")), given.path("content")
+    role, path = fields.wanted("role", fields.text("role")), fields.path("content")
     if role not in ("user", "assistant", "system"):
-        raise invalid(given.path("role"), f"{given.path('role')}: there is no role {role!r:.50}")
-    content = given.wanted("content", given.any("content"))
+        raise invalid(fields.path("role"), f"{fields.path('role')}: there is no role {role!r:.50}")
+    content = fields.wanted("content", fields.any("content"))
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
@@ -113,15 +113,15 @@ def _messages(given: Fields) -> list[dict[str, Any]]:
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
-    for block in fields_of(content, path, given.unheeded):
+    for block in fields_of(content, path, fields.unheeded):
         kind = block.text("type")
         if kind == "text":
             texts.append(block.wanted("text", block.text("text")))
         elif kind == "tool_use" and role == "assistant":
             calls.append(call_message(block.any("name"), block.any("input"), block.any("id"), block.path("tool_use")))
         elif kind == "tool_result" and role == "user":
-            told = words(block.any("content"), block.path("content"))
-            result = {"role": "tool", "content": told, "tool_call_id": block.text("tool_use_id", "")}
+            text = words(block.any("content"), block.path("content"))
+            result = {"role": "tool", "content": text, "tool_call_id": block.text("tool_use_id", "")}
             results.append({**result, "is_error": True} if block.flag("is_error") else result)
         elif kind == "thinking":
             thoughts.append(block.text("thinking", ""))
@@ -141,52 +141,54 @@ def _messages(given: Fields) -> list[dict[str, Any]]:
     return [*results, *([{"role": role, "content": "".join(texts)}] if texts or not results else [])]
 
 
-def _tool(given: Fields) -> dict[str, Any] | None:
+def _tool(fields: Fields) -> dict[str, Any] | None:
     """A tool as chat templates read it; None for one of Anthropic's own, which the model was not trained on."""
-    kind = given.text("type", "custom")
+    kind = fields.text("type", "custom")
     if kind != "custom":
-        given.note("type", kind)
+        fields.note("type", kind)
         return None
-    return function_schema(given.any("name"), given.any("description"), given.any("input_schema"), given.path("name"))
+    return function_schema(
+        fields.any("name"), fields.any("description"), fields.any("input_schema"), fields.path("name")
+    )
 
 
 def _form(body: Fields) -> JsonForm | None:
-    given = body.object("output_format")
+    fields = body.object("output_format")
     config = body.object("output_config")
-    if given is None and config is not None:
-        given = config.object("format")
-    if given is None:
+    if fields is None and config is not None:
+        fields = config.object("format")
+    if fields is None:
         return None
-    return json_form(given.any("type"), given.any("schema"), "output_config.format")
+    return json_form(fields.any("type"), fields.any("schema"), "output_config.format")
 
 
 # What is told ---------------------------------------------------------------------------------------------------------
 
 
-def _blocks(said: Said, thinks: bool) -> list[dict[str, Any]]:
-    thought = [{**_THOUGHT, "thinking": said.reasoning}] if thinks and said.reasoning is not None else []
-    text = [{"type": "text", "text": said.text, "citations": None}] if said.text or not said.calls else []
+def _blocks(result: ClientAnswer, thinks: bool) -> list[dict[str, Any]]:
+    thought = [{**_THOUGHT, "thinking": result.reasoning}] if thinks and result.reasoning is not None else []
+    text = [{"type": "text", "text": result.text, "citations": None}] if result.text or not result.calls else []
     return [
         *thought,
         *text,
-        *({"type": "tool_use", "id": f"toolu_{c.id}", "name": c.name, "input": c.arguments} for c in said.calls),
+        *({"type": "tool_use", "id": f"toolu_{c.id}", "name": c.name, "input": c.arguments} for c in result.calls),
     ]
 
 
-def _stop(said: Said) -> dict[str, Any]:
-    if said.calls:
+def _stop(result: ClientAnswer) -> dict[str, Any]:
+    if result.calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
-    if said.stop is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": said.stop}
-    return {"stop_reason": "max_tokens" if said.cut else "end_turn", "stop_sequence": None}
+    if result.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": result.stop}
+    return {"stop_reason": "max_tokens" if result.cut else "end_turn", "stop_sequence": None}
 
 
-def _usage(said: Said) -> dict[str, int]:
+def _usage(result: ClientAnswer) -> dict[str, int]:
     return {
-        "input_tokens": said.read - said.cached,
-        "cache_read_input_tokens": said.cached,
+        "input_tokens": result.prompt_tokens - result.cached,
+        "cache_read_input_tokens": result.cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": len(said.reply.ids),
+        "output_tokens": len(result.reply.ids),
     }
 
 
@@ -194,11 +196,17 @@ def _event(value: dict[str, Any]) -> bytes:
     return event(value, value["type"])
 
 
-def _events(head: dict[str, Any], said: Said, thinks: bool) -> Iterable[bytes]:
-    usage = _usage(said)
-    begun = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
-    yield _event({"type": "message_start", "message": begun})
-    for number, block in enumerate(_blocks(said, thinks)):
+def _events(head: dict[str, Any], result: ClientAnswer, thinks: bool) -> Iterable[bytes]:
+    usage = _usage(result)
+    opening = {
+        **head,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {**usage, "output_tokens": 0},
+    }
+    yield _event({"type": "message_start", "message": opening})
+    for number, block in enumerate(_blocks(result, thinks)):
         if block["type"] == "thinking":
             start: dict[str, Any] = {**block, "thinking": "", "signature": ""}
             deltas = [{"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])]
@@ -214,5 +222,5 @@ def _events(head: dict[str, Any], said: Said, thinks: bool) -> Iterable[bytes]:
         for delta in deltas:
             yield _event({"type": "content_block_delta", "index": number, "delta": delta})
         yield _event({"type": "content_block_stop", "index": number})
-    yield _event({"type": "message_delta", "delta": _stop(said), "usage": usage})
+    yield _event({"type": "message_delta", "delta": _stop(result), "usage": usage})
     yield _event({"type": "message_stop"})

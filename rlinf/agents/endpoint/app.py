@@ -12,9 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
-from rlinf.agents.endpoint import anthropic as messages
-from rlinf.agents.endpoint import openai
-from rlinf.agents.endpoint.call import Call, dumped, told
+from rlinf.agents.endpoint import anthropic, openai
+from rlinf.agents.endpoint.call import Call, client_error, dumped
 from rlinf.agents.endpoint.endpoint import Endpoint
 from rlinf.agents.endpoint.requests import ApiError, Fields, parsed
 
@@ -28,14 +27,14 @@ def application(endpoint: Endpoint, more: Mapping[str, Handler]) -> web.Applicat
         endpoint: it.
         more: paths of further POST requests, and who answers them.
     """
-    made = web.Application(client_max_size=int(endpoint.config.max_body_mb * 2**20))
+    app = web.Application(client_max_size=int(endpoint.config.max_body_mb * 2**20))
 
     def route(method: str, path: str, handler: Handler, *, prefixed: bool = True) -> None:
         async def answer(request: web.Request) -> web.StreamResponse:
             return await _answered(endpoint, path, handler, request)
 
         for prefix in ("", "/s/{session}") if prefixed else ("",):
-            made.router.add_route(method, prefix + path, answer)
+            app.router.add_route(method, prefix + path, answer)
 
     posts: list[tuple[str, Handler]] = [
         ("/v1/chat/completions", openai.chat_reply),
@@ -44,7 +43,10 @@ def application(endpoint: Endpoint, more: Mapping[str, Handler]) -> web.Applicat
         *more.items(),
     ]
     for prefix in ("/v1", "/v1/v1"):  # Anthropic's clients add /v1 to a URL that has it already
-        posts += [(f"{prefix}/messages", messages.answered), (f"{prefix}/messages/count_tokens", messages.counted)]
+        posts += [
+            (f"{prefix}/messages", anthropic.messages_reply),
+            (f"{prefix}/messages/count_tokens", anthropic.count_reply),
+        ]
     for path, handler in posts:
         route("POST", path, handler)
     route("GET", "/v1/models", _models)
@@ -58,7 +60,7 @@ def application(endpoint: Endpoint, more: Mapping[str, Handler]) -> web.Applicat
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def nowhere(request: web.Request) -> web.Response:
-        there = {resource.canonical for resource in made.router.resources()}
+        there = {resource.canonical for resource in app.router.resources()}
         hint = "; the base URL ends in /v1" if "/v1" + re.sub("^/s/[^/]+", "", request.path) in there else ""
         error = ApiError(404, f"there is no {request.method} {request.path}{hint}", code="unknown_url")
         endpoint.metrics.ended("unknown", 404, 0.0)
@@ -69,25 +71,25 @@ def application(endpoint: Endpoint, more: Mapping[str, Handler]) -> web.Applicat
         return _failed(ApiError(426, "responses do not come over WebSockets here; POST the request"), anthropic=False)
 
     for prefix in ("", "/s/{session}"):
-        made.router.add_get(f"{prefix}/v1/responses", by_websocket)
-    made.router.add_get("/health", health)
-    made.router.add_get("/metrics", metrics)
-    made.router.add_route("*", "/{anywhere:.*}", nowhere)
-    return made
+        app.router.add_get(f"{prefix}/v1/responses", by_websocket)
+    app.router.add_get("/health", health)
+    app.router.add_get("/metrics", metrics)
+    app.router.add_route("*", "/{anywhere:.*}", nowhere)
+    return app
 
 
 async def _answered(endpoint: Endpoint, path: str, handler: Handler, request: web.Request) -> web.StreamResponse:
     """Take one request through."""
-    begun, metrics = asyncio.get_running_loop().time(), endpoint.metrics
+    start, metrics = asyncio.get_running_loop().time(), endpoint.metrics
     anthropic = "/messages" in path
-    status, counted = 499, False
+    status, admitted = 499, False
     try:
         endpoint.check_origin(request.headers.get("Origin"))
         session = endpoint.admitted(
             _key(request), request.match_info.get("session") or request.headers.get("X-Session-Id")
         )
         metrics.in_flight += 1
-        counted = True
+        admitted = True
         body = parsed(await _body(request)) if request.method == "POST" else Fields({})
         response = await handler(Call(request, endpoint, session, body, anthropic))
         status = response.status
@@ -95,12 +97,12 @@ async def _answered(endpoint: Endpoint, path: str, handler: Handler, request: we
     except ConnectionResetError:  # the client left while it was written to
         raise
     except Exception as error:
-        failure = told(error, path)
+        failure = client_error(error, path)
         status = failure.status
         return _failed(failure, anthropic)
     finally:
-        metrics.in_flight -= counted
-        metrics.ended(path, status, asyncio.get_running_loop().time() - begun)
+        metrics.in_flight -= admitted
+        metrics.ended(path, status, asyncio.get_running_loop().time() - start)
 
 
 def _failed(error: ApiError, anthropic: bool) -> web.Response:
@@ -127,8 +129,8 @@ async def _body(request: web.Request) -> bytes:
 
 
 def _described(call: Call, name: str) -> dict[str, Any]:
-    shown = {"id": name, "object": "model", "created": call.created, "owned_by": "rlinf"}
-    return {**shown, "type": "model", "display_name": name, "created_at": "2026-01-01T00:00:00Z"}
+    model = {"id": name, "object": "model", "created": call.created, "owned_by": "rlinf"}
+    return {**model, "type": "model", "display_name": name, "created_at": "2026-01-01T00:00:00Z"}
 
 
 async def _models(call: Call) -> web.StreamResponse:

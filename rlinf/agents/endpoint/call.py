@@ -18,7 +18,17 @@ from typing import Any
 from aiohttp import web
 
 from rlinf.agents.endpoint.endpoint import Endpoint, EndpointSession
-from rlinf.agents.endpoint.requests import ApiError, Asked, Fields, Said, ask, invalid, message_of, refused, template_of
+from rlinf.agents.endpoint.requests import (
+    ApiError,
+    ClientAnswer,
+    Fields,
+    ModelRequest,
+    ask,
+    invalid,
+    message_of,
+    refused,
+    template_of,
+)
 from rlinf.runtime.base.tasks import cancel_all
 
 logger = logging.getLogger(__name__)
@@ -42,32 +52,36 @@ class Call:
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
 
-    async def answers(self, asked: Asked, response: str, *, keep: list[dict[str, Any]] | None = None) -> list[Said]:
+    async def answers(
+        self, request: ModelRequest, response: str, *, keep: list[dict[str, Any]] | None = None
+    ) -> list[ClientAnswer]:
         """Ask the model and return its answers.
 
         Args:
-            asked: to what.
+            request: to what.
             response: id of the response.
             keep: messages that a later request goes on from by that id; None: none may.
 
         Raises:
             ApiError, UserError, Exception: it cannot answer.
         """
-        endpoint, session, form = self.endpoint, self.session, asked.form
+        endpoint, session, form = self.endpoint, self.session, request.form
         if form is not None and (why := await form.impossible(endpoint.applying)) is not None:
             raise invalid(form.param, f"{form.param}: {why}")
         if session is None:
-            known = next(iter(endpoint.sessions.values()), None)
-            format = None if known is None else template_of(known.llm, asked)
-            session = self.session = endpoint.conversation(asked.told() if asked.messages else [], format)
+            any_session = next(iter(endpoint.sessions.values()), None)
+            format = None if any_session is None else template_of(any_session.llm, request)
+            session = self.session = endpoint.conversation(
+                request.messages_with_instruction() if request.messages else [], format
+            )
         endpoint.unheeded(session, self.body.unheeded)
         thinks = endpoint.thinks(session.llm)
         asking = [
-            asyncio.ensure_future(ask(session.llm, one, endpoint.applying, thinks=thinks)) for one in _each(asked)
+            asyncio.ensure_future(ask(session.llm, one, endpoint.applying, thinks=thinks)) for one in _each(request)
         ]
         session.asking.update(asking)
         try:
-            said = [await one for one in asking]
+            results = [await one for one in asking]
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if not session.over or (current is not None and current.cancelling()):
@@ -78,15 +92,15 @@ class Call:
             session.asking.difference_update(asking)
         if session.over:
             raise ApiError(401, "the episode of this key is over", code="invalid_api_key")
-        whole = [] if keep is None else [*keep, message_of(said[0].text, said[0].calls)]
-        endpoint.noted(session, response, said, whole)
+        whole = [] if keep is None else [*keep, message_of(results[0].text, results[0].calls)]
+        endpoint.noted(session, response, results, whole)
         metrics = endpoint.metrics
-        metrics.read += said[0].read
-        metrics.cached += said[0].cached
-        metrics.generated += sum(len(each.reply.ids) for each in said)
-        metrics.malformed += sum(each.refusal is not None for each in said)
-        metrics.asked_again += sum(each.again for each in said)
-        return said
+        metrics.prompt_tokens += results[0].prompt_tokens
+        metrics.cached += results[0].cached
+        metrics.generated += sum(len(each.reply.ids) for each in results)
+        metrics.malformed += sum(each.refusal is not None for each in results)
+        metrics.asked_again += sum(each.again for each in results)
+        return results
 
     def json(self, value: Any) -> web.Response:
         """A response of one object."""
@@ -94,8 +108,8 @@ class Call:
 
     async def stream(
         self,
-        answers: Awaitable[list[Said]],
-        events: Callable[[list[Said]], Iterable[bytes]],
+        answers: Awaitable[list[ClientAnswer]],
+        events: Callable[[list[ClientAnswer]], Iterable[bytes]],
         ping: bytes = b": alive\n\n",
     ) -> web.StreamResponse:
         """A response of server-sent events. It begins once the model has answered, or after some seconds.
@@ -118,26 +132,26 @@ class Call:
             try:
                 await response.write(b"".join(events(answering.result())))
             except Exception as error:
-                as_told = told(error, self.request.path).body(anthropic=self.anthropic)
-                await response.write(event(as_told, "error" if self.anthropic else None))
+                failure = client_error(error, self.request.path).body(anthropic=self.anthropic)
+                await response.write(event(failure, "error" if self.anthropic else None))
             await response.write_eof()
         finally:
             await cancel_all([answering])
         return response
 
 
-def _each(asked: Asked) -> list[Asked]:
+def _each(request: ModelRequest) -> list[ModelRequest]:
     """Repeat a request as often as it shall be answered; with a seed, each answer has one of its own."""
-    seed = asked.sampling.get("seed")
-    if asked.count == 1 or seed is None:
-        return [asked] * asked.count
-    return [replace(asked, sampling={**asked.sampling, "seed": seed + n}) for n in range(asked.count)]
+    seed = request.sampling.get("seed")
+    if request.count == 1 or seed is None:
+        return [request] * request.count
+    return [replace(request, sampling={**request.sampling, "seed": seed + n}) for n in range(request.count)]
 
 
-def told(error: Exception, path: str) -> ApiError:
+def client_error(error: Exception, path: str) -> ApiError:
     """Translate any exception to an error for the client."""
-    if (known := refused(error)) is not None:
-        return known
+    if (failure := refused(error)) is not None:
+        return failure
     logger.error("%s: the model failed", path, exc_info=error)
     return ApiError(500, _SERVER_FAILED, code="model_failed")
 

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from rlinf.agents.agent import AgentLLM
 from rlinf.agents.arguments import WrongType, number, shown
 from rlinf.agents.chat import ChatFormat, Message
-from rlinf.agents.endpoint.requests import ApiError, Applying, Said, invalid, template_thinks
+from rlinf.agents.endpoint.requests import ApiError, Applying, ClientAnswer, invalid, template_thinks
 from rlinf.agents.trajectories import Key
 from rlinf.config.text import EndpointConfig
 from rlinf.data.sample import Group, Sample
@@ -56,7 +56,7 @@ class Metrics:
     """By route and status; 499: the client left."""
     in_flight: int = 0
     """Requests that are answered just now."""
-    read: int = 0
+    prompt_tokens: int = 0
     """Tokens that the model had before its answers."""
     cached: int = 0
     """Number of the tokens read that earlier answers of the same conversation had, too."""
@@ -92,15 +92,11 @@ class Metrics:
             lines.append(f"# TYPE rlinf_endpoint_{name} {kind}")
             lines.extend(f"rlinf_endpoint_{name}{labels} {value:g}" for labels, value in rows)
 
-        tell(
-            "requests_total", "counter",
-            *((f'{{route="{route}",code="{code}"}}', n) for (route, code), n in sorted(self.requests.items())),
-        )  # fmt: skip
+        requests = [(f'{{route="{route}",code="{code}"}}', n) for (route, code), n in sorted(self.requests.items())]
+        tell("requests_total", "counter", *requests)
         tell("requests_in_flight", "gauge", ("", self.in_flight))
-        tell(
-            "tokens_total", "counter",
-            ('{kind="read"}', self.read), ('{kind="cached"}', self.cached), ('{kind="generated"}', self.generated),
-        )  # fmt: skip
+        tokens = {"read": self.prompt_tokens, "cached": self.cached, "generated": self.generated}
+        tell("tokens_total", "counter", *((f'{{kind="{kind}"}}', count) for kind, count in tokens.items()))
         tell("malformed_json_total", "counter", ("", self.malformed))
         tell("asked_again_total", "counter", ("", self.asked_again))
         tell("sessions", "gauge", ("", sessions))
@@ -153,7 +149,7 @@ class EndpointSession:
     """Its key, or what clients call it."""
     llm: AgentLLM
     """Records its calls."""
-    answers: dict[str, list[Said]] = field(default_factory=dict)
+    answers: dict[str, list[ClientAnswer]] = field(default_factory=dict)
     """By the id of a response, its answers."""
     whole: dict[str, Sequence[Message]] = field(default_factory=dict)
     """By the id of a response, all messages, its answer last."""
@@ -175,7 +171,7 @@ class EndpointSession:
 class _Rate:
     """A bucket that fills evenly, with room for one minute's requests."""
 
-    left: float
+    room: float
     at: float
 
 
@@ -234,7 +230,7 @@ class Endpoint:
         """Those that are open, by name; those of clients in the order in which they were last asked."""
         self.applying = Applying()
         """Applies JSON schemas of clients."""
-        self._opens, self._posts, self._said = opens, posts or {}, answered
+        self._opens, self._posts, self._on_answer = opens, posts or {}, answered
         self._by_history: dict[Key, list[EndpointSession]] = {}  # in which it was said, oldest first
         self._by_response: dict[str, EndpointSession] = {}
         self._rates: dict[str, _Rate] = {}
@@ -263,23 +259,23 @@ class Endpoint:
         return f"{self.listen()}/s/{key}/v1", key
 
     def _add(self, name: str, llm: AgentLLM) -> EndpointSession:
-        made = self.sessions[name] = EndpointSession(name, llm, used=asyncio.get_running_loop().time())
+        session = self.sessions[name] = EndpointSession(name, llm, used=asyncio.get_running_loop().time())
         self.metrics.opened += 1
-        llm.when_ended(lambda: self._ended(made))
-        return made
+        llm.when_ended(lambda: self._ended(session))
+        return session
 
     def _ended(self, session: EndpointSession) -> None:
         session.end()
         self.metrics.branches += session.llm.trajectories.counts.branches
         if self.sessions.get(session.name) is session:
             del self.sessions[session.name]
-        for response, said in session.answers.items():
+        for response, results in session.answers.items():
             self._by_response.pop(response, None)
-            for each in said:
-                known = self._by_history.get(each.key, [])
-                if session in known:
-                    known.remove(session)
-                if not known:
+            for each in results:
+                sessions = self._by_history.get(each.key, [])
+                if session in sessions:
+                    sessions.remove(session)
+                if not sessions:
                     self._by_history.pop(each.key, None)
         self._rates.pop(session.name, None)
 
@@ -352,13 +348,13 @@ class Endpoint:
         if len(self._rates) >= _KEPT_RATES:
             self._rates = {name: each for name, each in self._rates.items() if now - each.at < 60}
         rate = self._rates.setdefault(key, _Rate(most, now))
-        rate.left, rate.at = min(most, rate.left + (now - rate.at) * most / 60), now
-        if rate.left < 1:
+        rate.room, rate.at = min(most, rate.room + (now - rate.at) * most / 60), now
+        if rate.room < 1:
             raise ApiError(
                 429, f"more than {most} requests a minute with this key (agent.endpoint.requests_per_minute)",
-                code="rate_limit_exceeded", retry_after=(1 - rate.left) * 60 / most,
+                code="rate_limit_exceeded", retry_after=(1 - rate.room) * 60 / most,
             )  # fmt: skip
-        rate.left -= 1
+        rate.room -= 1
 
     def conversation(self, messages: Sequence[Message], chat: ChatFormat | None) -> EndpointSession:
         """The session of a client that names none: the one in which these messages were said, or a new one.
@@ -371,37 +367,39 @@ class Endpoint:
             chat: how they become tokens.
         """
         assert self._opens is not None  # else the key has named it
-        known = next(iter(self.sessions.values()), None)  # all have the same template
-        if messages and chat is not None and known is not None:
-            for _, key in reversed([*known.llm.trajectories.histories(messages, chat)]):
+        any_session = next(iter(self.sessions.values()), None)  # all have the same template
+        if messages and chat is not None and any_session is not None:
+            for _, key in reversed([*any_session.llm.trajectories.histories(messages, chat)]):
                 if sessions := self._by_history.get(key):
                     idle = [each for each in sessions if not each.asking]
                     free = [each for each in idle if not each.llm.trajectories.goes_on_from(key)]
                     return (free or sessions)[0]
         return self._add(f"conversation-{secrets.token_hex(8)}", self._opens())
 
-    def noted(self, session: EndpointSession, response: str, said: Sequence[Said], whole: Sequence[Message]) -> None:
+    def noted(
+        self, session: EndpointSession, response: str, results: Sequence[ClientAnswer], whole: Sequence[Message]
+    ) -> None:
         """A response was given.
 
         Args:
             session: whose.
             response: its id.
-            said: its answers.
+            results: its answers.
             whole: all messages, the answer last, for who goes on from it by its id; none if nobody may.
         """
-        session.answers[response] = list(said)
+        session.answers[response] = list(results)
         session.used = asyncio.get_running_loop().time()
         if whole:
             session.whole[response] = whole
         self._by_response[response] = session
         if self._opens is not None:
-            for key in dict.fromkeys(each.key for each in said if each.key):
-                known = self._by_history.setdefault(key, [])
-                if session not in known:
-                    known.append(session)
+            for key in dict.fromkeys(each.key for each in results if each.key):
+                sessions = self._by_history.setdefault(key, [])
+                if session not in sessions:
+                    sessions.append(session)
             self.sessions[session.name] = self.sessions.pop(session.name)
-        if self._said is not None:
-            self._said()
+        if self._on_answer is not None:
+            self._on_answer()
 
     def unheeded(self, session: EndpointSession, names: Iterable[str]) -> None:
         """Note fields of a request that are not honoured: in the session's record, and for people once in a run.
@@ -420,8 +418,8 @@ class Endpoint:
 
     def thinks(self, llm: AgentLLM) -> bool:
         """Tell whether the model writes what it thinks in marks; see `agent.endpoint.reasoning`."""
-        told = self.config.reasoning
-        return told == "think" or (told == "auto" and template_thinks(llm.trajectories.chat))
+        mode = self.config.reasoning
+        return mode == "think" or (mode == "auto" and template_thinks(llm.trajectories.chat))
 
     def of_response(self, response: str) -> EndpointSession | None:
         """The session in which a response was given; None: there is none, or it is over."""
@@ -459,19 +457,19 @@ class Endpoint:
 
     def _bound(self) -> socket.socket:
         host, port = self.config.host.strip("[]"), self.config.port
-        made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind((host, port))
-            made.listen(_BACKLOG)  # connections wait from now on for the server's task
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(_BACKLOG)  # connections wait from now on for the server's task
         except (OSError, OverflowError) as error:
-            made.close()
+            listener.close()
             raise UserError(
                 f"agent.endpoint: {host}:{port} cannot be listened on: {error}; set another agent.endpoint.port, 0 for "
                 "any free one, or agent.endpoint.host"
             ) from None
-        made.setblocking(False)
-        return made
+        listener.setblocking(False)
+        return listener
 
     async def _serve(self, application: web.Application) -> None:
         from aiohttp import web
@@ -600,21 +598,21 @@ class Served:
         if (response is None) == (session is None):
             raise WrongType("served.feedback: say either response=… or session=…")
         if session is not None:
-            found = self._endpoint.sessions.get(session)
-            if found is None or not found.llm.trajectories.turns:
+            target = self._endpoint.sessions.get(session)
+            if target is None or not target.llm.trajectories.turns:
                 self.unmatched += 1
                 return False
-            self._over(found, found.llm.samples(value))
+            self._over(target, target.llm.samples(value))
             return True
-        found = self._endpoint.of_response(str(response))
-        answers = [] if found is None else found.answers[str(response)]
-        if found is None or not 0 <= choice < len(answers) or answers[choice].turn.reward is not None:
+        target = self._endpoint.of_response(str(response))
+        answers = [] if target is None else target.answers[str(response)]
+        if target is None or not 0 <= choice < len(answers) or answers[choice].turn.reward is not None:
             self.unmatched += 1
             return False
         answers[choice].turn.reward = value
-        leaves = [turn for turn in found.llm.trajectories.turns if not turn.goes_on]
-        if end or (end is None and all(turn.reward is not None for turn in leaves) and not found.asking):
-            self._over(found, [sample for sample in found.llm.samples() if sample.reward is not None])
+        leaves = [turn for turn in target.llm.trajectories.turns if not turn.goes_on]
+        if end or (end is None and all(turn.reward is not None for turn in leaves) and not target.asking):
+            self._over(target, [sample for sample in target.llm.samples() if sample.reward is not None])
         return True
 
     def _over(self, session: EndpointSession, samples: Sequence[Sample]) -> None:
@@ -623,12 +621,12 @@ class Served:
         if not samples:
             return
         prompt = replace(samples[0].prompt, id=next(self._numbers))
-        made = tuple(
+        numbered = tuple(
             replace(sample, index=index, prompt=replace(sample.prompt, id=prompt.id) if index else prompt)
             for index, sample in enumerate(samples)
         )
         self.judged += 1
-        self._groups.put_nowait(Group(prompt, made))
+        self._groups.put_nowait(Group(prompt, numbered))
 
     def _answered(self) -> None:
         """Forget sessions that were asked too long ago; whenever there is an answer."""
@@ -660,19 +658,19 @@ class Served:
         return call.json({"object": "feedback", "reward": reward})
 
 
-def serving_config(config: EndpointConfig, given: Mapping[str, Any]) -> EndpointConfig:
+def serving_config(config: EndpointConfig, settings: Mapping[str, Any]) -> EndpointConfig:
     """Override the run's endpoint settings with the arguments of `session.serve`.
 
     Raises:
         UserError: there is no such setting, or anybody could use it from elsewhere.
     """
-    if unknown := sorted(given.keys() - vars(config).keys()):
+    if unknown := sorted(settings.keys() - vars(config).keys()):
         raise UserError(f"session.serve: there is no {', '.join(unknown)}; there is {', '.join(vars(config))}")
-    made = replace(config, **given)
-    made = replace(made, host=made.host.strip("[]"))
-    if made.token is None and made.host not in ("localhost", "::1") and not made.host.startswith("127."):
+    merged = replace(config, **settings)
+    merged = replace(merged, host=merged.host.strip("[]"))
+    if merged.token is None and merged.host not in ("localhost", "::1") and not merged.host.startswith("127."):
         raise UserError(
-            f"session.serve: whoever reaches {made.host} could use the model and teach it; set token=…, or "
+            f"session.serve: whoever reaches {merged.host} could use the model and teach it; set token=…, or "
             "agent.endpoint.token"
         )
-    return made
+    return merged

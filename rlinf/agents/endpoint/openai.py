@@ -22,10 +22,10 @@ from rlinf.agents.endpoint.call import Call, event
 from rlinf.agents.endpoint.requests import (
     LARGEST,
     ApiError,
-    Asked,
+    ClientAnswer,
     Fields,
     JsonForm,
-    Said,
+    ModelRequest,
     call_message,
     custom_schema,
     fields_of,
@@ -59,7 +59,7 @@ async def chat_reply(call: Call) -> web.StreamResponse:
     """Answer a request."""
     body = call.body
     model = body.wanted("model", body.text("model"))
-    asked = _asked(body)
+    request = _request_of(body)
     logprobs, ids = _logprobs(body), body.flag("return_token_ids")
     options, streamed = body.object("stream_options"), body.flag("stream")
     with_usage = options is not None and options.flag("include_usage")
@@ -67,21 +67,21 @@ async def chat_reply(call: Call) -> web.StreamResponse:
     call.endpoint.check_model(model)
     response = f"chatcmpl-{call.id}"
     head = {"id": response, "created": call.created, "model": model}
-    answers = call.answers(asked, response)
+    answers = call.answers(request, response)
     if streamed:
-        return await call.stream(answers, lambda said: _chunks(call, head, said, logprobs, with_usage))
-    said = await answers
-    choices = [_choice(call, number, each, logprobs, ids) for number, each in enumerate(said)]
-    whole = {**head, "object": "chat.completion", "choices": choices, "usage": usage(said)}
+        return await call.stream(answers, lambda results: _chunks(call, head, results, logprobs, with_usage))
+    results = await answers
+    choices = [_choice(call, number, each, logprobs, ids) for number, each in enumerate(results)]
+    whole = {**head, "object": "chat.completion", "choices": choices, "usage": usage(results)}
     if ids:
-        whole["prompt_token_ids"] = prompt_ids(said[0])
+        whole["prompt_token_ids"] = prompt_ids(results[0])
     return call.json(whole)
 
 
 # What is asked --------------------------------------------------------------------------------------------------------
 
 
-def _asked(body: Fields) -> Asked:
+def _request_of(body: Fields) -> ModelRequest:
     for name in ("frequency_penalty", "presence_penalty"):
         body.neutral(name, 0, 0.0, why="log-probs that are learned from know no penalties")
     body.neutral("repetition_penalty", 1, 1.0, why="log-probs that are learned from know no penalties")
@@ -103,7 +103,7 @@ def _asked(body: Fields) -> Asked:
             sampling[ours] = value
     if (min_p := body.number("min_p", 0, 1)) is not None:
         sampling["min_p"] = min_p
-    return Asked(
+    return ModelRequest(
         messages_checked(messages, "messages"),
         tools=tools or None,
         choice=choice,
@@ -115,52 +115,52 @@ def _asked(body: Fields) -> Asked:
     )
 
 
-def _message(given: Fields) -> dict[str, Any]:
+def _message(fields: Fields) -> dict[str, Any]:
     """A message as chat templates take it."""
-    role = given.wanted("role", given.text("role"))
+    role = fields.wanted("role", fields.text("role"))
     if role not in _ROLES:
-        raise invalid(given.path("role"), f"{given.path('role')}: there is no role {role!r:.50}")
+        raise invalid(fields.path("role"), f"{fields.path('role')}: there is no role {role!r:.50}")
     kinds = ("text", "refusal") if role == "assistant" else ("text",)
-    content = given.any("content")
+    content = fields.any("content")
     if content is None and role != "assistant":
-        given.wanted("content", None)
-    message: dict[str, Any] = {"role": _ROLES[role], "content": words(content, given.path("content"), kinds)}
-    calls = given.objects("tool_calls")
+        fields.wanted("content", None)
+    message: dict[str, Any] = {"role": _ROLES[role], "content": words(content, fields.path("content"), kinds)}
+    calls = fields.objects("tool_calls")
     if calls and role != "assistant":
-        raise invalid(given.path("tool_calls"), f"{given.path('tool_calls')}: only the assistant calls tools")
-    if given.any("function_call") is not None:
-        raise unsupported(given.path("function_call"), "take tool_calls")
+        raise invalid(fields.path("tool_calls"), f"{fields.path('tool_calls')}: only the assistant calls tools")
+    if fields.any("function_call") is not None:
+        raise unsupported(fields.path("function_call"), "take tool_calls")
     if calls:
         message["tool_calls"] = [_call(each) for each in calls]
-    if role == "assistant" and (thought := given.any("reasoning_content") or given.any("reasoning")):
-        message["reasoning_content"] = words(thought, given.path("reasoning_content"))
+    if role == "assistant" and (thought := fields.any("reasoning_content") or fields.any("reasoning")):
+        message["reasoning_content"] = words(thought, fields.path("reasoning_content"))
     if role == "tool":
-        message["tool_call_id"] = given.text("tool_call_id", "")
-    if (name := given.text("name")) is not None:
+        message["tool_call_id"] = fields.text("tool_call_id", "")
+    if (name := fields.text("name")) is not None:
         message["name"] = name
     return message
 
 
-def _call(given: Fields) -> dict[str, Any]:
-    if given.text("type", "function") == "custom":
-        custom = given.wanted("custom", given.object("custom"))
+def _call(fields: Fields) -> dict[str, Any]:
+    if fields.text("type", "function") == "custom":
+        custom = fields.wanted("custom", fields.object("custom"))
         written = {"input": custom.text("input", "")}
-        return call_message(custom.any("name"), written, given.any("id"), given.path("custom"))
-    function = given.wanted("function", given.object("function"))
-    return call_message(function.any("name"), function.any("arguments"), given.any("id"), given.path("function"))
+        return call_message(custom.any("name"), written, fields.any("id"), fields.path("custom"))
+    function = fields.wanted("function", fields.object("function"))
+    return call_message(function.any("name"), function.any("arguments"), fields.any("id"), fields.path("function"))
 
 
-def _tool(given: Fields) -> dict[str, Any] | None:
+def _tool(fields: Fields) -> dict[str, Any] | None:
     """A tool as chat templates read it; None for one that the client does not run."""
-    kind = given.text("type", "function")
+    kind = fields.text("type", "function")
     if kind == "custom":
-        custom = given.wanted("custom", given.object("custom"))
-        return custom_schema(custom.any("name"), custom.any("description"), given.path("custom"))
+        custom = fields.wanted("custom", fields.object("custom"))
+        return custom_schema(custom.any("name"), custom.any("description"), fields.path("custom"))
     if kind != "function":
-        given.note("type", kind)
+        fields.note("type", kind)
         return None
-    function = given.wanted("function", given.object("function"))
-    path = given.path("function")
+    function = fields.wanted("function", fields.object("function"))
+    path = fields.path("function")
     return function_schema(function.any("name"), function.any("description"), function.any("parameters"), path)
 
 
@@ -169,11 +169,11 @@ def customs(body: Fields) -> set[str]:
     return {each.given["custom"]["name"] for each in body.objects("tools") if each.given.get("type") == "custom"}
 
 
-def _form(given: Fields | None) -> JsonForm | None:
-    if given is None:
+def _form(fields: Fields | None) -> JsonForm | None:
+    if fields is None:
         return None
-    shape = given.object("json_schema")
-    return json_form(given.any("type"), None if shape is None else shape.any("schema"), "response_format")
+    shape = fields.object("json_schema")
+    return json_form(fields.any("type"), None if shape is None else shape.any("schema"), "response_format")
 
 
 def _logprobs(body: Fields) -> bool:
@@ -189,20 +189,20 @@ def _logprobs(body: Fields) -> bool:
 # What is told ---------------------------------------------------------------------------------------------------------
 
 
-def usage(said: list[Said]) -> dict[str, Any]:
+def usage(results: list[ClientAnswer]) -> dict[str, Any]:
     """Tokens of a response."""
-    written = sum(len(each.reply.ids) for each in said)
+    written = sum(len(each.reply.ids) for each in results)
     return {
-        "prompt_tokens": said[0].read,
+        "prompt_tokens": results[0].prompt_tokens,
         "completion_tokens": written,
-        "total_tokens": said[0].read + written,
-        "prompt_tokens_details": {"cached_tokens": said[0].cached},
+        "total_tokens": results[0].prompt_tokens + written,
+        "prompt_tokens_details": {"cached_tokens": results[0].cached},
     }
 
 
-def prompt_ids(said: Said) -> list[int]:
+def prompt_ids(result: ClientAnswer) -> list[int]:
     """All tokens that the model had before an answer."""
-    return [int(token) for token in said.turn.ids()[: said.read]]
+    return [int(token) for token in result.turn.ids()[: result.prompt_tokens]]
 
 
 def call_text(call: ToolCall) -> str:
@@ -212,23 +212,23 @@ def call_text(call: ToolCall) -> str:
 
 def custom_text(call: ToolCall) -> str:
     """The text that a custom tool is given."""
-    given = call.arguments.get("input")
-    return given if isinstance(given, str) else call_text(call)
+    value = call.arguments.get("input")
+    return value if isinstance(value, str) else call_text(call)
 
 
-def token_logprobs(call: Call, said: Said) -> list[dict[str, Any]]:
+def token_logprobs(call: Call, result: ClientAnswer) -> list[dict[str, Any]]:
     """Every token of an answer with its log-prob."""
     assert call.session is not None
     tokenizer, listed = call.session.llm.trajectories.chat.tokenizer, []
-    for token, logprob in zip(said.reply.ids, said.reply.logprobs, strict=True):
+    for token, logprob in zip(result.reply.ids, result.reply.logprobs, strict=True):
         text = str(tokenizer.decode([int(token)]))
         entry = {"token": text, "logprob": max(float(logprob), -9999.0), "bytes": list(text.encode("utf-8", "replace"))}
         listed.append({**entry, "top_logprobs": [entry]})
     return listed
 
 
-def _finish(said: Said) -> str:
-    return "tool_calls" if said.calls else "length" if said.cut else "stop"
+def _finish(result: ClientAnswer) -> str:
+    return "tool_calls" if result.calls else "length" if result.cut else "stop"
 
 
 def _call_shown(each: ToolCall, custom: bool) -> dict[str, Any]:
@@ -238,17 +238,17 @@ def _call_shown(each: ToolCall, custom: bool) -> dict[str, Any]:
     return {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": call_text(each)}}
 
 
-def _choice(call: Call, number: int, said: Said, logprobs: bool, ids: bool) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": said.refusal}
-    if said.reasoning is not None:
-        message["reasoning_content"] = said.reasoning
-    if said.calls:
-        message["content"] = said.text or None
-        message["tool_calls"] = [_call_shown(each, each.name in customs(call.body)) for each in said.calls]
-    told = {"content": token_logprobs(call, said), "refusal": None} if logprobs else None
-    choice = {"index": number, "message": message, "logprobs": told, "finish_reason": _finish(said)}
+def _choice(call: Call, number: int, result: ClientAnswer, logprobs: bool, ids: bool) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": result.refusal}
+    if result.reasoning is not None:
+        message["reasoning_content"] = result.reasoning
+    if result.calls:
+        message["content"] = result.text or None
+        message["tool_calls"] = [_call_shown(each, each.name in customs(call.body)) for each in result.calls]
+    content = {"content": token_logprobs(call, result), "refusal": None} if logprobs else None
+    choice = {"index": number, "message": message, "logprobs": content, "finish_reason": _finish(result)}
     if ids:
-        choice["token_ids"] = said.reply.ids.tolist()
+        choice["token_ids"] = result.reply.ids.tolist()
     return choice
 
 
@@ -257,30 +257,32 @@ def pieces(text: str) -> Iterator[str]:
     return (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
 
 
-def _chunks(call: Call, head: dict[str, Any], answers: list[Said], logprobs: bool, with_usage: bool) -> Iterable[bytes]:
+def _chunks(
+    call: Call, head: dict[str, Any], answers: list[ClientAnswer], logprobs: bool, with_usage: bool
+) -> Iterable[bytes]:
     head = {**head, "object": "chat.completion.chunk"}
 
-    def chunk(number: int, delta: dict[str, Any], finish: str | None = None, told: Any = None) -> bytes:
-        choice = {"index": number, "delta": delta, "logprobs": told, "finish_reason": finish}
+    def chunk(number: int, delta: dict[str, Any], finish: str | None = None, content: Any = None) -> bytes:
+        choice = {"index": number, "delta": delta, "logprobs": content, "finish_reason": finish}
         return event({**head, "choices": [choice], **({"usage": None} if with_usage else {})})
 
-    for number, said in enumerate(answers):
-        told = {"content": token_logprobs(call, said), "refusal": None} if logprobs else None
-        yield chunk(number, {"role": "assistant", "content": "", "refusal": None}, told=told)
-        for piece in pieces(said.reasoning or ""):
+    for number, result in enumerate(answers):
+        content = {"content": token_logprobs(call, result), "refusal": None} if logprobs else None
+        yield chunk(number, {"role": "assistant", "content": "", "refusal": None}, content=content)
+        for piece in pieces(result.reasoning or ""):
             yield chunk(number, {"reasoning_content": piece})
-        for piece in pieces(said.text):
+        for piece in pieces(result.text):
             yield chunk(number, {"content": piece})
-        for place, each in enumerate(said.calls):
+        for place, each in enumerate(result.calls):
             whole = _call_shown(each, each.name in customs(call.body))
             kind, key = whole["type"], "input" if whole["type"] == "custom" else "arguments"
-            begun = {**whole, "index": place, kind: {**whole[kind], key: ""}}
-            yield chunk(number, {"tool_calls": [begun]})
+            opening = {**whole, "index": place, kind: {**whole[kind], key: ""}}
+            yield chunk(number, {"tool_calls": [opening]})
             for piece in pieces(whole[kind][key]):
                 yield chunk(number, {"tool_calls": [{"index": place, kind: {key: piece}}]})
-        if said.refusal is not None:
-            yield chunk(number, {"refusal": said.refusal})
-        yield chunk(number, {}, _finish(said))
+        if result.refusal is not None:
+            yield chunk(number, {"refusal": result.refusal})
+        yield chunk(number, {}, _finish(result))
     if with_usage:
         yield event({**head, "choices": [], "usage": usage(answers)})
     yield b"data: [DONE]\n\n"
@@ -312,54 +314,58 @@ async def completion_reply(call: Call) -> web.StreamResponse:
     response = f"cmpl-{call.id}"
     head = {"id": response, "object": "text_completion", "created": call.created, "model": model}
 
-    async def answers() -> list[Said]:
+    async def answers() -> list[ClientAnswer]:
         session = call.session or call.endpoint.conversation([], None)
         call.session = session
-        chat, asked = session.llm.trajectories.chat, []
+        chat, requests = session.llm.trajectories.chat, []
         for prompt in prompts:
-            given = chat.ids(prompt, first=True) if isinstance(prompt, str) else np.asarray(prompt, np.int64)
-            if not len(given):
+            ids_before = chat.ids(prompt, first=True) if isinstance(prompt, str) else np.asarray(prompt, np.int64)
+            if not len(ids_before):
                 raise invalid("prompt", "prompt has no token; give at least one")
-            asked.append(Asked(ids=given, sampling=sampling, stop_shown=stop_shown, count=count))
-        each = [asyncio.ensure_future(call.answers(one, f"{response}-{n}")) for n, one in enumerate(asked)]
+            requests.append(ModelRequest(ids=ids_before, sampling=sampling, stop_shown=stop_shown, count=count))
+        each = [asyncio.ensure_future(call.answers(one, f"{response}-{n}")) for n, one in enumerate(requests)]
         try:
-            found = [said for one in each for said in await one]
+            collected = [results for one in each for results in await one]
         finally:
             for one in each:
                 one.cancel()
             await asyncio.gather(*each, return_exceptions=True)
-        call.endpoint.noted(session, response, found, [])
-        return found
+        call.endpoint.noted(session, response, collected, [])
+        return collected
 
-    def told(number: int, said: Said) -> dict[str, Any]:
+    def told(number: int, results: ClientAnswer) -> dict[str, Any]:
         choice = {
-            "index": number, "text": said.text, "finish_reason": "length" if said.cut else "stop",
-            "logprobs": None if wanted is None else _completions_logprobs(call, said),
+            "index": number, "text": results.text, "finish_reason": "length" if results.cut else "stop",
+            "logprobs": None if wanted is None else _completion_logprobs(call, results),
         }  # fmt: skip
-        return {**choice, "token_ids": said.reply.ids.tolist(), "prompt_token_ids": prompt_ids(said)} if ids else choice
+        return (
+            {**choice, "token_ids": results.reply.ids.tolist(), "prompt_token_ids": prompt_ids(results)}
+            if ids
+            else choice
+        )
 
-    def chunks(said: list[Said]) -> Iterable[bytes]:
-        for number, each in enumerate(said):
+    def chunks(results: list[ClientAnswer]) -> Iterable[bytes]:
+        for number, each in enumerate(results):
             choice = told(number, each)
             for piece in pieces(each.text):
                 yield event({**head, "choices": [{**choice, "text": piece, "finish_reason": None, "logprobs": None}]})
             yield event({**head, "choices": [{**choice, "text": ""}]})
         if with_usage:
-            yield event({**head, "choices": [], "usage": _usage(said, count)})
+            yield event({**head, "choices": [], "usage": _usage(results, count)})
         yield b"data: [DONE]\n\n"
 
     if streamed:
         return await call.stream(answers(), chunks)
-    said = await answers()
-    choices = [told(number, each) for number, each in enumerate(said)]
-    return call.json({**head, "choices": choices, "usage": _usage(said, count)})
+    results = await answers()
+    choices = [told(number, each) for number, each in enumerate(results)]
+    return call.json({**head, "choices": choices, "usage": _usage(results, count)})
 
 
-def _usage(said: list[Said], count: int) -> dict[str, Any]:
+def _usage(results: list[ClientAnswer], count: int) -> dict[str, Any]:
     """Tokens of a response; a prompt that was answered several times counts once."""
-    read = sum(each.read for each in said[::count])
-    told = usage(said)
-    return {**told, "prompt_tokens": read, "total_tokens": read + told["completion_tokens"]}
+    prompt_tokens = sum(each.prompt_tokens for each in results[::count])
+    counts = usage(results)
+    return {**counts, "prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + counts["completion_tokens"]}
 
 
 def _prompts(body: Fields) -> list[str | list[int]]:
@@ -368,16 +374,16 @@ def _prompts(body: Fields) -> list[str | list[int]]:
     Raises:
         ApiError: something else.
     """
-    given = body.wanted("prompt", body.any("prompt"))
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list) and given:
-        if all(map(_is_id, given)):
-            return [given]
-        if len(given) <= 128 and all(isinstance(each, str) for each in given):
-            return given
-        if len(given) <= 128 and all(isinstance(each, list) and each and all(map(_is_id, each)) for each in given):
-            return given
+    value = body.wanted("prompt", body.any("prompt"))
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(map(_is_id, value)):
+            return [value]
+        if len(value) <= 128 and all(isinstance(each, str) for each in value):
+            return value
+        if len(value) <= 128 and all(isinstance(each, list) and each and all(map(_is_id, each)) for each in value):
+            return value
     raise invalid("prompt", "prompt must be a string, up to 128 strings, an array of token ids, or up to 128 of those")
 
 
@@ -385,15 +391,15 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
 
 
-def _completions_logprobs(call: Call, said: Said) -> dict[str, Any]:
+def _completion_logprobs(call: Call, result: ClientAnswer) -> dict[str, Any]:
     assert call.session is not None
     tokenizer, at = call.session.llm.trajectories.chat.tokenizer, 0
-    tokens = [str(tokenizer.decode([int(token)])) for token in said.reply.ids]
+    tokens = [str(tokenizer.decode([int(token)])) for token in result.reply.ids]
     offsets = []
     for token in tokens:
         offsets.append(at)
         at += len(token)
-    values = [max(float(value), -9999.0) for value in said.reply.logprobs]
+    values = [max(float(value), -9999.0) for value in result.reply.logprobs]
     top = [{token: value} for token, value in zip(tokens, values, strict=True)]
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
@@ -431,9 +437,9 @@ async def responses_reply(call: Call) -> web.StreamResponse:
     instructions, tools = body.text("instructions"), _tools(body)
     schemas = [tool.schema for tool in tools.values()]
     parallel = body.flag("parallel_tool_calls", True)
-    messages = _said_before(call, body)
+    messages = _messages_before(call, body)
     system = [] if instructions is None else [{"role": "system", "content": instructions}]  # of this response alone
-    asked = Asked(
+    request = ModelRequest(
         [*system, *messages],
         tools=schemas or None,
         choice=tool_choice(body, schemas, single=not parallel),
@@ -455,18 +461,18 @@ async def responses_reply(call: Call) -> web.StreamResponse:
         "previous_response_id": body.given.get("previous_response_id"), "text": body.given.get("text") or
         {"format": {"type": "text"}}, "truncation": "disabled", "store": keep,
     }  # fmt: skip
-    answers = call.answers(asked, f"resp_{call.id}", keep=messages if keep else None)
+    answers = call.answers(request, f"resp_{call.id}", keep=messages if keep else None)
     showing = _Showing(call, tools, logprobs=_INCLUDED[0] in wanted, sealed=_INCLUDED[1] in wanted)
     if streamed:
-        return await call.stream(answers, lambda said: _events(showing, shape, said[0]))
-    (said,) = await answers
-    return call.json(_whole(showing, shape, said))
+        return await call.stream(answers, lambda results: _events(showing, shape, results[0]))
+    (results,) = await answers
+    return call.json(_whole(showing, shape, results))
 
 
 # What is asked --------------------------------------------------------------------------------------------------------
 
 
-def _said_before(call: Call, body: Fields) -> list[dict[str, Any]]:
+def _messages_before(call: Call, body: Fields) -> list[dict[str, Any]]:
     """All messages but the instructions: those of the response that is gone on from, and the input's."""
     before: list[dict[str, Any]] = []
     if (previous := body.text("previous_response_id")) is not None:
@@ -478,54 +484,54 @@ def _said_before(call: Call, body: Fields) -> list[dict[str, Any]]:
             )  # fmt: skip
         call.session = session
         before = [dict(message) for message in session.whole[previous]]
-    given = body.wanted("input", body.any("input"))
-    if isinstance(given, str):
-        new = [{"role": "user", "content": given}]
-    elif isinstance(given, list):
-        new = _joined([_item(each) for each in fields_of(given, "input", body.unheeded)])
+    value = body.wanted("input", body.any("input"))
+    if isinstance(value, str):
+        new = [{"role": "user", "content": value}]
+    elif isinstance(value, list):
+        new = _joined([_item(each) for each in fields_of(value, "input", body.unheeded)])
     else:
         raise invalid("input", "input must be a string or an array of items")
     return [dict(message) for message in messages_checked([*before, *new], "input")]
 
 
-def _item(given: Fields) -> dict[str, Any] | None:
+def _item(fields: Fields) -> dict[str, Any] | None:
     """An item as a message; None for one that says nothing."""
-    kind = given.text("type", "message")
+    kind = fields.text("type", "message")
     if kind == "reasoning":
-        thought = _thought(given)
+        thought = _thought(fields)
         return {"role": "assistant", "content": "", "reasoning_content": thought} if thought else None
     if kind in ("function_call", "custom_tool_call"):
-        within, name = given.text("namespace"), given.any("name")
+        within, name = fields.text("namespace"), fields.any("name")
         called = name if within is None else f"{within}.{name}"
-        written = {"input": given.text("input", "")} if kind == "custom_tool_call" else given.any("arguments")
-        call = call_message(called, written, given.any("call_id"), given.path("name"))
+        written = {"input": fields.text("input", "")} if kind == "custom_tool_call" else fields.any("arguments")
+        call = call_message(called, written, fields.any("call_id"), fields.path("name"))
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind in ("function_call_output", "custom_tool_call_output"):
-        told = words(given.wanted("output", given.any("output")), given.path("output"), _PARTS)
-        return {"role": "tool", "content": told, "tool_call_id": given.text("call_id", "")}
+        text = words(fields.wanted("output", fields.any("output")), fields.path("output"), _PARTS)
+        return {"role": "tool", "content": text, "tool_call_id": fields.text("call_id", "")}
     if kind == "additional_tools":
         return None  # see `_tools`
     if kind != "message":
-        given.note("type", kind)  # of a tool that OpenAI's servers run, or of how they keep a conversation
+        fields.note("type", kind)  # of a tool that OpenAI's servers run, or of how they keep a conversation
         return None
-    role = given.wanted("role", given.text("role"))
+    role = fields.wanted("role", fields.text("role"))
     if role not in _RESPONSES_ROLES:
-        raise invalid(given.path("role"), f"{given.path('role')}: there is no role {role!r:.50}")
-    content = words(given.wanted("content", given.any("content")), given.path("content"), _PARTS)
+        raise invalid(fields.path("role"), f"{fields.path('role')}: there is no role {role!r:.50}")
+    content = words(fields.wanted("content", fields.any("content")), fields.path("content"), _PARTS)
     return {"role": _RESPONSES_ROLES[role], "content": content}
 
 
-def _thought(given: Fields) -> str:
+def _thought(fields: Fields) -> str:
     """The text of a reasoning item: its content, or what we had sealed, or its summary."""
-    if parts := given.objects("content"):
+    if parts := fields.objects("content"):
         return "".join(part.text("text", "") for part in parts)
-    sealed = given.text("encrypted_content", "")
+    sealed = fields.text("encrypted_content", "")
     if sealed.startswith(_SEAL):
         try:
             return base64.urlsafe_b64decode(sealed.removeprefix(_SEAL)).decode()
         except ValueError:
             return ""
-    return "".join(part.text("text", "") for part in given.objects("summary"))
+    return "".join(part.text("text", "") for part in fields.objects("summary"))
 
 
 def _joined(items: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
@@ -564,38 +570,40 @@ class _Tool:
 def _tools(body: Fields) -> dict[str, _Tool]:
     """The tools that the client runs, by the names that the model reads: those of the request, and those that its
     items add."""
-    found: dict[str, _Tool] = {}
+    tools: dict[str, _Tool] = {}
 
-    def add(given: Fields, namespace: str | None) -> None:
-        kind, name = given.text("type", ""), given.any("name")
+    def add(fields: Fields, namespace: str | None) -> None:
+        kind, name = fields.text("type", ""), fields.any("name")
         if kind not in ("function", "custom"):
-            given.note("type", kind)
+            fields.note("type", kind)
             return
-        shown = name if namespace is None or not isinstance(name, str) else f"{namespace}.{name}"
+        full_name = name if namespace is None or not isinstance(name, str) else f"{namespace}.{name}"
         if kind == "custom":
-            schema = custom_schema(shown, given.any("description"), given.path("name"))
+            schema = custom_schema(full_name, fields.any("description"), fields.path("name"))
         else:
-            schema = function_schema(shown, given.any("description"), given.any("parameters"), given.path("name"))
-        found[shown] = _Tool(schema, name, namespace, kind == "custom")
+            schema = function_schema(
+                full_name, fields.any("description"), fields.any("parameters"), fields.path("name")
+            )
+        tools[full_name] = _Tool(schema, name, namespace, kind == "custom")
 
     items = body.any("input")
     added = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
     more = [each for each in fields_of(added, "input", body.unheeded) if each.any("type") == "additional_tools"]
-    for given in [tool for holder in (body, *more) for tool in holder.objects("tools")]:
-        if given.any("type") != "namespace":
-            add(given, None)
+    for tool_fields in [tool for holder in (body, *more) for tool in holder.objects("tools")]:
+        if tool_fields.any("type") != "namespace":
+            add(tool_fields, None)
             continue
-        for inner in given.objects("tools"):
-            add(inner, given.wanted("name", given.text("name")))
-    return found
+        for inner in tool_fields.objects("tools"):
+            add(inner, tool_fields.wanted("name", tool_fields.text("name")))
+    return tools
 
 
-def _responses_form(given: Fields | None) -> JsonForm | None:
-    if given is None:
+def _responses_form(fields: Fields | None) -> JsonForm | None:
+    if fields is None:
         return None
-    given.ignored("verbosity")
-    form = given.object("format")
-    given.done()
+    fields.ignored("verbosity")
+    form = fields.object("format")
+    fields.done()
     return None if form is None else json_form(form.any("type"), form.any("schema"), "text.format")
 
 
@@ -616,55 +624,55 @@ class _Showing:
     """Reasoning with a text that a client which keeps nothing else of it sends back."""
 
 
-def _output(showing: _Showing, said: Said) -> list[dict[str, Any]]:
+def _output(showing: _Showing, result: ClientAnswer) -> list[dict[str, Any]]:
     call, items = showing.call, list[dict[str, Any]]()
-    if said.reasoning is not None:
-        parts = [{"type": "reasoning_text", "text": said.reasoning}]
+    if result.reasoning is not None:
+        parts = [{"type": "reasoning_text", "text": result.reasoning}]
         thought: dict[str, Any] = {"id": f"rs_{call.id}", "type": "reasoning", "summary": [], "content": parts}
         if showing.sealed:
-            thought["encrypted_content"] = _SEAL + base64.urlsafe_b64encode(said.reasoning.encode()).decode()
+            thought["encrypted_content"] = _SEAL + base64.urlsafe_b64encode(result.reasoning.encode()).decode()
         items.append({**thought, "status": "completed"})
-    if said.text or not said.calls:
-        told = token_logprobs(call, said) if showing.logprobs else []
-        part: dict[str, Any] = {"type": "output_text", "text": said.text, "annotations": [], "logprobs": told}
-        parts = [part] if said.refusal is None else [part, {"type": "refusal", "refusal": said.refusal}]
-        status = "incomplete" if said.cut else "completed"
+    if result.text or not result.calls:
+        content = token_logprobs(call, result) if showing.logprobs else []
+        part: dict[str, Any] = {"type": "output_text", "text": result.text, "annotations": [], "logprobs": content}
+        parts = [part] if result.refusal is None else [part, {"type": "refusal", "refusal": result.refusal}]
+        status = "incomplete" if result.cut else "completed"
         items.append(
             {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "status": status, "content": parts}
         )
-    for number, each in enumerate(said.calls):
+    for number, each in enumerate(result.calls):
         tool = showing.tools.get(each.name)
-        shown: dict[str, Any] = {
+        item: dict[str, Any] = {
             "id": f"fc_{call.id}{number}", "type": "function_call", "call_id": f"call_{each.id}",
             "name": each.name if tool is None else tool.name, "arguments": call_text(each), "status": "completed",
         }  # fmt: skip
         if tool is not None and tool.namespace is not None:
-            shown["namespace"] = tool.namespace
+            item["namespace"] = tool.namespace
         if tool is not None and tool.custom:
-            del shown["arguments"]
-            shown |= {"id": f"ctc_{call.id}{number}", "type": "custom_tool_call", "input": custom_text(each)}
-        items.append(shown)
+            del item["arguments"]
+            item |= {"id": f"ctc_{call.id}{number}", "type": "custom_tool_call", "input": custom_text(each)}
+        items.append(item)
     return items
 
 
-def _whole(showing: _Showing, shape: dict[str, Any], said: Said) -> dict[str, Any]:
-    cut = said.cut and not said.calls
+def _whole(showing: _Showing, shape: dict[str, Any], result: ClientAnswer) -> dict[str, Any]:
+    cut = result.cut and not result.calls
     return {
         **shape,
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _output(showing, said),
+        "output": _output(showing, result),
         "usage": {
-            "input_tokens": said.read,
-            "input_tokens_details": {"cached_tokens": said.cached},
-            "output_tokens": len(said.reply.ids),
+            "input_tokens": result.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": result.cached},
+            "output_tokens": len(result.reply.ids),
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": said.read + len(said.reply.ids),
+            "total_tokens": result.prompt_tokens + len(result.reply.ids),
         },
     }
 
 
-def _events(showing: _Showing, shape: dict[str, Any], said: Said) -> Iterable[bytes]:
+def _events(showing: _Showing, shape: dict[str, Any], result: ClientAnswer) -> Iterable[bytes]:
     count = -1
 
     def told(kind: str, **more: Any) -> bytes:
@@ -672,10 +680,10 @@ def _events(showing: _Showing, shape: dict[str, Any], said: Said) -> Iterable[by
         count += 1
         return event({"type": kind, "sequence_number": count, **more}, kind)
 
-    begun = {**shape, "status": "in_progress", "output": [], "usage": None}
-    yield told("response.created", response=begun)
-    yield told("response.in_progress", response=begun)
-    whole = _whole(showing, shape, said)
+    opening = {**shape, "status": "in_progress", "output": [], "usage": None}
+    yield told("response.created", response=opening)
+    yield told("response.in_progress", response=opening)
+    whole = _whole(showing, shape, result)
     for place, item in enumerate(whole["output"]):
         here: dict[str, Any] = {"item_id": item["id"], "output_index": place}
         key, kind = _FILLED[item["type"]]
@@ -693,18 +701,18 @@ def _events(showing: _Showing, shape: dict[str, Any], said: Said) -> Iterable[by
     yield told(f"response.{whole['status']}", response=whole)
 
 
-def _part_events(told: Any, here: dict[str, Any], part: dict[str, Any]) -> Iterable[bytes]:
+def _part_events(emit: Any, here: dict[str, Any], part: dict[str, Any]) -> Iterable[bytes]:
     """A part of a message or of reasoning: added, filled, done."""
     name = part["type"]
     if name == "reasoning_text":
         for piece in pieces(part["text"]):
-            yield told("response.reasoning_text.delta", **here, delta=piece)
-        yield told("response.reasoning_text.done", **here, text=part["text"])
+            yield emit("response.reasoning_text.delta", **here, delta=piece)
+        yield emit("response.reasoning_text.done", **here, text=part["text"])
         return
     key, more = ("text", {"logprobs": part["logprobs"]}) if name == "output_text" else ("refusal", {})
     empty = {**part, key: "", **({"logprobs": []} if more else {})}
-    yield told("response.content_part.added", **here, part=empty)
+    yield emit("response.content_part.added", **here, part=empty)
     for piece in pieces(part[key]):
-        yield told(f"response.{name}.delta", **here, delta=piece, **({"logprobs": []} if more else {}))
-    yield told(f"response.{name}.done", **here, **{key: part[key]}, **more)
-    yield told("response.content_part.done", **here, part=part)
+        yield emit(f"response.{name}.delta", **here, delta=piece, **({"logprobs": []} if more else {}))
+    yield emit(f"response.{name}.done", **here, **{key: part[key]}, **more)
+    yield emit("response.content_part.done", **here, part=part)

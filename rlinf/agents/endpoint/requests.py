@@ -4,9 +4,9 @@ In: the bytes of a body, read field by field. Out: values of the right types, or
 is answered in the form of the API that the client speaks; names of fields that are not honoured go to the record of who
 asks. What is wrong inside the run is never told to a client, only that it failed.
 
-A request that is right is put to the model, and `Said` is its answer as a client may read it: without the text that
-stopped the answer, reasoning and calls of tools apart, checked against the JSON that was asked for. What a client reads
-is told to the record, so that it is known when it comes back. Who wakes whom: the model's answer.
+A request that is right is put to the model, and `ClientAnswer` is its answer as a client may read it: without the text
+that stopped the answer, reasoning and calls of tools apart, checked against the JSON that was asked for. What a client
+reads is told to the record, so that it is known when it comes back. Who wakes whom: the model's answer.
 
 Nothing constrains the tokens of an answer. Which tools it calls is therefore a wish of the client's: where it is not
 met, the model is told so, as the user, and asked once more. All of that is one line of the record, with every token
@@ -143,8 +143,8 @@ class Fields:
         unheeded: where to note what is not honoured; None begins a list.
     """
 
-    def __init__(self, given: Mapping[str, Any], path: str = "", unheeded: dict[str, None] | None = None) -> None:
-        self.given, self._path = given, path
+    def __init__(self, value: Mapping[str, Any], path: str = "", unheeded: dict[str, None] | None = None) -> None:
+        self.given, self._path = value, path
         self._known: set[str] = set()
         self.unheeded: dict[str, None] = {} if unheeded is None else unheeded
         """Names of fields that are not honoured, in order; those of a list without their places in it."""
@@ -294,7 +294,7 @@ def words(content: Any, path: str, kinds: Collection[str] = ("text",)) -> str:
         return content or ""
     if not isinstance(content, list):
         raise invalid(path, f"{path} must be a string or an array of parts")
-    said = []
+    texts = []
     for part in fields_of(content, path):
         kind = part.text("type")
         if kind not in kinds:
@@ -302,8 +302,8 @@ def words(content: Any, path: str, kinds: Collection[str] = ("text",)) -> str:
                 part.path("type"), f"{part.path('type')}: {kind!r} is not supported; there is {', '.join(kinds)}"
             )
         text = part.text("refusal" if kind == "refusal" else "text")
-        said.append(part.wanted("text", text))
-    return "".join(said)
+        texts.append(part.wanted("text", text))
+    return "".join(texts)
 
 
 Schema = dict[str, Any]
@@ -363,12 +363,12 @@ class Applying:
                     child = Worker("rlinf.agents.arguments:Schemas", name="schemas of clients", answers="json")
                     await child.start()
                     self._child = child
-            said = await self._child.call("wrong", schema, text, timeout=_SCHEMA_SECONDS)
+            problem = await self._child.call("wrong", schema, text, timeout=_SCHEMA_SECONDS)
         except CallTimeout:
             return f"the schema cannot be applied within {_SCHEMA_SECONDS:g} s: take simpler patterns"
         except (ChildDied, RemoteError, TypeError) as error:  # TypeError: nested too deeply to be sent
             return f"the schema cannot be applied: {type(error).__name__}"
-        return None if said is None else str(said)
+        return None if problem is None else str(problem)
 
     async def close(self) -> None:
         """End the process."""
@@ -395,13 +395,13 @@ class ToolChoice:
         if not self.may:
             return None
         if self.must and not any(self.name in (None, call.name) for call in calls):
-            asked = "Answer by calling a tool." if self.name is None else f"Answer by calling the tool {self.name}."
-            return " ".join([*broken[:1], asked])
+            demand = "Answer by calling a tool." if self.name is None else f"Answer by calling the tool {self.name}."
+            return " ".join([*broken[:1], demand])
         if self.single and len(calls) > 1:
             return "Call one tool at a time."
         return None
 
-    def taken(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+    def calls_for_client(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
         """Those of an answer's calls that the client is given."""
         if not self.may:
             return ()
@@ -410,7 +410,7 @@ class ToolChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ModelRequest:
     """A client's request, read from the body: messages or token ids, tools and settings."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -432,19 +432,19 @@ class Asked:
     count: int = 1
     """Answers."""
 
-    def told(self) -> list[dict[str, Any]]:
+    def messages_with_instruction(self) -> list[dict[str, Any]]:
         """The messages, with what the model is told of the form that is wanted in the system's."""
         if self.form is None:
             return self.messages
-        said = self.form.instruction
+        instruction = self.form.instruction
         if self.messages[0]["role"] == "system":
-            first = {**self.messages[0], "content": f"{self.messages[0]['content']}\n\n{said}"}
+            first = {**self.messages[0], "content": f"{self.messages[0]['content']}\n\n{instruction}"}
             return [first, *self.messages[1:]]
-        return [{"role": "system", "content": said}, *self.messages]
+        return [{"role": "system", "content": instruction}, *self.messages]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ClientAnswer:
     """One answer, as a client reads it."""
 
     reply: Reply
@@ -459,7 +459,7 @@ class Said:
     """The text that stopped it."""
     refusal: str | None
     """Why it is not the JSON that was asked for."""
-    read: int
+    prompt_tokens: int
     """Tokens that the model had before it."""
     cached: int
     """Number of those tokens that belong to the earlier turn that it goes on from."""
@@ -476,74 +476,75 @@ class Said:
         return self.reply.finish in ("length", "abort")
 
 
-def template_of(llm: AgentLLM, asked: Asked) -> ChatFormat:
+def template_of(llm: AgentLLM, request: ModelRequest) -> ChatFormat:
     """How messages become tokens where the model is shown these tools, with these arguments of the template."""
-    more = {**asked.template, **({"tools": list(asked.tools)} if asked.tools else {})}
+    more = {**request.template, **({"tools": list(request.tools)} if request.tools else {})}
     return llm.trajectories.chat.with_arguments(**more)
 
 
-async def ask(llm: AgentLLM, asked: Asked, applying: Applying, *, thinks: bool) -> Said:
+async def ask(llm: AgentLLM, request: ModelRequest, applying: Applying, *, thinks: bool) -> ClientAnswer:
     """Let the model answer once.
 
     Args:
         llm: the model.
-        asked: what.
+        request: what.
         applying: applies the schema of the answer, if one is asked for.
         thinks: the model writes `<think>…</think>` before its answers.
 
     Raises:
         UserError: it cannot; see `AgentLLM.chat`.
     """
-    if asked.ids is not None:
-        reply = await llm.generate(asked.ids, **asked.sampling)
+    if request.ids is not None:
+        reply = await llm.generate(request.ids, **request.sampling)
         turn = llm.trajectories.turns[-1]  # recorded last, in this very tick
-        text, stop = _until_stopped(reply, reply.text, asked)
-        return _said(reply, turn, text, stop)
+        text, stop = _until_stopped(reply, reply.text, request)
+        return _client_answer(reply, turn, text, stop)
     if not llm.trajectories.chat.has_template:
         llm.trajectories.chat.warn(
             "endpoint",
             "messages of the endpoint's clients are joined as they are, without their roles: the tokenizer has no "
             "chat template; set data.chat_template",
         )
-    answer, first = await _chosen(llm, asked)
+    answer, first = await _answer_as_wished(llm, request)
     assert answer.turn is not None
-    calls, whole = asked.choice.taken(answer.calls), answer.text
-    begun = thinks and _thought_is_begun(llm, answer.turn)
-    if begun and _THOUGHT not in whole:
+    calls, whole = request.choice.calls_for_client(answer.calls), answer.text
+    thinking = thinks and _thought_is_begun(llm, answer.turn)
+    if thinking and _THOUGHT not in whole:
         calls = ()  # it was cut while it thought of them
-    text, stop = _until_stopped(answer, answer.content if calls else whole, asked)
-    reasoning, text = apart(text, begun=begun) if thinks else (None, text)
-    refusal = await asked.form.wrong(text, applying) if asked.form is not None and not calls else None
+    text, stop = _until_stopped(answer, answer.content if calls else whole, request)
+    reasoning, text = split_thought(text, thinking=thinking) if thinks else (None, text)
+    refusal = await request.form.wrong(text, applying) if request.form is not None and not calls else None
     key = llm.trajectories.also(answer.turn, message_of(text, calls), in_place_of=first)
-    said = _said(answer, answer.turn, text, stop)
-    return replace(said, reasoning=reasoning, calls=calls, refusal=refusal, key=key, again=first is not None)
+    result = _client_answer(answer, answer.turn, text, stop)
+    return replace(result, reasoning=reasoning, calls=calls, refusal=refusal, key=key, again=first is not None)
 
 
-def _said(reply: Reply, turn: Turn, text: str, stop: str | None) -> Said:
+def _client_answer(reply: Reply, turn: Turn, text: str, stop: str | None) -> ClientAnswer:
     cached = 0 if turn.parent is None else turn.parent.length
-    return Said(reply, text, None, (), stop, None, turn.length - len(reply.ids), cached, turn, b"")
+    return ClientAnswer(reply, text, None, (), stop, None, turn.length - len(reply.ids), cached, turn, b"")
 
 
-async def _chosen(llm: AgentLLM, asked: Asked) -> tuple[Answer, Turn | None]:
+async def _answer_as_wished(llm: AgentLLM, request: ModelRequest) -> tuple[Answer, Turn | None]:
     """The answer; and, where it is the second one, the first, which did not call tools as wished."""
-    told, more = asked.told(), {"tools": asked.tools, "chat_template_kwargs": asked.template, **asked.sampling}
-    answer = await llm.chat(told, **more)
-    why = asked.choice.unmet(answer.calls, answer.broken) if asked.tools else None
+    messages = request.messages_with_instruction()
+    more = {"tools": request.tools, "chat_template_kwargs": request.template, **request.sampling}
+    answer = await llm.chat(messages, **more)
+    why = request.choice.unmet(answer.calls, answer.broken) if request.tools else None
     if why is None or answer.finish in ("length", "abort"):
         return answer, None
     try:
-        return await llm.chat([*told, answer.message, {"role": "user", "content": why}], **more), answer.turn
+        return await llm.chat([*messages, answer.message, {"role": "user", "content": why}], **more), answer.turn
     except ContextFull:
         return answer, None
 
 
-def _until_stopped(reply: Reply, text: str, asked: Asked) -> tuple[str, str | None]:
+def _until_stopped(reply: Reply, text: str, request: ModelRequest) -> tuple[str, str | None]:
     """A text up to what stopped it, and that."""
-    found = [(text.find(each), each) for each in asked.sampling.get("stop", ()) if each in text]
-    if reply.finish != "text" or not found:
+    places = [(text.find(each), each) for each in request.sampling.get("stop", ()) if each in text]
+    if reply.finish != "text" or not places:
         return text, None
-    at, stop = min(found)
-    return (text if asked.stop_shown else text[:at]), stop
+    at, stop = min(places)
+    return (text if request.stop_shown else text[:at]), stop
 
 
 _THINK, _THOUGHT = "<think>", "</think>"
@@ -559,21 +560,21 @@ def template_thinks(chat: ChatFormat) -> bool:
 
 def _thought_is_begun(llm: AgentLLM, turn: Turn) -> bool:
     """See whether the prompt has begun the model's thought, as templates of models that always think do."""
-    return str(llm.trajectories.chat.tokenizer.decode(turn.read[-_TAIL:])).rstrip().endswith(_THINK)
+    return str(llm.trajectories.chat.tokenizer.decode(turn.new_ids[-_TAIL:])).rstrip().endswith(_THINK)
 
 
-def apart(text: str, *, begun: bool = False) -> tuple[str | None, str]:
+def split_thought(text: str, *, thinking: bool = False) -> tuple[str | None, str]:
     """Take a text apart into what was thought in it and what is said.
 
     Args:
         text: an answer.
-        begun: the prompt has begun the thought.
+        thinking: the prompt has begun the thought.
     """
     inside = text.lstrip()
-    if not begun and not inside.startswith(_THINK):
+    if not thinking and not inside.startswith(_THINK):
         return None, text
-    thought, ended, said = inside.removeprefix(_THINK).partition(_THOUGHT)
-    return thought.strip() or None, said.lstrip() if ended else ""
+    thought, ended, rest = inside.removeprefix(_THINK).partition(_THOUGHT)
+    return thought.strip() or None, rest.lstrip() if ended else ""
 
 
 def message_of(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
@@ -599,9 +600,9 @@ def function_schema(name: Any, description: Any, parameters: Any, path: str) -> 
         raise invalid(path, f"{path}: its description must be a string")
     if parameters is not None and not isinstance(parameters, dict):
         raise invalid(path, f"{path}: its parameters must be a JSON schema, an object")
-    shown: Schema = {"name": name, "description": description or ""}
-    shown["parameters"] = parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": shown}
+    function: Schema = {"name": name, "description": description or ""}
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
 
 
 def custom_schema(name: Any, description: Any, path: str) -> Schema:
@@ -627,15 +628,15 @@ def tool_choice(body: Fields, tools: Sequence[Schema], *, single: bool) -> ToolC
 
 
 def _wished(body: Fields, single: bool) -> ToolChoice:
-    given = body.any("tool_choice")
-    kind = given.get("type") if isinstance(given, Mapping) else given
+    value = body.any("tool_choice")
+    kind = value.get("type") if isinstance(value, Mapping) else value
     if kind in (None, "auto", "none"):
         return ToolChoice(may=kind != "none", single=single)
     if kind in ("required", "any"):
         return ToolChoice(must=True, single=single)
     if not isinstance(kind, str):
         raise invalid("tool_choice", "tool_choice must be a string, or an object with a type")
-    inner: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    inner: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
     if isinstance(inner.get(kind), Mapping):
         inner = inner[kind]  # Chat Completions has it one level deeper
     if kind in ("function", "custom", "tool"):
@@ -655,12 +656,12 @@ _OF_RENDERING = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_t
 
 def template_arguments(body: Fields) -> dict[str, Any]:
     """The arguments that a request has for the chat template, `chat_template_kwargs` as vLLM and SGLang have them."""
-    given = body.object("chat_template_kwargs")
-    if given is None:
+    arguments = body.object("chat_template_kwargs")
+    if arguments is None:
         return {}
-    for name in sorted(given.given.keys() & _OF_RENDERING):
-        given.note(name)
-    return {name: value for name, value in given.given.items() if name not in _OF_RENDERING}
+    for name in sorted(arguments.given.keys() & _OF_RENDERING):
+        arguments.note(name)
+    return {name: value for name, value in arguments.given.items() if name not in _OF_RENDERING}
 
 
 def json_wish(body: Fields) -> JsonForm | None:
@@ -695,17 +696,17 @@ def json_form(kind: Any, schema: Any, param: str) -> JsonForm | None:
     return JsonForm(schema, param)
 
 
-def arguments_of(given: Any, path: str) -> Any:
+def arguments_of(value: Any, path: str) -> Any:
     """Arguments of a call as an object, where they are the text of one.
 
     Raises:
         ApiError: neither a text nor an object.
     """
-    if isinstance(given, dict):
-        return given
-    if not isinstance(given, str):
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, str):
         raise invalid(path, f"{path} must be a string of JSON")
-    return call_arguments(given)
+    return call_arguments(value)
 
 
 def call_message(name: Any, arguments: Any, id: Any, path: str) -> dict[str, Any]:
@@ -731,17 +732,17 @@ def sampling_of(body: Fields, longest: str, stop: str) -> dict[str, Any]:
         longest: its field of how many tokens an answer may have.
         stop: its field of texts that end an answer.
     """
-    chosen: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "max_new_tokens": body.whole(longest, 1),
         "temperature": body.number("temperature", 0, 100),
         "top_p": body.number("top_p", 0, 1),
         "top_k": body.whole("top_k", -1),
         "stop": list(body.texts(stop)) or None,
     }
-    if chosen["top_k"] == -1:
-        chosen["top_k"] = 0
+    if settings["top_k"] == -1:
+        settings["top_k"] = 0
     body.wish("stop_token_ids", "ignore_eos")
-    return {name: value for name, value in chosen.items() if value is not None}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def messages_checked(messages: list[dict[str, Any]], param: str) -> list[dict[str, Any]]:

@@ -143,10 +143,10 @@ class CallFormat:
         Returns:
             What was found; any text gives something.
         """
-        said, calls, broken = self._apart(text)
+        texts, calls, broken = self._apart(text)
         if self.untyped:
-            known = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
-            calls = [(name, typed(arguments, known.get(name, {}))) for name, arguments in calls]
+            schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+            calls = [(name, typed(arguments, schemas.get(name, {}))) for name, arguments in calls]
         numbered: list[ToolCall] = []
         for name, arguments in calls[:MOST_CALLS]:
             try:
@@ -157,11 +157,11 @@ class CallFormat:
             broken[_MOST_BROKEN:] = [f"{len(broken) - _MOST_BROKEN} more calls cannot be read"]
         if len(calls) > MOST_CALLS:
             broken.append(f"only the first {MOST_CALLS} calls of an answer are read")
-        return Parsed("".join(said).strip(), tuple(numbered), tuple(broken))
+        return Parsed("".join(texts).strip(), tuple(numbered), tuple(broken))
 
     def _apart(self, text: str) -> tuple[list[str], list[tuple[str, dict[str, Any]]], list[str]]:
         """The text around calls, names and arguments of the calls, and what is wrong with broken ones."""
-        said: list[str] = []
+        texts: list[str] = []
         calls: list[tuple[str, dict[str, Any]]] = []
         broken: list[str] = []
         opening, thinking = _Ahead(self.opens, text), _Ahead(_THINKING, text)
@@ -170,27 +170,27 @@ class CallFormat:
             thought = thinking.of(at)
             if thought is not None and thought.start() <= match.start():
                 behind = _behind_thought(text, thought)
-                said.append(text[at:behind])
+                texts.append(text[at:behind])
                 at = behind
                 continue
             if reads >= _MOST_READS or len(calls) + len(broken) >= MOST_CALLS:
                 broken.append(f"only the first {MOST_CALLS} calls of an answer are read")
                 break
-            read, reads = self._read(text, match), reads + 1
-            if thought is not None and thought.group() == "</think>" and not _spans(read, thought):
-                said.append(text[at : thought.end()])  # the prompt had begun to think: all before was thought
+            result, reads = self._read(text, match), reads + 1
+            if thought is not None and thought.group() == "</think>" and not _spans(result, thought):
+                texts.append(text[at : thought.end()])  # the prompt had begun to think: all before was thought
                 at = thought.end()
                 continue
-            if read is None:
-                said.append(text[at : match.end()])
+            if result is None:
+                texts.append(text[at : match.end()])
                 at = match.end()
                 continue
-            said.append(text[at : match.start()])
-            calls += read.calls
-            broken += read.broken
-            at = max(read.end, match.end())
-        said.append(text[at:])
-        return said, calls, broken
+            texts.append(text[at : match.start()])
+            calls += result.calls
+            broken += result.broken
+            at = max(result.end, match.end())
+        texts.append(text[at:])
+        return texts, calls, broken
 
     def _read(self, text: str, match: re.Match[str]) -> Read | None:
         try:
@@ -217,17 +217,17 @@ class _Ahead:
         return self._match
 
 
-def _behind_thought(text: str, begun: re.Match[str]) -> int:
+def _behind_thought(text: str, opening: re.Match[str]) -> int:
     """Where thinking ends that begins, or ends, at a match."""
-    if begun.group() == "</think>":
-        return begun.end()
-    end = text.find("</think>", begun.end())
+    if opening.group() == "</think>":
+        return opening.end()
+    end = text.find("</think>", opening.end())
     return len(text) if end < 0 else end + len("</think>")
 
 
-def _spans(read: Read | None, thought: re.Match[str]) -> bool:
+def _spans(result: Read | None, thought: re.Match[str]) -> bool:
     """True if `</think>` stands inside a good call, as part of an argument."""
-    return read is not None and not read.broken and read.end >= thought.end()
+    return result is not None and not result.broken and result.end >= thought.end()
 
 
 def _id(place: int, name: str, arguments: Mapping[str, Any]) -> str:
@@ -248,8 +248,8 @@ def typed(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[s
         parameters: JSON schema of them, an object; what it does not tell stays as it is.
     """
     properties = parameters.get("properties")
-    known = properties if isinstance(properties, Mapping) else {}
-    return {name: _typed(value, known.get(name)) for name, value in arguments.items()}
+    schemas = properties if isinstance(properties, Mapping) else {}
+    return {name: _typed(value, schemas.get(name)) for name, value in arguments.items()}
 
 
 def _typed(value: Any, schema: Any) -> Any:
@@ -305,21 +305,21 @@ def call_format(name: str | CallFormat | type[CallFormat] | None, tokenizer: Pre
     Raises:
         UserError: there is no such format.
     """
-    chosen: Any = _shown_by(tokenizer) if name is None else name
-    if isinstance(chosen, str):
-        if chosen not in FORMATS and "." not in chosen:
+    choice: Any = _shown_by(tokenizer) if name is None else name
+    if isinstance(choice, str):
+        if choice not in FORMATS and "." not in choice:
             raise UserError(
-                f"call format {chosen!r}: there is none of this name; take one of {', '.join(FORMATS)}, null for the "
+                f"call format {choice!r}: there is none of this name; take one of {', '.join(FORMATS)}, null for the "
                 "one that the chat template shows, or the dotted path of a rlinf.agents.tools.formats.CallFormat"
             )
         try:
-            chosen = resolve(FORMATS.get(chosen, chosen))
+            choice = resolve(FORMATS.get(choice, choice))
         except (ImportError, AttributeError) as error:
-            raise UserError(f"call format {chosen!r}: {error}") from None
-    made = chosen() if isinstance(chosen, type) else chosen
-    if not isinstance(made, CallFormat):
-        raise UserError(f"call format {name!r} is no rlinf.agents.tools.formats.CallFormat but {type(made).__name__}")
-    return made
+            raise UserError(f"call format {choice!r}: {error}") from None
+    format = choice() if isinstance(choice, type) else choice
+    if not isinstance(format, CallFormat):
+        raise UserError(f"call format {name!r} is no rlinf.agents.tools.formats.CallFormat but {type(format).__name__}")
+    return format
 
 
 def _shown_by(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -363,8 +363,8 @@ def json_at(text: str, at: int) -> tuple[Any, int]:
 
 def behind_space(text: str, at: int) -> int:
     """Where the next character stands that is no white space."""
-    found = _SPACE.match(text, at)
-    return at if found is None else found.end()
+    space = _SPACE.match(text, at)
+    return at if space is None else space.end()
 
 
 def quoted(text: str, at: int) -> str:
@@ -383,31 +383,31 @@ def call_of(value: Any) -> tuple[str, dict[str, Any]]:
         value = value["function"]  # the shape of OpenAI's API
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise Malformed('a tool call is a JSON object with "name" and "arguments"')
-    name, given = value["name"], value.get("arguments", value.get("parameters"))
-    if isinstance(given, str):
+    name, arguments = value["name"], value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
         try:
-            given = json_at(given, 0)[0]
+            arguments = json_at(arguments, 0)[0]
         except Malformed:
             pass
-    if given is None:
-        given = {}
-    if not isinstance(given, dict):
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
         raise Malformed(f"the arguments of {name} must be a JSON object")
-    return name, given
+    return name, arguments
 
 
 def _closed(text: str, at: int, mark: str, end: int) -> int:
     """Behind the nearest mark before `end`, or that end if a model that stopped left it out."""
-    found = text.find(mark, at, end)
-    return end if found < 0 else found + len(mark)
+    place = text.find(mark, at, end)
+    return end if place < 0 else place + len(mark)
 
 
 def _until(text: str, at: int, *marks: str) -> int:
     """Before the nearest of these marks, or the end of the text."""
     end = len(text)
     for mark in marks:
-        if (found := text.find(mark, at, end)) >= 0:
-            end = found
+        if (place := text.find(mark, at, end)) >= 0:
+            end = place
     return end
 
 
@@ -613,7 +613,7 @@ def _looks_like_call(value: Any) -> bool:
 
 def _built_in(text: str, at: int) -> Read:
     end = min(
-        (found for mark in ("<|eom_id|>", "<|eot_id|>") if (found := text.find(mark, at)) >= 0), default=len(text)
+        (place for mark in ("<|eom_id|>", "<|eot_id|>") if (place := text.find(mark, at)) >= 0), default=len(text)
     )
     name, arguments = _call(_expression(text[at:end].strip()), text[at:end])
     return Read(end, ((name.removesuffix(".call"), arguments),))

@@ -81,11 +81,11 @@ async def mcp_tools(
     except ImportError as error:
         raise UserError(f"mcp_tools needs the package {error.name}: pip install 'rlinf[agents,mcp]'") from None
     name = str(url) if command is None else " ".join(command)
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
-        server = _Server(partial(_client, command, url, env, headers, said), name, start_timeout, said)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
+        server = _Server(partial(_client, command, url, env, headers, stderr), name, start_timeout, stderr)
         try:
-            found = await server.start()
-            yield Tools(_tool(server, each, prefix, timeout, longest) for each in found)
+            tools = await server.start()
+            yield Tools(_tool(server, each, prefix, timeout, longest) for each in tools)
         finally:
             await server.end()
 
@@ -101,9 +101,9 @@ class _Server:
     """
 
     def __init__(
-        self, open_client: Callable[[AsyncExitStack], Awaitable[Any]], name: str, start_timeout: float, said: IO[str]
+        self, open_client: Callable[[AsyncExitStack], Awaitable[Any]], name: str, start_timeout: float, stderr: IO[str]
     ) -> None:
-        self._open_client, self._name, self._start_timeout, self._said = open_client, name, start_timeout, said
+        self._open_client, self._name, self._start_timeout, self._said = open_client, name, start_timeout, stderr
         self._holding: asyncio.Future[None] | None = None
         self._over = asyncio.Event()
         self._client: Any = None
@@ -180,15 +180,15 @@ async def _hold(
     """Hold a connection until it is over. Consumes nothing; produces `listed`; unblocked by `over`."""
     async with AsyncExitStack() as stack:
         client = await open_client(stack)
-        found: list[Any] = []
+        tools: list[Any] = []
         cursor = None
         for _ in range(_PAGES):
             page = await client.list_tools(cursor=cursor)
-            found += page.tools
+            tools += page.tools
             cursor = page.next_cursor
             if cursor is None:
                 break
-        listed.set_result((client, found))
+        listed.set_result((client, tools))
         await over.wait()
 
 
@@ -197,7 +197,7 @@ async def _client(
     url: str | None,
     env: Mapping[str, str] | None,
     headers: Mapping[str, str] | None,
-    said: IO[str],
+    stderr: IO[str],
     stack: AsyncExitStack,
 ) -> Any:
     from mcp import Client, StdioServerParameters, stdio_client
@@ -207,28 +207,28 @@ async def _client(
     if command is None:
         http = await stack.enter_async_context(create_mcp_http_client(headers=dict(headers or {})))
         return await stack.enter_async_context(Client(streamable_http_client(str(url), http_client=http), cache=None))
-    kept = ["-I", "-S", "-c", _KEPT, keeper.__file__, str(os.getpid()), *command]
-    parameters = StdioServerParameters(command=sys.executable, args=kept, env=dict(env or {}))
-    return await stack.enter_async_context(Client(stdio_client(parameters, errlog=said), cache=None))  # type: ignore[arg-type]
+    arguments = ["-I", "-S", "-c", _KEPT, keeper.__file__, str(os.getpid()), *command]
+    parameters = StdioServerParameters(command=sys.executable, args=arguments, env=dict(env or {}))
+    return await stack.enter_async_context(Client(stdio_client(parameters, errlog=stderr), cache=None))  # type: ignore[arg-type]
 
 
-def _tool(server: _Server, told: Any, prefix: str, seconds: float, longest: int) -> Tool:
+def _tool(server: _Server, listing: Any, prefix: str, seconds: float, longest: int) -> Tool:
     """A tool of the server's."""
-    schema = dict(told.input_schema)
+    schema = dict(listing.input_schema)
 
     async def call(**arguments: Any) -> str:
         try:
-            result = await server.call(told.name, arguments)
+            result = await server.call(listing.name, arguments)
         except Exception as error:
-            raise ToolFailed(f"{told.name} failed: {_reason(error)}") from None
+            raise ToolFailed(f"{listing.name} failed: {_reason(error)}") from None
         text = _text(result)
         if result.is_error:
-            raise ToolFailed(text or f"{told.name} failed")
+            raise ToolFailed(text or f"{listing.name} failed")
         return text
 
     return Tool(
-        prefix + told.name, told.description or "", schema, call,
-        lambda given: typed(given, schema), seconds, longest,
+        prefix + listing.name, listing.description or "", schema, call,
+        lambda keywords: typed(keywords, schema), seconds, longest,
     )  # fmt: skip
 
 
@@ -254,11 +254,11 @@ def _reason(error: BaseException) -> str:
     """Return an error's type and message on one line; of an exception group, those of its first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    reason = " ".join(str(error).split())
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
-def _last_words(said: IO[str]) -> str:
-    said.seek(0)
-    words = " ".join(said.read().split())[-_LAST_WORDS:]
+def _last_words(stderr: IO[str]) -> str:
+    stderr.seek(0)
+    words = " ".join(stderr.read().split())[-_LAST_WORDS:]
     return f"; it said: {words}" if words else ""

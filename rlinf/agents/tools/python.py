@@ -23,7 +23,7 @@ async def python(code: str) -> str:
     Args:
         code: the program; use print() to see results.
     """
-    return told(await run_python(code))
+    return result_text(await run_python(code))
 
 
 def python_in(place: Sandbox | PythonSession) -> Callable[[str], Awaitable[str]]:
@@ -40,7 +40,7 @@ def python_in(place: Sandbox | PythonSession) -> Callable[[str], Awaitable[str]]
             Args:
                 code: the program; use print() to see results.
             """
-            return told(await place.run_python(code))
+            return result_text(await place.run_python(code))
 
     else:
 
@@ -52,12 +52,12 @@ def python_in(place: Sandbox | PythonSession) -> Callable[[str], Awaitable[str]]
             """
             result = await place.run(code)
             lost = "; the interpreter was restarted, and its variables are gone"
-            return told(result, lost if result.outcome in ("timeout", "killed") else "")
+            return result_text(result, lost if result.outcome in ("timeout", "killed") else "")
 
     return python
 
 
-def told(result: Result, more: str = "") -> str:
+def result_text(result: Result, more: str = "") -> str:
     """Describe a program's output and end, as a text for the model.
 
     Args:

@@ -85,8 +85,8 @@ def signature_of(function: Callable[..., Any], name: str | None = None) -> Signa
     name = name or getattr(function, "__name__", "") or type(function).__name__
     if not name.replace("-", "_").isidentifier():
         raise WrongValue(f"tool {name!r}: give it a name of letters, digits and _: tool(function, name=…)")
-    told = docstring_parser.parse(inspect.getdoc(function) or "")
-    descriptions = {each.arg_name: " ".join((each.description or "").split()) for each in told.params}
+    docstring = docstring_parser.parse(inspect.getdoc(function) or "")
+    descriptions = {each.arg_name: " ".join((each.description or "").split()) for each in docstring.params}
     fields: dict[str, Any] = {}
     for place, parameter in enumerate(_parameters(function, name)):
         has_default = parameter.default is not inspect.Parameter.empty
@@ -107,11 +107,11 @@ def signature_of(function: Callable[..., Any], name: str | None = None) -> Signa
         raise WrongType(f"tool {name}: no JSON schema of its arguments: {str(error).splitlines()[0]}") from None
     names = {f"argument_{place}": field.alias for place, field in enumerate(model.model_fields.values())}
 
-    def check(given: Mapping[str, Any]) -> dict[str, Any]:
-        checked = _checked(model, dict(given))
+    def check(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        checked = _checked(model, dict(arguments))
         return {str(names[own]): getattr(checked, own) for own in names if own in checked.model_fields_set}
 
-    description = "\n\n".join(part for part in (told.short_description, told.long_description) if part)
+    description = "\n\n".join(part for part in (docstring.short_description, docstring.long_description) if part)
     return Signature(name, description, _plain(schema), check)
 
 
@@ -144,16 +144,16 @@ def _called(function: Any) -> Any:
     return getattr(function, "func", None) or type(function).__call__
 
 
-def _checked(model: Any, given: dict[str, Any]) -> Any:
+def _checked(model: Any, arguments: dict[str, Any]) -> Any:
     """Arguments as a model of pydantic; texts that do not fit are tried as JSON."""
     from pydantic import ValidationError
 
     try:
-        return model.model_validate(given)
+        return model.model_validate(arguments)
     except ValidationError as first:
-        again = dict(given)
+        again = dict(arguments)
         for problem in first.errors(include_url=False, include_context=False):
-            if problem["loc"] and isinstance(text := given.get(str(problem["loc"][0])), str):
+            if problem["loc"] and isinstance(text := arguments.get(str(problem["loc"][0])), str):
                 try:
                     again[str(problem["loc"][0])] = json.loads(text)
                 except (ValueError, RecursionError):
@@ -166,18 +166,18 @@ def _checked(model: Any, given: dict[str, Any]) -> Any:
 
 def _problems(model: Any, error: Any) -> str:
     """Describe pydantic's validation errors, for the model."""
-    told = []
+    lines = []
     for problem in error.errors(include_url=False)[:_PROBLEMS]:
         where = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "missing" and len(problem["loc"]) == 1:
-            told.append(f"{where} is missing")
+            lines.append(f"{where} is missing")
         elif problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
-            told.append(f"there is no argument {where}")
+            lines.append(f"there is no argument {where}")
         else:
-            told.append(f"{where}: {problem['msg']}, not {_short(problem['input'])}")
-    left = error.error_count() - len(told)
+            lines.append(f"{where}: {problem['msg']}, not {_short(problem['input'])}")
+    others = error.error_count() - len(lines)
     expected = ", ".join(str(field.alias) for field in model.model_fields.values()) or "none"
-    return "; ".join(told) + (f"; and {left} more" if left > 0 else "") + f". The arguments are: {expected}"
+    return "; ".join(lines) + (f"; and {others} more" if others > 0 else "") + f". The arguments are: {expected}"
 
 
 def _short(value: Any) -> str:
@@ -207,13 +207,13 @@ def _inlined(node: Any, definitions: Mapping[str, Any], within: tuple[str, ...],
         name = reference.rpartition("/")[2]
         if name in within:
             return node
-        told = {key: value for key, value in node.items() if key != "$ref"}
-        return {**_inlined(definitions[name], definitions, (*within, name)), **told}
-    kept = {key: value for key, value in node.items() if named or key not in ("title", "additionalProperties") or value}
+        siblings = {key: value for key, value in node.items() if key != "$ref"}
+        return {**_inlined(definitions[name], definitions, (*within, name)), **siblings}
+    rest = {key: value for key, value in node.items() if named or key not in ("title", "additionalProperties") or value}
     return {
         key: value if key in ("default", "enum", "const") and not named
         else _inlined(value, definitions, within, named=key == "properties" and not named)
-        for key, value in kept.items() if named or key != "title"
+        for key, value in rest.items() if named or key != "title"
     }  # fmt: skip
 
 
@@ -268,8 +268,8 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """The tool for chat templates and OpenAI's API."""
-        told = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
-        return {"type": "function", "function": told}
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
 
     async def call(self, arguments: Mapping[str, Any] | str, *, timeout: float | None = None) -> str:  # noqa: ASYNC109
         """Call it for a model.
@@ -283,24 +283,24 @@ class Tool:
         """
         outcome, text = await self._outcome(arguments, self.timeout if timeout is None else timeout)
         if len(text) > self.longest:
-            left = len(text) - self.longest
-            text = f"{text[: self.longest]}\n[cut: {left:,} more characters; ask for less]"
+            surplus = len(text) - self.longest
+            text = f"{text[: self.longest]}\n[cut: {surplus:,} more characters; ask for less]"
             outcome = "too_long" if outcome == "ok" else outcome
         self.counts[outcome] += 1
         return text
 
     async def _outcome(self, arguments: Any, seconds: float) -> tuple[Outcome, str]:
         try:
-            given = self.check(_object(arguments))
+            keywords = self.check(_object(arguments))
         except WrongArguments as error:
             return "wrong_arguments", _error(f"{self.name}: {error}")
         except Exception as error:  # of a validator of the user's own
-            return "wrong_arguments", _error(f"{self.name}: {_told(error)}")
+            return "wrong_arguments", _error(f"{self.name}: {_described(error)}")
         if _is_async(self.function):
-            return await self._ended(self._awaited(given), seconds)
+            return await self._ended(self._awaited(keywords), seconds)
         loop = asyncio.get_running_loop()
         async with _turns.setdefault(loop, asyncio.Semaphore(_THREADS)):
-            return await self._ended(self._in_thread(given), seconds)
+            return await self._ended(self._in_thread(keywords), seconds)
 
     async def _ended(self, work: Any, seconds: float) -> tuple[Outcome, str]:
         """The outcome of a call that begins now, or that its time is over."""
@@ -313,23 +313,23 @@ class Tool:
         finally:
             await _stop(running)
 
-    async def _awaited(self, given: dict[str, Any]) -> tuple[Outcome, str]:
+    async def _awaited(self, keywords: dict[str, Any]) -> tuple[Outcome, str]:
         try:
-            return "ok", output_text(await self.function(**given))
+            return "ok", output_text(await self.function(**keywords))
         except (Exception, SystemExit) as error:
             return "error", self._failure(error)
 
-    async def _in_thread(self, given: dict[str, Any]) -> tuple[Outcome, str]:
+    async def _in_thread(self, keywords: dict[str, Any]) -> tuple[Outcome, str]:
         def run() -> tuple[Outcome, str]:
             try:
-                return "ok", output_text(self.function(**given))
+                return "ok", output_text(self.function(**keywords))
             except BaseException as error:  # SystemExit, too, would end the thread without a word
                 return "error", self._failure(error)
 
         return await in_thread(functools.partial(contextvars.copy_context().run, run))
 
     def _failure(self, error: BaseException) -> str:
-        return _error(str(error) if isinstance(error, ToolFailed) else f"{self.name} raised {_told(error)}")
+        return _error(str(error) if isinstance(error, ToolFailed) else f"{self.name} raised {_described(error)}")
 
 
 @overload
@@ -382,9 +382,9 @@ def tool(
         raise WrongType(f"tool: {function!r} is no function")
     if not timeout > 0 or longest < 1:
         raise WrongValue(f"tool: timeout={timeout} and longest={longest} must be above 0")
-    found = signature_of(function, name)
-    told = found.description if description is None else description
-    return Tool(found.name, told, found.parameters, function, found.check, timeout, longest)
+    signature = signature_of(function, name)
+    text = signature.description if description is None else description
+    return Tool(signature.name, text, signature.parameters, function, signature.check, timeout, longest)
 
 
 class HasCalls(Protocol):
@@ -413,10 +413,10 @@ class Tools:
         self._tools: dict[str, Tool] = {}
         self._others: Counter[Outcome] = Counter()
         for each in tools:
-            made = each if isinstance(each, Tool) else tool(each)
-            if made.name in self._tools:
-                raise WrongValue(f"tools: two are called {made.name}; name one of them otherwise: tool(…, name=…)")
-            self._tools[made.name] = made
+            own = each if isinstance(each, Tool) else tool(each)
+            if own.name in self._tools:
+                raise WrongValue(f"tools: two are called {own.name}; name one of them otherwise: tool(…, name=…)")
+            self._tools[own.name] = own
 
     def __iter__(self) -> Iterator[Tool]:
         return iter(self._tools.values())
@@ -455,23 +455,23 @@ class Tools:
         """
         broken: Sequence[str] = ()
         if isinstance(calls, ToolCall):
-            asked: list[ToolCall] = [calls]
+            readable: list[ToolCall] = [calls]
         elif isinstance(calls, Iterable):
-            asked = list(calls)
+            readable = list(calls)
         else:
-            asked, broken = list(calls.calls), calls.broken
-        running = [asyncio.ensure_future(self._run(call, timeout)) for call in asked]
+            readable, broken = list(calls.calls), calls.broken
+        running = [asyncio.ensure_future(self._run(call, timeout)) for call in readable]
         try:
             texts = [await each for each in running]
         finally:
             await _stop(*running)
         messages = [
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
-            for call, text in zip(asked, texts, strict=True)
+            for call, text in zip(readable, texts, strict=True)
         ]
         self._others["broken"] += len(broken)
-        told = [_error(f"this tool call cannot be read: {why}") for why in broken]
-        return [*messages, *({"role": "tool", "content": text} for text in told)]
+        error_texts = [_error(f"this tool call cannot be read: {why}") for why in broken]
+        return [*messages, *({"role": "tool", "content": text} for text in error_texts)]
 
     async def _run(self, call: ToolCall, seconds: float | None) -> str:
         if call.name not in self._tools:
@@ -525,9 +525,9 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _told(error: BaseException) -> str:
-    said = _clean(" ".join(str(error).split()))[:_REASON]
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+def _described(error: BaseException) -> str:
+    reason = _clean(" ".join(str(error).split()))[:_REASON]
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
 def _error(text: str) -> str:

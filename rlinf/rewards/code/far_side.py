@@ -136,11 +136,11 @@ class Answer(Peer):
         async def handed_async(*args: Any, **kwargs: Any) -> Any:
             return self.ask("do", self.number_of(handed(*args, **kwargs)) or 0, "await")
 
-        made = handed_async if facts["async"] else handed
-        made.__name__ = made.__qualname__ = facts["function"]
-        made.__doc__ = facts["doc"]
-        made.__dict__["_handed"] = number
-        return made
+        function = handed_async if facts["async"] else handed
+        function.__name__ = function.__qualname__ = facts["function"]
+        function.__doc__ = facts["doc"]
+        function.__dict__["_handed"] = number
+        return function
 
 
 def _deed(name: str) -> Callable[..., Any]:
@@ -272,8 +272,8 @@ class Remote:
         return thing._number if type(thing) is Remote else thing._far
 
     def __eq__(self, other: object) -> bool:
-        found = other is self or self._binary("eq", other)
-        return found is True
+        equal = other is self or self._binary("eq", other)
+        return equal is True
 
     def __ne__(self, other: object) -> bool:
         if type(other) is Remote and other is not self:
@@ -295,8 +295,8 @@ class Remote:
     def __iter__(self) -> Iterator[Any]:
         if self._facts.get("once"):
             return self
-        found = iter(self._bare()) if self._facts.get("base") else self._do("iter")
-        return found if hasattr(type(found), "__next__") else iter(found)
+        iterator = iter(self._bare()) if self._facts.get("base") else self._do("iter")
+        return iterator if hasattr(type(iterator), "__next__") else iter(iterator)
 
     def __instancecheck__(self, value: Any) -> bool:
         return type(value) is Remote and self._peer.ask("do", value._number, "isinstance", [self]) is True
@@ -365,12 +365,12 @@ class Asserted(Peer):
 
     def look_up(self, name: str) -> Any:
         """Ask the answer for the thing that it has by a name."""
-        found = self.ask("name", 0, name)
-        if type(found) is Remote:
-            found.__dict__["_name"] = ""
+        thing = self.ask("name", 0, name)
+        if type(thing) is Remote:
+            thing.__dict__["_name"] = ""
             if name[:1].isupper():
-                self._classes.add(found._number)
-        return found
+                self._classes.add(thing._number)
+        return thing
 
     def perform(self, verb: str, number: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Do what the answer's code asks for."""

@@ -103,13 +103,13 @@ def tests_of(answer: Any, row: Mapping[str, Any]) -> Tests:
         more = row.get("challenge_test_list")
         lines = [*row["test_list"], *(more if more is not None else ())]
         return Assertions(tuple(lines), _setup(row.get("test_setup_code"), row.get("test_imports")))
-    if isinstance(test, str) and (found := _functions(test)):
-        return Assertions(found, test)
-    given = [row[name] for name in _CASES if row.get(name) is not None]
-    if not given and isinstance(model := row.get("reward_model"), Mapping):
-        given = [model.get("ground_truth")]
+    if isinstance(test, str) and (names := _functions(test)):
+        return Assertions(names, test)
+    columns = [row[name] for name in _CASES if row.get(name) is not None]
+    if not columns and isinstance(model := row.get("reward_model"), Mapping):
+        columns = [model.get("ground_truth")]
     cases: list[Any] = []
-    for value in given or [answer]:
+    for value in columns or [answer]:
         cases += _cases(value, _function(row))
     kinds = {type(case) for case in cases}
     if not cases or len(kinds) != 1:
@@ -140,20 +140,20 @@ def _cases(value: Any, function: str | None) -> list[Any]:
         return [_case(*pair, function, False) for pair in zip(inputs, outputs, strict=True)]
     if not isinstance(value, Sequence) and not hasattr(value, "__iter__"):
         return []
-    found: list[Any] = []
+    cases: list[Any] = []
     for each in value:
         if isinstance(each, str) and "assert" in each:
-            found.append(each)
+            cases.append(each)
         elif isinstance(each, Mapping) and "input" in each and "output" in each:
             inner = each.get("fn_name") or _function(each) or function
             functional = (each.get("testtype") or each.get("type") or "") in ("functional", "function_call")
             if inner is None and functional:
                 raise ValueError("a case is of a function, and neither `fn_name` nor `metadata.func_name` names it")
-            found.append(_case(each["input"], each["output"], inner if functional or "fn_name" in each else None, True))
-    return found
+            cases.append(_case(each["input"], each["output"], inner if functional or "fn_name" in each else None, True))
+    return cases
 
 
-def _case(given: Any, expected: Any, function: str | None, written: bool) -> Script | Call:
+def _case(arguments: Any, expected: Any, function: str | None, written: bool) -> Script | Call:
     """One case.
 
     Args:
@@ -162,11 +162,11 @@ def _case(given: Any, expected: Any, function: str | None, written: bool) -> Scr
         written: arguments are JSON, one a line, as in LiveCodeBench; else a list of them, as in APPS.
     """
     if function is None:
-        return Script(_text(given), _text(expected))
-    if written and isinstance(given, str):
-        args = tuple(_json(line) for line in given.split("\n") if line.strip())
+        return Script(_text(arguments), _text(expected))
+    if written and isinstance(arguments, str):
+        args = tuple(_json(line) for line in arguments.split("\n") if line.strip())
         return Call(function, args, (_json(expected) if isinstance(expected, str) else expected,))
-    args = tuple(_json(given) if isinstance(given, str) else given)
+    args = tuple(_json(arguments) if isinstance(arguments, str) else arguments)
     wrapped = not written and isinstance(expected, Sequence) and not isinstance(expected, str) and len(expected) == 1
     return Call(function, args, (expected, expected[0]) if wrapped else (expected,))  # APPS has both
 
@@ -245,11 +245,11 @@ def _beyond(tree: ast.Module) -> str:
     all_marks = [ast.unparse(each) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
                  for each in node.decorator_list]  # fmt: skip
     renamed = any("name=" in text for node in fixtures for text in decorators[node])
-    known = {*_FIXTURES, *(node.name for node in fixtures)}
+    available = {*_FIXTURES, *(node.name for node in fixtures)}
     for node in [*fixtures, *(each for each in functions if _is_test(each))]:
         marks = " ".join([*decorators[node], *all_marks])
         plain = node.args.args[: len(node.args.args) - len(node.args.defaults)]
-        missing = [each.arg for each in plain if each.arg not in known and each.arg not in marks]
+        missing = [each.arg for each in plain if each.arg not in available and each.arg not in marks]
         if missing and "patch" not in marks and not renamed:
             return f"{node.name} wants a fixture {missing[0]!r} that nobody defines"
     imported = {name.asname or name.name for node in ast.walk(tree)
@@ -308,12 +308,12 @@ _RELATIVE, _ABSOLUTE = 1e-6, 1e-9
 judges of programming contests allow most often."""
 
 
-def same_output(found: str, expected: str) -> bool:
+def same_output(output: str, expected: str) -> bool:
     """True if two texts have the same words in the same lines, numbers with a decimal point up to rounding.
 
     Space at the ends of lines, and empty lines at the end, do not count.
     """
-    mine, theirs = _lines(found), _lines(expected)
+    mine, theirs = _lines(output), _lines(expected)
     if mine == theirs:
         return True
     if len(mine) != len(theirs):
@@ -324,20 +324,22 @@ def same_output(found: str, expected: str) -> bool:
     )  # fmt: skip
 
 
-def same_value(found: Any, expected: Any) -> bool:
+def same_value(output: Any, expected: Any) -> bool:
     """True if a value is the one that was written as JSON: tuples are lists there, and keys are texts."""
-    if isinstance(found, list | tuple) and isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(map(same_value, found, expected))
-    if isinstance(found, dict) and isinstance(expected, dict):
-        mine = {str(key): value for key, value in found.items()}
+    if isinstance(output, list | tuple) and isinstance(expected, list | tuple):
+        return len(output) == len(expected) and all(map(same_value, output, expected))
+    if isinstance(output, dict) and isinstance(expected, dict):
+        mine = {str(key): value for key, value in output.items()}
         theirs = {str(key): value for key, value in expected.items()}
         return mine.keys() == theirs.keys() and all(same_value(mine[key], theirs[key]) for key in theirs)
-    if isinstance(found, set | frozenset) and isinstance(expected, list):
-        return len(found) == len(expected) and found == {item for item in expected if not isinstance(item, list | dict)}
-    if isinstance(found, float) or isinstance(expected, float):
+    if isinstance(output, set | frozenset) and isinstance(expected, list):
+        return len(output) == len(expected) and output == {
+            item for item in expected if not isinstance(item, list | dict)
+        }
+    if isinstance(output, float) or isinstance(expected, float):
         numbers = (int, float)
-        return isinstance(found, numbers) and isinstance(expected, numbers) and _close(found, expected)
-    return bool(found == expected)
+        return isinstance(output, numbers) and isinstance(expected, numbers) and _close(output, expected)
+    return bool(output == expected)
 
 
 def _lines(text: str) -> list[str]:
@@ -469,22 +471,22 @@ def extracted(response: str) -> str | None:
     be its output.
     What a model thinks aloud, up to `</think>`, is left out.
     """
-    said = response.rpartition("</think>")[2]
-    blocks = [(language.lower(), text) for language, text in _FENCED.findall(said)]
+    rest = response.rpartition("</think>")[2]
+    blocks = [(language.lower(), text) for language, text in _FENCED.findall(rest)]
     named = [text for language, text in blocks if language in _PYTHON]
     plain = [text for language, text in blocks if not language]
-    if found := named or [text for text in plain if _STATEMENT.search(text)] or plain:
-        return str(found[-1])
-    return said if said.strip() and "```" not in said else None
+    if candidates := named or [text for text in plain if _STATEMENT.search(text)] or plain:
+        return str(candidates[-1])
+    return rest if rest.strip() and "```" not in rest else None
 
 
 async def _read(answer: Any, row: dict[str, Any]) -> Tests:
     """A row's tests; large ones are read in a thread."""
     texts = [text for text in row.values() if isinstance(text, str)]
-    read = functools.partial(tests_of, answer, row)
+    read_tests = functools.partial(tests_of, answer, row)
     if len(texts) == len(row) and isinstance(answer, str):
-        read = functools.partial(tests_of_items, answer, tuple(row.items()))
-    return await asyncio.to_thread(read) if sum(map(len, texts)) > _LARGE else read()
+        read_tests = functools.partial(tests_of_items, answer, tuple(row.items()))
+    return await asyncio.to_thread(read_tests) if sum(map(len, texts)) > _LARGE else read_tests()
 
 
 def _longest(tests: Tests, most: int | None) -> Tests:
@@ -492,8 +494,8 @@ def _longest(tests: Tests, most: int | None) -> Tests:
     if most is None or isinstance(tests, Assertions) or len(tests) <= most:
         return tests
     sizes = [len(case.stdin) if isinstance(case, Script) else len(repr(values.encode(case.args))) for case in tests]
-    kept = sorted(sorted(range(len(tests)), key=lambda index: -sizes[index])[:most])
-    return tuple(tests[index] for index in kept)  # type: ignore[return-value]
+    indices = sorted(sorted(range(len(tests)), key=lambda index: -sizes[index])[:most])
+    return tuple(tests[index] for index in indices)  # type: ignore[return-value]
 
 
 class _Run:
@@ -520,10 +522,10 @@ class _Run:
     async def _scripts(self, program: str, cases: list[Script]) -> int:
         passed = 0
         for case in cases:
-            found = await self._sandbox.run_python(program, stdin=case.stdin, limits=self._limits)
-            right = found.ok and same_output(found.stdout, case.output)
+            result = await self._sandbox.run_python(program, stdin=case.stdin, limits=self._limits)
+            right = result.ok and same_output(result.stdout, case.output)
             passed += right
-            self._left -= found.seconds
+            self._left -= result.seconds
             if (self._stop and not right) or self._left <= 0:
                 break
         return passed
@@ -616,8 +618,8 @@ async def _returns(candidate: Channel, case: Call) -> bool:
     await candidate.send(json.dumps(values.call(case.function, case.args)).encode())
     status, *rest = await _answer(candidate)
     try:
-        found = values.decode(rest[0]) if status == "value" else None
-        return status == "value" and any(same_value(found, value) for value in case.values)
+        output = values.decode(rest[0]) if status == "value" else None
+        return status == "value" and any(same_value(output, value) for value in case.values)
     except (ValueError, TypeError, IndexError, AttributeError, RecursionError):
         return False  # no plain value, or none at all: what comes from there may be anything
 
@@ -642,7 +644,7 @@ async def _holds(tests: Channel, candidate: Channel) -> bool:
 async def _answer(candidate: Channel) -> list[Any]:
     """A message of the answer's code, whatever it is."""
     try:
-        found = json.loads(await candidate.receive())
+        message = json.loads(await candidate.receive())
     except (ValueError, RecursionError):
         return ["nonsense"]
-    return found if isinstance(found, list) and found else ["nonsense"]
+    return message if isinstance(message, list) and message else ["nonsense"]

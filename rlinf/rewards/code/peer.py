@@ -278,18 +278,18 @@ def awaited(value: Any) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return _loop().run_until_complete(wait())
-    found: list[Any] = []
+    outcomes: list[Any] = []
 
     def run() -> None:
         try:
-            found.append((asyncio.run(wait()), None))
+            outcomes.append((asyncio.run(wait()), None))
         except BaseException as error:
-            found.append((None, error))
+            outcomes.append((None, error))
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    value, error = found[0]
+    value, error = outcomes[0]
     if error is not None:
         raise error
     return value

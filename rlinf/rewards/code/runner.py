@@ -35,8 +35,8 @@ def run_test(scope: dict[str, Any], path: str) -> None:
         return
     function = getattr(scope[owner], name) if owner else scope[name]
     marks = [*getattr(function, "_cases", ()), *(getattr(scope[owner], "_cases", ()) if owner else ())]
-    for chosen in itertools.product(*marks):
-        fixtures = _Fixtures(scope, scope[owner] if owner else None, dict(itertools.chain(*map(dict.items, chosen))))
+    for choice in itertools.product(*marks):
+        fixtures = _Fixtures(scope, scope[owner] if owner else None, dict(itertools.chain(*map(dict.items, choice))))
         for params in fixtures.choices(function):
             fixtures.params = params
             fixtures.run(function, name)
@@ -75,8 +75,8 @@ class _Fixtures:
         given: arguments by `parametrize`.
     """
 
-    def __init__(self, scope: dict[str, Any], kind: Any, given: dict[str, Any]):
-        self._scope, self._given = scope, given
+    def __init__(self, scope: dict[str, Any], kind: Any, arguments: dict[str, Any]):
+        self._scope, self._given = scope, arguments
         self._self = kind() if kind is not None else None
         self.params: dict[str, Any] = {}
         self._made: dict[str, Any] = {}
@@ -84,15 +84,15 @@ class _Fixtures:
 
     def choices(self, function: Any) -> list[dict[str, Any]]:
         """Each choice of parameters of the fixtures that a test needs."""
-        found, todo = {}, [*self._needed(function)]
+        values_of, todo = {}, [*self._needed(function)]
         while todo:
             name = todo.pop()
             fixture = self._fixture(name)
-            if name in self._given or name in found or fixture is None:
+            if name in self._given or name in values_of or fixture is None:
                 continue
-            found[name] = [_values(each, 1)[0] for each in fixture._fixture["params"] or [None]]
+            values_of[name] = [_values(each, 1)[0] for each in fixture._fixture["params"] or [None]]
             todo += self._needed(fixture)
-        return [dict(zip(found, values, strict=True)) for values in itertools.product(*found.values())]
+        return [dict(zip(values_of, values, strict=True)) for values in itertools.product(*values_of.values())]
 
     def run(self, function: Any, name: str) -> None:
         """Run the test with one choice of parameters."""

@@ -79,9 +79,9 @@ class Writer:
         known: containers that the reader has already.
     """
 
-    def __init__(self, peer: Things | None = None, known: Sequence[Any] = ()):
-        self._peer, self.containers = peer, [*known]
-        self._places = {id(each): place for place, each in enumerate(known)}
+    def __init__(self, peer: Things | None = None, containers: Sequence[Any] = ()):
+        self._peer, self.containers = peer, [*containers]
+        self._places = {id(each): place for place, each in enumerate(containers)}
 
     def write(self, value: Any) -> Any:
         """A value as JSON.
@@ -116,8 +116,8 @@ class Writer:
     def content(self, value: Any) -> list[Any]:
         """The items of a container that can be changed, written."""
         if isinstance(value, _MAPPINGS):
-            made = [self.write(getattr(value, "default_factory", None))] if type(value) is _MUTABLE["D"] else []
-            return [*made, *([self.write(key), self.write(item)] for key, item in value.items())]
+            items = [self.write(getattr(value, "default_factory", None))] if type(value) is _MUTABLE["D"] else []
+            return [*items, *([self.write(key), self.write(item)] for key, item in value.items())]
         if isinstance(value, collections.deque):
             return [value.maxlen, *map(self.write, value)]
         if isinstance(value, bytearray):
@@ -149,8 +149,8 @@ class Reader:
         known: containers that the writer has already.
     """
 
-    def __init__(self, peer: Things | None = None, known: Sequence[Any] = ()):
-        self._peer, self.containers = peer, [*known]
+    def __init__(self, peer: Things | None = None, containers: Sequence[Any] = ()):
+        self._peer, self.containers = peer, [*containers]
 
     def read(self, data: Any) -> Any:
         """The value.

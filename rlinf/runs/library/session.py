@@ -533,7 +533,7 @@ class Online:
             Whether there is such an answer without a reward. One that is too old by then (`max_age`) is counted and
             not learned from.
         """
-        return self._opened("feedback").told(id, reward)
+        return self._opened("feedback").record_reward(id, reward)
 
     @property
     def counts(self) -> Counts:

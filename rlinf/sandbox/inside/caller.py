@@ -27,22 +27,22 @@ _HERE = os.getcwd()
 _CHANNEL, _DIGITS, _RESULT = 3, 8, ".result"
 
 
-def _called(code: str, calls: list[str]) -> list[tuple[str | None, str]]:
+def _results(code: str, calls: list[str]) -> list[tuple[str | None, str]]:
     scope: dict[str, object] = {"__name__": "program"}
-    found: list[tuple[str | None, str]] = []
+    results: list[tuple[str | None, str]] = []
     try:
         exec(compile(code, "program.py", "exec"), scope)
     except BaseException as error:
-        return [(None, _said(error))] * len(calls)
+        return [(None, _error_text(error))] * len(calls)
     for call in calls:
         try:
-            found.append((repr(eval(call, scope))[:_LONGEST], ""))
+            results.append((repr(eval(call, scope))[:_LONGEST], ""))
         except BaseException as error:
-            found.append((None, _said(error)))
-    return found
+            results.append((None, _error_text(error)))
+    return results
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:_LONGEST]
 
 
@@ -57,7 +57,7 @@ def _child(result: int, position: int, size: int) -> None:
         os.dup2(result, 3)
         os.closerange(4, 256)
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))  # neither processes nor threads
-        results = json.dumps(_called(program[0], program[1:])).encode()
+        results = json.dumps(_results(program[0], program[1:])).encode()
         while results:
             results = results[os.write(3, results) :]
     finally:

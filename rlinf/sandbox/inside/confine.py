@@ -97,20 +97,28 @@ def program(machine: str) -> list[tuple[int, int, int, int]]:
     """The filter for a kind of processor: instructions (code, steps if true, steps if false, operand)."""
     mark, calls, clone, ioctl = _MACHINES[machine]
     refuse, unknown = _REFUSE | errno.EPERM, _REFUSE | errno.ENOSYS
-    made = [
+    instructions = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, mark),
         (_RETURN, 0, 0, _KILL),  # calls of the 32-bit interface have other numbers
         (_LOAD, 0, 0, _NUMBER),
     ]
     if machine == "x86_64":
-        made += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, unknown)]  # the x32 interface
+        instructions += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, unknown)]  # the x32 interface
     for number in sorted({*calls.values(), *_SAME.values()}):
-        made += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, refuse)]
-    made += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, unknown)]  # its flags cannot be seen; libc falls back to clone
-    made += [(_EQUAL, 0, 3, clone), (_LOAD, 0, 0, _FIRST), (_ANY_BIT, 0, 5, _NEW_NAMESPACE), (_RETURN, 0, 0, refuse)]
-    made += [(_EQUAL, 0, 3, ioctl), (_LOAD, 0, 0, _SECOND), (_EQUAL, 0, 1, _TIOCSTI), (_RETURN, 0, 0, refuse)]
-    return [*made, (_RETURN, 0, 0, _ALLOW)]
+        instructions += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, refuse)]
+    instructions += [
+        (_EQUAL, 0, 1, _CLONE3),
+        (_RETURN, 0, 0, unknown),
+    ]  # its flags cannot be seen; libc falls back to clone
+    instructions += [
+        (_EQUAL, 0, 3, clone),
+        (_LOAD, 0, 0, _FIRST),
+        (_ANY_BIT, 0, 5, _NEW_NAMESPACE),
+        (_RETURN, 0, 0, refuse),
+    ]
+    instructions += [(_EQUAL, 0, 3, ioctl), (_LOAD, 0, 0, _SECOND), (_EQUAL, 0, 1, _TIOCSTI), (_RETURN, 0, 0, refuse)]
+    return [*instructions, (_RETURN, 0, 0, _ALLOW)]
 
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
@@ -139,12 +147,16 @@ def confine_files(readable: Iterable[str], writable: str) -> None:
     Raises:
         OSError: the kernel refuses.
     """
-    found = version()
-    if not found:
+    landlock = version()
+    if not landlock:
         return
-    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(found, 16)) - 1
-    fields = (everything, 3 if found >= 4 else 0, 3 if found >= 6 else 0)  # files; TCP; abstract sockets and signals
-    size = 24 if found >= 6 else 16 if found >= 4 else 8
+    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(landlock, 16)) - 1
+    fields = (
+        everything,
+        3 if landlock >= 4 else 0,
+        3 if landlock >= 6 else 0,
+    )  # files; TCP; abstract sockets and signals
+    size = 24 if landlock >= 6 else 16 if landlock >= 4 else 8
     rules = _checked("landlock_create_ruleset", _CREATE, struct.pack("QQQ", *fields), size, 0)
     files = ["/etc/ld.so.cache", *_DEVICES]
     for path in [*readable, "/usr", "/bin", "/lib", "/lib64", *files, writable]:
@@ -188,11 +200,11 @@ WORK = "/tmp"
 _CONFINE_DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
-def enter(shown: Sequence[str]) -> int:
+def enter(readable: Sequence[str]) -> int:
     """Move this process into a user and a mount namespace whose root holds only what a program may read.
 
     Args:
-        shown: directories, by their paths here, besides /usr.
+        readable: directories, by their paths here, besides /usr.
 
     Returns:
         A descriptor of the machine's /proc, which nothing in the new root leads to. Never to be given to a program.
@@ -207,7 +219,7 @@ def enter(shown: Sequence[str]) -> int:
     with _Mapper(proc, users, groups, root) as mapper:  # root's map can only be written from outside
         _call("unshare(user namespace)", _libc.unshare, _NEW_USERS | _NEW_MOUNTS)
         mapper.map()
-    _new_root([path for path in shown if os.path.isdir(path)])
+    _new_root([path for path in readable if os.path.isdir(path)])
     return proc
 
 
@@ -238,9 +250,9 @@ class _Mapper:
     def map(self) -> None:
         """Have the maps of the calling process written."""
         os.write(self._tell, b"!")
-        said = os.read(self._answer, 1000).decode()
-        if said != "ok":
-            raise OSError(f"writing uid_map: {said}")
+        answer = os.read(self._answer, 1000).decode()
+        if answer != "ok":
+            raise OSError(f"writing uid_map: {answer}")
 
     def __exit__(self, *_: Any) -> None:
         for end in (self._ready, self._tell, self._answer):
@@ -273,14 +285,14 @@ def write_maps(
     write("gid_map", "".join(f"{inside} {outside} 1\n" for inside, outside in groups))
 
 
-def _new_root(shown: Sequence[str]) -> None:
+def _new_root(readable: Sequence[str]) -> None:
     """Make a read-only root of bind mounts, and let go of the old one."""
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
     links = {name: os.readlink(f"/{name}") for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
              if os.path.islink(f"/{name}")}  # fmt: skip
     trees = ["/usr", *(f"/{name}" for name in ("bin", "sbin", "lib", "lib64") if name not in links)]
     files = ["/etc/ld.so.cache", *(f"/dev/{name}" for name in _CONFINE_DEVICES)]
-    wanted = _outermost([path for path in [*trees, *shown] if os.path.isdir(path)])
+    wanted = _outermost([path for path in [*trees, *readable] if os.path.isdir(path)])
     if hidden := [path for path in wanted if path in ("/", WORK)]:
         raise OSError(f"{hidden[0]} itself holds the interpreter or its packages, and a program has its own; install "
                       "them into a directory below")  # fmt: skip
@@ -313,11 +325,11 @@ def _new_root(shown: Sequence[str]) -> None:
 
 def _outermost(paths: Sequence[str]) -> list[str]:
     """Paths without those that lie in others of them."""
-    kept: list[str] = []
+    outermost: list[str] = []
     for path in sorted({os.path.abspath(path) for path in paths}):
-        if not any(path == outer or path.startswith(f"{outer}/") for outer in kept):
-            kept.append(path)
-    return kept
+        if not any(path == outer or path.startswith(f"{outer}/") for outer in outermost):
+            outermost.append(path)
+    return outermost
 
 
 def isolate() -> None:
@@ -333,14 +345,14 @@ def private_directory(size: int) -> None:
 
     What the root shows below /tmp, an environment that was made there, is mounted in it again.
     """
-    shown = {name: _call(f"open_tree of {WORK}/{name}", _libc.syscall, _OPEN_TREE, _AT_FDCWD,
+    devices = {name: _call(f"open_tree of {WORK}/{name}", _libc.syscall, _OPEN_TREE, _AT_FDCWD,
                          f"{WORK}/{name}".encode(), _CLONE_TREE) for name in os.listdir(WORK)}  # fmt: skip
     text = f"mode=700,uid={INSIDE},gid={INSIDE},size={size},nr_inodes=16k"
     _mount("work", WORK, "tmpfs", _NOSUID | _NODEV, text)
     os.chdir(WORK)
     _libc.setfsuid(INSIDE)  # to whom new directories belong: nobody else need exist in this namespace
     _libc.setfsgid(INSIDE)
-    for name, tree in shown.items():
+    for name, tree in devices.items():
         os.mkdir(name)
         _call(f"move_mount to {WORK}/{name}", _libc.syscall, _MOVE_MOUNT, tree, b"", _AT_FDCWD, name.encode(),
               _FROM_DESCRIPTOR)  # fmt: skip

@@ -50,14 +50,14 @@ def used(proc: int, root: int, ours: int) -> tuple[float, int]:
 
 def tree(proc: int, root: int) -> list[int]:
     """`root` and the processes below it, parents before their children."""
-    found, todo = [], [root]
+    pids, todo = [], [root]
     while todo:
         pid = todo.pop()
-        found.append(pid)
+        pids.append(pid)
         text = _text(proc, f"{pid}/task")
         for thread in text.split():
             todo += [int(child) for child in _text(proc, f"{pid}/task/{thread}/children").split()]
-    return found
+    return pids
 
 
 def _text(proc: int, path: str) -> str:
@@ -113,7 +113,7 @@ class Server:
     """The sandbox was started by root."""
     packages: tuple[str, ...]
     """Directories of installed packages."""
-    shown: tuple[str, ...]
+    readable: tuple[str, ...]
     """Directories that programs may read besides them."""
 
 
@@ -273,7 +273,7 @@ def _program(server: Server, run: _Run, ends: tuple[int, ...], others: int) -> N
         os.closerange(last + 1, 4096)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if server.weak:
-            confine.confine_files((*server.shown, *server.packages), os.getcwd())
+            confine.confine_files((*server.readable, *server.packages), os.getcwd())
         confine.restrict(request["limits"], others)
         os.close(last)
     except OSError as error:

@@ -42,13 +42,15 @@ def main(descriptor: int, settings: str) -> None:
     """
     control = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
-    given = json.loads(settings)
+    config = json.loads(settings)
     try:
-        for name in (*_PRELOADED, *given["preload"]):
-            sys.path += [path for path in given["packages"] if path not in sys.path]
+        for name in (*_PRELOADED, *config["preload"]):
+            sys.path += [path for path in config["packages"] if path not in sys.path]
             importlib.import_module(name)
-        sys.path[:] = [path for path in sys.path if path not in (given["home"], *given["packages"])]
-        proc = os.open("/proc", os.O_RDONLY) if given["weak"] else confine.enter([*given["shown"], *given["packages"]])
+        sys.path[:] = [path for path in sys.path if path not in (config["home"], *config["packages"])]
+        proc = (
+            os.open("/proc", os.O_RDONLY) if config["weak"] else confine.enter([*config["shown"], *config["packages"]])
+        )
     except Exception as error:
         control.send(json.dumps({"refused": f"{error}", "trace": traceback.format_exc()}).encode())
         return
@@ -56,8 +58,8 @@ def main(descriptor: int, settings: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries supervisors
     gc.collect()
     gc.freeze()  # a program's collections do not write to, and so copy, what it shares with us
-    server = Server(proc, given["weak"], given["root"], tuple(given["packages"]), tuple(given["shown"]))
-    serve(control, given["owner"], server)
+    server = Server(proc, config["weak"], config["root"], tuple(config["packages"]), tuple(config["shown"]))
+    serve(control, config["owner"], server)
 
 
 def serve(control: socket.socket, owner: int, server: Server) -> None:

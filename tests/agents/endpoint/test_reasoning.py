@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.agents.endpoint.requests import apart
+from rlinf.agents.endpoint.requests import split_thought
 from tests.agents.endpoint.serving import CALL, THINKING, stand
 from tests.agents.endpoint.test_clients import ADD, anthropic_of, checked, openai_of
 
@@ -203,4 +203,4 @@ async def test_a_thought_that_a_limit_cut_is_no_answer_and_calls_nothing():
     ],
 )
 def test_thoughts_are_told_from_what_is_said(text, begun, told):
-    assert apart(text, begun=begun) == told
+    assert split_thought(text, thinking=begun) == told

@@ -53,7 +53,7 @@ REWARDS = """
         from rlinf.rewards.base import Scorer
         word, _, path = response.partition(" ")
         answers = {"object": [Harmful(path)], "none": [], "number": 7, "verdict": [{"outcome": "ok", "value": "1.0"}]}
-        Scorer.told = lambda *_: answers[word]
+        Scorer.plain_verdicts = lambda *_: answers[word]
         return 1.0
 
     class Counting:

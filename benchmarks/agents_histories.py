@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.agents.agent import AgentLLM
+from rlinf.agents.agent import AgentLLM, Attempt
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.llm import Setting
 from rlinf.agents.tools.formats import call_format
@@ -79,7 +79,7 @@ async def histories(trajectories: int, seed: int = 0) -> Found:
     seconds = 0.0
     for number in range(trajectories):
         model = Scripted(rng, letters, tokenizer.eos_token_id)
-        llm = AgentLLM.begin(Setting(model, 1.0, 16), chat, calls, key=(seed, number), fresh=numbers.__next__)
+        llm = AgentLLM(Attempt(Setting(model, 1.0, 16), calls, numbers.__next__), chat, (seed, number))
         messages: list[Any] = [{"role": "user", "content": "begin"}]
         said: dict[int, np.ndarray] = {}  # by place in the messages
         for turn in range(TURNS):

@@ -83,17 +83,21 @@ class Answer(Reply):
 
 
 @dataclass(slots=True)
-class _Record:
+class Attempt:
     """State that all agents of one episode share."""
 
     setting: Setting
+    """The model and its limits."""
     calls: CallFormat
+    """How the model writes calls of tools."""
     fresh: Callable[[], int]
-    """Numbers of conversations."""
-    task: Prompt | None
-    index: int
-    open: Callable[[AgentLLM], tuple[str, str]] | None
-    """Opens an endpoint for foreign frameworks: its URL and key."""
+    """Gives numbers to conversations."""
+    task: Prompt | None = None
+    """Task that is worked on."""
+    index: int = 0
+    """Index of the episode in its group."""
+    open: Callable[[AgentLLM], tuple[str, str]] | None = None
+    """Opens an endpoint for foreign frameworks: its URL and key; None where there is none."""
     agents: dict[str, AgentLLM] = field(default_factory=dict)
     closed: bool = False
     at_end: list[Callable[[], None]] = field(default_factory=list)
@@ -106,10 +110,24 @@ class AgentLLM:
     """A language model as an agent sees it. Every call is recorded, and learned from.
 
     Any number of calls may be under way at the same time.
+
+    Args:
+        attempt: what all agents of the episode share.
+        chat: how messages become tokens.
+        key: of its randomness: an answer depends on (key, agent's name, what is read, how often that was asked).
+        sampling: where a call does not say.
+        name: of the agent; "" for the only one.
     """
 
-    def __init__(self, record: _Record, chat: ChatFormat, key: Sequence[int], sampling: Mapping[str, Any], name: str):
-        self._record, self._chat, self._key, self._sampling = record, chat, tuple(key), dict(sampling)
+    def __init__(
+        self,
+        attempt: Attempt,
+        chat: ChatFormat,
+        key: Sequence[int],
+        sampling: Mapping[str, Any] | None = None,
+        name: str = "",
+    ) -> None:
+        self._attempt, self._chat, self._key, self._sampling = attempt, chat, tuple(key), dict(sampling or {})
         self._repeats: dict[tuple[bytes, Any], int] = {}  # how often the same tokens were answered, with which seed
         self._lines: set[int] = set()  # conversations that the engine may know of
         self._address: tuple[str, str] | None = None
@@ -119,35 +137,7 @@ class AgentLLM:
         """Weight of its trajectories in the batch."""
         self.trajectories = Trajectories(chat)
         """The record."""
-        record.agents[name] = self
-
-    @staticmethod
-    def begin(
-        setting: Setting,
-        chat: ChatFormat,
-        calls: CallFormat,
-        *,
-        key: Sequence[int],
-        fresh: Callable[[], int],
-        task: Prompt | None = None,
-        index: int = 0,
-        sampling: Mapping[str, Any] | None = None,
-        open: Callable[[AgentLLM], tuple[str, str]] | None = None,
-    ) -> AgentLLM:
-        """The model for one episode.
-
-        Args:
-            setting: the model and its limits.
-            chat: how messages become tokens.
-            calls: how the model writes calls of tools.
-            key: of its randomness: an answer depends on (key, agent's name, what is read, how often that was asked).
-            fresh: gives numbers to conversations.
-            task: that is worked on.
-            index: of the episode in its group.
-            sampling: where a call does not say.
-            open: opens an endpoint for the agent, and returns its URL and key; None where there is none.
-        """
-        return AgentLLM(_Record(setting, calls, fresh, task, index, open), chat, key, sampling or {}, "")
+        attempt.agents[name] = self
 
     def agent(self, name: str, *, weight: float = 1.0, **sampling: Any) -> AgentLLM:
         """The model as another agent of the same task calls it: its trajectories are compared with those of agents of
@@ -158,8 +148,8 @@ class AgentLLM:
             weight: what its trajectories count for in the batch, more than 0.
             sampling: where a call does not say.
         """
-        if (llm := self._record.agents.get(name)) is None:
-            llm = AgentLLM(self._record, self._chat, self._key, {**self._sampling, **sampling}, name)
+        if (llm := self._attempt.agents.get(name)) is None:
+            llm = AgentLLM(self._attempt, self._chat, self._key, {**self._sampling, **sampling}, name)
         llm.weight = weight
         return llm
 
@@ -189,7 +179,7 @@ class AgentLLM:
         if not are_messages(messages, "llm.chat"):
             raise WrongType(f"llm.chat: {shown(messages)} is no list of messages such as {{'role': 'user', …}}")
         asking = self._chatted([copied(message) for message in messages], tools, chat_template_kwargs or {}, sampling)
-        return Awaited(asking, "llm.chat(…)", self._record.home)
+        return Awaited(asking, "llm.chat(…)", self._attempt.home)
 
     async def _chatted(
         self, messages: list[Message], tools: Any, template: Mapping[str, Any], sampling: Mapping[str, Any]
@@ -199,7 +189,7 @@ class AgentLLM:
         parent, new_ids = self.trajectories.of_messages(messages, chat)
 
         def said(reply: Reply, id: str) -> tuple[list[Message], Any]:
-            parsed = self._record.calls.parse(reply.text, schemas)
+            parsed = self._attempt.calls.parse(reply.text, schemas)
             calls = tuple(call.of_answer(id) for call in parsed.calls)
             message: dict[str, Any] = {"role": "assistant", "content": parsed.content if calls else reply.text}
             if calls:
@@ -209,7 +199,7 @@ class AgentLLM:
         reply, turn, (whole, (parsed, calls)) = await self._answered("llm.chat", parent, new_ids, sampling, said, chat)
         return Answer(
             reply.text, reply.ids, reply.logprobs, reply.versions, reply.finish,
-            parsed.content, calls, parsed.broken, whole[-1], turn, runnable, self._record.home,
+            parsed.content, calls, parsed.broken, whole[-1], turn, runnable, self._attempt.home,
         )  # fmt: skip
 
     def generate(self, prompt: Any, **sampling: Any) -> Awaited[Reply]:
@@ -223,11 +213,11 @@ class AgentLLM:
         Raises:
             UserError: as `chat`; `ContextFull`: not one token fits.
         """
-        return Awaited(self._generated(prompt, sampling), "llm.generate(…)", self._record.home)
+        return Awaited(self._generated(prompt, sampling), "llm.generate(…)", self._attempt.home)
 
     async def _generated(self, prompt: Any, sampling: Mapping[str, Any]) -> Reply:
         text_ids = self._chat.ids(prompt, first=True) if isinstance(prompt, str) else prompt
-        ids = token_ids(text_ids, self._record.setting.vocabulary, "llm.generate")
+        ids = token_ids(text_ids, self._attempt.setting.vocabulary, "llm.generate")
         parent, new_ids = self.trajectories.of_ids(ids)
         reply, _, _ = await self._answered("llm.generate", parent, new_ids, sampling, lambda *_: ([], None), None)
         return reply
@@ -241,8 +231,8 @@ class AgentLLM:
         parse: Callable[[Reply, str], tuple[list[Message], Any]],
         chat: ChatFormat | None,
     ) -> tuple[Reply, Turn, tuple[list[Message], Any]]:
-        record, setting = self._record, self._record.setting
-        if record.closed:
+        attempt, setting = self._attempt, self._attempt.setting
+        if attempt.closed:
             raise UserError(f"{call}: the episode is over; await every call before the agent returns")
         before = np.empty(0, np.int64) if parent is None else parent.ids()
         ids = np.concatenate([before, new_ids])
@@ -256,12 +246,12 @@ class AgentLLM:
             seed = mix(*self._key, int.from_bytes(digest, "little"), repeat)
         else:
             seed = mix(fixed, int.from_bytes(digest, "little"))
-        line = record.fresh() if parent is None or parent.claimed else parent.conversation
+        line = attempt.fresh() if parent is None or parent.claimed else parent.conversation
         self._lines.add(line)
         if parent is not None:
             parent.claimed = True
         done = await setting.llm.answer(ids, seed=seed, conversation=line, **settings)
-        if record.closed:
+        if attempt.closed:
             raise UserError(f"{call}: the episode was over before the answer came; await every call")
         reply = Reply.of(done, self._chat.tokenizer.decode)
         messages, parsed = parse(reply, f"{digest.hex()} {fixed} {repeat}")
@@ -299,14 +289,14 @@ class AgentLLM:
 
     def _opened(self) -> tuple[str, str]:
         if self._address is None:
-            if self._record.open is None:
+            if self._attempt.open is None:
                 raise UserError("llm.base_url: this model has no endpoint; take the `llm` that a session gives agents")
-            self._address = self._at_home(functools.partial(self._record.open, self))
+            self._address = self._at_home(functools.partial(self._attempt.open, self))
         return self._address
 
     def _at_home(self, call: Callable[[], Any]) -> Any:
         """Call a function on the run's event loop, from whatever thread, and return its result."""
-        home = self._record.home
+        home = self._attempt.home
         if home is None or running_loop() is home:
             return call()
 
@@ -320,12 +310,12 @@ class AgentLLM:
     @property
     def agents(self) -> Mapping[str, AgentLLM]:
         """All agents of the task, by name."""
-        return self._record.agents
+        return self._attempt.agents
 
     @property
     def index(self) -> int:
         """Which attempt at its task this is, from 0: with the task's id, its name, also when it is run again."""
-        return self._record.index
+        return self._attempt.index
 
     def samples(self, reward: Any = None) -> list[Sample]:
         """Return everything said so far as samples; see `Trajectories.samples`.
@@ -342,25 +332,25 @@ class AgentLLM:
             reward = reward.value
         value = None if reward is None else number(reward, "agent")
         more["weight"] = self.weight
-        return self.trajectories.samples(self._record.task, self._record.index, value, **more)
+        return self.trajectories.samples(self._attempt.task, self._attempt.index, value, **more)
 
     def counts(self) -> Counts:
         """Sum the counts of all agents of the task."""
-        all_of_them = [agent.trajectories.counts for agent in self._record.agents.values()]
+        all_of_them = [agent.trajectories.counts for agent in self._attempt.agents.values()]
         return Counts(*(sum(getattr(each, name) for each in all_of_them) for name in Counts.__dataclass_fields__))
 
     def when_ended(self, call: Callable[[], None]) -> None:
         """Have a function called when the episode is over."""
-        self._record.at_end.append(call)
+        self._attempt.at_end.append(call)
 
     def end(self) -> None:
         """The episode is over: the engine need keep nothing of it."""
-        self._record.closed = True
-        while self._record.at_end:
-            self._record.at_end.pop()()
-        for agent in self._record.agents.values():
+        self._attempt.closed = True
+        while self._attempt.at_end:
+            self._attempt.at_end.pop()()
+        for agent in self._attempt.agents.values():
             for line in sorted(agent._lines):
-                self._record.setting.llm.ended(line)
+                self._attempt.setting.llm.ended(line)
 
 
 def _offered(tools: Any) -> tuple[list[Any], Tools | None]:

@@ -25,8 +25,9 @@ import numpy as np
 from rlinf.agents.arguments import Awaited, WrongType, number, shown, token_ids
 from rlinf.agents.chat import ChatFormat, Message, copied
 from rlinf.agents.llm import Reply, Setting
+from rlinf.agents.trajectories import sample_of
 from rlinf.data.rng import mix
-from rlinf.data.sample import REWARDS, Prompt, Sample, Segment
+from rlinf.data.sample import Prompt, Sample, Segment
 from rlinf.engines.base import Completion, Finish
 from rlinf.runtime.base.errors import UserError
 
@@ -284,33 +285,20 @@ class Conversation:
 
     def _sample(self, reward: float | None, in_turns: bool) -> Sample:
         first, last = self._turns[0].segment, self._turns[-1].segment
-        prompt_ids = np.concatenate([part.token_ids for part in self._segments[:first]])
-        task, decode = self.prompt, self.chat.tokenizer.decode
-        prompt = Prompt(self.number or 0, prompt_ids, str(decode(prompt_ids))) if task is None else task
-        if len(prompt.token_ids) != len(prompt_ids) or (prompt.token_ids != prompt_ids).any():
-            prompt = Prompt(
-                prompt.id, prompt_ids, prompt.text or str(decode(prompt_ids)), prompt.answer, prompt.row, prompt.images
-            )
-        segments = self._segments[first : last + 1]
-        finish = self._turns[-1].finish
-        ids = np.concatenate([part.token_ids for part in segments])
-        per_token = {}
-        if in_turns:
-            ends = np.cumsum([len(part.token_ids) for part in segments])
-            rewards = np.zeros(len(ids), np.float32)
-            for turn in self._turns:
-                if turn.reward is not None and len(self._segments[turn.segment].token_ids):
-                    rewards[ends[turn.segment - first] - 1] += turn.reward
-            per_token[REWARDS] = rewards
-        return Sample.of_segments(
-            prompt,
-            self.index,
+        segments, rewards = self._segments[first : last + 1], dict[int, float | None]()
+        for turn in self._turns:
+            if len(self._segments[turn.segment].token_ids):
+                rewards[turn.segment] = turn.reward
+        return sample_of(
+            self.chat.tokenizer.decode,
+            self.prompt or Prompt(self.number or 0, np.empty(0, np.int64)),
+            np.concatenate([part.token_ids for part in self._segments[:first]]),
             segments,
-            text=str(decode(ids[:-1] if finish == "stop" else ids, skip_special_tokens=False)),
-            truncated=finish in ("length", "abort"),
+            [rewards.get(place) for place in range(first, last + 1)] if in_turns else (),
+            finish=self._turns[-1].finish,
+            index=self.index,
             temperature=float(self._temperature or 0.0),
             reward=reward,
-            per_token=per_token,
         )
 
     async def __aenter__(self) -> Conversation:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -137,16 +137,13 @@ def groups_of(samples_of_attempts: Mapping[int, Sequence[Sample]]) -> list[Group
 
 def _group(ordered: Sequence[Sample]) -> Group:
     first = ordered[0].prompt
-    samples = tuple(
-        replace(
-            sample,
-            index=index,
-            prompt=first if (sample.prompt.prefix_key, sample.prompt.text) == (first.prefix_key, first.text) else
-            replace(sample.prompt, id=first.id),
-        )
-        for index, sample in enumerate(ordered)
-    )  # fmt: skip
-    return Group(first, samples)
+
+    def shared(prompt: Prompt) -> Prompt:
+        alike = (prompt.prefix_key, prompt.text) == (first.prefix_key, first.text)
+        return first if alike else replace(prompt, id=first.id)
+
+    samples = (replace(sample, index=index, prompt=shared(sample.prompt)) for index, sample in enumerate(ordered))
+    return Group(first, tuple(samples))
 
 
 def way_outside(error: BaseException) -> TracebackType | None:
@@ -291,18 +288,10 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Take in what became of other episodes."""
-        self.played += other.played
-        self.failures += other.failures
-        self.failed += other.failed
-        self.timeouts += other.timeouts
-        self.calls += other.calls
-        self.branches += other.branches
-        self.by_agent += other.by_agent
+        for each in fields(Tally):
+            if each.name not in ("remark", "cause", "blocked"):
+                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
         self.blocked = max(self.blocked, other.blocked)
-        self.went_on += other.went_on
-        self.anew += other.anew
-        self.reused += other.reused
-        self.dropped += other.dropped
         if not self.remark:
             self.remark, self.cause = other.remark, other.cause
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -294,43 +294,70 @@ class Trajectories:
         more: Mapping[str, Any],
     ) -> Sample:
         """A line of turns, of which some are learned; what stands behind the last of those is left out."""
-        decode = self.chat.tokenizer.decode
         mine = {id(turn) for turn in own}
         first = next(number for number, turn in enumerate(line) if id(turn) in mine)
         last = max(number for number, turn in enumerate(line) if id(turn) in mine)
         before = [part for turn in line[:first] for part in (turn.new_ids, turn.answer.token_ids)]
         prompt_ids = np.concatenate([*before, line[first].new_ids])
-        prompt = Prompt(0, prompt_ids, str(decode(prompt_ids))) if task is None else task
-        if not np.array_equal(prompt.token_ids, prompt_ids):
-            prompt = Prompt(
-                prompt.id, prompt_ids, prompt.text or str(decode(prompt_ids)), prompt.answer, prompt.row, prompt.images
-            )
         segments = [line[first].answer]
         rewards = [line[first].reward]
         for turn in line[first + 1 : last + 1]:
             answer = turn.answer if id(turn) in mine else Segment(turn.answer.token_ids, routes=turn.answer.routes)
             segments += [Segment(turn.new_ids), answer]
             rewards += [None, turn.reward if id(turn) in mine else None]
-        finish = line[last].finish
-        ids = np.concatenate([part.token_ids for part in segments])
-        per_token = {}
-        if in_turns:
-            ends = np.cumsum([len(part.token_ids) for part in segments])
-            per_token[REWARDS] = np.zeros(len(ids), np.float32)
-            for end, turn_reward in zip(ends, rewards, strict=True):
-                if turn_reward is not None:
-                    per_token[REWARDS][end - 1] += turn_reward
-        return Sample.of_segments(
-            prompt,
-            index,
+        return sample_of(
+            self.chat.tokenizer.decode,
+            Prompt(0, np.empty(0, np.int64)) if task is None else task,
+            prompt_ids,
             segments,
-            text=str(decode(ids[:-1] if finish == "stop" else ids, skip_special_tokens=False)),
-            truncated=finish in ("length", "abort"),
+            rewards if in_turns else (),
+            finish=line[last].finish,
+            index=index,
             temperature=own[0].temperature,
             reward=reward,
-            per_token=per_token,
             **more,
         )
+
+
+def sample_of(
+    decode: Callable[..., Any],
+    task: Prompt,
+    prompt_ids: np.ndarray,
+    segments: Sequence[Segment],
+    rewards: Sequence[float | None],
+    *,
+    finish: Finish,
+    **more: Any,
+) -> Sample:
+    """One sample of what was read and generated behind a prompt.
+
+    Args:
+        decode: the tokenizer's.
+        task: the prompt, whose tokens `prompt_ids` take the place of.
+        prompt_ids: all that was read before the first answer, int64 [prompt].
+        segments: from the first answer to the last.
+        rewards: of single segments, which stand at their last tokens; none if answers were not rewarded one by one.
+        finish: why the last answer ended.
+        more: further fields of the sample.
+    """
+    if not np.array_equal(task.token_ids, prompt_ids):
+        task = replace(task, token_ids=prompt_ids, text=task.text or str(decode(prompt_ids)))
+    ids = np.concatenate([part.token_ids for part in segments])
+    per_token = {}
+    if rewards:
+        ends = np.cumsum([len(part.token_ids) for part in segments])
+        per_token[REWARDS] = np.zeros(len(ids), np.float32)
+        for end, segment_reward in zip(ends, rewards, strict=True):
+            if segment_reward is not None:
+                per_token[REWARDS][end - 1] += segment_reward
+    return Sample.of_segments(
+        task,
+        segments=segments,
+        text=str(decode(ids[:-1] if finish == "stop" else ids, skip_special_tokens=False)),
+        truncated=finish in ("length", "abort"),
+        per_token=per_token,
+        **more,
+    )
 
 
 def _start(chat: ChatFormat) -> hashlib.blake2b:

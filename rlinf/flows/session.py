@@ -31,7 +31,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlinf.agents.agent import Agent, AgentLLM, LastingAgent, is_agent, samples_of, worked_on
+from rlinf.agents.agent import Agent, AgentLLM, Attempt, LastingAgent, is_agent, samples_of, worked_on
 from rlinf.agents.arguments import Awaited, WrongType, WrongValue, at_least_one, coroutine_function, plainly, shown
 from rlinf.agents.chat import ChatFormat, are_messages, prompt_of
 from rlinf.agents.conversation import Conversation
@@ -200,17 +200,9 @@ class RunSession:
             key, index = (*episode.seed, episode.index), episode.index
             task = episode.prompt or Prompt(episode.task, self._chat.ids(""))
             sampling = {**episode.sampling, **sampling}
-        return AgentLLM.begin(
-            setting,
-            self._chat,
-            self._calls,
-            key=key,
-            fresh=lambda: next(self._numbers),
-            task=task,
-            index=index,
-            sampling=sampling,
-            open=None if running.endpoint is None else running.endpoint.session,
-        )
+        opening = None if running.endpoint is None else running.endpoint.session
+        attempt = Attempt(setting, self._calls, lambda: next(self._numbers), task, index, opening)
+        return AgentLLM(attempt, self._chat, key, sampling)
 
     def serve(self, *, idle: float = 3600.0, **settings: Any) -> Served:
         """Serve the model to any client: `async with session.serve(port=8000) as served:`, see `Served`.

@@ -154,7 +154,7 @@ def as_number(value: Any) -> float | None:
         return None
 
 
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_KEYWORD, _EMPTY = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
 _TRL_ONLY = ("prompts", "completions", "completion_ids", "trainer_state")
 
 
@@ -168,11 +168,8 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     return trl(function) if "completions" in names else function
 
 
-class verl:
-    """`compute_score(data_source, solution_str, ground_truth, extra_info)`, which returns a number or a dict.
-
-    The ground truth is the column `reward_model.ground_truth` as it is, or else the answer. Of a dict, `score` is the
-    reward, `pred` what was extracted, and the other numbers are parts of the score.
+class _Adapter:
+    """A function written for another framework.
 
     Args:
         function: what to call.
@@ -181,23 +178,33 @@ class verl:
     def __init__(self, function: Callable[..., Any]):
         self.function = function
         self.__name__ = getattr(function, "__name__", type(function).__name__)
-        inner = inspect.signature(function).parameters
-        self._names = set(inner)
-        self._all = _takes_all(inner.values())
-        more = {name: p for name, p in inner.items() if name not in ("solution_str", "ground_truth", "extra_info")}
-        required = {"response": inspect.Parameter.empty, "answer": inspect.Parameter.empty, "reward_model": None}
-        self.__signature__ = _signature({**required, "extra_info": None}, more.values())
+        self._parameters = inspect.signature(function).parameters
+        self._all = _takes_all(self._parameters.values())
+
+    def _call(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the function with those of the arguments that it takes."""
+        own = {name: item for name, item in arguments.items() if self._all or name in self._parameters}
+        return self.function(**own)
+
+
+class verl(_Adapter):
+    """`compute_score(data_source, solution_str, ground_truth, extra_info)`, which returns a number or a dict.
+
+    The ground truth is the column `reward_model.ground_truth` as it is, or else the answer. Of a dict, `score` is the
+    reward, `pred` what was extracted, and the other numbers are parts of the score.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__(function)
+        own = {"response": _EMPTY, "answer": _EMPTY, "reward_model": None, "extra_info": None}
+        self.__signature__ = _signature(own, self._parameters, ("solution_str", "ground_truth", "extra_info"))
 
     def __call__(self, response: str, answer: str, **row: Any) -> Any:
         """Call it for one sample."""
         model = row.pop("reward_model", None)
         truth = model["ground_truth"] if isinstance(model, Mapping) and "ground_truth" in model else answer
         arguments = {"extra_info": None, **row, "solution_str": response, "ground_truth": truth}
-        value = self.function(**{name: item for name, item in arguments.items() if self._all or name in self._names})
-        return self._awaited(value) if inspect.isawaitable(value) else self._score(value)
-
-    async def _awaited(self, value: Any) -> Any:
-        return self._score(await value)
+        return _converted(self._call(arguments), self._score)
 
     def _score(self, value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -210,29 +217,22 @@ class verl:
         return Score(value["score"], numbers, None if predicted is None else str(predicted))
 
 
-class trl:
+class trl(_Adapter):
     """`reward(prompts, completions, **columns) -> list[float]`, called with lists of one.
 
     Prompts and completions are texts, or lists of messages where the data set's prompts are chats. The scores may be a
     list, a tensor or an array; None among them means that the function does not apply, and the others are summed.
     Functions that compare the completions of a prompt with each other are marked by `over_group`: they get all of them.
-
-    Args:
-        function: what to call.
     """
 
     def __init__(self, function: Callable[..., Any]):
-        self.function = function
-        self.__name__ = getattr(function, "__name__", type(function).__name__)
-        inner = inspect.signature(function).parameters
-        self._names = set(inner)
-        self._all = _takes_all(inner.values())
+        super().__init__(function)
         self.__over_group__ = getattr(function, "__over_group__", False)
         response = "responses" if self.__over_group__ else "response"
-        own: dict[str, Any] = {response: inspect.Parameter.empty, "prompt": "", "messages": None}
-        if "completion_ids" in inner:
+        own: dict[str, Any] = {response: _EMPTY, "prompt": "", "messages": None}
+        if "completion_ids" in self._parameters:
             own["response_ids"] = ()
-        self.__signature__ = _signature(own, [p for name, p in inner.items() if name not in _TRL_ONLY])
+        self.__signature__ = _signature(own, self._parameters, _TRL_ONLY)
 
     def __call__(
         self, response: str = "", prompt: str = "", messages: Any = None, responses: Any = None, **row: Any
@@ -247,24 +247,21 @@ class trl:
         arguments["completions"] = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
         arguments["completion_ids"] = [ids] if responses is None else ids
         arguments["trainer_state"] = None  # TRL's own state: there is none here
-        value = self.function(**{name: item for name, item in arguments.items() if self._all or name in self._names})
-        convert = _first if responses is None else _of_group
-        return _awaited(value, convert) if inspect.isawaitable(value) else convert(value)
+        return _converted(self._call(arguments), _first if responses is None else _of_group)
 
 
 def _takes_all(parameters: Iterable[inspect.Parameter]) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _signature(own: Mapping[str, Any], more: Iterable[inspect.Parameter]) -> inspect.Signature:
+def _signature(
+    own: Mapping[str, Any], inner: Mapping[str, inspect.Parameter], hidden: Sequence[str]
+) -> inspect.Signature:
     """Keyword parameters: `own` with their defaults, then those of the adapted function that are columns."""
     parameters = {name: inspect.Parameter(name, _KEYWORD, default=default) for name, default in own.items()}
-    rest = []
-    for parameter in more:
-        if parameter.kind is parameter.VAR_KEYWORD:
-            rest.append(parameter)
-        elif parameter.kind is not parameter.VAR_POSITIONAL:
-            parameters[parameter.name] = parameter.replace(kind=_KEYWORD)
+    columns = [each for name, each in inner.items() if name not in hidden and each.kind is not each.VAR_POSITIONAL]
+    rest = [each for each in columns if each.kind is each.VAR_KEYWORD]
+    parameters |= {each.name: each.replace(kind=_KEYWORD) for each in columns if each not in rest}
     return inspect.Signature([*parameters.values(), *rest])
 
 
@@ -285,8 +282,13 @@ def _of_group(value: Any) -> Any:
     return value if scores is None else _applicable(scores)
 
 
-async def _awaited(value: Any, convert: Callable[[Any], Any]) -> Any:
-    return convert(await value)
+def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """A value converted, or a coroutine of it where it must be awaited."""
+
+    async def convert_later() -> Any:
+        return convert(await value)
+
+    return convert_later() if inspect.isawaitable(value) else convert(value)
 
 
 class BadReward(ValueError):

@@ -7,7 +7,7 @@ import string
 
 import numpy as np
 
-from rlinf.agents.agent import AgentLLM
+from rlinf.agents.agent import AgentLLM, Attempt
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.llm import Setting
 from rlinf.agents.tools.formats import call_format
@@ -41,8 +41,6 @@ class Actor:
 def begun(*lines, longest=None):
     actor = Actor(lines)
     numbers = itertools.count()
-    llm = AgentLLM.begin(
-        Setting(actor, 1.0, 64, longest, len(TOKENIZER)), ChatFormat(TOKENIZER), call_format("hermes", TOKENIZER),
-        key=(1,), fresh=lambda: next(numbers),
-    )  # fmt: skip
-    return llm, actor
+    setting = Setting(actor, 1.0, 64, longest, len(TOKENIZER))
+    attempt = Attempt(setting, call_format("hermes", TOKENIZER), lambda: next(numbers))
+    return AgentLLM(attempt, ChatFormat(TOKENIZER), (1,)), actor

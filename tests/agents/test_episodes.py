@@ -21,7 +21,7 @@ import pytest
 
 from rlinf import ActorSystem
 from rlinf.agents import outcome
-from rlinf.agents.agent import AgentLLM, samples_of
+from rlinf.agents.agent import AgentLLM, Attempt, samples_of
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.episodes import Episodes, LoopWatch
 from rlinf.agents.llm import Setting
@@ -65,10 +65,8 @@ def play(agent, tasks=1, n=2, *, timeout=60.0, at_once=8, model=None, during=Non
     setting = Setting(model, 1.0, 4, None, len(TOKENIZER))
 
     async def episode(task):
-        llm = here.get().llm = AgentLLM.begin(
-            setting, ChatFormat(TOKENIZER), call_format("hermes", TOKENIZER), key=(task,),
-            fresh=lambda: next(numbers), task=here.get().prompt,
-        )  # fmt: skip
+        attempt = Attempt(setting, call_format("hermes", TOKENIZER), lambda: next(numbers), here.get().prompt)
+        llm = here.get().llm = AgentLLM(attempt, ChatFormat(TOKENIZER), (task,))
         return samples_of(await agent(task, llm), llm)
 
     def begin(task, index):
@@ -428,9 +426,8 @@ def test_a_step_that_is_cancelled_frees_all_that_its_episodes_held():
     setting = Setting(model, 1.0, 4, None, len(TOKENIZER))
 
     async def episode(task):
-        llm = here.get().llm = AgentLLM.begin(
-            setting, ChatFormat(TOKENIZER), call_format("hermes", TOKENIZER), key=(0,), fresh=lambda: next(numbers)
-        )
+        attempt = Attempt(setting, call_format("hermes", TOKENIZER), lambda: next(numbers))
+        llm = here.get().llm = AgentLLM(attempt, ChatFormat(TOKENIZER), (0,))
         agents.add(llm)
         try:
             await llm.generate("Hi")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf import ActorSystem
-from rlinf.agents.agent import AgentLLM, samples_of
+from rlinf.agents.agent import AgentLLM, Attempt, samples_of
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.episodes import Episodes, OpenTask
 from rlinf.agents.llm import Setting
@@ -110,10 +110,9 @@ class Process:
 
         async def episode(task):
             record = here.get()
-            record.llm = AgentLLM.begin(
-                record.recorded(setting), ChatFormat(TOKENIZER), call_format("hermes", TOKENIZER),
-                key=(task.id, record.index), fresh=lambda: next(numbers), task=task, index=record.index,
-            )  # fmt: skip
+            calls = call_format("hermes", TOKENIZER)
+            attempt = Attempt(record.recorded(setting), calls, lambda: next(numbers), task, record.index)
+            record.llm = AgentLLM(attempt, ChatFormat(TOKENIZER), (task.id, record.index))
             return samples_of(await agent(task, record.llm), record.llm)
 
         def begin(task, index):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.agents.agent import AgentLLM, samples_of
+from rlinf.agents.agent import AgentLLM, Attempt, samples_of
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.llm import ContextFull, Setting
 from rlinf.agents.tools.formats import call_format
@@ -51,10 +51,8 @@ def begun(style="chatml", longest=None, **more):
     parrot = Parrot(tokenizer, **more)
     numbers = itertools.count()
     setting = Setting(parrot, 1.0, 8, longest, len(tokenizer))
-    llm = AgentLLM.begin(
-        setting, ChatFormat(tokenizer), call_format("hermes", tokenizer), key=(1, 2), fresh=lambda: next(numbers)
-    )
-    return llm, parrot
+    attempt = Attempt(setting, call_format("hermes", tokenizer), lambda: next(numbers))
+    return AgentLLM(attempt, ChatFormat(tokenizer), (1, 2)), parrot
 
 
 def user(text):
@@ -354,7 +352,7 @@ async def test_equal_calls_of_several_answers_have_ids_of_their_own():
 
 def say(llm, text):
     """Have a model say a text from now on."""
-    tokenizer, model = llm.trajectories.chat.tokenizer, llm._record.setting.llm
+    tokenizer, model = llm.trajectories.chat.tokenizer, llm._attempt.setting.llm
 
     async def answer(ids, *, seed, conversation, **sampling):
         said = np.append(tokenizer(text)["input_ids"], tokenizer.eos_token_id)

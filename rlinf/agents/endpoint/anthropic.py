@@ -47,31 +47,29 @@ _SERVERS = (
 
 async def messages_reply(call: Call) -> web.StreamResponse:
     """Answer a request."""
-    body = call.body
-    model = body.wanted("model", body.text("model"))
+    body, model = call.body, call.model()
     sampling = sampling_of(body, "max_tokens", "stop_sequences")
     request = replace(_request_of(body), sampling=sampling, form=_form(body))
     body.wanted("max_tokens", body.any("max_tokens"))
-    streamed = body.flag("stream")
-    body.done()
-    call.endpoint.check_model(model)
+    call.accept(model)
     thinking = body.object("thinking")
     thinks = thinking is not None and thinking.any("type") != "disabled"
-    response = f"msg_{call.id}"
-    answers = call.answers(request, response)
-    head = {"id": response, "type": "message", "role": "assistant", "model": model}
-    if streamed:
-        return await call.stream(answers, lambda results: _events(head, results[0], thinks), _event({"type": "ping"}))
-    (results,) = await answers
-    return call.json({**head, "content": _blocks(results, thinks), **_stop(results), "usage": _usage(results)})
+    head: dict[str, Any] = {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "model": model}
+
+    def whole(results: list[ClientAnswer]) -> dict[str, Any]:
+        (result,) = results
+        return {**head, "content": _blocks(result, thinks), **_stop(result), "usage": _usage(result)}
+
+    def events(results: list[ClientAnswer]) -> Iterable[bytes]:
+        return _events(head, results[0], thinks)
+
+    return await call.reply(call.answers(request, head["id"]), whole, events, _event({"type": "ping"}))
 
 
 async def count_reply(call: Call) -> web.StreamResponse:
     """Say how many tokens the model would read."""
-    body = call.body
-    call.endpoint.check_model(body.wanted("model", body.text("model")))
-    request = _request_of(body)
-    body.done()
+    model, request = call.model(), _request_of(call.body)
+    call.accept(model)
     session = call.session or next(iter(call.endpoint.sessions.values()), None)
     if session is None:
         session = call.endpoint.conversation([], None)
@@ -198,29 +196,30 @@ def _event(value: dict[str, Any]) -> bytes:
 
 def _events(head: dict[str, Any], result: ClientAnswer, thinks: bool) -> Iterable[bytes]:
     usage = _usage(result)
-    opening = {
-        **head,
+    opening: dict[str, Any] = {
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
         "usage": {**usage, "output_tokens": 0},
     }
-    yield _event({"type": "message_start", "message": opening})
+    yield _event({"type": "message_start", "message": {**head, **opening}})
     for number, block in enumerate(_blocks(result, thinks)):
-        if block["type"] == "thinking":
-            start: dict[str, Any] = {**block, "thinking": "", "signature": ""}
-            deltas = [{"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])]
-            deltas.append({"type": "signature_delta", "signature": block["signature"]})
-        elif block["type"] == "text":
-            start = {**block, "text": ""}
-            deltas = [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
-        else:
-            start = {**block, "input": {}}
-            written = json.dumps(block["input"], ensure_ascii=False)
-            deltas = [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(written)]
+        start, deltas = _block_start(block)
         yield _event({"type": "content_block_start", "index": number, "content_block": start})
         for delta in deltas:
             yield _event({"type": "content_block_delta", "index": number, "delta": delta})
         yield _event({"type": "content_block_stop", "index": number})
     yield _event({"type": "message_delta", "delta": _stop(result), "usage": usage})
     yield _event({"type": "message_stop"})
+
+
+def _block_start(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A block before it is filled, and what fills it."""
+    if block["type"] == "text":
+        return {**block, "text": ""}, [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
+    if block["type"] == "thinking":
+        deltas = [{"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])]
+        signed = {"type": "signature_delta", "signature": block["signature"]}
+        return {**block, "thinking": "", "signature": ""}, [*deltas, signed]
+    written = json.dumps(block["input"], ensure_ascii=False)
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(written)]

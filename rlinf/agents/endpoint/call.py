@@ -52,6 +52,9 @@ class Call:
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
 
+    streamed: bool = False
+    """The answer is a stream of events."""
+
     async def answers(
         self, request: ModelRequest, response: str, *, keep: list[dict[str, Any]] | None = None
     ) -> list[ClientAnswer]:
@@ -102,6 +105,36 @@ class Call:
         metrics.asked_again += sum(each.again for each in results)
         return results
 
+    def model(self) -> str:
+        """Return the name of the model that is asked for, and read whether the answer is to be a stream.
+
+        Raises:
+            ApiError: it is missing.
+        """
+        self.streamed = self.body.flag("stream")
+        return str(self.body.wanted("model", self.body.text("model")))
+
+    def accept(self, model: str) -> None:
+        """See that there is the model; note the fields of the request that nobody has asked for.
+
+        Raises:
+            ApiError: 404.
+        """
+        self.body.done()
+        self.endpoint.check_model(model)
+
+    async def reply(
+        self,
+        answers: Awaitable[list[ClientAnswer]],
+        whole: Callable[[list[ClientAnswer]], Any],
+        events: Callable[[list[ClientAnswer]], Iterable[bytes]],
+        ping: bytes = b": alive\n\n",
+    ) -> web.StreamResponse:
+        """A response of one object, or of a stream where the request wishes for one; arguments as of `stream`."""
+        if self.streamed:
+            return await self.stream(answers, events, ping)
+        return self.json(whole(await answers))
+
     def json(self, value: Any) -> web.Response:
         """A response of one object."""
         return web.Response(body=dumped(value), content_type="application/json")
@@ -110,7 +143,7 @@ class Call:
         self,
         answers: Awaitable[list[ClientAnswer]],
         events: Callable[[list[ClientAnswer]], Iterable[bytes]],
-        ping: bytes = b": alive\n\n",
+        ping: bytes,
     ) -> web.StreamResponse:
         """A response of server-sent events. It begins once the model has answered, or after some seconds.
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from rlinf.agents.endpoint.requests import (
     words,
 )
 from rlinf.agents.tools.formats import ToolCall
+from rlinf.runtime.base.tasks import cancel_all
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -57,39 +59,49 @@ _PIECE = 256
 
 async def chat_reply(call: Call) -> web.StreamResponse:
     """Answer a request."""
-    body = call.body
-    model = body.wanted("model", body.text("model"))
+    body, model = call.body, call.model()
     request = _request_of(body)
-    logprobs, ids = _logprobs(body), body.flag("return_token_ids")
-    options, streamed = body.object("stream_options"), body.flag("stream")
-    with_usage = options is not None and options.flag("include_usage")
-    body.done()
-    call.endpoint.check_model(model)
-    response = f"chatcmpl-{call.id}"
-    head = {"id": response, "created": call.created, "model": model}
-    answers = call.answers(request, response)
-    if streamed:
-        return await call.stream(answers, lambda results: _chunks(call, head, results, logprobs, with_usage))
-    results = await answers
-    choices = [_choice(call, number, each, logprobs, ids) for number, each in enumerate(results)]
-    whole = {**head, "object": "chat.completion", "choices": choices, "usage": usage(results)}
-    if ids:
-        whole["prompt_token_ids"] = prompt_ids(results[0])
-    return call.json(whole)
+    form = _TokenForm(call, _logprobs(body), body.flag("return_token_ids"))
+    with_usage = _with_usage(body)
+    call.accept(model)
+    head: dict[str, Any] = {"id": f"chatcmpl-{call.id}", "created": call.created, "model": model}
+
+    def whole(results: list[ClientAnswer]) -> dict[str, Any]:
+        choices = [_choice(form, number, each) for number, each in enumerate(results)]
+        value = {**head, "object": "chat.completion", "choices": choices, "usage": usage(results)}
+        return {**value, "prompt_token_ids": prompt_ids(results[0])} if form.ids else value
+
+    def chunks(results: list[ClientAnswer]) -> Iterable[bytes]:
+        return _chunks(form, head, results, with_usage)
+
+    return await call.reply(call.answers(request, head["id"]), whole, chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenForm:
+    """Whatever a client wants to know of the tokens of answers."""
+
+    call: Call
+    """The request."""
+    logprobs: bool
+    """Each token with its log-prob."""
+    ids: bool
+    """Token ids."""
+
+    def content_logprobs(self, result: ClientAnswer) -> dict[str, Any] | None:
+        """The log-probs of a chat's answer; None: they are not wanted."""
+        return {"content": token_logprobs(self.call, result), "refusal": None} if self.logprobs else None
 
 
 # What is asked --------------------------------------------------------------------------------------------------------
 
 
 def _request_of(body: Fields) -> ModelRequest:
-    for name in ("frequency_penalty", "presence_penalty"):
-        body.neutral(name, 0, 0.0, why="log-probs that are learned from know no penalties")
-    body.neutral("repetition_penalty", 1, 1.0, why="log-probs that are learned from know no penalties")
-    body.neutral("logit_bias", {}, why="log-probs that are learned from know no bias")
+    _check_plain_sampling(body)
+    body.neutral("repetition_penalty", 1, 1.0, why=_NO_PENALTIES)
     body.neutral("modalities", ["text"], why="the model writes text alone")
     for name in ("audio", "functions", "function_call"):
         body.neutral(name, why="take messages and tools of the type function")
-    body.ignored(*IGNORED)
     body.wanted("messages", body.any("messages"))
     messages = [_message(each) for each in body.objects("messages")]
     tools = [tool for each in body.objects("tools") if (tool := _tool(each)) is not None]
@@ -97,12 +109,6 @@ def _request_of(body: Fields) -> ModelRequest:
     sampling = sampling_of(body, "max_tokens", "stop")
     if (longest := body.whole("max_completion_tokens", 1)) is not None:
         sampling["max_new_tokens"] = longest
-    for theirs, ours in (("min_tokens", "min_new_tokens"), ("seed", "seed")):
-        low, high = (-(2**63), 2**63 - 1) if ours == "seed" else (0, 2**31)
-        if (value := body.whole(theirs, low, high)) is not None:
-            sampling[ours] = value
-    if (min_p := body.number("min_p", 0, 1)) is not None:
-        sampling["min_p"] = min_p
     return ModelRequest(
         messages_checked(messages, "messages"),
         tools=tools or None,
@@ -113,6 +119,31 @@ def _request_of(body: Fields) -> ModelRequest:
         form=_form(body.object("response_format")) or json_wish(body),
         count=body.whole("n", 1, 128) or 1,
     )
+
+
+_NO_PENALTIES = "log-probs that are learned from know no penalties"
+
+
+def _check_plain_sampling(body: Fields) -> None:
+    """See that answers are sampled from what the model says, and nothing else."""
+    for name in ("frequency_penalty", "presence_penalty"):
+        body.neutral(name, 0, 0.0, why=_NO_PENALTIES)
+    body.neutral("logit_bias", {}, why="log-probs that are learned from know no bias")
+    body.ignored(*IGNORED)
+
+
+def _with_usage(body: Fields) -> bool:
+    """True if a stream ends with the count of its tokens."""
+    options = body.object("stream_options")
+    return options is not None and options.flag("include_usage")
+
+
+def _logprob_count(body: Fields, name: str) -> int | None:
+    """The number of log-probs of each token that a field asks for; at most that of the token itself can be told."""
+    count = body.whole(name, 0, 20)
+    if count is not None and count > 1:
+        raise unsupported(name, "the record has the log-prob of the token that was drawn alone; take 1")
+    return count
 
 
 def _message(fields: Fields) -> dict[str, Any]:
@@ -179,9 +210,7 @@ def _form(fields: Fields | None) -> JsonForm | None:
 def _logprobs(body: Fields) -> bool:
     """True if log-probs are wanted; at most that of the token itself can be told."""
     wanted = body.flag("logprobs")
-    if (body.whole("top_logprobs", 0, 20) or 0) > 1:
-        raise unsupported("top_logprobs", "the record has the log-prob of the token that was drawn alone; take 1")
-    if body.any("top_logprobs") and not wanted:
+    if _logprob_count(body, "top_logprobs") and not wanted:
         raise ApiError(400, "top_logprobs needs logprobs: true", code="invalid_value", param="top_logprobs")
     return wanted
 
@@ -216,15 +245,21 @@ def custom_text(call: ToolCall) -> str:
     return value if isinstance(value, str) else call_text(call)
 
 
+def _tokens(call: Call, result: ClientAnswer) -> list[tuple[str, float]]:
+    """Every token of an answer as a text, and its log-prob."""
+    assert call.session is not None
+    tokenizer = call.session.llm.trajectories.chat.tokenizer
+    texts = [str(tokenizer.decode([int(token)])) for token in result.reply.ids]
+    return [(text, max(float(value), -9999.0)) for text, value in zip(texts, result.reply.logprobs, strict=True)]
+
+
 def token_logprobs(call: Call, result: ClientAnswer) -> list[dict[str, Any]]:
     """Every token of an answer with its log-prob."""
-    assert call.session is not None
-    tokenizer, listed = call.session.llm.trajectories.chat.tokenizer, []
-    for token, logprob in zip(result.reply.ids, result.reply.logprobs, strict=True):
-        text = str(tokenizer.decode([int(token)]))
-        entry = {"token": text, "logprob": max(float(logprob), -9999.0), "bytes": list(text.encode("utf-8", "replace"))}
-        listed.append({**entry, "top_logprobs": [entry]})
-    return listed
+    entries = [
+        {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
+        for text, value in _tokens(call, result)
+    ]
+    return [{**entry, "top_logprobs": [entry]} for entry in entries]
 
 
 def _finish(result: ClientAnswer) -> str:
@@ -238,18 +273,16 @@ def _call_shown(each: ToolCall, custom: bool) -> dict[str, Any]:
     return {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": call_text(each)}}
 
 
-def _choice(call: Call, number: int, result: ClientAnswer, logprobs: bool, ids: bool) -> dict[str, Any]:
+def _choice(form: _TokenForm, number: int, result: ClientAnswer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": result.refusal}
     if result.reasoning is not None:
         message["reasoning_content"] = result.reasoning
     if result.calls:
         message["content"] = result.text or None
-        message["tool_calls"] = [_call_shown(each, each.name in customs(call.body)) for each in result.calls]
-    content = {"content": token_logprobs(call, result), "refusal": None} if logprobs else None
+        message["tool_calls"] = [_call_shown(each, each.name in customs(form.call.body)) for each in result.calls]
+    content = form.content_logprobs(result)
     choice = {"index": number, "message": message, "logprobs": content, "finish_reason": _finish(result)}
-    if ids:
-        choice["token_ids"] = result.reply.ids.tolist()
-    return choice
+    return {**choice, "token_ids": result.reply.ids.tolist()} if form.ids else choice
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -257,9 +290,7 @@ def pieces(text: str) -> Iterator[str]:
     return (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
 
 
-def _chunks(
-    call: Call, head: dict[str, Any], answers: list[ClientAnswer], logprobs: bool, with_usage: bool
-) -> Iterable[bytes]:
+def _chunks(form: _TokenForm, head: dict[str, Any], answers: list[ClientAnswer], with_usage: bool) -> Iterable[bytes]:
     head = {**head, "object": "chat.completion.chunk"}
 
     def chunk(number: int, delta: dict[str, Any], finish: str | None = None, content: Any = None) -> bytes:
@@ -267,98 +298,92 @@ def _chunks(
         return event({**head, "choices": [choice], **({"usage": None} if with_usage else {})})
 
     for number, result in enumerate(answers):
-        content = {"content": token_logprobs(call, result), "refusal": None} if logprobs else None
-        yield chunk(number, {"role": "assistant", "content": "", "refusal": None}, content=content)
+        opening = {"role": "assistant", "content": "", "refusal": None}
+        yield chunk(number, opening, content=form.content_logprobs(result))
         for piece in pieces(result.reasoning or ""):
             yield chunk(number, {"reasoning_content": piece})
         for piece in pieces(result.text):
             yield chunk(number, {"content": piece})
         for place, each in enumerate(result.calls):
-            whole = _call_shown(each, each.name in customs(call.body))
+            whole = _call_shown(each, each.name in customs(form.call.body))
             kind, key = whole["type"], "input" if whole["type"] == "custom" else "arguments"
-            opening = {**whole, "index": place, kind: {**whole[kind], key: ""}}
-            yield chunk(number, {"tool_calls": [opening]})
+            yield chunk(number, {"tool_calls": [{**whole, "index": place, kind: {**whole[kind], key: ""}}]})
             for piece in pieces(whole[kind][key]):
                 yield chunk(number, {"tool_calls": [{"index": place, kind: {key: piece}}]})
         if result.refusal is not None:
             yield chunk(number, {"refusal": result.refusal})
         yield chunk(number, {}, _finish(result))
-    if with_usage:
-        yield event({**head, "choices": [], "usage": usage(answers)})
+    yield from _stream_end(head, usage(answers) if with_usage else None)
+
+
+def _stream_end(head: dict[str, Any], counts: dict[str, Any] | None) -> Iterable[bytes]:
+    """Last events of a stream, with its count of tokens where that is wanted."""
+    if counts is not None:
+        yield event({**head, "choices": [], "usage": counts})
     yield b"data: [DONE]\n\n"
 
 
 async def completion_reply(call: Call) -> web.StreamResponse:
     """Answer a request."""
-    body = call.body
-    model = body.wanted("model", body.text("model"))
-    for name in ("frequency_penalty", "presence_penalty"):
-        body.neutral(name, 0, 0.0, why="log-probs that are learned from know no penalties")
-    body.neutral("logit_bias", {}, why="log-probs that are learned from know no bias")
+    body, model = call.body, call.model()
+    _check_plain_sampling(body)
     body.neutral("echo", False, why="the prompt is what was sent")
     body.neutral("suffix", "", why="the model goes on from the prompt alone")
     count = body.whole("n", 1, 128) or 1
     body.neutral("best_of", 1, count, why="all answers are told")
-    body.ignored(*IGNORED)
-    sampling = sampling_of(body, "max_tokens", "stop")
-    if (seed := body.whole("seed", -(2**63), 2**63 - 1)) is not None:
-        sampling["seed"] = seed
-    if (wanted := body.whole("logprobs", 0, 20)) is not None and wanted > 1:
-        raise unsupported("logprobs", "the record has the log-prob of the token that was drawn alone; take 1")
-    ids, streamed = body.flag("return_token_ids"), body.flag("stream")
-    options = body.object("stream_options")
-    with_usage = options is not None and options.flag("include_usage")
-    prompts, stop_shown = _prompts(body), body.flag("include_stop_str_in_output")
-    body.done()
-    call.endpoint.check_model(model)
-    response = f"cmpl-{call.id}"
-    head = {"id": response, "object": "text_completion", "created": call.created, "model": model}
+    stop_shown = body.flag("include_stop_str_in_output")
+    request = ModelRequest(sampling=sampling_of(body, "max_tokens", "stop"), stop_shown=stop_shown, count=count)
+    form = _TokenForm(call, _logprob_count(body, "logprobs") is not None, body.flag("return_token_ids"))
+    with_usage, prompts = _with_usage(body), _prompts(body)
+    call.accept(model)
+    head: dict[str, Any] = {
+        "id": f"cmpl-{call.id}",
+        "object": "text_completion",
+        "created": call.created,
+        "model": model,
+    }
 
-    async def answers() -> list[ClientAnswer]:
-        session = call.session or call.endpoint.conversation([], None)
-        call.session = session
-        chat, requests = session.llm.trajectories.chat, []
-        for prompt in prompts:
-            ids_before = chat.ids(prompt, first=True) if isinstance(prompt, str) else np.asarray(prompt, np.int64)
-            if not len(ids_before):
-                raise invalid("prompt", "prompt has no token; give at least one")
-            requests.append(ModelRequest(ids=ids_before, sampling=sampling, stop_shown=stop_shown, count=count))
-        each = [asyncio.ensure_future(call.answers(one, f"{response}-{n}")) for n, one in enumerate(requests)]
-        try:
-            collected = [results for one in each for results in await one]
-        finally:
-            for one in each:
-                one.cancel()
-            await asyncio.gather(*each, return_exceptions=True)
-        call.endpoint.noted(session, response, collected, [])
-        return collected
-
-    def told(number: int, results: ClientAnswer) -> dict[str, Any]:
-        choice = {
-            "index": number, "text": results.text, "finish_reason": "length" if results.cut else "stop",
-            "logprobs": None if wanted is None else _completion_logprobs(call, results),
-        }  # fmt: skip
-        return (
-            {**choice, "token_ids": results.reply.ids.tolist(), "prompt_token_ids": prompt_ids(results)}
-            if ids
-            else choice
-        )
+    def whole(results: list[ClientAnswer]) -> dict[str, Any]:
+        choices = [_completion_choice(form, number, each) for number, each in enumerate(results)]
+        return {**head, "choices": choices, "usage": _usage(results, count)}
 
     def chunks(results: list[ClientAnswer]) -> Iterable[bytes]:
         for number, each in enumerate(results):
-            choice = told(number, each)
+            choice = _completion_choice(form, number, each)
             for piece in pieces(each.text):
                 yield event({**head, "choices": [{**choice, "text": piece, "finish_reason": None, "logprobs": None}]})
             yield event({**head, "choices": [{**choice, "text": ""}]})
-        if with_usage:
-            yield event({**head, "choices": [], "usage": _usage(results, count)})
-        yield b"data: [DONE]\n\n"
+        yield from _stream_end(head, _usage(results, count) if with_usage else None)
 
-    if streamed:
-        return await call.stream(answers(), chunks)
-    results = await answers()
-    choices = [told(number, each) for number, each in enumerate(results)]
-    return call.json({**head, "choices": choices, "usage": _usage(results, count)})
+    return await call.reply(_completions(call, request, prompts, head["id"]), whole, chunks)
+
+
+async def _completions(
+    call: Call, request: ModelRequest, prompts: Sequence[str | list[int]], response: str
+) -> list[ClientAnswer]:
+    """Answers to several prompts, in their order."""
+    session = call.session = call.session or call.endpoint.conversation([], None)
+    chat = session.llm.trajectories.chat
+    ids = [chat.ids(each, first=True) if isinstance(each, str) else np.asarray(each, np.int64) for each in prompts]
+    if not all(map(len, ids)):
+        raise invalid("prompt", "prompt has no token; give at least one")
+    requests = [replace(request, ids=each) for each in ids]
+    asking = [asyncio.ensure_future(call.answers(one, f"{response}-{n}")) for n, one in enumerate(requests)]
+    try:
+        results = [result for one in asking for result in await one]
+    finally:
+        await cancel_all(asking)
+    call.endpoint.noted(session, response, results, [])
+    return results
+
+
+def _completion_choice(form: _TokenForm, number: int, result: ClientAnswer) -> dict[str, Any]:
+    logprobs = _completion_logprobs(form.call, result) if form.logprobs else None
+    finish = "length" if result.cut else "stop"
+    choice = {"index": number, "text": result.text, "finish_reason": finish, "logprobs": logprobs}
+    if form.ids:
+        choice |= {"token_ids": result.reply.ids.tolist(), "prompt_token_ids": prompt_ids(result)}
+    return choice
 
 
 def _usage(results: list[ClientAnswer], count: int) -> dict[str, Any]:
@@ -392,15 +417,10 @@ def _is_id(value: Any) -> bool:
 
 
 def _completion_logprobs(call: Call, result: ClientAnswer) -> dict[str, Any]:
-    assert call.session is not None
-    tokenizer, at = call.session.llm.trajectories.chat.tokenizer, 0
-    tokens = [str(tokenizer.decode([int(token)])) for token in result.reply.ids]
-    offsets = []
-    for token in tokens:
-        offsets.append(at)
-        at += len(token)
-    values = [max(float(value), -9999.0) for value in result.reply.logprobs]
-    top = [{token: value} for token, value in zip(tokens, values, strict=True)]
+    pairs = _tokens(call, result)
+    tokens, values = [token for token, _ in pairs], [value for _, value in pairs]
+    offsets = [0, *itertools.accumulate(map(len, tokens))][:-1]
+    top = [{token: value} for token, value in pairs]
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
@@ -414,21 +434,27 @@ _FILLED = {
     "custom_tool_call": ("input", "custom_tool_call_input"),
 }
 """Kinds of items: the field that a stream fills, and the events that do it."""
+_ECHOED: dict[str, Any] = {
+    **dict.fromkeys(("instructions", "temperature", "top_p", "max_output_tokens", "previous_response_id")),
+    "metadata": {},
+    "tools": [],
+    "tool_choice": "auto",
+    "text": {"format": {"type": "text"}},
+}
+"""Fields of a request that stand in its response, and what stands there where they were left out."""
 _SEAL = "rlinf."
 """Begins our `encrypted_content`; the text of the reasoning follows, in letters that nobody changes."""
 
 
 async def responses_reply(call: Call) -> web.StreamResponse:
     """Answer a request."""
-    body = call.body
-    model = body.wanted("model", body.text("model"))
+    body, model = call.body, call.model()
     body.neutral("background", False, why="the answer comes with the response")
     for name in ("conversation", "prompt"):
         body.neutral(name, why="give input, instructions and previous_response_id")
     if body.text("truncation", "disabled") != "disabled":
         body.note("truncation")  # what was said is never cut
-    if (body.whole("top_logprobs", 0, 20) or 0) > 1:
-        raise unsupported("top_logprobs", "the record has the log-prob of the token that was drawn alone; take 1")
+    _logprob_count(body, "top_logprobs")
     body.ignored(*IGNORED, "reasoning", "stream_options")
     wanted = body.array("include")
     for each in wanted:
@@ -448,25 +474,26 @@ async def responses_reply(call: Call) -> web.StreamResponse:
         sampling=sampling_of(body, "max_output_tokens", "stop"),
         form=_responses_form(body.object("text")) or json_wish(body),
     )
-    keep, streamed = body.any("store") is not False, body.flag("stream")
-    body.done()
-    call.endpoint.check_model(model)
+    keep = body.any("store") is not False
+    call.accept(model)
     shape = {
-        "id": f"resp_{call.id}", "object": "response", "created_at": call.created, "model": model, "error": None,
-        "incomplete_details": None, "instructions": instructions, "metadata": body.given.get("metadata") or {},
-        "parallel_tool_calls": parallel, "tools": body.given.get("tools") or [],
-        "tool_choice": body.given.get("tool_choice") or "auto",
-        "temperature": body.given.get("temperature"), "top_p": body.given.get("top_p"),
-        "max_output_tokens": body.given.get("max_output_tokens"),
-        "previous_response_id": body.given.get("previous_response_id"), "text": body.given.get("text") or
-        {"format": {"type": "text"}}, "truncation": "disabled", "store": keep,
-    }  # fmt: skip
-    answers = call.answers(request, f"resp_{call.id}", keep=messages if keep else None)
+        **{name: default if body.given.get(name) is None else body.given[name] for name, default in _ECHOED.items()},
+        "id": f"resp_{call.id}",
+        "object": "response",
+        "created_at": call.created,
+        "model": model,
+        "error": None,
+        "incomplete_details": None,
+        "parallel_tool_calls": parallel,
+        "truncation": "disabled",
+        "store": keep,
+    }
     showing = _Showing(call, tools, logprobs=_INCLUDED[0] in wanted, sealed=_INCLUDED[1] in wanted)
-    if streamed:
-        return await call.stream(answers, lambda results: _events(showing, shape, results[0]))
-    (results,) = await answers
-    return call.json(_whole(showing, shape, results))
+    return await call.reply(
+        call.answers(request, f"resp_{call.id}", keep=messages if keep else None),
+        lambda results: _whole(showing, shape, results[0]),
+        lambda results: _events(showing, shape, results[0]),
+    )
 
 
 # What is asked --------------------------------------------------------------------------------------------------------
@@ -478,10 +505,8 @@ def _messages_before(call: Call, body: Fields) -> list[dict[str, Any]]:
     if (previous := body.text("previous_response_id")) is not None:
         session = call.endpoint.of_response(previous)
         if session is None or previous not in session.whole or call.session not in (None, session):
-            raise ApiError(
-                404, f"there is no response {previous!r:.80}: it was not stored, or its session is over",
-                code="previous_response_not_found", param="previous_response_id",
-            )  # fmt: skip
+            why = f"there is no response {previous!r:.80}: it was not stored, or its session is over"
+            raise ApiError(404, why, code="previous_response_not_found", param="previous_response_id")
         call.session = session
         before = [dict(message) for message in session.whole[previous]]
     value = body.wanted("input", body.any("input"))
@@ -642,15 +667,13 @@ def _output(showing: _Showing, result: ClientAnswer) -> list[dict[str, Any]]:
         )
     for number, each in enumerate(result.calls):
         tool = showing.tools.get(each.name)
-        item: dict[str, Any] = {
-            "id": f"fc_{call.id}{number}", "type": "function_call", "call_id": f"call_{each.id}",
-            "name": each.name if tool is None else tool.name, "arguments": call_text(each), "status": "completed",
-        }  # fmt: skip
+        item = {"call_id": f"call_{each.id}", "name": each.name if tool is None else tool.name, "status": "completed"}
         if tool is not None and tool.namespace is not None:
             item["namespace"] = tool.namespace
         if tool is not None and tool.custom:
-            del item["arguments"]
             item |= {"id": f"ctc_{call.id}{number}", "type": "custom_tool_call", "input": custom_text(each)}
+        else:
+            item |= {"id": f"fc_{call.id}{number}", "type": "function_call", "arguments": call_text(each)}
         items.append(item)
     return items
 

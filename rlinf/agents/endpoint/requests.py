@@ -256,9 +256,7 @@ class Fields:
         """
         value = self.any(name)
         if value is not None and not any(type(value) is type(each) and value == each for each in values):
-            raise ApiError(
-                400, f"{self.path(name)} is not supported: {why}", code="unsupported_parameter", param=self.path(name)
-            )
+            raise unsupported(self.path(name), why)
 
     def done(self) -> None:
         """Note all that nobody has asked for."""
@@ -278,10 +276,12 @@ def fields_of(items: list[Any], path: str, unheeded: dict[str, None] | None = No
     Raises:
         ApiError: one of them is none.
     """
+    fields = []
     for number, item in enumerate(items):
         if not isinstance(item, dict):
             raise invalid(f"{path}[{number}]", f"{path}[{number}] must be an object")
-    return [Fields(item, f"{path}[{number}]", unheeded) for number, item in enumerate(items)]
+        fields.append(Fields(item, f"{path}[{number}]", unheeded))
+    return fields
 
 
 def words(content: Any, path: str, kinds: Collection[str] = ("text",)) -> str:
@@ -734,9 +734,12 @@ def sampling_of(body: Fields, longest: str, stop: str) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {
         "max_new_tokens": body.whole(longest, 1),
+        "min_new_tokens": body.whole("min_tokens", 0),
         "temperature": body.number("temperature", 0, 100),
         "top_p": body.number("top_p", 0, 1),
         "top_k": body.whole("top_k", -1),
+        "min_p": body.number("min_p", 0, 1),
+        "seed": body.whole("seed", -(2**63), 2**63 - 1),
         "stop": list(body.texts(stop)) or None,
     }
     if settings["top_k"] == -1:

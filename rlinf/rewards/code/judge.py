@@ -26,7 +26,8 @@ import pickle
 import re
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
@@ -37,11 +38,13 @@ from rlinf.rewards.code import far_side, peer, runner, values
 from rlinf.sandbox.limits import Channel, ChannelError, Limits, Program
 from rlinf.sandbox.sandbox import Sandbox, isolation, shared
 
-_CASES = ("tests", "test_cases", "input_output", "public_tests", "private_tests", "generated_tests",
-            "public_test_cases", "private_test_cases")  # fmt: skip
+_CASES = (
+    *("tests", "test_cases", "input_output", "public_tests", "private_tests", "generated_tests"),
+    *("public_test_cases", "private_test_cases"),
+)
 """Where cases are; those of all columns that are there count together."""
-COLUMNS = (*_CASES, "test", "entry_point", "prompt", "test_list", "challenge_test_list", "test_setup_code",
-           "test_imports", "reward_model", "fn_name", "metadata")  # fmt: skip
+_TESTS = ("test", "entry_point", "prompt", "test_list", "challenge_test_list", "test_setup_code", "test_imports")
+COLUMNS = (*_CASES, *_TESTS, "reward_model", "fn_name", "metadata")
 """All that is read."""
 _LARGEST = 256 << 20
 """Bytes of unpacked cases; LiveCodeBench's largest problem has 100 MB."""
@@ -242,8 +245,8 @@ def _beyond(tree: ast.Module) -> str:
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     decorators = {node: [ast.unparse(each) for each in node.decorator_list] for node in functions}
     fixtures = [node for node in functions if any("fixture" in text for text in decorators[node])]
-    all_marks = [ast.unparse(each) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-                 for each in node.decorator_list]  # fmt: skip
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    all_marks = [ast.unparse(each) for node in classes for each in node.decorator_list]
     renamed = any("name=" in text for node in fixtures for text in decorators[node])
     available = {*_FIXTURES, *(node.name for node in fixtures)}
     for node in [*fixtures, *(each for each in functions if _is_test(each))]:
@@ -252,12 +255,13 @@ def _beyond(tree: ast.Module) -> str:
         missing = [each.arg for each in plain if each.arg not in available and each.arg not in marks]
         if missing and "patch" not in marks and not renamed:
             return f"{node.name} wants a fixture {missing[0]!r} that nobody defines"
-    imported = {name.asname or name.name for node in ast.walk(tree)
-                if isinstance(node, ast.ImportFrom) and node.module == "solution" for name in node.names}  # fmt: skip
-    for each in ast.walk(tree):
-        if isinstance(each, ast.ClassDef) and (base := imported & {ast.unparse(one) for one in each.bases}):
-            return f"class {each.name} derives from the answer's {base.pop()}"
-        args = [ast.unparse(one) for one in (each.func, *each.args)] if isinstance(each, ast.Call) else []
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "solution"]
+    imported = {name.asname or name.name for node in imports for name in node.names}
+    for kind in classes:
+        if base := imported & {ast.unparse(one) for one in kind.bases}:
+            return f"class {kind.name} derives from the answer's {base.pop()}"
+    for each in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+        args = [ast.unparse(one) for one in (each.func, *each.args)]
         if args[1:] and args[0].endswith(("patch", "setattr")) and args[1][1:].startswith("solution."):
             return f"a call of {args[0]} replaces a part of the answer"
     return ""
@@ -319,9 +323,7 @@ def same_output(output: str, expected: str) -> bool:
     if len(mine) != len(theirs):
         return False
     pairs = [(one.split(), other.split()) for one, other in zip(mine, theirs, strict=True)]
-    return all(
-        len(one) == len(other) and all(map(_same_word, one, other)) for one, other in pairs
-    )  # fmt: skip
+    return all(len(one) == len(other) and all(map(_same_word, one, other)) for one, other in pairs)
 
 
 def same_value(output: Any, expected: Any) -> bool:
@@ -498,6 +500,10 @@ def _longest(tests: Tests, most: int | None) -> Tests:
     return tuple(tests[index] for index in indices)  # type: ignore[return-value]
 
 
+_Test = Callable[[int], Awaitable[bool]]
+"""Runs the test of a number; true if it is passed."""
+
+
 class _Run:
     """The tests of one answer.
 
@@ -531,34 +537,39 @@ class _Run:
         return passed
 
     async def _calls(self, program: str, cases: list[Call]) -> int:
-        passed = done = 0
-        while done < len(cases) and self._left > 0:  # once per process: one that hangs or crashes takes its test along
-            async with self._timed(), self._candidate(program) as candidate:
-                if candidate is None:
-                    return passed
-                while done < len(cases):
-                    case = cases[done]
-                    done += 1
-                    right = await self._in_time(_returns(candidate, case))
-                    passed += right is True
-                    if self._stop and not right:
-                        return passed
-                    if right is None:
-                        break
-        return passed
+        @contextlib.asynccontextmanager
+        async def begin(candidate: Channel, _: int) -> AsyncIterator[_Test]:
+            yield lambda number: _returns(candidate, cases[number])
+
+        return await self._passed(program, len(cases), begin)
 
     async def _assertions(self, program: str, tests: Assertions) -> int:
+        @contextlib.asynccontextmanager
+        async def begin(candidate: Channel, first: int) -> AsyncIterator[_Test]:
+            async with self._program("tests") as own:
+                order = {"setup": tests.setup, "pieces": tests.pieces[first:], "entry": tests.entry}
+                await own.channel.send(json.dumps({**order, "context": tests.context}).encode())
+                yield lambda _: _holds(own.channel, candidate)
+
+        return await self._passed(program, len(tests.pieces), begin)
+
+    async def _passed(
+        self, program: str, count: int, begin: Callable[[Channel, int], AbstractAsyncContextManager[_Test]]
+    ) -> int:
+        """How many of `count` tests a program passes.
+
+        Args:
+            begin: given the program and the number of the first test, what runs a test by its number.
+        """
         passed = done = 0
-        while done < len(tests.pieces) and self._left > 0:
+        while done < count and self._left > 0:  # once per process: one that hangs or crashes takes its test along
             async with self._timed(), self._candidate(program) as candidate:
                 if candidate is None:
                     return passed
-                async with self._program("tests") as own:
-                    order = {"setup": tests.setup, "pieces": tests.pieces[done:], "entry": tests.entry}
-                    await own.channel.send(json.dumps({**order, "context": tests.context}).encode())
-                    while done < len(tests.pieces):
+                async with begin(candidate, done) as test:
+                    while done < count:
+                        right = await self._in_time(test(done))
                         done += 1
-                        right = await self._in_time(_holds(own.channel, candidate))
                         passed += right is True
                         if self._stop and not right:
                             return passed
@@ -574,7 +585,7 @@ class _Run:
         except (TimeoutError, ChannelError):
             return None
 
-    def _program(self, side: str) -> contextlib.AbstractAsyncContextManager[Program]:
+    def _program(self, side: str) -> AbstractAsyncContextManager[Program]:
         """One of the two programs of `far_side.py`."""
         return self._sandbox.program(_FAR_SIDE, args=[side], files=_files(), limits=self._whole(), channel=True)
 
@@ -608,8 +619,8 @@ class _Run:
 @functools.cache
 def _files() -> dict[str, bytes]:
     """The files that lie beside the program `_FAR_SIDE`."""
-    compiled = [(each.__name__, compile(Path(str(each.__file__)).read_bytes(), each.__name__, "exec"))
-                for each in (*_SENT, far_side)]  # fmt: skip
+    sources = [(each.__name__, Path(str(each.__file__)).read_bytes()) for each in (*_SENT, far_side)]
+    compiled = [(name, compile(source, name, "exec")) for name, source in sources]
     return {"far_side": marshal.dumps([*compiled[:-1], compiled[-1][1]])}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlinf.agents.agent import AgentLLM
+from rlinf.agents.agent import AgentLLM, Attempt
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.endpoint.endpoint import Endpoint
 from rlinf.agents.llm import Setting
@@ -109,11 +109,8 @@ async def stand(*texts, longest=None, new=400, limits=None, template=TOOLS, argu
     setting = Setting(model, 1.0, new, longest, len(tokenizer))
 
     def make():
-        chat = ChatFormat(tokenizer, arguments, say)
-        return AgentLLM.begin(
-            setting, chat, call_format("hermes", tokenizer), key=(1, 2), fresh=lambda: next(numbers),
-            open=endpoint.session,
-        )  # fmt: skip
+        attempt = Attempt(setting, call_format("hermes", tokenizer), lambda: next(numbers), open=endpoint.session)
+        return AgentLLM(attempt, ChatFormat(tokenizer, arguments, say), (1, 2))
 
     endpoint = Endpoint(EndpointConfig(**(limits or {})))
     llm = make()

@@ -27,6 +27,7 @@ from benchmarks.placement_cases import KIND, PREDICTED, Case, Job, balanced
 from benchmarks.placement_planned import Row
 from benchmarks.placement_stages import FOUND, virtually
 from rlinf.flows.grpo import grpo
+from rlinf.placement.hardware import Devices
 from rlinf.placement.profile import Profile, load
 from rlinf.placement.simulate import rehearse
 from rlinf.placement.workload import Workload
@@ -67,7 +68,7 @@ class Measured:
     @property
     def from_profile(self) -> float:
         """Seconds of a step, rehearsed with what earlier rounds were measured to cost."""
-        return rehearsed(self.case, workload_of(self.profile, {KIND: self.case.devices}, self.case.memory))
+        return rehearsed(self.case, workload_of(self.profile, Devices({KIND: self.case.devices}, self.case.memory)))
 
     @property
     def missing(self) -> float:

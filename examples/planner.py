@@ -9,6 +9,7 @@ the best plan of each mode on 2, 8 and 64 devices like this one. All of those se
 import rlinf
 from rlinf.flows.grpo import grpo
 from rlinf.placement.auto import choose
+from rlinf.placement.hardware import Devices
 from rlinf.placement.profile import load
 
 MODEL = {
@@ -41,7 +42,7 @@ if __name__ == "__main__":
     )
     profile = load(result.run_dir / "profile.json")
     for devices in (2, 8, 64):
-        chosen = choose(profile, {"gpu": devices}, None, grpo, extrapolate=True)
+        chosen = choose(profile, Devices({"gpu": devices}), grpo, extrapolate=True)
         for row in chosen.best_of_modes:
             sizes = ", ".join(f"{name} {len(role.devices) or 'beside'}" for name, role in row.plan.roles.items())
             bar = "#" * round(100 * row.seconds)

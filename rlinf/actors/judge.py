@@ -19,8 +19,18 @@ from rlinf.actors.base import configured
 from rlinf.config.text import RewardConfig
 from rlinf.data.datasets.benchmarks import SCORED_BY
 from rlinf.data.sample import Group, Outcome, Prompt, Sample
-from rlinf.metrics.alarms import MOST_ROWS, Scored
-from rlinf.rewards.base import OFFERED, ON_REQUEST, RESPONSES, Arguments, Reward, RewardSource, Scorer, Verdict
+from rlinf.rewards.base import (
+    MOST_ROWS,
+    OFFERED,
+    ON_REQUEST,
+    RESPONSES,
+    Arguments,
+    Reward,
+    RewardSource,
+    ScoreCounts,
+    Scorer,
+    Verdict,
+)
 from rlinf.rewards.pool import RewardPool
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.training.batch_metrics import show_samples
@@ -186,7 +196,7 @@ class Judge(Actor):
             spec = replace(settings, function=path, parts={}, args=dict(args))
             same = reward is None and (spec.source, spec.args) == (settings.source, settings.args)
             self._scorings[name] = own if same else _Scoring(spec.source, spec, f"{self._cell.name}, {name}")
-        self._scored = Scored()
+        self._scored = ScoreCounts()
         for scoring in dict.fromkeys(self._scorings.values()):
             await scoring.start()
 
@@ -216,9 +226,9 @@ class Judge(Actor):
         return judged
 
     @endpoint
-    async def scored(self) -> Scored:
+    async def scored(self) -> ScoreCounts:
         """Counts of the answers that were judged here since this was last called."""
-        scored, self._scored = self._scored, Scored()
+        scored, self._scored = self._scored, ScoreCounts()
         return scored
 
     async def _judge(self, scoring: _Scoring, batch: Sequence[Arguments]) -> list[Verdict]:
@@ -267,12 +277,12 @@ def _judged(sample: Sample, verdict: Verdict) -> Sample:
     return sample.judged(verdict.value, cut, scores=verdict.scores, extracted=verdict.extracted)
 
 
-def _counted(group: Group) -> Scored:
+def _counted(group: Group) -> ScoreCounts:
     failed = [sample for sample in group.samples if sample.reward is None]
     if not failed:
-        return Scored(len(group.samples))
+        return ScoreCounts(len(group.samples))
     timeouts = sum(sample.outcome == "timeout" for sample in failed)
     rows = [
         row | {"group": len(group.samples)} for row in show_samples([Group(group.prompt, tuple(failed))], [], MOST_ROWS)
     ]
-    return Scored(len(group.samples), timeouts, len(failed) - timeouts, failed[0].remark, tuple(rows))
+    return ScoreCounts(len(group.samples), timeouts, len(failed) - timeouts, failed[0].remark, tuple(rows))

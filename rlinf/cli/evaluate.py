@@ -26,9 +26,10 @@ from rlinf.data.datasets.source import counted
 from rlinf.data.sample import Evaluation, NotScored
 from rlinf.flows.agentic import agentic
 from rlinf.flows.session import RunSession
-from rlinf.metrics.alarms import Scored
+from rlinf.metrics.alarms import failures_text
 from rlinf.metrics.report import measure_of
 from rlinf.placement.seats import TEXT, place
+from rlinf.rewards.base import ScoreCounts
 from rlinf.runs.dry_run.models import policy_model
 from rlinf.runs.dry_run.transformer import by_kind
 from rlinf.runs.evaluation import PASS, AnswerFile, answers_of, evaluate_named, evaluate_on, model_mark, with_benchmarks
@@ -80,9 +81,9 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
     except (NotScored, RewardError) as error:
         raise RunFailure(str(error)) from error
     _print(config, outcome, time.perf_counter() - start)
-    scored = Scored.total(await roles["judge"].scored())
+    scored = ScoreCounts.total(await roles["judge"].scored())
     if scored.failed:
-        print(scored)
+        print(failures_text(scored))
     if answers is not None:
         print(f"answers: {output}")
     elif output is not None:

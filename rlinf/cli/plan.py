@@ -21,7 +21,7 @@ from rich.table import Table
 
 from rlinf.config.importing import look_in_working_directory, mistake_in, resolve
 from rlinf.placement.grammar import PlacementError
-from rlinf.placement.hardware import KNOWN
+from rlinf.placement.hardware import KNOWN, Devices
 from rlinf.placement.plan import GB, save
 from rlinf.placement.planner import leaves
 from rlinf.placement.profile import BESIDE, Profile, load
@@ -121,16 +121,13 @@ def _run(options: argparse.Namespace) -> None:
     try:
         choice = choose(
             profile,
-            devices,
-            memory,
+            Devices(devices, memory, KNOWN, options.per_node),
             flow,
             options.items,
             extrapolate=options.extrapolate,
             per_mode=max(0, finalists),
-            quantum=options.per_node,
             actors=_actors(options.actor),
             staleness=options.staleness,
-            hardware=KNOWN,
         )
     except PlacementError as error:
         text = "; ".join(str(complaint) for complaint in error.complaints)

@@ -10,9 +10,10 @@ the end of the run, and the metric `reward/failed`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import sqrt
 from typing import Any
+
+from rlinf.rewards.base import ScoreCounts
 
 
 class Alarm(str):
@@ -383,55 +384,11 @@ def _means(steps: Sequence[tuple[float, ...]]) -> list[float]:
     return [sum(column) / len(steps) for column in zip(*steps, strict=True)]
 
 
-MOST_ROWS = 8
-"""Failed answers that a judge remembers between two questions: enough to see what they have in common."""
 CHANGE = 0.2
 """By how much the rate of failures must change to be told again: less is of no consequence."""
 CERTAIN = 3.0
 """And by how many standard deviations of a share of so many answers: a step of few answers varies by chance."""
 NAMES = {"timeouts": "timeout", "errors": "error"}
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """Counts of answers that judges scored or failed to score; those of several judges add up."""
-
-    answers: int = 0
-    """All of them."""
-    timeouts: int = 0
-    """The reward took too long."""
-    errors: int = 0
-    """It raised, crashed, or returned no number."""
-    remark: str = ""
-    """Why the first of those failed."""
-    rows: tuple[Mapping[str, Any], ...] = ()
-    """A few of those, as rows of samples.jsonl."""
-
-    def __add__(self, other: Scored) -> Scored:
-        return Scored(
-            self.answers + other.answers,
-            self.timeouts + other.timeouts,
-            self.errors + other.errors,
-            self.remark or other.remark,
-            (*self.rows, *other.rows)[:MOST_ROWS],
-        )
-
-    @staticmethod
-    def total(parts: Iterable[Scored]) -> Scored:
-        """All of them together."""
-        return sum(parts, Scored())
-
-    @property
-    def failed(self) -> float:
-        """The share of answers without a reward."""
-        return (self.timeouts + self.errors) / self.answers if self.answers else 0.0
-
-    def __str__(self) -> str:
-        """`34% of 1,220 answers were not scored: 412 timeouts, 3 errors; first: took longer than 2 s; killed`."""
-        counts = ((name, getattr(self, name)) for name in NAMES)
-        kinds = ", ".join(f"{count:,} {NAMES[name] if count == 1 else name}" for name, count in counts if count)
-        first = f"; first: {one_line(self.remark)}" if self.remark else ""
-        return f"{percent(self.failed)} of {self.answers:,} answers were not scored: {kinds}{first}"
 
 
 class FailureAlarm:
@@ -440,10 +397,10 @@ class FailureAlarm:
     def __init__(self) -> None:
         self._reported = 0.0
         self._kinds: set[str] = set()
-        self.total = Scored()
+        self.total = ScoreCounts()
         """Counts of all steps."""
 
-    def check(self, where: str, scored: Scored) -> Alarm | None:
+    def check(self, where: str, scored: ScoreCounts) -> Alarm | None:
         """Return the alarm of a step's failures; None if nothing is new.
 
         Args:
@@ -456,9 +413,9 @@ class FailureAlarm:
         self._reported = scored.failed
         if not scored.failed:
             return Alarm(where, "all answers are scored again")
-        return Alarm(where, str(scored), "They count as not drawn; samples.jsonl shows some of them")
+        return Alarm(where, failures_text(scored), "They count as not drawn; samples.jsonl shows some of them")
 
-    def _is_news(self, scored: Scored) -> bool:
+    def _is_news(self, scored: ScoreCounts) -> bool:
         """A kind of failure that was not told yet, or another rate."""
         kinds = {name for name in NAMES if getattr(scored, name)}
         new, self._kinds = kinds - self._kinds, self._kinds | kinds
@@ -469,11 +426,14 @@ class FailureAlarm:
         return bool(new) or (change >= CHANGE and change >= CERTAIN * spread)
 
 
+def failures_text(scored: ScoreCounts) -> str:
+    """`34% of 1,220 answers were not scored: 412 timeouts, 3 errors; first: took longer than 2 s; killed`."""
+    counts = ((name, getattr(scored, name)) for name in NAMES)
+    kinds = ", ".join(f"{count:,} {NAMES[name] if count == 1 else name}" for name, count in counts if count)
+    first = f"; first: {scored.remark.strip().splitlines()[0]}" if scored.remark.strip() else ""
+    return f"{percent(scored.failed)} of {scored.answers:,} answers were not scored: {kinds}{first}"
+
+
 def percent(share: float) -> str:
     """A share for people: `34%`; `0.25%` where it is small."""
     return f"{share:.0%}" if share >= 0.01 or not share else f"{share:.2%}"
-
-
-def one_line(remark: str) -> str:
-    """The first line of a remark."""
-    return remark.strip().partition("\n")[0]

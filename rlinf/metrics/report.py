@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
@@ -160,7 +160,7 @@ class Report:
     """Tells the events of one run.
 
     Args:
-        name, log_every, live: as the configuration says.
+        config: of the run: its name, `log_every` and `metrics.live`.
         steps: how many there will be; None: nobody knows.
         directory: where its results are.
         hosts: number of processes.
@@ -174,22 +174,20 @@ class Report:
 
     def __init__(
         self,
-        name: str,
+        config: RunConfig | EmbodiedConfig,
         directory: RunDirectory,
         hosts: int,
         *,
         steps: int | None,
-        log_every: int,
-        live: Literal["auto", "always", "never"] = "auto",
         announced: Collection[str] = (),
         watch: Watch | None = None,
         out: TextIO | None = None,
     ) -> None:
-        self._name, self._directory, self._hosts, self._watch = name, directory, hosts, watch
-        self._steps, self._live = steps, live
+        self._name, self._directory, self._hosts, self._watch = config.name, directory, hosts, watch
+        self._steps, self._live = steps, config.metrics.live
         self._out = out if out is not None else sys.stdout
         self._since = self._start = time.perf_counter()
-        self._table = ProgressTable(steps, log_every, self._out, announced)
+        self._table = ProgressTable(steps, config.log_every, self._out, announced)
         self._steps_taken: list[dict[str, float]] = []
         self._view: LiveView | None = None
         self._following: asyncio.Task[None] | None = None
@@ -325,21 +323,6 @@ class Report:
         now = time.perf_counter()
         lap, self._since = now - self._since, now
         return lap
-
-
-def report_of(
-    config: RunConfig | EmbodiedConfig,
-    directory: RunDirectory,
-    hosts: int,
-    steps: int | None,
-    announced: Collection[str],
-    watch: Watch,
-) -> Report:
-    """Make the report of a run as its configuration wants; arguments are those of `Report`."""
-    live, every = config.metrics.live, config.log_every
-    return Report(
-        config.name, directory, hosts, steps=steps, log_every=every, live=live, announced=announced, watch=watch
-    )
 
 
 def tracking_of(

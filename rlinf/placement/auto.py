@@ -36,13 +36,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from types import MappingProxyType
 
 from rlinf.data.step import works_ahead
 from rlinf.placement.asynchronous import Handover, Recommendation, handover, load, plan_ahead, recommend, steady
 from rlinf.placement.bound import Bound, bound
 from rlinf.placement.grammar import PlacementError
-from rlinf.placement.hardware import Fleet, Hardware
+from rlinf.placement.hardware import Devices, Fleet, Hardware
 from rlinf.placement.plan import Mode, Plan, Prediction
 from rlinf.placement.planner import Candidate, Leaf, Tree, best_of_each_mode, leaves, replay, to_plan, width
 from rlinf.placement.profile import Profile
@@ -268,18 +267,14 @@ class Choice:
 
 def choose(
     profile: Profile,
-    devices: Mapping[str, int],
-    memory: Mapping[str, int] | None = None,
+    devices: Devices,
     flow: Flow | None = None,
     items: int | None = None,
     *,
     extrapolate: bool = False,
     per_mode: int = FINALISTS,
-    quantum: int = 1,
-    cost_error: float | None = None,
     actors: Mapping[str, type[Actor]] | None = None,
     staleness: int | None = None,
-    hardware: Mapping[str, Hardware] = MappingProxyType({}),
 ) -> Choice:
     """Choose a plan for a profiled flow.
 
@@ -287,18 +282,14 @@ def choose(
     plans, a rehearsal is 0.03 s.
 
     Args:
-        profile: of the flow.
-        devices: how many there are, by kind.
-        memory: bytes of one, by kind.
+        profile: of the flow. Its error bars say by how much plans are distrusted.
+        devices: that a plan may use.
         flow: the real one, to be rehearsed; None, or one that takes a session: plans are ranked by formula.
         items: of one step; None: as many as were profiled.
         extrapolate: use sizes outside of what was measured.
         per_mode: plans of each mode that are rehearsed; 0: none.
-        quantum: sizes in multiples of so many devices, such as a node; a size of all devices is kept.
-        cost_error: see `choose_for`; None: what the profile's own error bars say.
-        actors: see `simulate.rehearse`.
+        actors: see `simulate.trial`.
         staleness: versions by which weights that generate may be behind; None: as was profiled.
-        hardware: what is known of each kind, for stages that were not measured on all of them.
 
     Returns:
         Plans that count devices kind by kind, in the order of `devices`.
@@ -314,14 +305,12 @@ def choose(
                 "brings: profile a synchronous run of the same model"
             ]
         )
-    workload = workload_of(profile, devices, memory, items=items, extrapolate=extrapolate, hardware=hardware)
+    workload, items = workload_of(profile, devices, items=items, extrapolate=extrapolate), items or profile.items
     if flow is not None and "session" in inspect.signature(flow).parameters:
         flow = None  # agents and their programs are not modelled
     cast = trial(flow, [stage.name for stage in workload.stages], actors=actors) if flow and per_mode else None
-    workload, items = _coarse(workload, quantum), items or profile.items
-    if cost_error is None:
-        cost_error = _mean_error(profile, workload, items, hardware, extrapolate=extrapolate)
-    choice = choose_for(workload, items, flow, per_mode=per_mode, cost_error=cost_error, cast=cast, staleness=staleness)
+    error = _mean_error(profile, workload, items, devices.hardware, extrapolate=extrapolate)
+    choice = choose_for(workload, items, flow, per_mode=per_mode, cost_error=error, cast=cast, staleness=staleness)
     if profile.staleness:
         return choice
     started = time.monotonic()
@@ -467,21 +456,6 @@ def _mean_error(
     return sum(bars) / len(bars)
 
 
-def _coarse(workload: Workload, quantum: int) -> Workload:
-    """Keep sizes that are multiples of a number, those below it that divide it, and all devices."""
-    if quantum <= 1:
-        return workload
-
-    def keeps(count: int, kind: str) -> bool:
-        return count % quantum == 0 or (count and quantum % count == 0) or count == workload.devices.get(kind, 0)
-
-    stages = []
-    for stage in workload.stages:
-        options = tuple(option for option in stage.options if keeps(option.devices, option.kind))
-        stages.append(replace(stage, options=options or stage.options))
-    return replace(workload, stages=tuple(stages))
-
-
 def _nothing_fits(workload: Workload) -> str:
     """Which memory would be enough: that of all roles parked but the largest."""
     least = {
@@ -611,11 +585,8 @@ class AutoPlacement:
 
     def _choose(self, profile: Profile) -> Choice:
         def by(flow: Flow | None) -> Choice:
-            fleet = self._fleet
-            choice = choose(
-                profile, fleet.counts, self._memory, flow, extrapolate=True, hardware=fleet.hardware,
-            )  # fmt: skip
-            return choice.numbered(fleet)
+            choice = choose(profile, self._fleet.by_kind(self._memory), flow, extrapolate=True)
+            return choice.numbered(self._fleet)
 
         try:
             return by(self._flow)

@@ -59,6 +59,20 @@ KNOWN: Mapping[str, Hardware] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Devices:
+    """Devices that a plan may use, by kind."""
+
+    counts: Mapping[str, int]
+    """How many there are."""
+    memory: Mapping[str, int] | None = None
+    """Bytes of one; None: no limit."""
+    hardware: Mapping[str, Hardware] = field(default_factory=dict)
+    """What is known of each kind, for stages that were not measured on all of them."""
+    multiple: int = 1
+    """Sizes in multiples of so many devices, such as a node; a size of all devices is kept."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
     """The devices of a job by kind."""
 
@@ -71,6 +85,10 @@ class Fleet:
     def counts(self) -> dict[str, int]:
         """How many there are of each kind, in the order in which the kinds first come."""
         return {kind: self.kinds.count(kind) for kind in dict.fromkeys(self.kinds)}
+
+    def by_kind(self, memory: Mapping[str, int] | None) -> Devices:
+        """Return all of them as planners count them, with so many bytes to fill."""
+        return Devices(self.counts, memory, self.hardware)
 
     def of_kind(self, kind: str) -> tuple[int, ...]:
         """Numbers of the devices of a kind."""

@@ -342,32 +342,44 @@ def merge(
     return merged, curve
 
 
+@dataclass(frozen=True, slots=True)
+class Junction:
+    """Edges and publications between two parts that are composed."""
+
+    spatial: bool
+    """On disjoint devices; otherwise one after the other."""
+    link: float | None
+    """Seconds of one chunk between the phases that meet; None: no edge between them."""
+    feeds: bool
+    """An edge runs to the stage whose release curve drives the second of them."""
+    barred: bool
+    """A barrier runs between the phases that meet, so they follow each other even on disjoint devices."""
+    always: float
+    """Seconds to add, for what the two publish to each other."""
+
+
 def compose(
-    first: Block, second: Block, pairs: tuple[Any, Any], *, spatial: bool, link: float | None, feeds: bool,
-    barred: bool, always: float, curves: Curves, ways: int,
-) -> Block:  # fmt: skip
+    first: Block, second: Block, pairs: tuple[Any, Any], junction: Junction, curves: Curves, ways: int
+) -> Block:
     """Compose labels of two parts pair by pair.
 
     Args:
         first: comes first, or feeds.
         second: comes second, or is fed.
-        pairs: numbers of left and right labels, equally long.
-        spatial: on disjoint devices; otherwise one after the other.
-        link: seconds of one chunk between the phases that meet; None: no edge between them.
-        feeds: an edge runs to the stage whose release curve drives the right one of them.
-        barred: a barrier runs between the phases that meet, so they follow each other even on disjoint devices.
-        always: seconds to add, for what the two publish to each other.
+        pairs: numbers of both parts' labels, equally long.
+        junction: of the two.
         curves: of the search.
         ways: how the result is composed, for its shape.
     """
+    spatial = junction.spatial
     x, y = first.rows[pairs[0]], second.rows[pairs[1]]
     one, two = first.shape, second.shape
     rows = np.zeros_like(x)
-    rows[:, BETWEEN] = x[:, BETWEEN] + y[:, BETWEEN] + always
+    rows[:, BETWEEN] = x[:, BETWEEN] + y[:, BETWEEN] + junction.always
     _add_devices(rows, x, y, spatial)
     meets, meets_curve, meets_set = (HEAD, one.head_curve, one.head) if one.single else (TAIL, one.tail_curve, one.tail)
     ends, ends_curve, ends_set = (HEAD, two.head_curve, two.head) if two.single else (TAIL, two.tail_curve, two.tail)
-    if not spatial or barred:
+    if not spatial or junction.barred:
         rows[:, HEAD], rows[:, TAIL] = x[:, HEAD], y[:, ends]
         if not one.single:
             rows[:, BETWEEN] += cost(x[:, TAIL])
@@ -375,7 +387,7 @@ def compose(
             rows[:, BETWEEN] += cost(y[:, HEAD])
         shape = Shape(False, one.head, ends_set, one.head_curve, ends_curve, ways)
         return Block(shape, rows, _origin(pairs), [(spatial, first, second)])
-    middle, curve = merge(x[:, meets], y[:, HEAD], meets_curve, two.head_curve, link, feeds, curves)
+    middle, curve = merge(x[:, meets], y[:, HEAD], meets_curve, two.head_curve, junction.link, junction.feeds, curves)
     joined = meets_set | two.head
     if one.single and two.single:
         rows[:, HEAD] = middle

@@ -42,6 +42,7 @@ from rlinf.placement.pareto import (
     Array,
     Block,
     Curves,
+    Junction,
     Shape,
     balance,
     best_of,
@@ -417,21 +418,8 @@ class Search:
         )
         link = max((edge.seconds for edge in meeting), default=0.0) / self.chunks if meeting else None
         feeds = any(tails >> s & 1 and t == second_block.shape.head_curve for s, t, _ in self.edges)
-        yield self._within(
-            compose(
-                first_block,
-                second_block,
-                pairs,
-                spatial=spatial,
-                link=link,
-                feeds=feeds,
-                barred=barred,
-                always=self._published(first, second, spatial),
-                curves=self.curves,
-                ways=ways,
-            ),
-            part,
-        )
+        junction = Junction(spatial, link, feeds, barred, self._published(first, second, spatial))
+        yield self._within(compose(first_block, second_block, pairs, junction, self.curves, ways), part)
 
     def _promising(self, part: int, first: Block, second: Block, spatial: bool, barred: bool) -> tuple[Any, Any]:
         """Numbers of the labels whose pairs may be worth composing: enough devices, and not surely too slow."""

@@ -112,8 +112,6 @@ def rehearse(
     items: int,
     rehearsed_items: int | None = None,
     devices_per_rank: int | None = None,
-    actors: Mapping[str, type[Actor]] | None = None,
-    step: Any = None,
     cast: Cast | None = None,
     staleness: int = 0,
 ) -> Rehearsal:
@@ -130,9 +128,7 @@ def rehearse(
         items: of one step, in which the plan counts.
         rehearsed_items: let so many stand for all of them, to save time; it should be a multiple of the plan's chunks.
         devices_per_rank: devices of one process; None: a role is one process with all of them.
-        actors: by role, the class whose endpoints the flow calls, for roles that do not come with this package.
-        step: what the flow gets as its step; None: one of this package, with a stream of modelled prompts.
-        cast: of `trial`, where many plans of one flow are rehearsed.
+        cast: of `trial`, where many plans of one flow are rehearsed, or roles do not come with this package.
         staleness: versions by which weights that generate may be behind, for a flow that is marked by `ahead`.
 
     Raises:
@@ -141,23 +137,26 @@ def rehearse(
     items_now = rehearsed_items or items
     costs = costs_of(plan, workload, items)
     memory = _memory(plan, workload)
-    cast = cast or trial(flow, list(costs), actors=actors, step=step)
+    cast = cast or trial(flow, list(costs))
     if cast.per_rank and devices_per_rank is not None:
         zero = {name: replace(cost, points=(), transfers={}) for name, cost in costs.items()}
         few = {name: RoleModel(cost, _ranks(cost, devices_per_rank), TRIAL_ITEMS, None) for name, cost in zero.items()}
-        _stage(flow, few, {}, cast.actors, step, devices_per_rank)
+        _stage(flow, few, {}, cast.actors, devices_per_rank)
         cast = replace(cast, demands={name: model.demand for name, model in few.items()})
     models = {
         name: RoleModel(cost, _ranks(cost, devices_per_rank), items_now, cast.demands[name], TRIAL_ITEMS)
         for name, cost in costs.items()
     }
-    return _stage(flow, models, memory, cast.actors, step, devices_per_rank, staleness)
+    return _stage(flow, models, memory, cast.actors, devices_per_rank, staleness)
 
 
-def trial(
-    flow: Flow, roles: Sequence[str], *, actors: Mapping[str, type[Actor]] | None = None, step: Any = None
-) -> Cast:
+def trial(flow: Flow, roles: Sequence[str], *, actors: Mapping[str, type[Actor]] | None = None) -> Cast:
     """See what a flow asks of its roles, by one step of a few items in no time.
+
+    Args:
+        flow: one step.
+        roles: by the names of its parameters.
+        actors: by role, the class whose endpoints the flow calls, for roles that do not come with this package.
 
     Raises:
         PlacementError: the flow does not take these roles, or looks into what a rehearsal cannot know.
@@ -165,7 +164,7 @@ def trial(
     roles = [role for stage in roles for role in members(stage)]
     _check(flow, roles)
     models = {name: RoleModel(RoleCost(name, (number,)), 1, TRIAL_ITEMS, None) for number, name in enumerate(roles)}
-    _stage(flow, models, {}, actors or {}, step, None)
+    _stage(flow, models, {}, actors or {}, None)
     per_rank = any(model.demand.items.total() == 0 and model.demand.calls for model in models.values())
     return Cast(flow, {name: model.demand for name, model in models.items()}, actors or {}, per_rank)
 
@@ -190,14 +189,13 @@ def _stage(
     models: Mapping[str, RoleModel],
     memory: Mapping[int, int],
     actors: Mapping[str, type[Actor]],
-    step: Any,
     per_rank: int | None,
     staleness: int = 0,
 ) -> Rehearsal:
     """Run the flow on a virtual clock, apart from whatever this thread is doing otherwise."""
     seats = _Seats(models, per_rank)
     capacity = {seats.place[device]: size for device, size in memory.items()}
-    performance = _perform(flow, models, seats, capacity, actors, step, staleness)
+    performance = _perform(flow, models, seats, capacity, actors, staleness)
     try:
         return contextvars.Context().run(run_virtual, performance)[0]
     except Deadlock as error:
@@ -252,7 +250,6 @@ async def _perform(
     seats: _Seats,
     memory: Mapping[int, int],
     actors: Mapping[str, type[Actor]],
-    step: Any,
     staleness: int,
 ) -> Rehearsal:
     loop = asyncio.get_running_loop()
@@ -269,7 +266,7 @@ async def _perform(
         for index in range(WARM + staleness + LONGEST * (staleness + 1) if staleness else 1 + bool(crowded)):
             for model in models.values():
                 model.forget()
-            metrics = await flow(_step(flow, index, items, in_flight) if step is None else step, **roles)
+            metrics = await flow(_step(flow, index, items, in_flight), **roles)
             ends.append(loop.time())
             backlog.append(_backlog(metrics))
             if staleness and _settled(ends, backlog, staleness + 1, items):

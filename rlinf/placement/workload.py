@@ -1,24 +1,21 @@
 """The planner's input: stages with their possible sizes and costs, the edges between them, and the devices.
 
-Flows in: a profile with the flow's edges, or costs from elsewhere. Flows out: a `Workload`, checked, for the planner
-and the bound. One step is M items; all seconds here are of one step unless they say otherwise.
-
-Loops in a flow's graph, such as environment and policy: found, and condensed to one node.
-
-From a profile to what can be planned: every size that a stage may have, the flow's edges, its chunks.
+Flows in: a profile, or costs from elsewhere. Flows out: a `Workload`, checked, for the planner and the bound. One step
+is M items; all seconds here are of one step unless they say otherwise. `workload` makes one of a profile: every size
+that a stage may have, the flow's edges, its chunks. Loops in a flow's graph, such as environment and policy, are one
+stage (`loops`, `condense`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from rlinf.placement.grammar import PlacementError
-from rlinf.placement.hardware import Hardware
+from rlinf.placement.hardware import KIND, Devices
 from rlinf.placement.plan import GB
-from rlinf.placement.profile import BESIDE, OutOfRange, Profile, Release, StageProfile
+from rlinf.placement.profile import BESIDE, Footprint, OutOfRange, Profile, Release, StageProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,92 +182,6 @@ class Workload:
         return f"its smallest size takes {option.devices} {option.kind}, there are {have}: add {option.devices - have}"
 
 
-Way = tuple[StageProfile, Sequence[int]]
-"""A stage on one kind of device, and how many of them it may have."""
-
-
-def from_profile(
-    profile: Profile,
-    edges: Sequence[Edge],
-    items: int,
-    ways: Mapping[str, Sequence[Way]],
-    devices: Mapping[str, int],
-    memory: Mapping[str, int] | None = None,
-    *,
-    chunks: Sequence[int] = (16,),
-    sync: Sequence[Sync] = (),
-    extrapolate: bool = False,
-) -> Workload:
-    """Return the workload of a profiled flow.
-
-    Args:
-        profile: costs of transfers.
-        edges: of the flow's graph.
-        items: of one step.
-        ways: per stage, what it costs on each kind of device, and the device counts that it may run on there.
-        devices: how many there are, by kind.
-        memory: bytes of one, by kind.
-        chunks: into how many a step may be cut; each must divide `items`.
-        sync: what is published.
-        extrapolate: use the profile outside of what was measured. Chunks never are: where no smaller batch was
-            measured, a chunk takes its share of the whole.
-
-    Raises:
-        PlacementError: it cannot be planned.
-        OutOfRange: a time is needed that was not measured, and `extrapolate` is off.
-    """
-    if wrong := [count for count in chunks if count < 1 or items % count]:
-        raise PlacementError([f"chunks: {items} items cannot be cut into {wrong[0]} equal ones"])
-    stages = []
-    anywhere = next(iter(devices), "gpu")
-    for name, kinds in ways.items():
-        options = []
-        for stage, sizes in kinds:
-            longest = 0.0 if profile.staleness else stage.longest(items)
-            for size in sizes:
-                counted = 1 if stage.kind == BESIDE else size
-                seconds = stage.time(items, counted, extrapolate=extrapolate).seconds
-                single = _option(stage, counted, seconds, _chunk_seconds(stage, items, counted, chunks), anywhere)
-                options.append(replace(single, longest=min(longest, seconds)))
-        release = next((stage.release for stage, _ in kinds if stage.release is not None), None)
-        stages.append(Stage(name, tuple(options), None if profile.staleness else release))
-    moved = [
-        Edge(edge.source, edge.target, edge.barrier, profile.transfers.get((edge.source, edge.target), 0.0) * items)
-        for edge in edges
-    ]
-    return Workload(tuple(stages), tuple(moved), devices, memory or {}, tuple(chunks), tuple(sync))
-
-
-def _chunk_seconds(stage: StageProfile, items: int, devices: int, chunks: Sequence[int]) -> dict[int, float]:
-    """Times of one chunk, where smaller batches were measured; elsewhere the planner divides the whole batch."""
-    times_by_count: dict[int, float] = {}
-    if len({one.batch for one in stage.timings}) < 2:
-        return times_by_count
-    for count in chunks:
-        with contextlib.suppress(OutOfRange):
-            times_by_count[count] = stage.time(items // count, devices).seconds
-    return times_by_count
-
-
-def _option(stage: StageProfile, devices: int, seconds: float, times: Mapping[int, float], anywhere: str) -> Option:
-    """One size. What runs beside the devices is of some kind that there is, and takes none of it."""
-    if stage.kind == BESIDE:
-        return Option(0, seconds, anywhere, chunk_seconds=times)
-    if not stage.footprints:
-        return Option(devices, seconds, stage.kind, chunk_seconds=times)
-    footprint = stage.footprint(devices)
-    return Option(
-        devices,
-        seconds,
-        stage.kind,
-        footprint.active_bytes,
-        footprint.parked_bytes,
-        footprint.onload_seconds,
-        footprint.offload_seconds,
-        times,
-    )
-
-
 def _cycle(names: Sequence[str], edges: Sequence[Edge]) -> list[str]:
     """Return the names along one cycle, its first again at the end; nothing if there is none."""
     after: dict[str, list[str]] = {name: [] for name in names}
@@ -332,25 +243,17 @@ CHUNK_CHOICES = 6
 """Numbers of chunks that the planner is given to choose from; each costs it one search."""
 
 
-def workload(
-    profile: Profile,
-    devices: Mapping[str, int],
-    memory: Mapping[str, int] | None = None,
-    *,
-    items: int | None = None,
-    extrapolate: bool = False,
-    hardware: Mapping[str, Hardware] = MappingProxyType({}),
-) -> Workload:
+def workload(profile: Profile, devices: Devices, *, items: int | None = None, extrapolate: bool = False) -> Workload:
     """Return the workload of a profiled flow on some devices.
 
     Args:
         profile: of the flow.
-        devices: how many there are, by kind.
-        memory: bytes of one, by kind.
+        devices: that a plan may use; by what is known of them, a stage is taken to be on kinds that it was not
+            measured on.
         items: of one step; None: as many as were profiled.
         extrapolate: also use numbers of devices and items outside of what was measured; otherwise stages get those
-            sizes only that lie within.
-        hardware: of each kind; by its speeds a stage is taken to be on kinds that it was not measured on.
+            sizes only that lie within. Chunks are never extrapolated: where no smaller batch was measured, a chunk
+            takes its share of the whole.
 
     Raises:
         PlacementError: it cannot be planned; a message per stage that has no size.
@@ -361,23 +264,71 @@ def workload(
     if items < 1:
         raise PlacementError(["the profile does not say how many items a step has: name `items`"])
     problems: list[str] = []
-    ways: dict[str, list[Way]] = {}
+    stages: list[Stage] = []
+    chunks = chunk_choices(items)
     for name, stage in profile.stages.items():
-        kinds = [stage.kind] if stage.kind == BESIDE else [kind for kind, count in devices.items() if count]
-        profiles = [own for kind in kinds if (own := stage.on(kind, hardware)) is not None]
-        if not profiles and stage.timings:
+        kinds = [stage.kind] if stage.kind == BESIDE else [kind for kind, count in devices.counts.items() if count]
+        ways = [own for kind in kinds if (own := stage.on(kind, devices.hardware)) is not None]
+        if not ways and stage.timings:
             problems.append(_elsewhere(name, stage, kinds))
             continue
-        ways[name] = [(own, _sizes(own, items, devices, extrapolate=extrapolate)) for own in profiles]
-        if not any(sizes for _, sizes in ways[name]):
-            problems.append(_unknown(name, profiles or [stage], items, devices))
+        if profile.staleness:  # its items left by what other steps left them of the devices
+            ways = [replace(own, release=None) for own in ways]
+        options = tuple(one for own in ways for one in _options(own, items, chunks, devices, extrapolate=extrapolate))
+        release = next((own.release for own in ways if own.release is not None), None)
+        stages.append(Stage(name, _multiples(options, devices), release))
+        if not options:
+            problems.append(_unknown(name, ways or [stage], items, devices.counts))
     if problems:
         raise PlacementError(problems)
-    edges = [Edge(source, target, barrier) for source, target, barrier in profile.edges]
-    return from_profile(
-        profile, edges, items, ways, devices, memory, chunks=chunk_choices(items), sync=_syncs(profile, devices),
-        extrapolate=extrapolate,
-    )  # fmt: skip
+    edges = (
+        Edge(source, target, barrier, profile.transfers.get((source, target), 0.0) * items)
+        for source, target, barrier in profile.edges
+    )
+    sync = tuple(_syncs(profile, devices.counts))
+    return Workload(tuple(stages), tuple(edges), devices.counts, devices.memory or {}, chunks, sync)
+
+
+def _options(
+    stage: StageProfile, items: int, chunks: Sequence[int], devices: Devices, *, extrapolate: bool
+) -> Iterator[Option]:
+    """Every size on one kind. What runs beside the devices is of some kind that there is, and takes none of it."""
+    longest = stage.longest(items)
+    for size in _sizes(stage, items, devices.counts, extrapolate=extrapolate):
+        seconds = stage.time(items, size, extrapolate=extrapolate).seconds
+        held = stage.footprint(size) if stage.footprints else Footprint(size)
+        yield Option(
+            0 if stage.kind == BESIDE else size,
+            seconds,
+            next(iter(devices.counts), KIND) if stage.kind == BESIDE else stage.kind,
+            held.active_bytes,
+            held.parked_bytes,
+            held.onload_seconds,
+            held.offload_seconds,
+            _chunk_seconds(stage, items, size, chunks),
+            longest=min(longest, seconds),
+        )
+
+
+def _multiples(options: tuple[Option, ...], devices: Devices) -> tuple[Option, ...]:
+    """Keep sizes that are multiples of a number, those below it that divide it, and all devices."""
+    each = devices.multiple
+
+    def keeps(count: int, kind: str) -> bool:
+        return count % each == 0 or (count and each % count == 0) or count == devices.counts.get(kind, 0)
+
+    return tuple(option for option in options if keeps(option.devices, option.kind)) or options
+
+
+def _chunk_seconds(stage: StageProfile, items: int, devices: int, chunks: Sequence[int]) -> dict[int, float]:
+    """Times of one chunk, where smaller batches were measured; elsewhere the planner divides the whole batch."""
+    times_by_count: dict[int, float] = {}
+    if len({one.batch for one in stage.timings}) < 2:
+        return times_by_count
+    for count in chunks:
+        with contextlib.suppress(OutOfRange):
+            times_by_count[count] = stage.time(items // count, devices).seconds
+    return times_by_count
 
 
 def chunk_choices(items: int) -> tuple[int, ...]:

@@ -768,6 +768,45 @@ class Verdict:
         return verdict
 
 
+MOST_ROWS = 8
+"""Failed answers that a judge remembers between two questions: enough to see what they have in common."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreCounts:
+    """Counts of answers that judges scored, or failed to score; those of several judges add up."""
+
+    answers: int = 0
+    """All of them."""
+    timeouts: int = 0
+    """The reward took too long."""
+    errors: int = 0
+    """It raised, crashed, or returned no number."""
+    remark: str = ""
+    """Why the first of those failed."""
+    rows: tuple[Mapping[str, Any], ...] = ()
+    """A few of those, as rows of samples.jsonl."""
+
+    def __add__(self, other: ScoreCounts) -> ScoreCounts:
+        return ScoreCounts(
+            self.answers + other.answers,
+            self.timeouts + other.timeouts,
+            self.errors + other.errors,
+            self.remark or other.remark,
+            (*self.rows, *other.rows)[:MOST_ROWS],
+        )
+
+    @staticmethod
+    def total(parts: Iterable[ScoreCounts]) -> ScoreCounts:
+        """All of them together."""
+        return sum(parts, ScoreCounts())
+
+    @property
+    def failed(self) -> float:
+        """The share of answers without a reward."""
+        return (self.timeouts + self.errors) / self.answers if self.answers else 0.0
+
+
 _deadline: contextvars.ContextVar[asyncio.Timeout | None] = contextvars.ContextVar("deadline", default=None)
 """Deadline of the sample that an async function judges."""
 

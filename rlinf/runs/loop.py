@@ -30,7 +30,7 @@ from rlinf.data.step import AnyStep
 from rlinf.metrics.alarms import Alarm
 from rlinf.metrics.explain import Explainer, in_short
 from rlinf.metrics.recorder import Recorder
-from rlinf.metrics.report import report_of, tracking_of
+from rlinf.metrics.report import Report, tracking_of
 from rlinf.placement.seats import Placed
 from rlinf.runs.callbacks import Observer, Records, RunState, UserCallbacks
 from rlinf.runs.live.controls import BetweenSteps
@@ -365,7 +365,8 @@ class TrainingLoop:
         state = self.state
         watch = await Watch.start(state.system)
         announced = (self.workload.headline,) if self.workload.evaluates_every else ()
-        state.report = report_of(state.config, state.directory, state.system.hosts, state.steps, announced, watch)
+        config, directory, hosts = state.config, state.directory, state.system.hosts
+        state.report = Report(config, directory, hosts, steps=state.steps, announced=announced, watch=watch)
         async with self.workload.opened(), self.live.opened(watch), self._roles_up(checkpoint, watch):
             yield
         await self._conclude()

@@ -125,11 +125,8 @@ class Changes:
             return None, None
         if self._staleness or self._given_texts:  # measured while work was begun early; placed by hand alone
             return None, None
-        fleet = placed.fleet
         try:  # as `auto` does, but for rehearsals of the flow
-            choice = choose(
-                profile, fleet.counts, placed.memory_by_kind, extrapolate=True, per_mode=1, hardware=fleet.hardware,
-            )  # fmt: skip
+            choice = choose(profile, placed.fleet.by_kind(placed.memory_by_kind), extrapolate=True, per_mode=1)
         except PlacementError:  # a stage that was measured on too little
             return None, None
         moved, later, first = None, None, choice.rows[0]

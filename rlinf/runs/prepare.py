@@ -508,9 +508,14 @@ def _planned(
             raise PlacementError(problems)
         actors = {name: role.actor for name, role in own.items()}
         choice = choose(
-            profile, placed.fleet.counts, placed.memory_by_kind, flow, items, extrapolate=wanted.extrapolate,
-            actors=actors, staleness=staleness, hardware=placed.fleet.hardware,
-        ).numbered(placed.fleet)  # fmt: skip
+            profile,
+            placed.fleet.by_kind(placed.memory_by_kind),
+            flow,
+            items,
+            extrapolate=wanted.extrapolate,
+            actors=actors,
+            staleness=staleness,
+        ).numbered(placed.fleet)
     except OSError as error:
         advice = f"it cannot be read: {error.strerror or error}; a run leaves one in its directory"
         raise ConfigError([_problem("placement.profile", wanted.profile, advice)]) from None

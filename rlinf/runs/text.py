@@ -49,14 +49,15 @@ from rlinf.metrics.alarms import (
     NothingLearnedAlarm,
     NoUpdateAlarm,
     RouteDriftAlarm,
-    Scored,
     ShapingAlarm,
     StalenessAlarm,
     default_reward,
+    failures_text,
 )
 from rlinf.metrics.report import compare, in_words, rows
 from rlinf.models.language.build import limits, pictures_of
 from rlinf.placement.seats import Placed
+from rlinf.rewards.base import ScoreCounts
 from rlinf.runs.callbacks import AlarmRule, Observer, RunState
 from rlinf.runs.dry_run.footprint import spread_of
 from rlinf.runs.evaluation import (
@@ -336,7 +337,7 @@ class TextWorkload(Workload[Evaluation]):
                 yield from compare(before, after, self.config.evaluation.temperature)
             yield from compared_named(before, after)
         if self._scoring.total.failed:
-            yield str(self._scoring.total)
+            yield failures_text(self._scoring.total)
         yield from left_out(self.data.train).values()
 
     async def finish(self, returned: Mapping[str, float]) -> Mapping[str, float]:
@@ -363,9 +364,9 @@ class TextWorkload(Workload[Evaluation]):
         await asyncio.to_thread(self._account.sync)  # before the checkpoint that goes on from there
         return await super().writer()
 
-    async def _hear_judges(self, where: str) -> Scored:
+    async def _hear_judges(self, where: str) -> ScoreCounts:
         """Counts of the answers that were judged since this was last asked; an alarm if they are news."""
-        scored = Scored.total(await self.run.roles["judge"].scored())
+        scored = ScoreCounts.total(await self.run.roles["judge"].scored())
         news = self._scoring.check(where, scored)
         if news is not None:
             self.run.alarm(news, self.run.done + where.startswith("step"))  # of the step that is not counted yet
@@ -381,7 +382,7 @@ class TextWorkload(Workload[Evaluation]):
         return [*learned, *(row for row in self._unscored if (row["prompt_id"], row["index"]) not in row_keys)]
 
     async def failed(self) -> Sequence[Mapping[str, Any]]:
-        return Scored.total(await self.run.roles["judge"].scored()).rows
+        return ScoreCounts.total(await self.run.roles["judge"].scored()).rows
 
     def state(self) -> dict[str, Any]:
         before, after = answers_of(self.run.before), answers_of(self.run.after)

@@ -159,7 +159,7 @@ def test_a_flow_that_takes_a_teacher_gets_several_as_one_also_in_a_rehearsal():
     both = with_teachers(flow, ["teacher_a", "teacher_b"])
     assert [*inspect.signature(both).parameters][-3:] == ["critic", "teacher_a", "teacher_b"]
     cast = trial(both, ["rollout", "judge", "trainer", "teacher_a", "teacher_b"])
-    assert cast.asked["teacher_a"].items["logprobs"] == cast.asked["teacher_b"].items["logprobs"] > 0
+    assert cast.demands["teacher_a"].items["logprobs"] == cast.demands["teacher_b"].items["logprobs"] > 0
     assert collected(["critic", "teacher_a", "teacher_b"]) == ["critic", "teacher"]
 
 

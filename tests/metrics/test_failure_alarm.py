@@ -1,10 +1,11 @@
 """What is said when answers cannot be scored: at once, again when it changes, and at the end."""
 
-from rlinf.metrics.alarms import MOST_ROWS, FailureAlarm, Scored
+from rlinf.metrics.alarms import FailureAlarm, failures_text
+from rlinf.rewards.base import MOST_ROWS, ScoreCounts
 
 
 def failing(errors=0, timeouts=0, answers=100, remark="KeyError: 'x' (mine.py:3)"):
-    return Scored(answers, timeouts, errors, remark if errors or timeouts else "")
+    return ScoreCounts(answers, timeouts, errors, remark if errors or timeouts else "")
 
 
 def test_the_first_failure_is_told_at_once_with_its_remark():
@@ -38,7 +39,7 @@ def test_the_end_has_the_sums_of_all_steps_and_the_first_remark_of_all():
     alarm = FailureAlarm()
     for found in (failing(), failing(timeouts=2, remark="took longer than 2 s; killed\nTraceback"), failing(errors=1)):
         alarm.check("step", found)
-    assert str(alarm.total) == (
+    assert failures_text(alarm.total) == (
         "1% of 300 answers were not scored: 2 timeouts, 1 error; first: took longer than 2 s; killed"
     )
 
@@ -46,12 +47,12 @@ def test_the_end_has_the_sums_of_all_steps_and_the_first_remark_of_all():
 def test_a_step_without_an_answer_says_nothing():
     alarm = FailureAlarm()
     alarm.check("step 1", failing(errors=100))
-    assert alarm.check("step 2", Scored()) is None
+    assert alarm.check("step 2", ScoreCounts()) is None
 
 
 def test_what_several_judges_counted_adds_up_and_stays_small():
     rows = tuple({"index": index} for index in range(6))
-    total = Scored.total([Scored(8, 1, 5, "a", rows), Scored(8, 0, 6, "b", rows), Scored(8)])
+    total = ScoreCounts.total([ScoreCounts(8, 1, 5, "a", rows), ScoreCounts(8, 0, 6, "b", rows), ScoreCounts(8)])
     assert (total.answers, total.timeouts, total.errors, total.remark) == (24, 1, 11, "a")
     assert total.failed == 0.5
     assert len(total.rows) == MOST_ROWS

@@ -12,7 +12,7 @@ from rlinf.flows.grpo import grpo
 from rlinf.placement.auto import AutoPlacement, choose
 from rlinf.placement.bound import bound
 from rlinf.placement.grammar import PlacementError
-from rlinf.placement.hardware import KNOWN, Fleet, Hardware, fleet_of
+from rlinf.placement.hardware import KNOWN, Devices, Fleet, Hardware, fleet_of
 from rlinf.placement.plan import Plan, RolePlan
 from rlinf.placement.planner import plan
 from rlinf.placement.profile import BESIDE, Profile, Release, StageProfile, Timing, load, save
@@ -106,14 +106,14 @@ def test_what_was_measured_on_a_kind_counts_more_than_its_speeds(tmp_path):
 
 def test_a_role_seen_only_on_a_mixture_asks_to_be_measured_by_itself():
     with pytest.raises(PlacementError, match=r"devices.*kind"):
-        workload(profile("fast+slow"), {"fast": 2, "slow": 2}, hardware=SPEEDS)
+        workload(profile("fast+slow"), Devices({"fast": 2, "slow": 2}, hardware=SPEEDS))
     with pytest.raises(PlacementError, match=r"fast both"):
-        workload(profile(), {"slow": 2})
+        workload(profile(), Devices({"slow": 2}))
 
 
 def test_rollout_goes_to_old_cards_and_training_to_new_ones():
     """On fast ones both take 2 s, so 4 s in turns; slow ones generate at half the speed and train at a quarter."""
-    found = choose(profile(), {"slow": 4, "fast": 2}, None, grpo, extrapolate=True, hardware=SPEEDS)
+    found = choose(profile(), Devices({"slow": 4, "fast": 2}, hardware=SPEEDS), grpo, extrapolate=True)
     roles = found.plan.roles
     assert (roles["rollout"].devices, roles["trainer"].devices) == ((0, 1, 2, 3), (4, 5))
     assert found.rows[0].seconds < 2.5 < 4.0
@@ -139,12 +139,12 @@ async def test_auto_measures_each_role_on_each_kind_and_then_goes_where_it_is_qu
         one.due(step)
         decision = await one.decide(measured, at)
     assert decision.plan is None, "it is where it is to be"
-    assert "disaggregated stays" in decision.said
+    assert "disaggregated stays" in decision.sentence
     for _ in range(6):
         one.due(9.0)
     decision = await one.decide(measured, explored[0])
     assert decision.plan is not None
-    assert decision.plan.roles["trainer"].devices == (0, 2), decision.said
+    assert decision.plan.roles["trainer"].devices == (0, 2), decision.sentence
 
 
 def two_kinds(seed):

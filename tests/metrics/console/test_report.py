@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
+from rlinf.config.text import MetricsConfig, RunConfig
 from rlinf.data.sample import Evaluation, Group, Prompt, Sample
 from rlinf.flows.evaluate import measure
 from rlinf.metrics.report import LOOK_SECONDS, Report, compare, in_words, rows
@@ -49,8 +50,9 @@ def directory(tmp_path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run")
 
 
-def made(directory, watch=None, *, live="auto", out) -> Report:
-    return Report("run", directory, 1, steps=6, log_every=1, live=live, watch=watch, out=out)
+def report_to(directory, watch=None, *, live="auto", steps=6, log_every=1, announced=(), out) -> Report:
+    config = RunConfig(name="run", log_every=log_every, metrics=MetricsConfig(live=live))
+    return Report(config, directory, 1, steps=steps, announced=announced, watch=watch, out=out)
 
 
 def test_evaluations_of_different_problems_are_not_compared():
@@ -96,7 +98,7 @@ def test_the_answers_of_several_agents_to_a_problem_are_one_problem():
 
 async def test_the_table_tells_the_newest_evaluation_and_no_mean_of_several(directory):
     out = io.StringIO()
-    report = Report("run", directory, 1, steps=3, log_every=3, announced=["evaluation/accuracy"], out=out)
+    report = report_to(directory, steps=3, log_every=3, announced=["evaluation/accuracy"], out=out)
     for step, more in enumerate(({"evaluation/accuracy": 0.0}, {"evaluation/accuracy": 1.0}, {}), 1):
         report.stepped(step, STEP | more)
     assert out.getvalue().splitlines()[-1].split()[:3] == ["3", "0.500", "100.0%"]
@@ -127,7 +129,7 @@ def test_rewards_other_than_0_and_1_are_no_share_of_right_answers(rewards):
 
 async def test_the_table_has_a_column_for_a_mean_reward_if_that_is_known_before(directory):
     out = io.StringIO()
-    report = Report("run", directory, 1, steps=2, log_every=1, announced=["evaluation/accuracy"], out=out)
+    report = report_to(directory, steps=2, announced=["evaluation/accuracy"], out=out)
     report.evaluated("mean reward 3.550", {"evaluation/accuracy": 3.55, "evaluation/graded": 1.0})
     report.stepped(1, STEP)
     report.stepped(2, STEP | {"evaluation/accuracy": -1.363, "evaluation/graded": 1.0})
@@ -138,7 +140,7 @@ async def test_the_table_has_a_column_for_a_mean_reward_if_that_is_known_before(
 
 async def test_after_a_resume_the_column_is_named_as_before(directory):
     out = io.StringIO()
-    report = Report("run", directory, 1, steps=6, log_every=1, announced=["evaluation/accuracy"], out=out)
+    report = report_to(directory, steps=6, announced=["evaluation/accuracy"], out=out)
     report.resumed(3, directory.path, {"evaluation/accuracy": 3.55, "evaluation/graded": 1.0})
     report.stepped(4, STEP)
     assert "held-out" in out.getvalue()
@@ -154,7 +156,7 @@ def test_an_earlier_run_is_told_with_its_place_and_its_size(tmp_path):
             made.resolved.write_text("name: run")
             (made.checkpoints / "weights").write_bytes(b"x" * 30_000_000 * number)
         directory = RunDirectory.create(path)
-    Report("run", directory, 1, steps=1, log_every=1, out=out).begins({"trainer": [0]})
+    report_to(directory, steps=1, out=out).begins({"trainer": [0]})
     assert "run.previous-2 (60 MB; with 1 more, 90 MB; keep_previous" in out.getvalue()
 
 
@@ -173,7 +175,7 @@ async def test_in_a_file_it_is_plain_lines(directory):
     out = io.StringIO()
     directory.metrics.write_text("{}")
     directory.report.write_text("page")
-    await tell(made(directory, out=out))
+    await tell(report_to(directory, out=out))
     text = out.getvalue()
     assert "\x1b" not in text
     for told in (
@@ -197,14 +199,14 @@ async def test_in_a_file_it_is_plain_lines(directory):
 
 async def test_without_held_out_problems_there_is_no_accuracy(directory):
     out = io.StringIO()
-    made(directory, out=out).ends()
+    report_to(directory, out=out).ends()
     assert "accuracy" not in out.getvalue()
     assert "results in" in out.getvalue()
 
 
 async def test_a_resumed_run_says_from_where(directory, tmp_path):
     out = io.StringIO()
-    made(directory, out=out).resumed(50, tmp_path / "run" / "checkpoints" / "step_000050")
+    report_to(directory, out=out).resumed(50, tmp_path / "run" / "checkpoints" / "step_000050")
     assert "going on after step 50" in out.getvalue()
     assert "step_000050" in out.getvalue()
 
@@ -212,7 +214,7 @@ async def test_a_resumed_run_says_from_where(directory, tmp_path):
 async def test_what_a_model_wrote_cannot_steer_the_terminal(directory):
     out = io.StringIO()
     wild = evaluation("\x1b[2J\x1b]0;owned\x07" + "x" * 500 + "\nnew line")
-    made(directory, out=out).ends(compare(wild, wild, 0.0))
+    report_to(directory, out=out).ends(compare(wild, wild, 0.0))
     assert "\x1b" not in out.getvalue()
     assert "\x07" not in out.getvalue()
     assert "xx new line " in out.getvalue(), "on one line"
@@ -225,7 +227,7 @@ async def test_what_a_model_wrote_cannot_steer_the_terminal(directory):
 async def test_on_a_terminal_there_is_a_live_view_unless_it_is_unwanted(directory, monkeypatch, live, term, drawn):
     monkeypatch.setenv("TERM", term)
     terminal = Terminal(columns=100)
-    await tell(made(directory, live=live, out=terminal.out))
+    await tell(report_to(directory, live=live, out=terminal.out))
     text = plain(terminal.text())
     assert ("step 6 of 6" in text) is drawn
     assert ("s/step" in text) is not drawn, "one or the other"
@@ -235,7 +237,7 @@ async def test_on_a_terminal_there_is_a_live_view_unless_it_is_unwanted(director
 async def test_a_failure_leaves_the_last_state_and_its_own_error(directory, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
-    report = made(directory, out=terminal.out)
+    report = report_to(directory, out=terminal.out)
 
     async def fail() -> None:
         async with report:
@@ -262,7 +264,7 @@ async def test_the_live_view_shows_what_the_roles_do_and_leaves_no_task_behind(d
         sleeper = await system.spawn(Sleeper, name="sleeper")
         watch = await Watch.start(system)
         tasks = asyncio.all_tasks()
-        async with made(directory, watch, out=terminal.out):
+        async with report_to(directory, watch, out=terminal.out):
             await sleeper[0].sleep()
         assert asyncio.all_tasks() <= tasks
     assert "sleeper  running sleep" in plain(terminal.text())
@@ -275,7 +277,7 @@ async def test_cancelling_a_run_ends_the_view(directory, monkeypatch):
     async def run() -> None:
         async with (
             ActorSystem.local(1) as system,
-            made(directory, await Watch.start(system), out=terminal.out) as report,
+            report_to(directory, await Watch.start(system), out=terminal.out) as report,
         ):
             report.stepped(1, STEP)
             await asyncio.Event().wait()

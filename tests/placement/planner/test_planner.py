@@ -9,11 +9,12 @@ import pytest
 from benchmarks.placement_planned import uneven
 from rlinf.placement.devices import Cluster
 from rlinf.placement.grammar import PlacementError
+from rlinf.placement.hardware import Devices
 from rlinf.placement.pareto import balance
 from rlinf.placement.plan import complaints
 from rlinf.placement.planner import Leaf, Pair, best_of_each_mode, ideals, layout, leaves, phases, plan, replay, to_plan
 from rlinf.placement.profile import Footprint, Profile, Release, StageProfile, Timing
-from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload, from_profile
+from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload, workload
 from tests.placement.exhaustive import all_plans, judge, random_workload
 
 
@@ -221,20 +222,12 @@ def test_all_mistakes_of_a_workload_come_together():
 def test_a_profile_becomes_a_workload():
     timings = tuple(Timing(b, n, b / n) for b in (4, 64) for n in (1, 2))
     stage = StageProfile(timings, footprints=(Footprint(1, 10, 2, 0.5, 0.25),))
-    profile = Profile("m", "2x", {"a": stage, "b": stage}, {("a", "b"): 0.5})
-    workload = from_profile(
-        profile,
-        [Edge("a", "b")],
-        64,
-        {"a": [(stage, [1, 2])], "b": [(stage, [1])]},
-        {"gpu": 2},
-        {"gpu": 80},
-        chunks=(1, 16),
-    )
-    assert workload.stages[0].options[1] == Option(2, 32.0, "gpu", 10, 2, 0.5, 0.25, {1: 32.0, 16: 2.0})
-    assert workload.edges == (Edge("a", "b", False, 32.0),)
-    with pytest.raises(PlacementError, match=r"64 items.*into 5"):
-        from_profile(profile, [], 64, {"a": [(stage, [1])]}, {"gpu": 2}, chunks=(5,))
+    profile = Profile("m", "2x", {"a": stage, "b": stage}, {("a", "b"): 0.5}, items=64, edges=(("a", "b", False),))
+    work = workload(profile, Devices({"gpu": 2}, {"gpu": 80}))
+    assert work.chunks == (1, 2, 4, 16, 32, 64)
+    times = {count: 32.0 / count for count in (1, 2, 4, 16)}
+    assert work.stages[0].options[1] == Option(2, 32.0, "gpu", 10, 2, 0.5, 0.25, pytest.approx(times))
+    assert work.edges == (Edge("a", "b", False, 32.0),)
 
 
 def _bar(stages, edges, count):

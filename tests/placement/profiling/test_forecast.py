@@ -4,6 +4,7 @@ import pytest
 
 from rlinf.placement.bound import bound
 from rlinf.placement.grammar import PlacementError
+from rlinf.placement.hardware import Devices
 from rlinf.placement.planner import best_of_each_mode, plan
 from rlinf.placement.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing
 from rlinf.placement.workload import Edge, Sync, chunk_choices, workload
@@ -28,7 +29,7 @@ def profile(**changes):
 
 
 def test_a_profile_becomes_all_that_the_planner_asks():
-    made = workload(profile(), {"gpu": 4}, {"gpu": 20})
+    made = workload(profile(), Devices({"gpu": 4}, {"gpu": 20}))
     assert [option.devices for option in made.stage("rollout").options] == [1, 2, 3, 4]
     assert [option.devices for option in made.stage("trainer").options] == [1, 2], "no further than was measured"
     assert made.stage("trainer").options[0].parked_bytes == 2
@@ -40,7 +41,7 @@ def test_a_profile_becomes_all_that_the_planner_asks():
 
 
 def test_chunks_are_measured_or_a_share_of_the_whole():
-    made = workload(profile(), {"gpu": 4})
+    made = workload(profile(), Devices({"gpu": 4}))
     rollout, trainer = made.stage("rollout").options[0], made.stage("trainer").options[0]
     assert rollout.chunk_seconds[4] == 3.0
     assert 32 not in rollout.chunk_seconds, "two items were never measured"
@@ -48,39 +49,41 @@ def test_chunks_are_measured_or_a_share_of_the_whole():
 
 
 def test_the_planner_plans_it():
-    made = workload(profile(), {"gpu": 4})
+    made = workload(profile(), Devices({"gpu": 4}))
     found = best_of_each_mode(made)
     assert {"disaggregated", "hybrid"} <= found.keys()
     best = plan(made)
     assert best is not None
     assert best.seconds >= bound(made).seconds
-    far = workload(profile(), {"gpu": 16}, extrapolate=True)
+    far = workload(profile(), Devices({"gpu": 16}), extrapolate=True)
     assert plan(far).seconds < best.seconds
 
 
 def test_outside_of_what_was_measured_a_stage_asks_to_be_profiled():
     with pytest.raises(PlacementError) as caught:
-        workload(profile(), {"gpu": 4}, items=640)
+        workload(profile(), Devices({"gpu": 4}), items=640)
     assert len(caught.value.complaints) == 3
     assert "stage 'trainer' was measured with 64 items on 1 to 2 devices, asked for are 640 on at most 4" in str(
         caught.value
     )
-    assert workload(profile(), {"gpu": 4}, items=640, extrapolate=True).stage("trainer").options[3].seconds > 0
+    assert workload(profile(), Devices({"gpu": 4}), items=640, extrapolate=True).stage("trainer").options[3].seconds > 0
 
 
 def test_a_profile_of_another_kind_of_device_or_of_nothing_is_one_message_each():
     with pytest.raises(PlacementError) as caught:
-        workload(profile(), {"tpu": 4})
+        workload(profile(), Devices({"tpu": 4}))
     assert [text.partition(",")[0] for text in caught.value.complaints] == [
         "stage 'rollout' was measured on 'gpu'",
         "stage 'trainer' was measured on 'gpu'",
     ]
     with pytest.raises(PlacementError, match="has no stage"):
-        workload(Profile("m", "x"), {"gpu": 1})
+        workload(Profile("m", "x"), Devices({"gpu": 1}))
     with pytest.raises(PlacementError, match="name `items`"):
-        workload(profile(items=0), {"gpu": 1})
+        workload(profile(items=0), Devices({"gpu": 1}))
     with pytest.raises(PlacementError, match=r"'late'.*measured"):
-        workload(profile(stages={"late": StageProfile()}, edges=(), published=()), {"gpu": 1}, extrapolate=True)
+        workload(
+            profile(stages={"late": StageProfile()}, edges=(), published=()), Devices({"gpu": 1}), extrapolate=True
+        )
 
 
 @pytest.mark.parametrize("items", [1, 7, 60, 64, 509, 4096])

@@ -22,7 +22,7 @@ from rlinf.placement.auto import choose_for, stand_in
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.plan import EdgePlan, Plan, RolePlan
 from rlinf.placement.profile import Release
-from rlinf.placement.simulate import rehearse
+from rlinf.placement.simulate import rehearse, trial
 from rlinf.placement.simulated_actors import endpoints_of
 from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload
 from rlinf.runtime.actor.actor import Actor, endpoint
@@ -208,7 +208,7 @@ def test_a_role_of_ones_own_is_modelled_by_its_class():
     stages = tuple(stage(name, took, [1]) for name, took in zip(names, (8.0, 4.0, 8.0), strict=True))
     plan = Plan({name: RolePlan((number,), items=8) for number, name in enumerate(names)})
     work = Workload(stages, (Edge("rollout", "tutor"), Edge("tutor", "trainer")), {"gpu": 3})
-    found = rehearse(tutored, plan, work, items=8, actors={"tutor": Tutor})
+    found = rehearse(tutored, plan, work, items=8, cast=trial(tutored, names, actors={"tutor": Tutor}))
     assert {one.endpoint for one in found.work if one.actor == "tutor[0]"} == {"mark", "explain"}
     assert found.seconds == pytest.approx(8.0 + 4.0 + 8.0)
 

@@ -114,22 +114,25 @@ def test_an_entry_becomes_a_message_only_when_its_frame_leaves():
     run_virtual(main())
 
 
-def test_drained_waits_for_what_rode_on_a_response_too():
+@pytest.mark.parametrize("turns", [0, 2], ids=["at once", "when it has left"])
+def test_drained_waits_for_what_rides_on_a_response_too(turns):
     async def main():
         link, transport = lane()
-        link.receive(Frame(0, [("hello",)]), lambda answer: responses.append(answer))
         responses = []
-        link.post(("goodbye",))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        said = [frame.messages for frame, _ in transport.sent] + [answer.messages for answer in responses if answer]
-        assert said == [[("goodbye",)]]
-        if responses[0] is None:
-            return
-        draining = asyncio.ensure_future(link.drained())
-        await asyncio.sleep(0)
+
+        async def drain():
+            link.receive(Frame(0, [("hello",)]), responses.append)
+            link.post(("goodbye",))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await link.drained()
+
+        draining = asyncio.ensure_future(drain())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert [answer.messages for answer in responses] == [[("goodbye",)]]
         assert not draining.done()
-        (frame, answered) = transport.sent[-1]
+        ((frame, answered),) = transport.sent
         assert frame.messages == []
         answered(None)
         await draining

@@ -285,6 +285,7 @@ class Link:
         answer = self._take(ALL) if self._outbox and not self._dead else None
         self._unconfirmed |= answer is not None
         respond(answer)
+        self._moved()  # what left so is not confirmed: whoever drains has to ask
 
     def _arrive(self, frame: Frame, respond: Respond | None) -> None:
         if frame.sequence != self._next_in:

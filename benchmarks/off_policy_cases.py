@@ -17,7 +17,7 @@ from rlinf.actors.policy import PolicyActor
 from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.rng import mix
 from rlinf.envs.experts import mountain_car, pendulum, pull_cube, scripted
-from rlinf.envs.toy import straight
+from rlinf.envs.toy import expert
 from rlinf.flows.imitate import imitate
 from rlinf.flows.record import record
 from rlinf.runtime.actor.actor import Actor, endpoint
@@ -78,7 +78,7 @@ class Script(Actor):
 
 
 SCRIPTS: Mapping[str, Callable[..., torch.Tensor]] = {
-    "mountain_car": mountain_car, "pendulum": pendulum, "straight": straight, "pull_cube": pull_cube,
+    "mountain_car": mountain_car, "pendulum": pendulum, "expert": expert, "pull_cube": pull_cube,
     "metaworld": scripted,
 }  # fmt: skip
 
@@ -117,7 +117,7 @@ async def two_minds(directory: Path, seed: int) -> None:
 
 async def _two_minds(system: ActorSystem, directory: Path, seed: int) -> None:
     simulator = {"simulator": TOY, "options": {"dims": 2}, "max_steps": 6}
-    await _recorded(system, directory, simulator, 160, seed, script="straight", noise=0.2, wrong=0.5)
+    await _recorded(system, directory, simulator, 160, seed, script="expert", noise=0.2, wrong=0.5)
 
 
 async def two_minded_flow(directory: Path, seed: int) -> None:

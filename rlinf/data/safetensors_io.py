@@ -25,12 +25,14 @@ from rlinf.runtime.base.tensors import flat_bytes
 CHUNK = 32 << 20
 """Bytes per write: between two a stop takes effect."""
 
+_SIZES = {"float": (64, 32, 16), "int": (64, 32, 16, 8), "uint": (64, 32, 16, 8)}
 DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    **{getattr(torch, f"{kind}{bits}"): f"{kind[0].upper()}{bits}" for kind, sizes in _SIZES.items() for bits in sizes},
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.bfloat16: "BF16",
+    torch.bool: "BOOL",
+}
 """Names of dtypes in the format's header."""
 
 

@@ -289,12 +289,8 @@ class Sample:
         extracted: str | None = None,
         remark: str = "",
     ) -> Sample:
-        """Copy with a verdict; `dataclasses.replace` would take four times as long, and every sample comes here."""
-        return Sample(
-            self.prompt, self.index, self.response_ids, self.logprobs, self.versions, self.text, self.truncated,
-            self.temperature, reward, outcome, scores, extracted, remark, self.per_token, self.loss_mask, self.weight,
-            self.agent, self.attempt, self.too_old, self.routes,
-        )  # fmt: skip
+        """Copy with a verdict."""
+        return replace(self, reward=reward, outcome=outcome, scores=scores, extracted=extracted, remark=remark)
 
 
 def _check_mask(where: str, mask: np.ndarray | None, response: np.ndarray) -> None:

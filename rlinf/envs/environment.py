@@ -236,21 +236,13 @@ def joined_chunks(parts: Sequence[Chunk]) -> Chunk:
         ended.append(part.ended + offset)
         offset += len(part.running)
 
-    def rows(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])
-
+    names = ("rewards", "terminated", "truncated", "valid", "episode", "next_episode", "running", "lost")
+    rows: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     return Chunk(
-        rewards=rows("rewards"),
-        terminated=rows("terminated"),
-        truncated=rows("truncated"),
-        valid=rows("valid"),
+        **rows,
         observation=_joined([part.observation for part in parts]),
         ended=torch.cat(ended),
         final=_joined([part.final for part in parts]),
-        episode=rows("episode"),
-        next_episode=rows("next_episode"),
-        running=rows("running"),
-        lost=rows("lost"),
         episodes=tuple(episode for part in parts for episode in part.episodes),
         instructions=_texts([part.instructions for part in parts]),
         final_instructions=_texts([part.final_instructions for part in parts]),

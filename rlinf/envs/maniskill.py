@@ -441,7 +441,25 @@ def action_spec(env: Any, id: str) -> ActionSpec:
     return ActionSpec(torch.as_tensor(space.low).float(), torch.as_tensor(space.high).float())
 
 
-class ManiSkill(SerialSimulator):
+class _OfTask(Simulator):
+    """A simulator whose options are the fields of `Task`."""
+
+    _task: Task
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """See `Simulator.check_options`."""
+        check_arguments(cls.__name__, Task, options)
+        Task(**options)
+
+    def _check_pictures(self) -> None:
+        if not self._task.pictures:
+            raise CannotRender(
+                f"{self._task.id} has no pictures: set trials.options={{pictures: true}}, or trials.videos=0"
+            )
+
+
+class ManiSkill(_OfTask, SerialSimulator):
     """Environments of ManiSkill 3, simulated on the CPU.
 
     Args:
@@ -454,12 +472,6 @@ class ManiSkill(SerialSimulator):
         MissingAssets: files must be downloaded first; the text names the command.
         RuntimeError: pictures are asked for where nothing can be drawn; the text names the packages.
     """
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """See `Simulator.check_options`."""
-        check_arguments(cls.__name__, Task, options)
-        Task(**options)
 
     def __init__(self, num_envs: int, **task: Any):
         self._task = Task(**task)
@@ -476,10 +488,7 @@ class ManiSkill(SerialSimulator):
         return None if texts[0] is None else [text for each in texts for text in each or ()]
 
     def render(self, env_ids: Tensor) -> Tensor:
-        if not self._task.pictures:
-            raise CannotRender(
-                f"{self._task.id} has no pictures: set trials.options={{pictures: true}}, or trials.videos=0"
-            )
+        self._check_pictures()
         with torch.inference_mode():
             pictures = [self._envs[env].render_rgb_array() for env in env_ids.tolist()]
         return torch.cat(pictures)
@@ -542,7 +551,7 @@ _TOGETHER = "InScene25"
 """In the ids of tasks whose code asserts that all environments are reset at once."""
 
 
-class ManiSkillBatched(Simulator):
+class ManiSkillBatched(_OfTask):
     """Environments of ManiSkill 3, simulated on one GPU.
 
     Args:
@@ -553,12 +562,6 @@ class ManiSkillBatched(Simulator):
         ImportError, ValueError, MissingAssets: as `ManiSkill` does.
         RuntimeError: there is no CUDA device, or nothing can be drawn where pictures are asked for.
     """
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """See `Simulator.check_options`."""
-        check_arguments(cls.__name__, Task, options)
-        Task(**options)
 
     def __init__(self, num_envs: int, **task: Any):
         self._task = Task(**task)
@@ -603,10 +606,7 @@ class ManiSkillBatched(Simulator):
 
     @torch.no_grad()
     def render(self, env_ids: Tensor) -> Tensor:
-        if not self._task.pictures:
-            raise CannotRender(
-                f"{self._task.id} has no pictures: set trials.options={{pictures: true}}, or trials.videos=0"
-            )
+        self._check_pictures()
         return self._env.render_rgb_array()[env_ids.to(self.device)]
 
     def save(self) -> list[State]:

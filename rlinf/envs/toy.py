@@ -129,12 +129,6 @@ class Reach(Simulator):
         return torch.tensor([[_WIND * (mix(*key, dim) % 3 - 1) for dim in range(self._dims)] for key in keys])
 
 
-def straight(observation: Mapping[str, Tensor], instructions: Sequence[str] | None = None) -> Tensor:
-    """An expert: goes straight to the target, as far as one action reaches; [N, 1, D] in [-1, 1] of states [N, 2 D]."""
-    point, target = observation["state"].chunk(2, 1)
-    return ((target - point) / REACH).clamp(-1.0, 1.0)[:, None]
-
-
 def start_of(seed: int, dims: int) -> list[list[float]]:
     """Where the point and the target of an episode start, [2, D]; never so near that there is nothing to do."""
     attempt = 0

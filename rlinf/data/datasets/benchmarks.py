@@ -7,13 +7,16 @@ AIME.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import field, replace
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from rlinf.config.importing import mistake_in
+from rlinf.config.schema import CLOSED, leaves, settings
 
 SCORED_BY = "scored_by"
 """Column of a prompt's row that names the benchmark whose function scores its answers; the run's own scores others."""
@@ -23,7 +26,10 @@ _MARKED = r"(?:\\boxed\{\s*(?:\\text\w*\{)?|[Aa]nswer(?:\s+is)?\s*:?\s*)[*\s]*\(
 """Where the letter of an option stands: in a box, or behind "answer", "answer is" or "answer:"; the last one counts."""
 
 
-@dataclass(frozen=True, slots=True)
+_Count = Annotated[int, Field(strict=True, ge=1)]
+
+
+@dataclass(frozen=True, config=CLOSED)
 class Benchmark:
     """One set of problems."""
 
@@ -31,27 +37,27 @@ class Benchmark:
     """File, directory or hub name."""
     split: str = "test"
     """Which split of a data set that has several."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
     """Ours to theirs, as data.columns; what is not named is found by its usual names."""
     template: str | None = f"{{prompt}}\n\nPlease reason step by step, and {_BOXED}"
     """Makes the prompt's text from columns; None takes the prompt column."""
-    chat: bool | None = None
+    chat: Annotated[bool, Field(strict=True)] | None = None
     """Put into the tokenizer's chat template; None: if it has one."""
     system: str | None = None
     """System message."""
     reward: str = "rlinf.rewards.math"
     """Dotted path of the function that scores an answer."""
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict)
     """Its further arguments."""
-    samples: int = 32
+    samples: _Count = 32
     """Answers to each problem, over which pass@1 is averaged."""
-    temperature: float = 0.6
+    temperature: float = Field(default=0.6, strict=True, ge=0, allow_inf_nan=False)
     """Sampling temperature; 0.6 and top_p 0.95 are what the authors of DeepSeek-R1's distilled models evaluate with."""
-    top_p: float = 0.95
+    top_p: float = Field(default=0.95, strict=True, gt=0, le=1)
     """The likeliest tokens that come to so much are drawn from."""
-    max_new_tokens: int = 32768
+    max_new_tokens: _Count = 32768
     """Longest answer, or as long as the model has positions for."""
-    k: tuple[int, ...] = ()
+    k: list[_Count] = field(default_factory=list)
     """For which k to tell pass@k and maj@k, besides pass@1."""
     problems: int | None = None
     """How many the published set has; None: unknown."""
@@ -75,9 +81,7 @@ KNOWN: Mapping[str, Benchmark] = {
     ),
 }
 """Benchmarks by name. Options of GPQA stand in an order drawn from the number of their row."""
-_KEYS = {each.name for each in fields(Benchmark)} - {"problems"}
-_TEXTS = ("data", "split", "reward")
-_OPTIONAL_TEXTS = ("template", "system")
+_KEYS = {each.key for each in leaves(Benchmark)} - {"problems"}
 
 
 def benchmark_of(name: str, entry: Any) -> Benchmark:
@@ -88,8 +92,6 @@ def benchmark_of(name: str, entry: Any) -> Benchmark:
         entry: what differs, by field; or where the data are; or None. Without mistakes.
     """
     changed = {"data": entry} if isinstance(entry, str) else dict(entry or {})
-    if "k" in changed:
-        changed["k"] = tuple(changed["k"])
     if changed.get("reward") and "args" not in changed:
         changed["args"] = {}
     return replace(KNOWN.get(name, Benchmark()), **changed)
@@ -124,10 +126,11 @@ def _wrong(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
         yield f"it has no {unknown[0]}; its keys are {', '.join(sorted(_KEYS))}"
     if name not in KNOWN and not entry.get("data"):
         yield f"there is no benchmark of that name, which are {', '.join(KNOWN)}; give a set of yours data"
-    for each, value in entry.items():
-        wanted = _wanted(str(each), value)
-        if wanted is not None:
-            yield f"{each}: {value!r}: write {wanted}"
+    known = {each: value for each, value in entry.items() if each in _KEYS}
+    try:
+        settings(Benchmark, known, name)
+    except ValueError as error:
+        yield str(error).removeprefix(f"{name}: ")
     if isinstance(path := entry.get("reward"), str) and (advice := mistake_in(path)) is not None:
         yield f"reward: {advice}"
     samples, k = entry.get("samples", KNOWN.get(name, Benchmark()).samples), entry.get("k", [])
@@ -136,25 +139,3 @@ def _wrong(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
     counts = [one for one in k if isinstance(one, int)] if isinstance(k, list | tuple) else []
     if isinstance(samples, int) and any(one > samples for one in counts):
         yield f"k: more than the {samples} answers to a problem; raise samples"
-
-
-def _wanted(name: str, value: Any) -> str | None:
-    """Describe the values that a field takes, if this one is something else; None if it fits."""
-    if name == "k":
-        return None if isinstance(value, list | tuple) and all(map(_count, value)) else "a list of whole numbers"
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    takes = {
-        **dict.fromkeys(_TEXTS, ("a text", isinstance(value, str))),
-        **dict.fromkeys(_OPTIONAL_TEXTS, ("a text or null", isinstance(value, str | None))),
-        **dict.fromkeys(("columns", "args"), ("a mapping", isinstance(value, Mapping))),
-        **dict.fromkeys(("samples", "max_new_tokens"), ("a whole number from 1 on", _count(value))),
-        "chat": ("true, false or null", isinstance(value, bool | None)),
-        "temperature": ("a number from 0 on", number and 0 <= value < math.inf),
-        "top_p": ("a number above 0, at most 1", number and 0 < value <= 1),
-    }
-    wanted, fits = takes.get(name, ("", True))
-    return None if fits else wanted
-
-
-def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

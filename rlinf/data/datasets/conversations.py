@@ -19,9 +19,9 @@ Message = dict[str, Any]
 """`role`, `content` and whatever else a chat template reads."""
 
 OURS = (
-    "messages", "prompt", "completion", "text", "instruction", "input", "output", "chosen", "rejected", "tools",
-    "margin", "ref_chosen_logps", "ref_rejected_logps", "images",
-)  # fmt: skip
+    *("messages", "prompt", "completion", "text", "instruction", "input", "output", "chosen", "rejected", "tools"),
+    *("margin", "ref_chosen_logps", "ref_rejected_logps", "images"),
+)
 """Names of ours that a mapping of columns may have; None of one says that there is none, whatever a data set has."""
 _GUESSES: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
@@ -41,9 +41,10 @@ _FORMATS: dict[Kind, tuple[tuple[str, ...], ...]] = {
 }
 """Columns that a row must have, by format; the first that fits is taken."""
 _SHAREGPT = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "observation": "tool",
-    "function_response": "tool", "function_call": "assistant",
-}  # fmt: skip
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
+}
 """Speakers of ShareGPT that chat templates call otherwise."""
 _ALPACA = (
     "Below is an instruction that describes a task{also}. Write a response that appropriately completes the request."

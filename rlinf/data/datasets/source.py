@@ -701,7 +701,7 @@ def open_rows(source: Source, *, split: str = "train") -> Rows | Iterated:
         return _named(str(source), split)
     name = getattr(source, "__qualname__", type(source).__name__)
     if isinstance(source, AsyncIterable):
-        again = _RememberedAsync(name, source) if hasattr(source, "__anext__") else source
+        again = _Remembered(name, source) if hasattr(source, "__anext__") else source
         return Iterated(name, lambda: again, again is not source, is_async=True)
     if hasattr(source, "column_names") and hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return TableRows(name, source)
@@ -731,71 +731,44 @@ def _records(source: Any) -> list[Row] | None:
     ]
 
 
-class _Kept:
-    """The first rows of an iterator, as many as are kept; None when there were more.
-
-    Args:
-        name: of the iterator, for errors.
-    """
-
-    def __init__(self, name: str):
-        self._name = name
-        self._rows: list[Row] | None = []
-
-    def keep(self, row: Row) -> None:
-        """Keep one more row, or none any longer."""
-        if self._rows is not None:
-            self._rows.append(row)
-            if len(self._rows) > _REMEMBERED:
-                self._rows = None
-
-    def first(self) -> list[Row]:
-        """The rows so far.
-
-        Raises:
-            DataError: they were too many.
-        """
-        if self._rows is None:
-            raise DataError(
-                f"{self._name} gave more than {_REMEMBERED:,} rows, which is what is kept of what can be read "
-                "only once, so it cannot be begun again: give a list, or a function that makes the iterable anew for "
-                "each pass"
-            )
-        return self._rows
-
-
 class _Remembered:
-    """An iterator that can be gone through again, from its first row, as far as its rows are kept.
+    """An iterator, or an async one, that can be gone through again from its first row, as far as its rows are kept.
 
     Args:
         name: for errors.
         rows: the iterator.
     """
 
-    def __init__(self, name: str, rows: Iterable[Row]):
-        self._kept = _Kept(name)
-        self._rows = iter(rows)
+    def __init__(self, name: str, rows: Any):
+        self._name, self._source = name, rows
+        self._rows: list[Row] | None = []  # the first ones; None when there were too many
 
     def __iter__(self) -> Iterator[Row]:
-        yield from list(self._kept.first())
-        for row in self._rows:
-            self._kept.keep(row)
-            yield row
-
-
-class _RememberedAsync:
-    """An async iterator that can be gone through again; see `_Remembered`."""
-
-    def __init__(self, name: str, rows: AsyncIterable[Row]):
-        self._kept = _Kept(name)
-        self._rows = aiter(rows)
+        yield from self._first()
+        for row in self._source:
+            yield self._keep(row)
 
     async def __aiter__(self) -> AsyncIterator[Row]:
-        for row in list(self._kept.first()):
+        for row in self._first():
             yield row
-        async for row in self._rows:
-            self._kept.keep(row)
-            yield row
+        async for row in self._source:
+            yield self._keep(row)
+
+    def _keep(self, row: Row) -> Row:
+        if self._rows is not None:
+            self._rows.append(row)
+            if len(self._rows) > _REMEMBERED:
+                self._rows = None
+        return row
+
+    def _first(self) -> list[Row]:
+        if self._rows is None:
+            raise DataError(
+                f"{self._name} gave more than {_REMEMBERED:,} rows, which is what is kept of what can be read "
+                "only once, so it cannot be begun again: give a list, or a function that makes the iterable anew for "
+                "each pass"
+            )
+        return list(self._rows)
 
 
 def _made(name: str, make: Callable[[], Any]) -> Rows | Iterated:

@@ -9,6 +9,16 @@ from rlinf.data.demonstrations.load import Shown, first_demonstration, open_epis
 from rlinf.data.demonstrations.stream import DecisionStream
 
 __all__ = [
-    "DecisionStream", "Decisions", "Demonstration", "Shown", "Window", "decisions", "first_demonstration", "joined",
-    "open_episodes", "open_parts", "read_demonstrations", "write_demonstrations",
-]  # fmt: skip
+    "DecisionStream",
+    "Decisions",
+    "Demonstration",
+    "Shown",
+    "Window",
+    "decisions",
+    "first_demonstration",
+    "joined",
+    "open_episodes",
+    "open_parts",
+    "read_demonstrations",
+    "write_demonstrations",
+]

@@ -421,18 +421,30 @@ def _joined(name: str, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), -1)
 
 
-def plain(demo: Demonstration, form: str) -> Demonstration:
-    """An episode of single actions, as foreign formats keep them.
+def alike(demonstrations: Iterable[Demonstration], form: str, *, mixed: bool = False) -> Iterator[Demonstration]:
+    """Episodes of single actions, as foreign formats keep them.
+
+    Args:
+        demonstrations: one after the other.
+        form: name of the format, for errors.
+        mixed: their arrays may differ.
 
     Raises:
-        ValueError: it was recorded in chunks.
+        ValueError: there is none, one was recorded in chunks, or they differ.
     """
-    if demo.actions.shape[1] != 1:
-        raise ValueError(
-            f"{form} keeps single actions, and this episode was recorded in chunks of {demo.actions.shape[1]}, "
-            "between which nothing was seen: record it action by action, or keep it in rlinf's format"
-        )
-    return demo
+    first: Demonstration | None = None
+    for number, demo in enumerate(demonstrations):
+        first = demo if first is None else first
+        if demo.actions.shape[1] != 1:
+            raise ValueError(
+                f"{form} keeps single actions, and this episode was recorded in chunks of {demo.actions.shape[1]}, "
+                "between which nothing was seen: record it action by action, or keep it in rlinf's format"
+            )
+        if not mixed and (mistake := mistake_between(demo, first)) is not None:
+            raise ValueError(f"episode {number} does not go with the others: {mistake}")
+        yield demo
+    if first is None:
+        raise ValueError("there is no episode to write")
 
 
 def text_of(value: Any) -> str:

@@ -42,12 +42,11 @@ from rlinf.data.demonstrations.episode import (
     About,
     Demonstration,
     Episodes,
+    alike,
     assembled,
     broken,
     instruction_of,
-    mistake_between,
     needs,
-    plain,
 )
 from rlinf.data.demonstrations.statistics import Accumulator
 
@@ -432,17 +431,11 @@ def write_lerobot(
         ValueError: there is none, they differ, or were recorded in chunks.
     """
     writer = (_Version3 if version == 3 else _Version2)(directory, fps, videos)
-    first: Demonstration | None = None
     try:
-        for number, demo in enumerate(demonstrations):
-            first = plain(demo, "LeRobot") if first is None else first
-            if (mistake := mistake_between(demo, first)) is not None:
-                raise ValueError(f"episode {number} does not go with the others: {mistake}")
-            writer.add(plain(demo, "LeRobot"))
+        for demo in alike(demonstrations, "LeRobot"):
+            writer.add(demo)
     finally:
         writer.close()
-    if first is None:
-        raise ValueError("there is no episode to write")
     writer.finish()
     return writer.episodes
 

@@ -201,8 +201,11 @@ def _whole(episodes: Episodes, places: Sequence[int]) -> list[int]:
     if reasons:
         logger.warning(
             "%s: %d of %d episodes are left out (imitation.broken: drop), the first since %s",
-            episodes.path, len(reasons), len(places), next(iter(reasons.values())),
-        )  # fmt: skip
+            episodes.path,
+            len(reasons),
+            len(places),
+            next(iter(reasons.values())),
+        )
     return [place for place in places if place not in reasons]
 
 

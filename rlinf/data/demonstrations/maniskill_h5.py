@@ -26,12 +26,11 @@ from rlinf.data.demonstrations.episode import (
     About,
     Demonstration,
     Episodes,
+    alike,
     assembled,
     broken,
     instruction_from,
-    mistake_between,
     needs,
-    plain,
 )
 
 _CAMERAS = "obs/sensor_data/"
@@ -108,14 +107,10 @@ def write_maniskill(directory: Path, demonstrations: Iterable[Demonstration], *,
         import h5py
     directory.mkdir(parents=True, exist_ok=True)
     entries: list[dict[str, Any]] = []
-    first: Demonstration | None = None
     with h5py.File(directory / FILE, "w", track_order=True) as file:
-        for number, demo in enumerate(demonstrations):
-            first = plain(demo, "ManiSkill") if first is None else first
-            if (mistake := mistake_between(demo, first)) is not None:
-                raise ValueError(f"episode {number} does not go with the others: {mistake}")
+        for number, demo in enumerate(alike(demonstrations, "ManiSkill")):
             group = file.create_group(f"traj_{number}", track_order=True)
-            for name, rows in _datasets(plain(demo, "ManiSkill")).items():
+            for name, rows in _datasets(demo).items():
                 group.create_dataset(name, data=rows.numpy(), compression="gzip", compression_opts=5)
             entries.append(
                 {
@@ -126,8 +121,6 @@ def write_maniskill(directory: Path, demonstrations: Iterable[Demonstration], *,
                     "instruction": demo.instruction,
                 }
             )
-    if not entries:
-        raise ValueError("there is no episode to write")
     about = {"env_info": {"env_id": task, "env_kwargs": {}}, "source_type": "rlinf", "episodes": entries}
     (directory / FILE).with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     return len(entries)

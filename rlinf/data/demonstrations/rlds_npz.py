@@ -32,10 +32,10 @@ from rlinf.data.demonstrations.episode import (
     About,
     Demonstration,
     Episodes,
+    alike,
     assembled,
     broken,
     instruction_of,
-    plain,
     text_of,
 )
 
@@ -112,8 +112,7 @@ def write_rlds(directory: Path, demonstrations: Iterable[Demonstration]) -> int:
     """
     directory.mkdir(parents=True, exist_ok=True)
     number = -1
-    for number, each in enumerate(demonstrations):
-        demo = plain(each, "RLDS")
+    for number, demo in enumerate(alike(demonstrations, "RLDS", mixed=True)):
         count = len(demo.actions)
         steps = np.arange(count + 1)
 
@@ -134,8 +133,6 @@ def write_rlds(directory: Path, demonstrations: Iterable[Demonstration]) -> int:
         if demo.success is not None:
             arrays["success"] = np.array(demo.success)
         np.savez_compressed(directory / f"episode_{number:06d}.npz", allow_pickle=False, **arrays)
-    if number < 0:
-        raise ValueError("there is no episode to write")
     return number + 1
 
 

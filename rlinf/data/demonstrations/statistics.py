@@ -179,8 +179,10 @@ def tell_rare(feature: str, statistics: FeatureStatistics) -> None:
     if places := statistics.rare.nonzero().flatten().tolist():
         logger.warning(
             "%s: number %s moves in fewer than 1 %% of %d rows: its least and greatest value stand in for q01 and q99",
-            feature, ", ".join(map(str, places)), statistics.count,
-        )  # fmt: skip
+            feature,
+            ", ".join(map(str, places)),
+            statistics.count,
+        )
 
 
 def features_of(demo: Demonstration) -> dict[str, Tensor]:

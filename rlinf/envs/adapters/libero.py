@@ -199,8 +199,9 @@ def _tell_version(mujoco: str) -> None:
     if tuple(int(part) for part in mujoco.split(".")[:3] if part.isdigit()) >= _CHANGED:
         logger.warning(
             "LIBERO beside mujoco %s: from 3.3.3 on pictures are darker and tasks differ from the published ones; "
-            "install mujoco==3.3.0", mujoco,
-        )  # fmt: skip
+            "install mujoco==3.3.0",
+            mujoco,
+        )
 
 
 def _read(observed: dict[str, Any]) -> dict[str, np.ndarray]:

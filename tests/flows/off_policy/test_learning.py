@@ -6,7 +6,7 @@ import torch
 from rlinf.actors.off_policy_trainer import DaggerTrainer, SacTrainer
 from rlinf.actors.policy import DaggerPolicy
 from rlinf.data.step import EmbodiedStep
-from rlinf.envs.toy import straight
+from rlinf.envs.toy import expert
 from rlinf.flows.embodied import embodied
 from rlinf.flows.offline import offline
 from rlinf.flows.record import record
@@ -30,7 +30,7 @@ async def shown(system, path, episodes=24):
     await record(env, await system.spawn(Expert, name="expert"), path, episodes)
 
 
-async def dagger(system, name="", *, expert=f"{__name__}.straight", policy=None, trainer=None):
+async def dagger(system, name="", *, expert=f"{__name__}.expert", policy=None, trainer=None):
     """Roles of a DAgger run."""
     config = policy_for({**MLP, **(policy or {})})
     env = await environments(system, f"env{name}")
@@ -53,7 +53,7 @@ async def test_dagger_learns_what_the_expert_does_where_the_policy_gets():
         greedy = await group["policy"][0].act((0, 0), seen, greedy=True, keep=False)
     assert [each["dagger/labels"] for each in metrics] == [32.0, 64.0, 96.0, 128.0, 160.0]
     assert metrics[-1]["dagger/loss"] < metrics[0]["dagger/loss"]
-    assert (greedy - straight(seen.observation)).abs().mean() < 0.15
+    assert (greedy - expert(seen.observation)).abs().mean() < 0.15
 
 
 async def test_a_saved_policy_is_an_expert_too_and_one_that_does_not_fit_is_named(tmp_path):

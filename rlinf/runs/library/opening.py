@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +28,23 @@ from rlinf.storage.directory import Checkpoint, Lock, RunDirectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Arguments of `train`; sessions have those of them that they take."""
+    """Arguments of `train` and of `Session.local`, which says what they are."""
 
-    model: Any
+    model: Any = None
     rewards: Any = None
     data: Any = None
     algorithm: Any = "grpo"
     tokenizer: Any = None
     evaluation: Any = None
     run_dir: str | Path | None = None
-    callbacks: Iterable[Any] = ()
     resume: str = "never"
-    flow: Any = None
-    agent: Any = None
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, **arguments: Any) -> Call:
+        """Keyword arguments; those that are none of the fields are settings."""
+        own = {each.name: arguments.pop(each.name) for each in fields(cls)[:-1] if each.name in arguments}
+        return cls(**own, settings=arguments)
 
 
 @dataclass(frozen=True, slots=True)

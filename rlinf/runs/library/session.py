@@ -123,33 +123,12 @@ class Session(RunSession):
         Raises:
             InputError: when it is opened: everything that is wrong with these.
         """
-        call = Call(
-            model=model,
-            rewards=rewards,
-            data=data,
-            algorithm=algorithm,
-            tokenizer=tokenizer,
-            evaluation=evaluation,
-            run_dir=run_dir,
-            resume=resume,
-            settings=settings,
-        )
-        return _new_session("Session.local", None, call)
+        arguments = {"model": model, "tokenizer": tokenizer, "algorithm": algorithm, "rewards": rewards}
+        arguments |= {"data": data, "evaluation": evaluation, "run_dir": run_dir, "resume": resume}
+        return _new_session("Session.local", None, Call.of(**arguments, **settings))
 
     @staticmethod
-    def connect(
-        system: ActorSystem,
-        *,
-        model: Any = None,
-        tokenizer: Any = None,
-        algorithm: Any = "grpo",
-        run_dir: str | Path | None = None,
-        rewards: Any = None,
-        data: Source | None = None,
-        evaluation: Source | None = None,
-        resume: str = "never",
-        **settings: Any,
-    ) -> Session:
+    def connect(system: ActorSystem, **arguments: Any) -> Session:
         """A session on the processes of `rlinf.run(main)`, with roles where `placement` says.
 
             async def main(system):
@@ -159,7 +138,7 @@ class Session(RunSession):
 
         Args:
             system: what `main` is given.
-            model, tokenizer, algorithm, run_dir, rewards, data, evaluation, resume, settings: see `local`.
+            arguments: see `local`.
 
         Raises:
             TypeError: no system.
@@ -169,18 +148,7 @@ class Session(RunSession):
             raise WrongType(
                 f"Session.connect: {system!r} is no ActorSystem; call it in `async def main(system)` of rlinf.run"
             )
-        call = Call(
-            model=model,
-            rewards=rewards,
-            data=data,
-            algorithm=algorithm,
-            tokenizer=tokenizer,
-            evaluation=evaluation,
-            run_dir=run_dir,
-            resume=resume,
-            settings=settings,
-        )
-        return _new_session("Session.connect", system, call)
+        return _new_session("Session.connect", system, Call.of(**arguments))
 
     async def __aenter__(self) -> Session:
         if self._phase != "new":

@@ -12,7 +12,7 @@ import asyncio
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +167,7 @@ def train(
     tokenizer: Any = None,
     evaluation: Any = None,
     run_dir: str | Path | None = None,
-    callbacks: Iterable[Any] = (),
     resume: str = "never",
-    flow: Any = None,
-    agent: Any = None,
     **settings: Any,
 ) -> Result | None:
     """Train a language model: by reinforcement learning, or on given conversations or preferences.
@@ -191,15 +188,12 @@ def train(
         tokenizer: directory, hub name, {"characters": …} or a tokenizer; None takes the model's own.
         evaluation: problems that are never trained on, in any of the forms of `data`.
         run_dir: directory of the run; None takes outputs/run.
-        callbacks: functions `f(step, metrics, run)`, or objects with `on_step`, `on_samples`, `on_evaluate`,
-            `on_checkpoint`; see docs/train.md.
         resume: `never`, `auto` to go on in run_dir if there is a checkpoint, or the path of a run or checkpoint.
-        flow: one step, an async function or its dotted path; None takes the algorithm's.
-        agent: what works on each task, `async def agent(task, llm)`, or its dotted path, or a mapping of keys of the
-            section `agent`, of which `function` is one of these; see docs/agents.md. None: the model answers each
-            prompt once.
         settings: any key of docs/config.md: by its own name (`steps`, `lr`, `group_size`), as a section with a mapping
-            (`rollout={"max_new_tokens": 64}`), or dotted (`**{"rollout.max_new_tokens": 64}`).
+            (`rollout={"max_new_tokens": 64}`), or dotted (`**{"rollout.max_new_tokens": 64}`). Three take objects:
+            `callbacks` functions `f(step, metrics, run)`, or objects with `on_step`, `on_samples`, `on_evaluate`,
+            `on_checkpoint` (docs/train.md); `flow` one step, an async function; `agent` what works on each task, `async
+            def agent(task, llm)`, or a mapping of keys of the section, of which `function` is that (docs/agents.md).
 
     Returns:
         What came of it; None in processes of torchrun other than rank 0.
@@ -215,20 +209,8 @@ def train(
         raise InputError(
             f"{WHO}: an event loop runs here already, as in a notebook: write `await rlinf.train_async(…)`"
         )
-    call = Call(
-        model=model,
-        rewards=rewards,
-        data=data,
-        algorithm=algorithm,
-        tokenizer=tokenizer,
-        evaluation=evaluation,
-        run_dir=run_dir,
-        callbacks=callbacks,
-        resume=resume,
-        flow=flow,
-        agent=agent,
-        settings=settings,
-    )
+    arguments = {"model": model, "rewards": rewards, "data": data, "algorithm": algorithm, "tokenizer": tokenizer}
+    call = Call.of(**arguments, evaluation=evaluation, run_dir=run_dir, resume=resume, **settings)
     try:
         return _train(call)
     except (InputError, RunFailure) as error:
@@ -249,11 +231,9 @@ async def train_async(model: Any, rewards: Any = None, data: Any = None, **rest:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("train_async: it runs in one process; under torchrun, call rlinf.train")
-    named = {each.name: rest.pop(each.name) for each in fields(Call) if each.name != "settings" and each.name in rest}
+    call = Call.of(model=model, rewards=rewards, data=data, **rest)
     try:
-        arguments = await asyncio.to_thread(
-            _sorted, Call(model=model, rewards=rewards, data=data, **named, settings=rest), 1
-        )
+        arguments = await asyncio.to_thread(_sorted, call, 1)
         with locked(arguments.run_dir, WHO) as lock, progress_bars(), ExitStack() as during:
             ready = await asyncio.to_thread(opened, arguments, 1, lock, during)
             stall_after = ready.config.system.stall_after
@@ -303,15 +283,16 @@ def _sorted(call: Call, hosts: int) -> Arguments:
         advice = f"{name} learns from given texts, data=…, and nothing is scored: remove it"
         raise ConfigError([Problem(WHO, "rewards", MISSING, advice)])
     objects.take_rewards(call.rewards)
-    if not isinstance(call.callbacks, Iterable):
+    settings = dict(call.settings)
+    callbacks, flow = settings.pop("callbacks", ()), settings.pop("flow", None)
+    if not isinstance(callbacks, Iterable):
         raise ConfigError([Problem(WHO, "callbacks", MISSING, "give a list of them, [my_callback]")])
-    objects.passed = replace(objects.passed, callbacks=tuple(call.callbacks))
-    objects.take_agent(call.agent)
-    named = {} if call.flow is None or callable(call.flow) else {"flow": call.flow}
-    if callable(call.flow):
-        objects.passed = replace(objects.passed, flow=call.flow)
-    spread = {"placement.mode": "collocated"} if hosts > 1 and not _placed(call.settings) else {}
-    settings = {"algorithm": objects.take_algorithm(call.algorithm), **named, **spread, **call.settings}
+    objects.take_agent(settings.pop("agent", None))
+    objects.passed = replace(objects.passed, callbacks=tuple(callbacks), flow=flow if callable(flow) else None)
+    if flow is not None and not callable(flow):
+        settings["flow"] = flow
+    spread = {"placement.mode": "collocated"} if hosts > 1 and not _placed(settings) else {}
+    settings = {"algorithm": objects.take_algorithm(call.algorithm), **spread, **settings}
     return arguments_of(objects, settings, call.run_dir, call.resume)
 
 

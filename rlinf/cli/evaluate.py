@@ -30,12 +30,12 @@ from rlinf.metrics.alarms import failures_text
 from rlinf.metrics.report import measure_of
 from rlinf.placement.seats import TEXT, place
 from rlinf.rewards.base import ScoreCounts
+from rlinf.runs.data import load_data_of
 from rlinf.runs.dry_run.models import policy_model
 from rlinf.runs.dry_run.transformer import by_kind
 from rlinf.runs.evaluation import PASS, AnswerFile, answers_of, evaluate_named, evaluate_on, model_mark, with_benchmarks
 from rlinf.runs.roles import Roles, check_tools_shown, configured_agent, running_of, spawn_roles
-from rlinf.runs.text import load_data_of
-from rlinf.runs.text_roles import roles_to_start
+from rlinf.runs.text import roles_to_start
 from rlinf.runtime.system.system import ActorSystem
 
 

@@ -135,7 +135,7 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int, *, whole: bool = Fa
     Raises:
         ConfigError: it could not run; the text says what does not fit, and what would.
     """
-    from rlinf.runs.dry_run.data import look_at_data  # torch comes with these, which takes seconds
+    from rlinf.runs.data import look_at_data  # torch comes with these, which takes seconds
     from rlinf.runs.dry_run.embodied import held_by
     from rlinf.runs.dry_run.transformer import device_kind, elsewhere
     from rlinf.runs.prepare import prepare, refuse_idle

@@ -35,8 +35,8 @@ from rlinf.data.sample import Evaluation, Group, Prompt, Sample
 from rlinf.flows.evaluate import evaluate, is_right, measure
 from rlinf.models.language.build import context_length
 from rlinf.rewards.base import RewardSource
+from rlinf.runs.data import scores_alone
 from rlinf.runs.roles import REWARD_MODEL, Roles
-from rlinf.runs.text_roles import scores_alone
 from rlinf.runtime.base.progress import Work, work
 from rlinf.runtime.streams.stream import Stream
 

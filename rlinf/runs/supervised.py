@@ -14,23 +14,22 @@ from typing import Any
 
 from rlinf.actors.reference import Reference
 from rlinf.actors.supervised_trainer import SupervisedTrainer
-from rlinf.config.learning import DPO, REWARD_MODEL, SFT, ReferenceSettings, SupervisedSettings, combine
+from rlinf.config.learning import DPO, SFT, ReferenceSettings, SupervisedSettings, combine
 from rlinf.config.load import InputError
 from rlinf.config.text import RunConfig
-from rlinf.data.datasets.load import ConversationOptions, Conversations, load_conversations
+from rlinf.data.datasets.load import Conversations
 from rlinf.data.datasets.rendering import REF
-from rlinf.data.datasets.source import DataError
 from rlinf.data.datasets.stream import left_out
 from rlinf.data.step import SupervisedStep
 from rlinf.flows.text import annotate_in_order
 from rlinf.metrics.alarms import NothingLearnedAlarm
 from rlinf.placement.seats import Placed
 from rlinf.runs.callbacks import Alarms, RunState
+from rlinf.runs.data import conversations_of
 from rlinf.runs.dry_run.footprint import spread_of
 from rlinf.runs.loop import Described, Workload
-from rlinf.runs.prepare import REFERENCE, TRAINER, InMemory, RunPlan, objective_of
+from rlinf.runs.prepare import REFERENCE, TRAINER, RunPlan, objective_of
 from rlinf.runs.roles import Role, Roles, only, spawn_roles
-from rlinf.runs.text import read_from, room_of
 from rlinf.runtime.base.progress import work
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.storage.directory import Checkpoint
@@ -179,38 +178,3 @@ def roles_to_start(config: RunConfig, data: Conversations, plan: RunPlan, shardi
         how = combine(ReferenceSettings, config.trainer, order="arrival", column=REF, dtype=config.reference.dtype)
         roles[REFERENCE] = Role(Reference, {**shared, "settings": how, **own}, plan.held.get(REFERENCE, (0, 0)))
     return roles
-
-
-def conversations_of(config: RunConfig, objects: InMemory | None = None) -> Conversations:
-    """Load what a configuration learns from, in an order drawn from its seed.
-
-    Args:
-        config: what.
-        objects: rows that were passed instead of being named.
-
-    Raises:
-        InputError: something cannot be read or used.
-    """
-    data, name = config.data, config.algorithm.name
-    options = ConversationOptions(
-        kind="sft" if name == SFT else "pairs",
-        scored=name == REWARD_MODEL,
-        learn=config.supervised.learn,
-        columns=data.columns,
-        chat=data.chat,
-        system=data.system,
-        chat_template=data.chat_template,
-        chat_args=data.chat_args,
-        max_tokens=config.supervised.max_tokens,
-        overlong=data.overlong,
-        unusable=data.unusable,
-        room=room_of(config, 0, ""),
-    )
-    try:
-        return load_conversations(
-            config.model.tokenizer or config.model.path,
-            options=options,
-            **read_from(config, objects),
-        )
-    except DataError as error:
-        raise InputError(str(error)) from error

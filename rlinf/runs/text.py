@@ -1,7 +1,7 @@
 """Runs on text: a language model answers prompts, and learns from how its answers are judged.
 
-In: a `RunConfig` and the code that it names. Out: the run, by the training loop; and for whoever only evaluates, the
-problems, the roles and the answers.
+In: a `RunConfig` and the code that it names. Out: the run, by the training loop; its roles, ready to be started, also
+for whoever only evaluates.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager
-from dataclasses import fields
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlinf.actors.judge import RewardError
+from rlinf.actors.critic import Critic
+from rlinf.actors.judge import Judge, RewardError
+from rlinf.actors.reference import Blend, Reference
+from rlinf.actors.reward_model import GenerativeJudge, reward_model_class
+from rlinf.actors.rollout import Rollout
+from rlinf.actors.trainer import Trainer
 from rlinf.agents.agent import opened
 from rlinf.agents.endpoint.endpoint import Endpoint
-from rlinf.algos.algorithms import Distillation
-from rlinf.config.load import InputError
-from rlinf.config.text import RewardConfig, RunConfig
+from rlinf.algos.algorithms import AlgorithmSpec, Distillation
+from rlinf.config.learning import CriticSettings, NamedTeacher, ReferenceSettings, TrainerSettings, combine
+from rlinf.config.text import RewardConfig, RolloutSettings, RunConfig
 from rlinf.data.datasets.benchmarks import benchmarks_of
-from rlinf.data.datasets.load import Data, PromptOptions, Rooms, load_data
-from rlinf.data.datasets.prompts import Room
-from rlinf.data.datasets.source import DataError
+from rlinf.data.datasets.load import Data
 from rlinf.data.datasets.stream import left_out
 from rlinf.data.in_flight import InFlight, Ledger, Rules
 from rlinf.data.ledger import CRITIC_ONLY, held_of
@@ -55,10 +58,11 @@ from rlinf.metrics.alarms import (
     failures_text,
 )
 from rlinf.metrics.report import compare, in_words, rows
-from rlinf.models.language.build import limits, pictures_of
+from rlinf.models.language.fsdp import Sharding
 from rlinf.placement.seats import Placed
-from rlinf.rewards.base import ScoreCounts
+from rlinf.rewards.base import RewardSource, ScoreCounts
 from rlinf.runs.callbacks import AlarmRule, Observer, RunState
+from rlinf.runs.data import check_reward, load_data_of, no_end_token, reward_is_default, scores_alone
 from rlinf.runs.dry_run.footprint import spread_of
 from rlinf.runs.evaluation import (
     answers_of,
@@ -71,19 +75,20 @@ from rlinf.runs.evaluation import (
     with_benchmarks,
 )
 from rlinf.runs.loop import Described, Workload
-from rlinf.runs.prepare import InMemory, default_correction, filled_in_limit
+from rlinf.runs.prepare import InMemory, RunPlan, default_correction, filled_in_limit
 from rlinf.runs.roles import (
     CRITIC,
     KINDS,
     REFERENCE,
+    REWARD_MODEL,
+    Role,
     Roles,
     RolloutKeeper,
-    check_tools_shown,
     only,
+    own_roles,
     running_of,
     spawn_roles,
 )
-from rlinf.runs.text_roles import roles_to_start
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.streams.stream import Stream
 from rlinf.storage.directory import Checkpoint
@@ -417,13 +422,6 @@ class TextWorkload(Workload[Evaluation]):
 # Rewards and ends of answers ------------------------------------------------------------------------------------------
 
 
-def reward_is_default(config: RunConfig, objects: InMemory) -> bool:
-    """True for rows of the user's own that nobody chose a reward for; the generated problems are made for `exact`."""
-    own_reward = objects.reward is not None or bool(config.reward.parts)
-    own = objects.train is not None or config.data.train is not None
-    return own and not own_reward and config.reward.function == RewardConfig().function
-
-
 def beside_agent(config: RunConfig, objects: InMemory) -> str:
     """A line on who rewards what an agent did, where a reward function was chosen beside it; else ""."""
     own_reward = objects.reward is not None or config.reward.parts or config.reward.function != RewardConfig().function
@@ -445,95 +443,153 @@ def reward_path(config: RunConfig, objects: InMemory) -> str | None:
     return None if objects.reward is not None or config.reward.parts else config.reward.function
 
 
-def no_end_token(config: RunConfig, data: Data) -> str:
-    """A line on answers that cannot end, as neither tokenizer nor model nor configuration names an end; else ""."""
-    model, rollout = config.model.path or config.model.config, config.rollout
-    ends = data.tokenizer.eos_token_id is not None or limits(model).end_ids
-    if ends or rollout.stop or rollout.stop_token_ids:
-        return ""
-    return (
-        f"Neither tokenizer nor model names an end token, so every answer runs into rollout.max_new_tokens="
-        f"{rollout.max_new_tokens}; set rollout.stop_token_ids or rollout.stop, or the tokenizer's eos_token"
-    )
+# Roles ----------------------------------------------------------------------------------------------------------------
+
+Settings = dict[str, Any]
+"""Arguments of an actor's `setup`."""
 
 
-# Data and evaluations -------------------------------------------------------------------------------------------------
-
-
-def read_from(config: RunConfig, objects: InMemory | None) -> dict[str, Any]:
-    """Where a configuration has rows to learn from and to be evaluated on, as arguments of what loads them.
+def roles_to_start(
+    config: RunConfig,
+    data: Data,
+    prepared: RunPlan | None = None,
+    rescue: str | None = None,
+    sharding: Sharding = "shard",
+) -> dict[str, Role]:
+    """The roles of a run, ready to be started.
 
     Args:
         config: what.
-        objects: rows that were passed instead of being named.
+        data: what is answered: its tokenizer, and the columns that a reward may take.
+        prepared: the code that the configuration names; None is for an evaluation, which needs no trainer.
+        rescue: directory of the run, for a batch whose loss is no number and the output of inference servers.
+        sharding: how trainer and critic lie on their processes.
+
+    Raises:
+        InputError: the reward takes a column that there is not.
     """
-    data, evaluation = config.data, config.evaluation
-    passed = InMemory() if objects is None else objects
-    return {
-        "train": data.train if passed.train is None else passed.train,
-        "split": data.split,
-        "shuffle": data.shuffle,
+    passed = None if prepared is None else prepared.objects.reward
+    check_reward(config, data, passed)
+    ahead = prepared is not None and works_ahead(prepared.flow) and config.staleness.max > 0
+    if ahead and config.trainer.order == "prompt":
+        # Which answers a step learns from depends on when they come, so nothing is gained by waiting for an order
+        config = replace(config, trainer=replace(config.trainer, order="arrival"))
+    shared: Settings = {
+        "model": config.model.path or config.model.config,
+        "tokenizer": data.tokenizer_source,
         "seed": config.seed,
-        "task": config.task.name,
-        "digits": config.task.digits,
-        "evaluation": evaluation.data if passed.evaluation is None else passed.evaluation,
-        "evaluation_split": evaluation.split,
-        "evaluation_columns": evaluation.columns,
-        "problems": evaluation.problems,
-        "pictures": lambda tokenizer: pictures_of(config.model.path or config.model.config, tokenizer),
+    }
+    roles: dict[str, tuple[type[Any], Settings]] = {
+        "rollout": (Rollout, {**shared, "settings": rollout_settings(config), "directory": rescue}),
+        "judge": (Judge, _judge(config, data, passed)),
+    }
+    if config.reward_model.path is not None:
+        roles[REWARD_MODEL] = (reward_model_class(config.reward_model), _reward_model(config, passed))
+    if prepared is None:
+        return {name: Role(actor, settings) for name, (actor, settings) in roles.items()}
+    assert prepared.algorithm is not None  # of every run on text
+    template = None if config.data.chat_template is None else data.tokenizer.chat_template
+    learns: Settings = {
+        **shared,
+        "settings": trainer_settings(
+            config,
+            prepared.algorithm,
+            sharding=sharding,
+            rescue_dir=rescue,
+            staleness=config.staleness.max if ahead else 0,
+        ),
+        "algorithm": prepared.algorithm,
+        "chat_template": template,
+        "lora": config.model.lora.settings,
+        "freeze": config.model.freeze,
+    }
+    roles["trainer"] = (Trainer, learns)
+    if CRITIC in prepared.roles:
+        changed = {} if config.critic.model is None else {"model": config.critic.model}
+        critic = _critic_settings(config, sharding)
+        roles[CRITIC] = (Critic, {**shared, "algorithm": prepared.algorithm, "settings": critic, **changed})
+    for name in (REFERENCE, "teacher", *config.named_teachers):
+        if name in prepared.roles:
+            roles[name] = (Reference, {**shared, **_reference(config, name)})
+    # The rollout of a run that works ahead always has answers under way: it gives its devices away when there is enough
+    # for its share of a step
+    hosts = len(prepared.placed.seats["rollout"].hosts)
+    grain = {"rollout": -(-config.algorithm.prompts_per_step // hosts)} if ahead else {}
+    ours = {
+        name: Role(actor, settings, prepared.held.get(name, (0, 0)), lease_items=grain.get(name))
+        for name, (actor, settings) in roles.items()
+    }
+    return {**ours, **own_roles(config)}
+
+
+def _judge(config: RunConfig, data: Data, passed: RewardSource | None) -> Settings:
+    benchmarks = benchmarks_of(config.evaluation.named)
+    return {
+        "settings": config.reward,
+        "reward": passed,
+        "columns": data.columns or None,
+        "named": {name: (each.reward, dict(each.args)) for name, each in benchmarks.items()},
     }
 
 
-def room_of(config: RunConfig, answer: int, key: str) -> Room:
-    """The longest prompt that the model and its engine take.
+def _learning_steps(config: RunConfig, algorithm: AlgorithmSpec) -> int:
+    """Steps in which the policy learns: all but those that the critic has for itself."""
+    return config.steps - (0 if algorithm.critic is None else config.critic.head_start)
+
+
+def rollout_settings(config: RunConfig) -> RolloutSettings:
+    """How the rollout of a run samples answers."""
+    replays = config.trainer.backend != "megatron"  # which routes freely: nobody would read what the engine tells
+    routes = config.trainer.router_replay if replays else False
+    return combine(RolloutSettings, config.rollout, kv=config.staleness.kv, routes=routes)
+
+
+def trainer_settings(config: RunConfig, algorithm: AlgorithmSpec, **more: Any) -> TrainerSettings:
+    """How the trainer of a run learns.
 
     Args:
         config: of the run.
-        answer: tokens that the answer behind it may have; 0 for none.
-        key: of the configuration that says so.
+        algorithm: what it makes of the configuration.
+        more: further settings, which the run alone knows.
     """
-    model = limits(config.model.path or config.model.config)
-    served = None if config.rollout.engine == "transformers" else config.rollout.max_tokens
-    lengths = {"the model has positions for": model.length, "a server's cache, rollout.max_tokens, holds": served}
-    limits_known = [(length, what) for what, length in lengths.items() if length is not None]
-    if not limits_known:
-        return Room(ids=model.vocabulary)
-    length, what = min(limits_known)
-    behind = f", and an answer may have {answer:,} of them by {key}" if answer else ""
-    return Room(length - answer, f"{what} {length:,}{behind}", model.vocabulary)
+    passes = config.algorithm
+    return combine(
+        TrainerSettings,
+        config.algorithm,
+        config.optimizer,
+        config.trainer,
+        saved_dtype=config.checkpoint.dtype,
+        total_steps=max(1, _learning_steps(config, algorithm) * passes.epochs * passes.minibatches),
+        reference=config.reference.inside if algorithm.needs_reference else None,
+        teacher=config.teacher.adapter if algorithm.needs_teacher else None,
+        # a moving mean that bfloat16 rounds at every step would not move
+        publishes="float32" if config.reference.kind == "ema" else config.rollout.dtype,
+        **more,
+    )
 
 
-def rooms_of(config: RunConfig, objects: InMemory | None) -> Rooms:
-    """Room that the model's length leaves for problems, behind which an answer as long as allowed must fit; an agent's
-    answers are as long as there is room for."""
-    if config.agent.function is not None or (objects is not None and objects.agent is not None):
-        one = room_of(config, 1, "its least length")
-        return Rooms(one, one)
-    own, evaluated = config.rollout.max_new_tokens, config.evaluation.max_new_tokens
-    train = room_of(config, own, "rollout.max_new_tokens")
-    return Rooms(train, train if evaluated is None else room_of(config, evaluated, "evaluation.max_new_tokens"))
+def _critic_settings(config: RunConfig, sharding: Sharding) -> CriticSettings:
+    constant = {"schedule": "constant", "min_lr_ratio": 0.0}
+    sections = (config.algorithm, config.optimizer, config.trainer, config.critic)
+    return combine(CriticSettings, *sections, saved_dtype=config.checkpoint.dtype, sharding=sharding, **constant)
 
 
-def load_data_of(config: RunConfig, objects: InMemory | None = None) -> Data:
-    """Load what a configuration learns from and is evaluated on, in an order drawn from its seed.
+def _reward_model(config: RunConfig, passed: RewardSource | None) -> Settings:
+    order = {} if reward_model_class(config.reward_model) is GenerativeJudge else {"order": config.trainer.order}
+    return {"settings": config.reward_model, **order, "alone": scores_alone(config, passed)}
 
-    Args:
-        config: what.
-        objects: problems that were passed instead of being named.
 
-    Raises:
-        InputError: something cannot be read or used, or the chat template hides the tools of the agent.
-    """
-    options = {field.name: getattr(config.data, field.name) for field in fields(PromptOptions)}
-    try:
-        data = load_data(
-            config.model.tokenizer or config.model.path,
-            named=benchmarks_of(config.evaluation.named),
-            rooms=rooms_of(config, objects),
-            **read_from(config, objects),
-            **options,
-        )
-    except DataError as error:
-        raise InputError(str(error)) from error
-    check_tools_shown(config, data.tokenizer, None if objects is None else objects.agent)
-    return data
+def _reference(config: RunConfig, role: str) -> Settings:
+    """The reference policy, or the teacher: log-probs by a model that does not learn."""
+    settings = config.frozen[role]
+    moving = role == "reference" and config.reference.kind == "ema"
+    changed: dict[str, Any] = {} if settings.model is None else {"model": settings.model}
+    column = "ref_logprobs" if role == REFERENCE else "teacher_logprobs"
+    if isinstance(settings, NamedTeacher):
+        share = settings.weight / sum(each.weight for each in config.named_teachers.values())
+        name = role.removeprefix("teacher_")
+        changed["blend"] = Blend(name, tuple(config.teachers), share, config.teacher.route)
+        column = f"{column}/{name}"
+    decay = config.reference.decay if moving else None
+    how = combine(ReferenceSettings, config.trainer, column=column, decay=decay, dtype=settings.dtype)
+    return {"settings": how, **changed}

@@ -12,10 +12,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from rlinf.cli.main import describe
 from rlinf.config.load import ConfigError, InputError
+from rlinf.runs.data import load_data_of
 from rlinf.runs.prepare import prepare
 from rlinf.runs.roles import naming, reason
 from rlinf.runs.rules import load_config
-from rlinf.runs.text import load_data_of
 from tests.launching import QUICKSTART, ROOT, TINY
 from tests.stand_in import save_model, save_problems
 

@@ -10,7 +10,7 @@ from rlinf.placement.simulate import trial
 from rlinf.runs.prepare import prepare
 from rlinf.runs.roles import Teachers, collected, with_teachers
 from rlinf.runs.rules import load_config
-from rlinf.runs.text_roles import rollout_settings, trainer_settings
+from rlinf.runs.text import rollout_settings, trainer_settings
 from tests.models.scoring.saved import saved_classifier, saved_language_model
 
 OWN = ("flow=tests.own_roles.with_index", "roles.verifier.class=tests.own_roles.Verifier")

@@ -528,7 +528,7 @@ def _routing(batch: Packed, routed: Routed, version: int | None) -> dict[str, Me
     fresh = routed.has_route
     if version is not None and VERSIONS in batch.columns:  # which a rank without work lacks
         fresh = fresh & (batch.columns[VERSIONS] == version)
-    return {**moe.load(routed.counts, routed.chances), **moe.drift(routed.apart, fresh)}
+    return {**moe.load(routed.counts, routed.chances), **moe.drift(routed.route_drift, fresh)}
 
 
 def learn_answers(learner: Optimization, batch: Packed) -> None:

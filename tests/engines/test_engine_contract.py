@@ -286,7 +286,7 @@ async def test_reread_every_token_is_of_the_weights_that_its_version_names_alone
 
 def test_what_a_server_cannot_keep_is_known_before_it_is_started():
     assert unable("sglang", "keep") == unable("vllm", "keep").replace("vllm", "sglang")
-    assert "sglang can only reread" in unable("sglang", "keep")
+    assert "reread" in unable("sglang", "keep")
     assert [unable(name, kv) for name, kv in (("vllm", "reread"), ("transformers", "keep"), ("sglang", None))] == [
         None
     ] * 3
@@ -380,7 +380,7 @@ async def test_what_fails_names_its_requests_and_the_engine_goes_on(kind, starte
 
     requests = ragged(4, Sampling(6))
     outcomes = await asyncio.gather(answers(engine, broken()), answers(engine, requests), return_exceptions=True)
-    assert str(outcomes[0]) == "the file is gone"
+    assert isinstance(outcomes[0], OSError)
     right(requests, outcomes[1])
 
 

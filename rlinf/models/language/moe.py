@@ -117,7 +117,7 @@ class Routed:
     """Tokens that went to each expert, float64 [layers, experts]."""
     chances: Tensor
     """Sum over tokens of the gate's probability of each expert (softmax over all), float64 [layers, experts]."""
-    apart: Tensor
+    route_drift: Tensor
     """True where the gate itself would have chosen another set of experts than the routes gave, bool [layers,
     learned]."""
     has_route: Tensor
@@ -198,7 +198,7 @@ class Routers:
         return Routed(
             torch.stack([one.counts for one in statistics]),
             torch.stack([one.chances for one in statistics]),
-            torch.stack([one.apart for one in statistics]),
+            torch.stack([one.route_drift for one in statistics]),
             has_route,
             torch.stack(balances).mean(0) if balances else None,
         )
@@ -244,7 +244,7 @@ class _Seen:
 
     counts: Tensor
     chances: Tensor
-    apart: Tensor
+    route_drift: Tensor
     balance: Tensor | None
 
 
@@ -420,7 +420,7 @@ def _whole(routed: Routed, share: Share) -> Routed:
     counts, chances = (part.clone() for part in (routed.counts, routed.chances))
     dist.all_reduce(counts, group=share.group)
     dist.all_reduce(chances, group=share.group)
-    flags = share.whole(torch.cat([routed.apart, routed.has_route[None]]).t().float()) > 0.5
+    flags = share.whole(torch.cat([routed.route_drift, routed.has_route[None]]).t().float()) > 0.5
     balance = None if routed.balance is None else share.whole(routed.balance)
     return Routed(counts, chances, flags[:, :-1].t(), flags[:, -1], balance)
 

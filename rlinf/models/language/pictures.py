@@ -21,7 +21,7 @@ from rlinf.models.language.moe import nowhere
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class PictureInputs:
     """The pictures of a micro-batch, as the model takes them."""
 
     tensors: Mapping[str, Tensor]
@@ -75,7 +75,7 @@ def with_blank(batch: Packed, pictures: Pictures) -> Packed:
     )
 
 
-def seen(batch: Packed, pictures: Pictures, *, blank: bool = False) -> Seen:
+def picture_inputs(batch: Packed, pictures: Pictures, *, blank: bool = False) -> PictureInputs:
     """The pictures of a batch.
 
     Args:
@@ -101,7 +101,7 @@ def seen(batch: Packed, pictures: Pictures, *, blank: bool = False) -> Seen:
             f"sequences have {len(holds)}: an answer must have none, and a prompt as many as its pictures need"
         )
     if not counts:
-        return Seen({}, batch.positions)
+        return PictureInputs({}, batch.positions)
     names = list(tensors)
     positions = batch.positions
     if GRID in tensors:
@@ -109,7 +109,7 @@ def seen(batch: Packed, pictures: Pictures, *, blank: bool = False) -> Seen:
         owner[holds] = np.repeat(np.arange(len(counts)), counts)
         host = _three_dimensions(batch, ids, owner, pictures, tensors[GRID])
         positions = sent([torch.from_numpy(host)], device)[0]
-    return Seen(dict(zip(names, sent([tensors[name] for name in names], device), strict=True)), positions)
+    return PictureInputs(dict(zip(names, sent([tensors[name] for name in names], device), strict=True)), positions)
 
 
 def _three_dimensions(
@@ -127,7 +127,7 @@ def _three_dimensions(
     return positions
 
 
-def in_rows(batch: Packed, pictures: Pictures, places: Tensor, longest: int, *, blank: bool = False) -> Seen:
+def in_rows(batch: Packed, pictures: Pictures, places: Tensor, longest: int, *, blank: bool = False) -> PictureInputs:
     """Return pixels and positions as `seen` does, for sequences padded on the right to a rectangle.
 
     Args:
@@ -140,7 +140,7 @@ def in_rows(batch: Packed, pictures: Pictures, places: Tensor, longest: int, *, 
     Returns:
         Pixels by rows, and positions, int64 [rows, longest] or [3, rows, longest].
     """
-    once = seen(batch, pictures, blank=blank)
+    once = picture_inputs(batch, pictures, blank=blank)
     stands = torch.arange(len(batch.ids), device=batch.ids.device) if batch.places is None else batch.places
     rows = len(batch.lengths)
     flat = once.positions.reshape(-1, len(batch.ids))[-3:, stands]
@@ -149,7 +149,7 @@ def in_rows(batch: Packed, pictures: Pictures, places: Tensor, longest: int, *, 
     positions = wide.view(len(flat), rows, longest)
     positions = positions if len(flat) == 3 else positions[0]
     if blank or not once.tensors:
-        return Seen(once.tensors, positions)
+        return PictureInputs(once.tensors, positions)
     counts = pictures.counts(pictures.inputs(batch.images), batch.images)
     owner = torch.full_like(batch.ids, -1)
     owner[batch.ids == pictures.placeholder] = torch.repeat_interleave(
@@ -162,4 +162,4 @@ def in_rows(batch: Packed, pictures: Pictures, places: Tensor, longest: int, *, 
     ]
     tensors = pictures.inputs(again)
     moved = sent(list(tensors.values()), batch.ids.device)
-    return Seen(dict(zip(tensors, moved, strict=True)), positions)
+    return PictureInputs(dict(zip(tensors, moved, strict=True)), positions)

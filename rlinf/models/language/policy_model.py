@@ -19,7 +19,7 @@ classification: what `save_pretrained` would write,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
@@ -37,7 +37,7 @@ from rlinf.data.packing import Packed, Row, pack, padded
 from rlinf.models.language.attention import ARGUMENT, NAME, REFUSALS, CompiledBlocks, Layout, checkpoint_blocks
 from rlinf.models.language.kernels import HALF, FusedHead, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.moe import Mixture, ModelOutputs, Replay
-from rlinf.models.language.pictures import Seen, in_rows, never, seen, with_blank, without
+from rlinf.models.language.pictures import in_rows, never, picture_inputs, with_blank, without
 from rlinf.models.language.tensor_parallel import Division, Share, TensorRanks
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -318,13 +318,13 @@ class PolicyModel(nn.Module):
         share = self._share(batch)
         mine = batch if share is None else share.batch
         if not self.plain_head:
-            logits = self._kept(self.model, batch, "logits", share)
+            logits = self._outputs(self.model, batch, "logits", share)
             if self.pictures is not None:
                 logits = logits + never(self.pictures, logits)
             outputs = logprobs_of_logits(logits, mine.targets, mine.temperature, entropy_slope=entropy_slope)
         else:
             head: Any = self.model.get_output_embeddings()
-            hidden = self._kept(self.model.base_model, batch, "last_hidden_state", share)
+            hidden = self._outputs(self.model.base_model, batch, "last_hidden_state", share)
             bias = getattr(head, "bias", None)
             if self.pictures is not None:
                 banned = never(self.pictures, head.weight[:, 0])
@@ -346,7 +346,7 @@ class PolicyModel(nn.Module):
         """This rank's part of a micro-batch; None for all of it."""
         return None if self._division is None or not self.packs else self._division.share(batch)
 
-    def _kept(self, part: Any, batch: Packed, output: str, share: Share | None) -> Tensor:
+    def _outputs(self, part: Any, batch: Packed, output: str, share: Share | None) -> Tensor:
         """Output of `part` of the model where this rank's learned tokens are predicted, [learned, ...]."""
         blank = self.keeps_step and self.pictures is not None and not batch.images
         batch = with_blank(batch, self.pictures) if blank and self.pictures is not None else batch
@@ -364,16 +364,19 @@ class PolicyModel(nn.Module):
                 refusals=self._refusals,
             )
             mine, positions = (batch, batch.positions) if share is None else (share.batch, share.positions)
-            pictures = Seen({}, positions) if self.pictures is None else seen(batch, self.pictures, blank=blank)
+            tensors: Mapping[str, Tensor] = {}
+            if self.pictures is not None:
+                pictures = picture_inputs(batch, self.pictures, blank=blank)
+                positions, tensors = pictures.positions, pictures.tensors
             if self.mixture is not None:
                 self.mixture.begin(mine, mine.predicting())
             inputs = {
                 "input_ids": mine.ids[None],
-                "position_ids": pictures.positions.unsqueeze(-2),
+                "position_ids": positions.unsqueeze(-2),
                 # without it transformers looks for sequences itself
                 "attention_mask": torch.ones_like(mine.ids[None]),
                 ARGUMENT: layout,
-                **pictures.tensors,
+                **tensors,
             }
             whole: Tensor = getattr(part(**inputs, use_cache=False), output)[0]
             return whole.index_select(0, mine.predicting())
@@ -519,7 +522,7 @@ class PolicyModel(nn.Module):
     def _use(self, *, packs: bool, plain_head: bool) -> None:
         self.packs, self.plain_head = packs, plain_head
         if self.tensor_ranks is not None:
-            self.tensor_ranks.apart = packs
+            self.tensor_ranks.packed = packs
         name = NAME if packs else self._padded_attention
         # what reads pictures sees all of them at once, and keeps its own attention
         self.model.set_attn_implementation(name if self.pictures is None else {"text_config": name})
@@ -635,7 +638,7 @@ class ValueModel(PolicyModel):
             both differentiable.
         """
         share = self._share(batch)
-        hidden = self._kept(self.model.base_model, batch, "last_hidden_state", share)
+        hidden = self._outputs(self.model.base_model, batch, "last_hidden_state", share)
         values = self.head(hidden.to(self.head.weight.dtype)).sum(-1)  # of one each: no view, of which FSDP would warn
         return (values, hidden) if share is None else (share.whole(values), share.whole(hidden))
 

@@ -24,7 +24,7 @@ count the gradients of earlier micro-batches again.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -41,17 +41,19 @@ from transformers import PreTrainedModel
 from rlinf.data.packing import Packed, sent
 from rlinf.runtime.transport.process_groups import all_gather, reduce_scatter
 
-"""torch 2.13 renamed them."""
-
 
 def gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The rows of all ranks one behind another, [ranks x rows, ...]; every rank has as many, [rows, ...]."""
-    return cast(Tensor, _Gathered.apply(mine, group)) if dist.get_world_size(group) > 1 else mine
+    if dist.get_world_size(group) == 1:
+        return mine
+    return cast(Tensor, _Collective.apply(mine, partial(_gather, group=group), partial(_share_out, group=group)))
 
 
-def shared_out(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+def shared_out(addend: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's rows of the sum over ranks, [rows, ...]; every rank has an addend of it, [ranks x rows, ...]."""
-    return cast(Tensor, _SharedOut.apply(partial, group)) if dist.get_world_size(group) > 1 else partial
+    if dist.get_world_size(group) == 1:
+        return addend
+    return cast(Tensor, _Collective.apply(addend, partial(_share_out, group=group), partial(_gather, group=group)))
 
 
 def exchanged(mine: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -62,7 +64,9 @@ def exchanged(mine: Tensor, sent: Sequence[int], received: Sequence[int], group:
         mine: rows for each rank, one behind another, [sum of sent, ...].
         sent, received: rows for each rank, and of each.
     """
-    return cast(Tensor, _Exchanged.apply(mine, tuple(sent), tuple(received), group))
+    there = partial(_exchange, sent=sent, received=received, group=group)
+    back = partial(_exchange, sent=received, received=sent, group=group)
+    return cast(Tensor, _Collective.apply(mine, there, back))
 
 
 def whole_again(mine: Tensor, own_rows: Tensor, places: Tensor, most: int, group: dist.ProcessGroup) -> Tensor:
@@ -86,9 +90,9 @@ def _gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-def _sum_and_share_out(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    share = partial.new_empty(len(partial) // dist.get_world_size(group), *partial.shape[1:])
-    reduce_scatter(share, partial.contiguous(), group=group)
+def _share_out(addend: Tensor, group: dist.ProcessGroup) -> Tensor:
+    share = addend.new_empty(len(addend) // dist.get_world_size(group), *addend.shape[1:])
+    reduce_scatter(share, addend.contiguous(), group=group)
     return share
 
 
@@ -98,40 +102,17 @@ def _exchange(mine: Tensor, sent: Sequence[int], received: Sequence[int], group:
     return received_rows
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(mine, group)
+class _Collective(torch.autograd.Function):
+    """A collective, and the one by which gradients come back."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _sum_and_share_out(gradients[0], ctx.group), None
-
-
-class _SharedOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _sum_and_share_out(partial, group)
+    def forward(ctx: Any, mine: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(mine)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _gather(gradients[0], ctx.group), None
-
-
-class _Exchanged(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, mine: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.way = sent, received, group
-        return _exchange(mine, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        sent, received, group = ctx.way
-        return _exchange(gradients[0], received, sent, group), None, None, None
+        return ctx.back(gradients[0]), None, None
 
 
 class _WholeAgain(torch.autograd.Function):
@@ -329,13 +310,13 @@ class TensorRanks:
     def __init__(self, mesh: DeviceMesh):
         self.alike, self.mesh = halves(mesh)
         self.group = self.mesh.get_group()
-        self.apart = True
+        self.packed = True
         """Each rank has tokens of its own between the modules; otherwise all have all of them, which a model's own
         forward needs, and which is for trials without gradient."""
 
     def enter(self, hidden: Tensor) -> Tensor:
         """All tokens, [..., tokens, width], of what one rank has."""
-        if not self.apart:
+        if not self.packed:
             return hidden
         rows = gathered(hidden.reshape(-1, hidden.shape[-1]), self.group)
         return rows.view(*hidden.shape[:-2], -1, hidden.shape[-1])
@@ -343,7 +324,7 @@ class TensorRanks:
     def leave(self, partial: Tensor) -> Tensor:
         """Sum over ranks of `partial`, an addend for all tokens: this rank's tokens of it where ranks have tokens
         apart, else all of it."""
-        if not self.apart:
+        if not self.packed:
             whole = partial.detach().contiguous()
             dist.all_reduce(whole, group=self.group)
             return whole

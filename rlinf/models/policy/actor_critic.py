@@ -154,7 +154,7 @@ class Distribution(ABC):
         """The mode of the distribution, [N, C, A]: what `drawn` returns most often."""
 
     @abstractmethod
-    def drawn(self, noise: Tensor) -> Tensor:
+    def sample(self, noise: Tensor) -> Tensor:
         """Draw from uniform numbers in [0, 1), float64 [N, C x A]; [N, C, A]."""
 
     @abstractmethod
@@ -185,7 +185,7 @@ class Normal(Distribution):
     def likeliest(self) -> Tensor:
         return self._mean
 
-    def drawn(self, noise: Tensor) -> Tensor:
+    def sample(self, noise: Tensor) -> Tensor:
         return self._mean + self._log_std.exp() * normals(noise).view_as(self._mean)
 
     def actions(self, sample: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class Categorical(Distribution):
     def likeliest(self) -> Tensor:
         return self._log.argmax(-1)
 
-    def drawn(self, noise: Tensor) -> Tensor:
+    def sample(self, noise: Tensor) -> Tensor:
         """By the inverse of the distribution function: the choice below which the probabilities sum up to the noise."""
         sums = self._log.double().exp().cumsum(-1)
         below = (sums <= noise.view(sums.shape[:-1])[..., None]).sum(-1)
@@ -413,7 +413,7 @@ class ActorCritic(Policy):
         """See `Policy.draw`."""
         hidden, memory = self._hidden(inputs)
         distribution, values = self._heads(hidden)
-        sample = distribution.likeliest() if noise is None else distribution.drawn(noise)
+        sample = distribution.likeliest() if noise is None else distribution.sample(noise)
         return Drawn(distribution.actions(sample), sample, distribution.logprobs(sample), values, memory=memory)
 
     def score(self, stored: Stored) -> Evaluated:

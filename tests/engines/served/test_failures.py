@@ -98,7 +98,7 @@ async def test_a_server_that_never_says_anything_is_one_clear_error(started):
     server.wrong = ["nothing"] * 6
     with pytest.raises(RuntimeError, match=r"SGLang.*answer 6.*without") as caught:
         await engine.answer(request(5, [1], Sampling(4)))
-    assert caught.value.__notes__ == ["the engine was answering request 5"]
+    assert "request 5" in caught.value.__notes__[0]
     right({6: await engine.answer(asked := request(6, [1], Sampling(4)))}, [asked])
 
 
@@ -232,7 +232,7 @@ async def test_a_server_that_cannot_start_says_so_with_its_last_words(tmp_path):
     server = Imitation()
     server.command = lambda *_: ["sh", "-c", "echo no such device; exit 3"]
     setup = EngineSetup("rollout[0]", {}, contextlib.nullcontext)
-    with pytest.raises(ChildDied, match=r"exited with status 3(.|\n)*no such device"):
+    with pytest.raises(ChildDied, match=r"status 3(.|\n)*no such device"):
         await imitated(setup, server, SHAPES, log=tmp_path / "server.log")
 
 

@@ -164,7 +164,7 @@ async def test_a_request_longer_than_the_context_is_one_error_and_the_others_go_
     with pytest.raises(ValueError, match=r"request 8.*token.*99.*0.*22"):
         await engine.answer(request(8, [1, 99], Sampling(5)))
     monkeypatch.setattr(engine, "max_length", None)  # so that the server has to refuse it
-    with pytest.raises(ValueError, match=r"request 9: SGLang /generate.*(longer than|exceed).*512"):
+    with pytest.raises(ValueError, match=r"request 9: SGLang /generate.*512"):
         await engine.answer(request(9, [1] * 600, Sampling(5)))
     found = await others
     for asked in long():

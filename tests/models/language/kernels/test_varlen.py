@@ -141,7 +141,7 @@ def test_a_kernel_that_refuses_is_passed_over_and_the_reason_kept(monkeypatch, a
             policy.settle()
         return
     policy.settle()
-    assert (policy.packs, policy.words) == (packs, "sequences padded to one length")
+    assert policy.packs is packs
     assert policy.refused == (() if attention == "padded" else ("Qwen2Attention: no such argument",))
 
 
@@ -149,8 +149,8 @@ def test_a_kernel_that_refuses_is_passed_over_and_the_reason_kept(monkeypatch, a
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory"),
-        torch.AcceleratorError("an illegal memory access was encountered"),
-        RuntimeError("CUDA error: device-side assert triggered"),
+        torch.AcceleratorError("illegal memory access"),
+        RuntimeError("CUDA error: device-side assert"),
     ],
 )
 def test_memory_that_runs_out_and_faults_of_devices_are_no_refusals(monkeypatch, error):

@@ -68,10 +68,10 @@ def test_routes_that_the_gates_would_choose_change_nothing_and_others_are_follow
     found, _, led = policy(pack(told))
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
     assert bool(led.has_route.all()), not bool(unled.has_route.any())
-    assert not led.apart.any()
+    assert not led.route_drift.any()
     far, _, gone = policy(pack(rows(routes=[(one + 1) % 8 for one in own])))
     assert (far - expected).abs().max() > 1e-4
-    assert gone.apart.any()
+    assert gone.route_drift.any()
     learned = np.concatenate([one[-len(row.response_ids) :] for one, row in zip(own, free, strict=True)])
     counts = np.stack([np.bincount((learned[:, layer].ravel() + 1) % 8, minlength=8) for layer in range(2)])
     np.testing.assert_array_equal(gone.counts.numpy(), counts)
@@ -114,7 +114,7 @@ def test_with_the_experts_held_a_small_change_of_weights_moves_ratios_less():
     policy = policy_of(changed)
     free, _, _ = policy(pack(rows(**many)))
     held, _, routed = policy(pack(rows(**many, routes=own)))
-    swapped = routed.apart.any(0)  # where gates would choose otherwise now
+    swapped = routed.route_drift.any(0)  # where gates would choose otherwise now
     assert swapped.sum() > 10
     far, near = ((one - old)[swapped].exp().sub(1).abs().mean() for one in (free, held))
     assert near < 0.6 * far

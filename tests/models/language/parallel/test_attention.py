@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from rlinf.data.packing import Row, pack
-from rlinf.models.language.attention import _CAUSAL, Rule, _Scores, by_kernel, of_pieces
+from rlinf.models.language.attention import _CAUSAL, Rule, Scores, by_kernel, of_pieces
 from rlinf.models.language.kernels import Kernel, kernel_of
 from rlinf.models.language.tensor_parallel import Division, zigzag
 
@@ -90,7 +90,7 @@ def test_ranks_together_give_the_attention_of_each_sequence_by_itself(way, ranks
     expected = by_itself([each.float() for each in given], packed, left)
     order = torch.from_numpy(np.minimum(zigzag(tokens, ranks, 1), tokens - 1)).to(device)
     everywhere = [each[order.reshape(-1)] for each in given]
-    scores, rule = _Scores(0.3, None, None), _CAUSAL if window is None else Rule(sliding_window_causal_mask_function(5))
+    scores, rule = Scores(0.3, None, None), _CAUSAL if window is None else Rule(sliding_window_causal_mask_function(5))
     compared = 0
     for me in range(ranks):
         share = Division(Together(ranks, me)).share(packed)

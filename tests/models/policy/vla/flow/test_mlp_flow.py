@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlinf.data.rng import mix
-from rlinf.models.policy.build import build_policy_model, load_policy, save_policy
+from rlinf.models.policy.build import build_policy_model
 from tests.models.policy.cases import rough
 
 FLOW = {"type": "flow", "state_size": 5, "action_size": 2, "chunk": 3, "hidden": [16, 16], "steps": 3}
@@ -18,16 +18,6 @@ def policy(request):
 
 def seen(rows=6, seed=0):
     return {"state": torch.randn(rows, 5, generator=torch.Generator().manual_seed(seed))}
-
-
-def test_scoring_a_stored_chain_gives_the_log_probs_and_values_of_drawing_it(policy):
-    drawn = policy.act(seen(), generator=SEEDS)
-    found = policy.evaluate(drawn.stored)
-    torch.testing.assert_close(found.logprobs, drawn.logprobs, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.values, drawn.values)
-    torch.testing.assert_close(policy.value(seen()), drawn.values)
-    assert drawn.actions.shape == (6, 3, 2)
-    assert drawn.stored["actions"].shape == (6, 4, 3, 2)
 
 
 def test_a_row_does_not_depend_on_the_batch_that_it_is_in(policy):
@@ -112,14 +102,6 @@ def test_the_loss_of_imitation_is_the_distance_to_the_published_target():
     v = policy.velocity(policy.context(stored))(x, t.float()).velocity
     found = policy.imitate(stored, generator=SEEDS)
     torch.testing.assert_close(found.mean(), (v - (noise - actions)).square().mean(), check_dtype=False)
-
-
-def test_a_saved_policy_acts_as_before(policy, tmp_path):
-    policy.adapt(policy.act(seen()).stored)
-    save_policy(policy, tmp_path)
-    one, two = (each.act(seen(), generator=SEEDS) for each in (policy, load_policy(tmp_path)))
-    assert torch.equal(one.actions, two.actions)
-    assert torch.equal(one.logprobs, two.logprobs)
 
 
 def test_wrong_settings_are_refused_by_name():

@@ -219,7 +219,7 @@ def test_the_state_does_not_see_actions_and_nothing_sees_pads(read, model):
         assert torch.equal(*seen_by)
 
 
-@pytest.mark.parametrize("method", ["flow_sde", "flow_noise"])
+@pytest.mark.parametrize(("model", "method"), [("pi0", "flow_sde"), ("pi05", "flow_noise")])
 def test_as_a_policy_it_scores_what_it_drew_row_by_row_and_learns_in_the_expert(read, model, method):
     policy = read(model, method=method)
     drawn = policy.act(seen(), instructions=WORDS, generator=SEEDS)

@@ -17,7 +17,7 @@ from rlinf.data.rng import mix, mixed
 from rlinf.envs.base import Observation
 from rlinf.envs.environment import Decision, EnvOutput, Rules, remembered
 from rlinf.envs.video import Recording
-from rlinf.envs.workers import EnvironmentPool, told_by
+from rlinf.envs.workers import EnvironmentPool, Processes, told_by
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.errors import RuntimeFault
 
@@ -78,9 +78,11 @@ class EnvActor(Actor):
             slices=settings.slices,
             rules=settings.rules(self._seed >> 33),
             recording=recording,
-            name=f"{self.group.names[self.rank]} simulator",
-            step_timeout=settings.step_timeout,
-            start_timeout=settings.start_timeout,
+            processes=Processes(
+                f"{self.group.names[self.rank]} simulator",
+                step_timeout=settings.step_timeout,
+                start_timeout=settings.start_timeout,
+            ),
         )
         await self._pool.start()
         self._epochs = [0] * settings.slices

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -199,6 +198,20 @@ def unpacked(value: Any) -> Any:
     return value
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Processes:
+    """Worker processes: how they are called, and how long they may take."""
+
+    name: str = "env"
+    """They are name.0, name.1, …"""
+    step_timeout: float = 60.0
+    """Seconds that one has for a chunk; it is killed and replaced after that."""
+    reset_timeout: float = 300.0
+    """Seconds for beginning, saving or restoring episodes."""
+    start_timeout: float = 300.0
+    """Seconds from the start of a process until its simulators are made."""
+
+
 class Caller(Protocol):
     """Interface to the place where a `Program` runs: a `Worker`, or a thread."""
 
@@ -214,16 +227,13 @@ class Caller(Protocol):
 class WorkerSlice:
     """The environments that one worker has in one slice, and what must be known to begin anew if it dies."""
 
-    def __init__(
-        self, worker: Caller, part: int, span: SliceRange, rules: Rules, step_timeout: float, reset_timeout: float
-    ):
+    def __init__(self, worker: Caller, part: int, span: SliceRange, rules: Rules, processes: Processes):
         self.span = span
         self.closing = False
         self._worker = worker
         self._part = part
         self._group = rules.group_size
-        self._step_timeout = step_timeout
-        self._reset_timeout = reset_timeout
+        self._processes = processes
         self._epoch: int | None = None
         self._episode = torch.zeros(span.count, dtype=torch.int64)
         self._running = torch.zeros(span.count, dtype=torch.bool)
@@ -234,7 +244,7 @@ class WorkerSlice:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call the program for this slice; not made up for if the worker dies."""
-        return await self._worker.call(method, self._part, *args, timeout=self._reset_timeout)
+        return await self._worker.call(method, self._part, *args, timeout=self._processes.reset_timeout)
 
     async def weigh(self, weights: Sequence[float]) -> None:
         """`Environment.weigh`, now and whenever the process is replaced."""
@@ -255,7 +265,7 @@ class WorkerSlice:
         if self._owed is None:
             try:
                 packed = await self._worker.call(
-                    "step", self._part, actions.contiguous().numpy(), timeout=self._step_timeout
+                    "step", self._part, actions.contiguous().numpy(), timeout=self._processes.step_timeout
                 )
             except (ChildDied, CallTimeout) as error:
                 packed, died = str(error), error
@@ -359,10 +369,11 @@ class WorkerSlice:
             except (ChildDied, CallTimeout) as error:
                 died = error
                 self._losses += 1
+        step, reset = self._processes.step_timeout, self._processes.reset_timeout
         raise EnvironmentLost(
             f"environments {self._numbers()} ({self._worker.name}) were lost {self._losses} times and finished no "
-            f"episode between: see the last death above; the simulator crashes, or step_timeout="
-            f"{self._step_timeout:g} s or reset_timeout={self._reset_timeout:g} s is too short for it"
+            f"episode between: see the last death above; the simulator crashes, or step_timeout={step:g} s or "
+            f"reset_timeout={reset:g} s is too short for it"
         ) from died
 
     def _check_begun(self) -> None:
@@ -394,12 +405,7 @@ class EnvironmentPool:
         slices: parts that are acted on independently, S.
         rules: how episodes begin and end.
         recording: which episodes become videos; None for none.
-        name: workers are called name.0, name.1, …
-        step_timeout: seconds that a worker has for one chunk; it is killed and replaced after that.
-        reset_timeout: seconds for beginning, saving or restoring episodes.
-        start_timeout: seconds from the start of a process until its simulators are made.
-        variables: of the workers' environment, besides ours, such as MUJOCO_GL; None removes one.
-        python: interpreter of the workers, for simulators whose requirements exclude ours; it needs rlinf, too.
+        processes: how workers are called, and how long they may take.
 
     Raises:
         UserError: the environments cannot be divided evenly, groups would be cut, or a worker could not get the class.
@@ -422,22 +428,17 @@ class EnvironmentPool:
         slices: int = 1,
         rules: Rules | None = None,
         recording: Recording | None = None,
-        name: str = "env",
-        step_timeout: float = 60.0,
-        reset_timeout: float = 300.0,
-        start_timeout: float = 300.0,
-        variables: Mapping[str, str | None] | None = None,
-        python: str = sys.executable,
+        processes: Processes | None = None,
     ):
-        rules = Rules() if rules is None else rules
+        rules, how = rules or Rules(), processes or Processes()
         _check(simulator, num_envs, workers, slices, rules)
         self.num_envs = num_envs
         self._workers: list[Caller] = []
         parts: list[list[WorkerSlice]] = [[] for _ in range(slices)]
-        processes = max(workers, 1)
-        share = num_envs // (slices * processes)
-        for index in range(processes):
-            ranges = tuple(SliceRange((part * processes + index) * share, share) for part in range(slices))
+        count = max(workers, 1)
+        share = num_envs // (slices * count)
+        for index in range(count):
+            ranges = tuple(SliceRange((part * count + index) * share, share) for part in range(slices))
             arguments: dict[str, Any] = {
                 "simulator": simulator,
                 "options": dict(options or {}),
@@ -447,12 +448,12 @@ class EnvironmentPool:
             }
             if workers:
                 arguments["device"] = own_device().index  # a child does not inherit which GPU is ours
-                worker = _process(arguments, f"{name}.{index}", start_timeout, variables or {}, python)
+                worker = _process(arguments, f"{how.name}.{index}", how.start_timeout)
             else:
-                worker = _Thread(arguments, name=name)
+                worker = _Thread(arguments, name=how.name)
             self._workers.append(worker)
             for part, span in enumerate(ranges):
-                parts[part].append(WorkerSlice(worker, part, span, rules, step_timeout, reset_timeout))
+                parts[part].append(WorkerSlice(worker, part, span, rules, how))
         self.slices = tuple(Slice(each) for each in parts)
 
     async def start(self) -> None:
@@ -555,18 +556,15 @@ class Slice:
         await _all([part.call("tell", "onload") for part in self._parts])
 
 
-def _process(
-    arguments: Mapping[str, Any], name: str, start_timeout: float, variables: Mapping[str, str | None], python: str
-) -> Caller:
+def _process(arguments: Mapping[str, Any], name: str, start_timeout: float) -> Caller:
     """A program in a process of its own."""
     return Worker(
         "rlinf.envs.workers:Program",
         arguments,
         name=name,
-        env={"OMP_NUM_THREADS": "1", **variables},
+        env={"OMP_NUM_THREADS": "1"},
         max_restarts=MOST_LOSSES,
         start_deadline=start_timeout,
-        python=python,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from rlinf.algos.chunk_advantages import without_lost
 from rlinf.envs.environment import Environment, Rules
 from rlinf.envs.toy import Reach
-from rlinf.envs.workers import EnvironmentLost, EnvironmentPool
+from rlinf.envs.workers import EnvironmentLost, EnvironmentPool, Processes
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import CallTimeout, ChildDied
@@ -23,7 +23,7 @@ FIELDS = ("rewards", "terminated", "truncated", "valid", "observation", "ended",
 
 
 def breaking(directory, **settings):
-    settings = {"num_envs": 2, "workers": 1, "step_timeout": 30.0, **settings}
+    settings = {"num_envs": 2, "workers": 1, "processes": Processes(step_timeout=30.0), **settings}
     return EnvironmentPool("tests.envs.breaking.Breaking", {"directory": str(directory)}, **settings)
 
 
@@ -63,7 +63,7 @@ async def test_workers_and_slices_do_not_change_what_happens(workers, slices, re
 
 
 async def test_a_crash_and_a_hang_lose_the_episodes_of_their_worker_and_others_are_begun(tmp_path):
-    async with breaking(tmp_path, num_envs=4, workers=2, step_timeout=2.0) as pool:
+    async with breaking(tmp_path, num_envs=4, workers=2, processes=Processes(step_timeout=2.0)) as pool:
         (whole,) = pool.slices
         await whole.reset()
         await whole.step(zeros(4))

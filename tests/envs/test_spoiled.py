@@ -9,7 +9,7 @@ import torch
 
 from rlinf.envs.environment import MOST_STARTS, Environment, Rules, not_finite
 from rlinf.envs.toy import Reach
-from rlinf.envs.workers import MOST_LOSSES, EnvironmentLost, EnvironmentPool
+from rlinf.envs.workers import MOST_LOSSES, EnvironmentLost, EnvironmentPool, Processes
 from tests.envs.breaking import NotFinite
 
 
@@ -85,7 +85,7 @@ def test_rows_are_found_in_any_floating_array():
 async def test_each_is_told_with_its_worker_and_an_environment_that_never_ends_one_ends_the_run(caplog):
     caplog.set_level(logging.WARNING)
     options = {"at": range(99)}
-    async with EnvironmentPool(NotFinite, options, num_envs=2, workers=0, name="arm") as pool:
+    async with EnvironmentPool(NotFinite, options, num_envs=2, workers=0, processes=Processes("arm")) as pool:
         (whole,) = pool.slices
         await whole.reset()
         for _ in range(MOST_LOSSES):

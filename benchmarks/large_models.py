@@ -35,9 +35,9 @@ from rlinf.placement.workload import Edge, Option, Stage, Workload
 from rlinf.runs.dry_run.estimate import as_placed, workload_of
 from rlinf.runs.dry_run.footprint import footprints
 from rlinf.runs.rules import load_config
-from tests.job.checks.modelled.shapes import SHAPES, model
-from tests.job.checks.test_peak import measured
-from tests.job.checks.tracked import Case
+from tests.runs.dry_run.shapes import SHAPES, model
+from tests.runs.dry_run.test_peak import measured
+from tests.runs.dry_run.tracked import Case
 
 GRPO = [kind for kind in TEXT if kind.name in ("rollout", "judge", "trainer")]
 PUBLISHED = {

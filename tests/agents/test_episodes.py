@@ -37,7 +37,7 @@ from rlinf.runtime.system.observer import report_host
 from rlinf.training.batch_metrics import rewards_by_agent
 from tests.agents.acting import begun
 from tests.agents.speaking import STYLES, tokenizer_of
-from tests.session.small import small
+from tests.runs.library.small import small
 
 TOKENIZER = tokenizer_of(STYLES["chatml"])
 

@@ -13,7 +13,7 @@ AGAIN = {
     "large/qwen2.5-7b-ppo": 32,
     "large/qwen3-30b-a3b": 32,
 }
-"""A few: `python -m benchmarks.recipes` tries them all, and `tests/job/checks/test_embodied.py` those that act."""
+"""A few: `python -m benchmarks.recipes` tries them all, and `tests/runs/dry_run/test_embodied.py` those that act."""
 
 
 def test_each_recipe_has_its_line():

@@ -2,7 +2,7 @@
 
 In: a transformers config; for a peak, how the model is trained; how a copy is split. Out: counts and bytes, of a split
 model those of the process that has the most. No weights are read and no device is touched.
-`tests/job/checks/test_peak.py` holds the peaks against what torch's own tracker counts.
+`tests/runs/dry_run/test_peak.py` holds the peaks against what torch's own tracker counts.
 
 Keys that are left to the kind of devices are precision, tokens of a micro-batch and checkpointing. From a configuration
 and what its devices are, or are said to be, comes the same configuration with a value in place of every `auto`, and

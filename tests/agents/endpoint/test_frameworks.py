@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import rlinf
-from tests.session import small
+from tests.runs.library import small
 
 agents = pytest.importorskip("agents", reason="the framework `openai-agents` is not installed (extra [dev])")
 openai = pytest.importorskip("openai")

@@ -12,7 +12,7 @@ import pytest
 
 import rlinf
 from rlinf.cli.commands import main
-from tests.session import small
+from tests.runs.library import small
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 SMALL = {"prompts_per_step": 4, "group_size": 2, "trace": False, "task.digits": 3, "evaluation.problems": 6}
@@ -93,7 +93,7 @@ def test_an_agent_is_trained_named_and_evaluated(tmp_path, capsys):
     [
         (f"{__name__}.SMALL", {}, "this is no `async def agent(task, llm)`"),
         (lambda task: 1.0, {}, "it is called as agent(task, llm, **agent.args)"),
-        (f"{__name__}.nobody", {}, "agent.function = tests.session.test_agents.nobody: importing it failed"),
+        (f"{__name__}.nobody", {}, "agent.function = tests.runs.library.test_agents.nobody: importing it failed"),
         (guess, {"agent.args": {"malus": 1}}, "it is called as agent(task, llm, **agent.args)"),
         (guess, {"agent.call_format": "morse"}, "agent.call_format = morse: take one of deepseek"),
         (guess, {"flow": "rlinf.flows.grpo"}, "the flow rlinf.flows.grpo takes no session"),

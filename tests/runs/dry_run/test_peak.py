@@ -9,7 +9,7 @@ import pytest
 
 from rlinf.runs.dry_run.footprint import footprints
 from rlinf.runs.rules import load_config
-from tests.job.checks.tracked import Case, qwen2
+from tests.runs.dry_run.tracked import Case, qwen2
 
 SMALL = [
     Case("0.02B", ranks, tokens, checkpointed, entropies)
@@ -28,7 +28,7 @@ FULL = [  # 15 seconds each; ratios beside SMALL's say the rest
 
 def measured(cases):
     """Bytes of each, by a process of its own: a fake process group is the only one that a process has."""
-    asked = [sys.executable, "-W", "ignore", "-m", "tests.job.checks.tracked", *(case.text for case in cases)]
+    asked = [sys.executable, "-W", "ignore", "-m", "tests.runs.dry_run.tracked", *(case.text for case in cases)]
     done = subprocess.run(asked, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return [json.loads(line)["peak"] for line in done.stdout.splitlines() if line.startswith("{")]

@@ -15,7 +15,7 @@ from rlinf.config.load import InputError
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.runtime.base.errors import UserError
 from tests.launching import learned, metrics_of, weights_of
-from tests.session.small import MODEL, TOKENIZER, playing, sevens, small
+from tests.runs.library.small import MODEL, TOKENIZER, playing, sevens, small
 
 
 def run(coroutine):

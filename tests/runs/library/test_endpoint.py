@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.session.small import sevens, small
+from tests.runs.library.small import sevens, small
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("aiohttp")

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import rlinf
-from tests.session.small import MODEL, TOKENIZER, playing
+from tests.runs.library.small import MODEL, TOKENIZER, playing
 
 DIRECTORY = Path(sys.argv[1])
 

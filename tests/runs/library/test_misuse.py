@@ -15,7 +15,7 @@ import rlinf
 from rlinf import Session
 from rlinf.config.load import InputError
 from rlinf.runtime.base.errors import UserError
-from tests.session.small import MODEL, TOKENIZER, playing, small
+from tests.runs.library.small import MODEL, TOKENIZER, playing, small
 
 MISTAKES = (UserError, InputError, ValueError, TypeError)
 

@@ -11,8 +11,8 @@ from rlinf.cli.commands import main
 from rlinf.config.load import RunFailure
 from rlinf.data.sample import Prompt
 from rlinf.runtime.base.errors import UserError
-from tests.session.small import small
-from tests.session.test_agents import trained
+from tests.runs.library.small import small
+from tests.runs.library.test_agents import trained
 
 ASYNC = "rlinf.flows.agentic.agentic_async"
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlinf.runs.library.session import SessionStopped
 from tests.launching import metrics_of
-from tests.session.small import playing, small
+from tests.runs.library.small import playing, small
 
 
 async def connected(directory):

@@ -3,7 +3,7 @@
 The tensors are fake ones of a CPU, since autograd of a CPU build refuses those of CUDA; attention goes the way of
 CUDA's kernel all the same, by a stand-in that keeps what that keeps: query, key, value, the result, a number per head.
 
-    python -m tests.job.checks.tracked CASE ...      a line of JSON each, of cases as `Case.text` writes them
+    python -m tests.runs.dry_run.tracked CASE ...      a line of JSON each, of cases as `Case.text` writes them
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlinf.models.language.fsdp import Layout, shard
 from rlinf.models.language.kernels import Kernel
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.training.fsdp import Learner
-from tests.job.checks.modelled.shapes import model
+from tests.runs.dry_run.shapes import model
 
 QWEN2 = {
     "0.02B": (256, 1024, 4, 4, 2, 16_384, True),

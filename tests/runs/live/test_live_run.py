@@ -15,7 +15,7 @@ from rlinf.runs.loop import TrainingLoop
 from rlinf.runs.saving import Saver
 from rlinf.runtime.system.ending import Preemption
 from rlinf.storage.directory import find_checkpoint
-from tests.job.test_loop import SCORES, WHOLE, Toy, run, told
+from tests.runs.test_loop import SCORES, WHOLE, Toy, run, told
 
 
 class Watcher:

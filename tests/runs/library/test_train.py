@@ -28,7 +28,7 @@ from rlinf.engines.base import RequestRefused
 from rlinf.runs.library.objects import OF_GIVEN_TEXTS, OURS, Objects, configured, key_of
 from rlinf.runtime.system.torchrun import SWITCH_INTERVAL
 from tests.launching import ROOT, launch
-from tests.session.rewards import right, trl_style
+from tests.runs.library.rewards import right, trl_style
 
 ALPHABET = {"characters": "0123456789>"}
 LOCK = threading.Lock()

@@ -18,9 +18,9 @@ from rlinf.runs.dry_run.estimate import SPREAD, Work, generation, passes, step_l
 from rlinf.runs.dry_run.footprint import fit, footprints
 from rlinf.runs.dry_run.transformer import Shape, part_of
 from rlinf.runs.rules import load_config
-from tests.job.checks.modelled.shapes import SHAPES, model
-from tests.job.checks.test_peak import measured
-from tests.job.checks.tracked import Case
+from tests.runs.dry_run.shapes import SHAPES, model
+from tests.runs.dry_run.test_peak import measured
+from tests.runs.dry_run.tracked import Case
 
 GRPO = [kind for kind in TEXT if kind.name in ("rollout", "judge", "trainer")]
 FEWER = ["placement.rollout=0-15:0-3", "placement.trainer=16-31"]

@@ -95,7 +95,7 @@ def test_a_reference_that_the_data_holds_is_for_runs_on_given_texts():
     assert "reference.kind = precomputed: answers that are yet to be gen" in refused("reference.kind=precomputed")
 
 
-LEAVING = "tests.job.leaving.nothing"
+LEAVING = "tests.runs.leaving.nothing"
 """In a module that ends the program when it is imported."""
 
 
@@ -219,7 +219,7 @@ _USERS = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endi
         ("rlinf.agents.search.search_by_tool", _DESCRIBED + _USERS, "role tool"),
         ("rlinf.agents.tools.tool.use_tools", _ALL, "such as look_up"),
         ("rlinf.agents.tools.tool.use_tools", _DESCRIBED + _ALL, None),
-        ("tests.session.test_agents.guess", _USERS, None),  # which offers no tools
+        ("tests.runs.library.test_agents.guess", _USERS, None),  # which offers no tools
     ],
 )  # fmt: skip
 def test_a_template_that_hides_tools_from_the_model_is_refused_before_the_start(agent, template, said):

@@ -8,7 +8,7 @@ from rlinf.runs.dry_run import transformer
 from rlinf.runs.dry_run.footprint import fit
 from rlinf.runs.dry_run.transformer import by_kind, refuse_other_kind
 from rlinf.runs.rules import load_config
-from tests.job.checks.tracked import qwen2
+from tests.runs.dry_run.tracked import qwen2
 
 KEYS = ("trainer.dtype", "rollout.dtype", "reference.dtype", "trainer.micro_batch_tokens")
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlinf.runtime.base.errors import UserError
 from tests.launching import metrics_of
-from tests.session.small import sevens, small
+from tests.runs.library.small import sevens, small
 
 ONLINE = {"algorithm": {"name": "reinforce_pp", "kl": None}, "log_every": 1000}
 

@@ -23,12 +23,6 @@ from rlinf.config.schema import CLOSED
 Decay = Annotated[float, Ge(0), Lt(1)]
 """Of a running mean."""
 
-RECIPES = (
-    *("grpo", "deepseek_grpo", "dr_grpo", "dapo", "grpo_clip_higher", "gspo", "cispo", "sapo", "rloo", "reinforce_pp"),
-    *("reinforce_pp_baseline", "ppo", "opd", "async_grpo", "async_grpo_interpolated", "aipo", "grpo_tis"),
-    "grpo_icepop",
-)
-"""Names of `algos.recipes`, which takes torch to import."""
 S = TypeVar("S")
 BACK_ENDS = {
     "fsdp": "rlinf.training.fsdp.FsdpBackEnd",

@@ -61,10 +61,7 @@ from rlinf.runs.roles import (
 from rlinf.runtime.base.tensors import own_device
 from rlinf.training.supervised import Likelihood, Objective, Preference, Scores
 
-PLACES = (
-    "advantage", "loss", "aggregation", "kl", "entropy_bonus", "correction", "rejection", "max_drift", "shaping",
-    "truncated", "sampling", "critic",
-)  # fmt: skip
+PLACES = tuple(place.name for place in fields(AlgorithmSpec) if place.name != "name")
 """Keys of `algorithm` that change a part of the recipe."""
 _AS_IN_THE_RECIPE: dict[str, Any] = {"entropy_bonus": None, "max_drift": None, "truncated": None}
 """Values that change nothing, where it is not an empty mapping."""
@@ -296,23 +293,31 @@ class InMemory:
     """Callbacks besides those of the configuration; see `runs.callbacks`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
-    """The code that a configuration names, and where its roles run."""
+@dataclass(frozen=True, kw_only=True)
+class ProfiledStep:
+    """A step as profiles know it."""
 
     flow: Flow
     """One step."""
     path: str
     """Its dotted path."""
+    model: str
+    """Subject of this run's profile: the model, and all else that changes what an item costs."""
+    items: int
+    """Prompts, or environments, of a step."""
+    staleness: int = 0
+    """Steps that the flow begins work early."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(ProfiledStep):
+    """The code that a configuration names, and where its roles run."""
+
     algorithm: AlgorithmSpec | None
     """How samples become a gradient; None for soft actor-critic, which learns from single transitions, and for runs on
     given texts."""
     kinds: tuple[RoleKind, ...]
     """The roles that there are, in order of their work."""
-    model: str
-    """Subject of this run's profile: the model, and all else that changes what an item costs."""
-    items: int
-    """Prompts, or environments, of a step."""
     placed: Placed
     """Where each role runs."""
     chosen: Choice | None
@@ -326,8 +331,6 @@ class RunPlan:
     """Objects that were passed instead of being named."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     """The user's, called as the run goes on."""
-    staleness: int = 0
-    """Steps that the flow begins work early."""
     became: tuple[str, ...] = ()
     """Lines about the values of what was left to the devices."""
     warnings: tuple[str, ...] = ()
@@ -389,8 +392,8 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     own = own_roles(config) if not problems_so_far else {}
     flow, own_flow = with_teachers(flow, config.named_teachers), flow
     staleness = config.staleness.max if works_ahead(own_flow) else 0
-    costs: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
-    placed, planned = _planned(config.placement, kinds, hosts, own=own, **costs)
+    step = ProfiledStep(flow=flow, path=path, model=model, items=items, staleness=staleness)
+    placed, choice = _planned(config.placement, kinds, hosts, step, own)
     model_config, fitted, problems = _fitted(config, placed, needed, problems_so_far)
     config = fitted.config
     problems = [
@@ -412,11 +415,11 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
         raise ConfigError(problems)
     objects = objects if agent is None else replace(objects, agent=agent)
     return RunPlan(
-        **costs,
+        **vars(step),
         algorithm=algorithm,
         kinds=kinds,
         placed=placed,
-        chosen=planned,
+        chosen=choice,
         held=fitted.memory_by_role,
         model_config=model_config,
         objects=objects,
@@ -479,21 +482,16 @@ def _planned(
     wanted: Placing,
     kinds: Sequence[RoleKind],
     hosts: int,
-    *,
-    flow: Any,
-    path: str,
-    model: str,
-    items: int,
+    step: ProfiledStep,
     own: Mapping[str, Role] = MappingProxyType({}),
-    staleness: int = 0,
 ) -> tuple[Placed, Choice | None]:
     """Where roles run, and what the planner found where there is a profile to plan from.
 
     Args:
         wanted: the section `placement`.
-        kinds, path, model, items, staleness: see `RunPlan`.
+        kinds: see `RunPlan`.
         hosts: number of processes of the job.
-        flow: one step, which is rehearsed; there must not be a running event loop.
+        step: what is rehearsed; there must not be a running event loop.
         own: roles of the user's own.
 
     Raises:
@@ -504,17 +502,16 @@ def _planned(
         return placed, None
     try:
         profile = load(Path(wanted.profile).expanduser())
-        if problems := profile.mismatch(model, machine(), path):
+        if problems := profile.mismatch(step.model, machine(), step.path):
             raise PlacementError(problems)
-        actors = {name: role.actor for name, role in own.items()}
         choice = choose(
             profile,
             placed.fleet.by_kind(placed.memory_by_kind),
-            flow,
-            items,
+            step.flow,
+            step.items,
             extrapolate=wanted.extrapolate,
-            actors=actors,
-            staleness=staleness,
+            actors={name: role.actor for name, role in own.items()},
+            staleness=step.staleness,
         ).numbered(placed.fleet)
     except OSError as error:
         advice = f"it cannot be read: {error.strerror or error}; a run leaves one in its directory"
@@ -632,11 +629,11 @@ def prepare_embodied(config: EmbodiedConfig, hosts: int) -> RunPlan:
     if problems:
         raise ConfigError(problems)
     staleness = config.algorithm.staleness if works_ahead(flow) else 0
-    costs: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
-    placed, choice = _planned(config.placement, CONTROL, hosts, **costs)
+    step = ProfiledStep(flow=flow, path=path, model=model, items=items, staleness=staleness)
+    placed, choice = _planned(config.placement, CONTROL, hosts, step)
     check_memory(config, placed)
     return RunPlan(
-        **costs, algorithm=algorithm, kinds=CONTROL, placed=placed, chosen=choice, held={}, callbacks=callbacks
+        **vars(step), algorithm=algorithm, kinds=CONTROL, placed=placed, chosen=choice, held={}, callbacks=callbacks
     )
 
 
@@ -699,17 +696,17 @@ def prepare_supervised(config: RunConfig, hosts: int, objects: InMemory) -> RunP
     kinds = tuple(kind for kind in TEXT if kind.name in (TRAINER, *needed))
     shape = config.model.path or " ".join(f"{key}={value}" for key, value in sorted(config.model.config.items()))
     model, items = f"{shape}, {config.algorithm.name}", config.supervised.batch_size
-    costs: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items}
-    placed, planned = _planned(config.placement, kinds, hosts, **costs)
+    step = ProfiledStep(flow=flow, path=path, model=model, items=items)
+    placed, choice = _planned(config.placement, kinds, hosts, step)
     model_config, fitted, problems = _fitted(config, placed, needed)
     if problems:
         raise ConfigError(problems)
     return RunPlan(
-        **costs,
+        **vars(step),
         algorithm=None,
         kinds=kinds,
         placed=placed,
-        chosen=planned,
+        chosen=choice,
         held=fitted.memory_by_role,
         model_config=model_config,
         objects=objects,

@@ -6,7 +6,9 @@ benchmarks or placement. Mistakes are listed by key. Nothing heavy is imported: 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import yaml
 
 from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig
 from rlinf.config.importing import mistake_in
-from rlinf.config.learning import RECIPES, SUPERVISED
+from rlinf.config.learning import SUPERVISED
 from rlinf.config.load import ConfigError, InputError, Problem, RunFailure, dump, load
 from rlinf.config.reading import read_bytes
 from rlinf.config.schema import nearest
@@ -91,8 +93,15 @@ def _roles_mistakes(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield key, f"class: {advice}"
 
 
+@cache
+def recipe_names() -> tuple[str, ...]:
+    """Names of `algos.recipes`, from its source: importing it takes torch, which takes seconds."""
+    source = Path(__file__).parents[1].joinpath("algos", "recipes.py").read_text(encoding="utf-8")
+    return tuple(dict.fromkeys(re.findall(r'(?:AlgorithmSpec\(\s*|\bname=)"(\w+)"', source)))
+
+
 def _recipe_mistakes(name: str) -> Iterator[tuple[str, str]]:
-    if name not in (names := (*RECIPES, *SUPERVISED)):
+    if name not in (names := (*recipe_names(), *SUPERVISED)):
         near = nearest(name, (*names, *OFF_POLICY, DAGGER, IMITATION))
         advice = f"did you mean {near}?" if near else f"take {', '.join(names)}"
         yield "algorithm.name", f"there is no such recipe; {advice}"

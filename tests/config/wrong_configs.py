@@ -124,7 +124,7 @@ def _mistaken(schema: type, keys: list[Leaf], draw: random.Random) -> dict[str, 
     if kind < 0.62:
         return {_misspelt(leaf.key, draw): draw.choice(("1", "x", "{a: 1}"))}
     if kind < 0.68:
-        theirs = draw.choice([name for names in _OURS.values() for name in names])
+        theirs = draw.choice([name for names in _OURS.values() for name in names.split()])
         return {draw.choice(("", leaf.key.rpartition(".")[0] + ".")).lstrip(".") + theirs: "1"}
     if kind < 0.74:
         inner = draw.choice([key for key, _ in sections(schema)])

@@ -7,7 +7,6 @@ import pytest
 from rlinf.algos import recipes
 from rlinf.algos.recipes import NAMES
 from rlinf.config.embodied import EmbodiedConfig
-from rlinf.config.learning import RECIPES
 from rlinf.config.load import ConfigError
 from rlinf.runs.prepare import (
     CORRECTION,
@@ -21,7 +20,7 @@ from rlinf.runs.prepare import (
     prepare,
     roles_of,
 )
-from rlinf.runs.rules import load_config, load_embodied
+from rlinf.runs.rules import load_config, load_embodied, recipe_names
 
 
 def chosen(*overrides):
@@ -136,7 +135,7 @@ def test_a_part_that_there_is_not_is_one_message(override, said):
 
 
 def test_a_recipe_that_there_is_not_is_told_with_all_other_mistakes():
-    assert RECIPES == NAMES
+    assert recipe_names() == NAMES
     with pytest.raises(ConfigError, match=r"(?s)steps.*algorithm.*did you mean dapo"):
         load_config(None, ["steps=x", "algorithm=dapp"])
 

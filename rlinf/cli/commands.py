@@ -29,17 +29,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlinf.cli.keys import as_markdown, as_text
-from rlinf.cli.main import quiet_when_unread
+from rlinf.cli.main import exit_code, output_file, quiet_when_unread
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import look_in_working_directory, resolve, shipped
-from rlinf.config.load import InputError, RunFailure
+from rlinf.config.load import InputError
 from rlinf.config.reading import parse_yaml
 from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
-from rlinf.metrics.progress import progress_bars
 from rlinf.runs.rules import is_embodied, load_config, load_embodied
 from rlinf.runs.start import leaving_gpus
-from rlinf.runtime.base.errors import HostLost
 
 if TYPE_CHECKING:
     from rlinf.runtime.system.system import ActorSystem
@@ -69,24 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, importing no more than it needs; returns the exit code, as `rlinf.cli.main` does."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in _ELSEWHERE:
-        command: Callable[[Sequence[str]], int] = resolve(_ELSEWHERE[words[0]][0])
-        with progress_bars():
-            return command(words[1:])
+        command: Callable[[Sequence[str]], int | None] = resolve(_ELSEWHERE[words[0]][0])
+        return exit_code(lambda: command(words[1:]))
     if words and not words[0].startswith("-") and words[0] not in _HERE:
         near = nearest(words[0], commands := [*_ELSEWHERE, *_HERE])
         advice = f"did you mean {near}?" if near else f"there is {', '.join(commands)}"
         print(f"error: rlinf {words[0]}: no such command; {advice}", file=sys.stderr)
         return 2
     options = _parsed(words or ["--help"])
-    try:
-        with progress_bars():
-            options.run(options)
-    except (InputError, RunFailure) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-    except HostLost:
-        return 1  # it has been printed
-    return 0
+    return exit_code(lambda: options.run(options))
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -176,9 +165,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         seed = parse_yaml(resolved.read_text(encoding="utf-8")).get("seed")
         if seed != config.seed:
             print(f"seed={config.seed} draws other problems than the run had, seed={seed}: --config {resolved} has its")
-    output = None if options.output is None else Path(options.output)
-    if output is not None and not output.absolute().parent.is_dir():
-        raise InputError(f"--output {output}: there is no directory {output.absolute().parent}")
+    output = None if options.output is None else output_file(options.output)
     from rlinf.cli.evaluate import evaluate_model
     from rlinf.runs.prepare import prepare, refuse_idle
     from rlinf.runs.start import run_to_end
@@ -227,9 +214,7 @@ def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
     config = load_embodied(options.config, acting(options.model, options.overrides), hosts)
     if not config.eval_suites:
         raise InputError("trials.episodes: name how many episodes to try")
-    output = None if options.output is None else Path(options.output)
-    if output is not None and not output.absolute().parent.is_dir():
-        raise InputError(f"--output {output}: there is no directory {output.absolute().parent}")
+    output = None if options.output is None else output_file(options.output)
     from rlinf.metrics.tables import success_table
     from rlinf.runs.evaluation import new_evaluation
     from rlinf.runs.resume import check_parts
@@ -275,11 +260,9 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    directories, target = [_run_directory(each) for each in options.directories], Path(options.output)
+    directories, target = [_run_directory(each) for each in options.directories], output_file(options.output)
     if len(directories) < 2:
         raise InputError(f"{directories[0]} alone has nothing to be compared with; name another run")
-    if not target.absolute().parent.is_dir():
-        raise InputError(f"--output {target}: there is no directory {target.absolute().parent}")
     from rlinf.dashboard.report import in_lines, write_comparison
 
     for line in in_lines(directories):

@@ -43,8 +43,8 @@ _WIDTH = 116
 # The command ---------------------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Convert what is named first; returns the exit code: 2 with a line that says what is wrong, or 0.
+def main(arguments: Sequence[str]) -> None:
+    """Convert what is named first.
 
     Args:
         arguments: what follows `convert` on the command line.
@@ -60,26 +60,22 @@ def main(arguments: Sequence[str]) -> int:
             sys.stdout.write(f"{_parser().format_help()}\n")
         from rlinf.cli import demonstrations
 
-        return demonstrations.convert_demonstrations(arguments)
+        demonstrations.convert_demonstrations(arguments)
+        return
     options = _parser().parse_intermixed_args(arguments)
     source, target = Path(options.source), Path(options.target)
-    try:
-        if not source.exists():
-            raise InputError(f"{source}: there is no such file")
-        if target.exists():
-            raise InputError(f"{target} is there already; name another file")
-        if not target.absolute().parent.is_dir():
-            raise InputError(f"{target}: there is no directory {target.absolute().parent}")
-        conversion = convert(read(source, options.overrides))
-        target.write_text(as_yaml(conversion, source.name, options.target), encoding="utf-8")
-    except InputError as error:
-        sys.stderr.write(f"error: rlinf convert: {error}\n")
-        return 2
+    if not source.exists():
+        raise InputError(f"{source}: there is no such file")
+    if target.exists():
+        raise InputError(f"{target} is there already; name another file")
+    if not target.absolute().parent.is_dir():
+        raise InputError(f"{target}: there is no directory {target.absolute().parent}")
+    conversion = convert(read(source, options.overrides))
+    target.write_text(as_yaml(conversion, source.name, options.target), encoding="utf-8")
     if options.table:
         sys.stdout.writelines(f"{line}\n" for line in _rows(conversion))
     sys.stdout.writelines(f"{line}\n" for line in (*_report(conversion, source.name), target))
     sys.stdout.write(_checked(target, conversion))
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,18 +4,13 @@
     rlinf convert FROM TO --statistics openvla --name my_robot
 
 In: a data set in any format that is read. Out: one in any that is written, complete as soon as it can be seen; or the
-file in which published checkpoints keep statistics. Exit code 0, or 2 with a line that says what is wrong.
+file in which published checkpoints keep statistics.
 
     rlinf record --config FILE --episodes 100 --out DIR --model outputs/x/checkpoints/latest/policy
     rlinf record --config FILE --episodes 100 --out DIR --expert my_robot.scripts.pick --format lerobot
 
-In: a configuration of a run that acts, and who acts: a policy or a script. Out: whole episodes in any format, complete
-as soon as they can be seen. Exit code 0; 1 if nothing can be recorded; 2 with a line that says what is wrong with the
-input.
-
-Records demonstrations: a configuration's policy, or a script, acts in its environments, and whole episodes are kept.
-
-In: an `EmbodiedConfig`, and who acts. Out: a data set in any format, complete as soon as it can be seen.
+In: a configuration of a run that acts, and who acts in its environments: a policy or a script. Out: whole episodes in
+any format, complete as soon as they can be seen. Exit code 1 if nothing can be recorded.
 """
 
 from __future__ import annotations
@@ -31,6 +26,7 @@ from pathlib import Path
 
 from rlinf.actors.env import EnvActor
 from rlinf.actors.policy import Scripted
+from rlinf.cli.main import as_input
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import look_in_working_directory, mistake_in, shipped
 from rlinf.config.load import InputError, RunFailure
@@ -53,7 +49,7 @@ from rlinf.placement.seats import CONTROL, place
 from rlinf.runs.embodied_roles import TRIALS, _cause, _simulation, _trials, learners_of
 from rlinf.runs.roles import Role, Roles, spawn_roles
 from rlinf.runs.rules import is_embodied, load_embodied
-from rlinf.runtime.base.errors import HostLost, UserError
+from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.progress import track, work
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.system.system import ActorSystem
@@ -110,9 +106,15 @@ async def record_episodes(
     await asyncio.to_thread(shutil.rmtree, rounds, ignore_errors=True)  # of a call that was killed
     try:
         played = await record(
-            roles[TRIALS], roles["policy"], rounds, wanted.episodes, greedy=wanted.greedy, solved=wanted.solved,
-            patience=_PATIENCE, on_progress=on_episode,
-        )  # fmt: skip
+            roles[TRIALS],
+            roles["policy"],
+            rounds,
+            wanted.episodes,
+            greedy=wanted.greedy,
+            solved=wanted.solved,
+            patience=_PATIENCE,
+            on_progress=on_episode,
+        )
         await asyncio.to_thread(_moved, rounds, wanted)
     except NothingToKeep as error:
         raise RunFailure(str(error)) from error
@@ -170,12 +172,8 @@ def _moved(rounds: Path, wanted: Recording) -> None:
     )
 
 
-UNREADABLE = (ValueError, OSError, ImportError)
-"""Exceptions that data sets and disks raise when they cannot be read or written."""
-
-
-def convert_demonstrations(arguments: Sequence[str]) -> int:
-    """Convert a data set; returns the exit code.
+def convert_demonstrations(arguments: Sequence[str]) -> None:
+    """Convert a data set.
 
     Args:
         arguments: what follows `convert` on the command line.
@@ -184,15 +182,11 @@ def convert_demonstrations(arguments: Sequence[str]) -> int:
         SystemExit: the arguments are none of the command's.
     """
     options = _convert_parser().parse_args(arguments)
-    try:
+    with as_input(ValueError, OSError, ImportError):  # what data sets and disks raise
         episodes = open_episodes(Path(options.source), options.source_format, names_of(options.names))
         places = episodes.chosen(options.solved)[: options.episodes]
         convert = _statistics if options.statistics else _converted
         sys.stdout.write(convert(options, episodes, places) + "\n")
-    except (InputError, *UNREADABLE) as error:
-        sys.stderr.write(f"error: rlinf convert: {error}\n")
-        return 2
-    return 0
 
 
 def _convert_parser() -> argparse.ArgumentParser:
@@ -306,8 +300,8 @@ def _rate(text: str) -> float:
     return rate
 
 
-def record_demonstrations(arguments: Sequence[str]) -> int:
-    """Record a data set; returns the exit code.
+def record_demonstrations(arguments: Sequence[str]) -> None:
+    """Record a data set.
 
     Args:
         arguments: what follows `record` on the command line.
@@ -315,21 +309,10 @@ def record_demonstrations(arguments: Sequence[str]) -> int:
     Raises:
         SystemExit: the arguments are none of the command's.
     """
-    options = _parser().parse_args(arguments)
-    try:
-        _record(options)
-    except (InputError, RunFailure) as error:
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"error: rlinf record: {error}\n")
-        return 2 if isinstance(error, InputError) else 1
-    except HostLost:
-        return 1  # it has been printed
-    return 0
+    _record(_parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
-    from rlinf.data.demonstrations.load import WRITTEN
-
     parser = argparse.ArgumentParser(
         prog="rlinf record", description="Record whole episodes of a policy, or of a script, as demonstrations."
     )

@@ -16,6 +16,7 @@ configuration names is imported; no process is started and no device is touched.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import functools
 import gc
@@ -305,10 +306,20 @@ def main(arguments: Sequence[str] | None = None, starting: Starting | None = Non
         arguments: of the command line; default: those of the process.
         starting: answers signals already; default: from here on, and as before afterwards.
     """
-    rank, hosts = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+    def run() -> int:
+        with starting or Starting() as answering:
+            return _serve(parse(sys.argv[1:] if arguments is None else arguments), answering)
+
+    return exit_code(run)
+
+
+def exit_code(run: Callable[[], int | None]) -> int:
+    """Run a command and give its exit code; what ends it is printed once, by one rank."""
+    rank = int(os.environ.get("RANK", "0"))
     try:
-        with progress_bars(), starting or Starting() as starting:
-            return _serve(parse(sys.argv[1:] if arguments is None else arguments), rank, hosts, starting)
+        with progress_bars():
+            return run() or 0
     except (InputError, RunFailure) as error:
         return _report(error, rank)
     except HostLost:
@@ -366,7 +377,8 @@ def parse(arguments: Sequence[str]) -> Request:
     return Request(config, tuple(options.overrides), options.dry_run, options.verbose, options.help, options.resume)
 
 
-def _serve(request: Request, rank: int, hosts: int, starting: Starting) -> int:
+def _serve(request: Request, starting: Starting) -> int:
+    rank, hosts = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if request.help:
         return _say(_USAGE + "\n" + as_text(EmbodiedConfig if is_embodied(request.config) else RunConfig), rank)
     look_in_working_directory()
@@ -388,6 +400,27 @@ def _report(error: InputError | RunFailure, rank: int) -> int:
     line = f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}"
     print(line, file=sys.stderr, flush=True)
     return _have_torchrun_say(line, WRONG_INPUT if isinstance(error, InputError) else FAILED)
+
+
+def output_file(path: str) -> Path:
+    """The file of `--output`.
+
+    Raises:
+        InputError: its directory is not there.
+    """
+    target = Path(path)
+    if not target.absolute().parent.is_dir():
+        raise InputError(f"--output {target}: there is no directory {target.absolute().parent}")
+    return target
+
+
+@contextlib.contextmanager
+def as_input(*kinds: type[Exception]) -> Iterator[None]:
+    """Take errors of these kinds for mistakes in what was given."""
+    try:
+        yield
+    except kinds as error:
+        raise InputError(str(error)) from error
 
 
 def _have_torchrun_say(text: str, code: int) -> int:

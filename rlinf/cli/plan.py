@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from rlinf.cli.main import as_input, output_file
 from rlinf.config.importing import look_in_working_directory, mistake_in, resolve
+from rlinf.config.load import InputError
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.hardware import KNOWN, Devices
 from rlinf.placement.plan import GB, save
@@ -33,24 +35,19 @@ if TYPE_CHECKING:
     from rlinf.runtime.actor.actor import Actor
 
 
-class PlanError(ValueError):
-    """Raised for a request that cannot be planned; the text says what to change."""
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit code: 2, with one message, for what cannot be planned.
+def main(arguments: Sequence[str]) -> None:
+    """Run the command.
 
     Args:
         arguments: what follows `plan` on the command line.
+
+    Raises:
+        InputError: it cannot be planned; the text says what to change.
     """
     options = _parser().parse_args(arguments)
     look_in_working_directory()
-    try:
+    with as_input(PlacementError):
         _run(options)
-    except (PlanError, PlacementError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,15 +103,13 @@ def _run(options: argparse.Namespace) -> None:
     finalists = FINALISTS if options.rehearse is None else options.rehearse
     profile = _profile(options.profile)
     devices = _devices(options.devices, profile)
-    output = None if options.output is None else Path(options.output)
-    if output is not None and not output.absolute().parent.is_dir():
-        raise PlanError(f"--output {output}: there is no directory {output.absolute().parent}")
+    output = None if options.output is None else output_file(options.output)
     for name in ("per_node", "items", "memory_gb"):
         value = getattr(options, name)
         if value is not None and value <= 0:
-            raise PlanError(f"--{name.replace('_', '-')} {value:g}: it must be more than 0")
+            raise InputError(f"--{name.replace('_', '-')} {value:g}: it must be more than 0")
     if options.staleness is not None and options.staleness < 0:
-        raise PlanError(f"--staleness {options.staleness}: it must be at least 0, which is synchronous")
+        raise InputError(f"--staleness {options.staleness}: it must be at least 0, which is synchronous")
     by_kind = {kind: own.memory for kind in devices if (own := KNOWN.get(kind)) is not None and own.memory is not None}
     memory = by_kind or None if options.memory_gb is None else dict.fromkeys(devices, int(options.memory_gb * GB))
     flow = _flow(options.flow, profile) if finalists > 0 else None
@@ -131,7 +126,7 @@ def _run(options: argparse.Namespace) -> None:
         )
     except PlacementError as error:
         text = "; ".join(str(complaint) for complaint in error.complaints)
-        raise PlanError(text.replace("allow extrapolation,", "add --extrapolate,")) from None
+        raise InputError(text.replace("allow extrapolation,", "add --extrapolate,")) from None
     _show(choice, profile, devices, options)
     if output is not None:
         save(choice.plan, output)
@@ -142,9 +137,9 @@ def _profile(path: str) -> Profile:
     try:
         return load(Path(path))
     except OSError as error:
-        raise PlanError(f"--profile {path} cannot be read: {error.strerror or error}; a run leaves one") from None
+        raise InputError(f"--profile {path} cannot be read: {error.strerror or error}; a run leaves one") from None
     except ValueError as error:
-        raise PlanError(str(error)) from None
+        raise InputError(str(error)) from None
 
 
 def _devices(text: str, profile: Profile) -> dict[str, int]:
@@ -154,7 +149,7 @@ def _devices(text: str, profile: Profile) -> dict[str, int]:
     parts = [part.partition("=") for part in text.split(",")]
     if len(parts) == 1 and not parts[0][1]:
         if len(kinds) > 1:
-            raise PlanError(
+            raise InputError(
                 f"--devices {text}: the profile knows {' and '.join(kinds)}: write how many of each, as in "
                 f"{','.join(f'{kind}={text}' for kind in kinds)}"
             )
@@ -162,10 +157,10 @@ def _devices(text: str, profile: Profile) -> dict[str, int]:
     counts: dict[str, int] = {}
     for kind, _, number in parts:
         if not number.strip().isdigit() or int(number) < 1:
-            raise PlanError(f"--devices {text}: {number or kind!r} is no number of devices; write one of at least 1")
+            raise InputError(f"--devices {text}: {number or kind!r} is no number of devices; write one of at least 1")
         counts[kind.strip()] = int(number)
     if unknown := [kind for kind in counts if kind not in kinds and kind not in KNOWN]:
-        raise PlanError(
+        raise InputError(
             f"--devices {text}: nothing was profiled on {unknown[0]!r}; there is: {', '.join(kinds)}; and known by "
             f"their speed are {', '.join(KNOWN)}"
         )
@@ -175,9 +170,9 @@ def _devices(text: str, profile: Profile) -> dict[str, int]:
 def _flow(named: str | None, profile: Profile) -> Flow:
     path = named or profile.flow
     if not path:
-        raise PlanError("the profile does not name its flow: add --flow rlinf.flows.grpo, or --rehearse 0")
+        raise InputError("the profile does not name its flow: add --flow rlinf.flows.grpo, or --rehearse 0")
     if mistake := mistake_in(path, must_be_async=True):
-        raise PlanError(f"--flow {path}: {mistake}")
+        raise InputError(f"--flow {path}: {mistake}")
     flow: Flow = _resolved("--flow", path)
     return flow
 
@@ -190,7 +185,7 @@ def _actors(entries: Sequence[str]) -> dict[str, type[Actor]]:
         role, _, path = entry.partition("=")
         cls = _resolved("--actor", path) if path else None
         if not (inspect.isclass(cls) and issubclass(cls, Actor)):
-            raise PlanError(f"--actor {entry}: write ROLE=package.module.Class, a subclass of rlinf.Actor")
+            raise InputError(f"--actor {entry}: write ROLE=package.module.Class, a subclass of rlinf.Actor")
         actors[role] = cls
     return actors
 
@@ -199,7 +194,7 @@ def _resolved(key: str, path: str) -> Any:
     try:
         return resolve(path)
     except Exception as error:  # it is the user's own code that is imported
-        raise PlanError(f"{key} {path}: importing it failed: {type(error).__name__}: {error}") from error
+        raise InputError(f"{key} {path}: importing it failed: {type(error).__name__}: {error}") from error
 
 
 def _show(choice: Choice, profile: Profile, devices: Mapping[str, int], options: argparse.Namespace) -> None:

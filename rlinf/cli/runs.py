@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from rlinf.cli.main import as_input, output_file
 from rlinf.config.load import InputError
 from rlinf.dashboard.lanes import Lanes, device_lanes
 from rlinf.dashboard.lanes_svg import device_lanes_svg
@@ -44,8 +46,8 @@ _BEHIND = 10
 """By how much a page that a job started stands behind the job's own processes, in the kernel's counting."""
 
 
-def watch(arguments: Sequence[str]) -> int:
-    """Show runs until Ctrl-C; returns the exit code.
+def watch(arguments: Sequence[str]) -> None:
+    """Show runs until Ctrl-C.
 
     Args:
         arguments: what follows `watch` on the command line.
@@ -54,14 +56,8 @@ def watch(arguments: Sequence[str]) -> int:
         SystemExit: the arguments are none of the command's.
     """
     options = _parser().parse_args(arguments)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):  # before it listens for it
         _watch(options)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # before it listens for it
-        pass
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,11 +132,8 @@ def ledger(arguments: Sequence[str]) -> int:
     parser.add_argument("directory", metavar="DIR", help="of a run on text, which may still go on")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     options = parser.parse_args(arguments)
-    try:
+    with as_input(OSError):
         result = account(Path(options.directory))
-    except (InputError, OSError) as error:
-        sys.stderr.write(f"error: rlinf ledger: {error}\n")
-        return 2
     text = json.dumps(result.plain(), indent=1) if options.json else "\n".join(result.words(options.directory))
     sys.stdout.write(f"{text}\n")
     return 0 if result.balances else 1
@@ -264,8 +257,8 @@ def _count(number: int, unit: str) -> str:
     return f"{number:,} {unit}{'' if number == 1 else 's'}"
 
 
-def trace(arguments: Sequence[str]) -> int:
-    """Run one command; returns the exit code: 2 for what cannot be read or written, with a message.
+def trace(arguments: Sequence[str]) -> None:
+    """Run one command.
 
     Args:
         arguments: what follows `trace` on the command line.
@@ -284,18 +277,12 @@ def trace(arguments: Sequence[str]) -> int:
         command.add_argument("traces", nargs="+", metavar="TRACE", help="trace.json of a run, or the run's directory")
         command.add_argument("--step", type=int, metavar="N", help=f"which step of the flow; default: {default}")
     options = parser.parse_args(arguments)
-    try:
+    with as_input(ValueError, OSError):
         options.run(options)
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
 
 
 def _plot(options: argparse.Namespace) -> None:
-    output = Path(options.output)
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"--output {output}: there is no directory {output.absolute().parent}")
+    output = output_file(options.output)
     output.write_text(device_lanes_svg([device_lanes(Path(path), options.step) for path in options.traces]), "utf-8")
     sys.stdout.write(f"{output}\n")
 

@@ -42,8 +42,8 @@ class Refused(AssertionError):
     """A command that would not do what the page says."""
 
 
-class _Read(Exception):
-    """The arguments of a command were read; nothing is to run."""
+class _Read(BaseException):
+    """The arguments of a command were read; nothing is to run, and no command is to take it for an error."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

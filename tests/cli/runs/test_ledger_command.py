@@ -119,7 +119,7 @@ def test_what_cannot_be_added_up_is_one_line(tmp_path, run, capsys):
     ):
         assert main(["ledger", str(path)]) == 2
         said = capsys.readouterr().err
-        assert said.startswith("error: rlinf ledger: ")
+        assert said.startswith("error: ")
         assert said.count("\n") == 1
         assert reason in said
     (run / "ledger.jsonl").write_text('{"what": 1}\n')

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.agents_endpoint import SESSIONS, Row, directly, over_http
+from benchmarks.agents_endpoint import SESSIONS, directly, over_http
 
 
 async def test_both_ways_of_asking_take_the_engine_s_time_and_more():
@@ -17,7 +17,3 @@ async def test_both_ways_of_asking_take_the_engine_s_time_and_more():
     for took in (direct, http):
         assert len(took) == 2 * SESSIONS
         assert min(took) >= 0.01
-
-
-def test_the_overhead_is_what_a_call_takes_longer_over_the_engine_s_time():
-    assert Row(50.0, 52.0, 54.0, 700.0, 400.0).overhead == 0.04

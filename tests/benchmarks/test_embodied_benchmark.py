@@ -4,12 +4,9 @@ import asyncio
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from benchmarks import embodied_cartpole, embodied_plain
-from benchmarks.embodied import CONFIG, job_of, overlaps
-from benchmarks.embodied_modelled import Case
+from benchmarks.embodied import overlaps
 from benchmarks.embodied_overhead import overhead
 from benchmarks.embodied_plain import Job, Loop
 from rlinf.actors.env import EnvActor
@@ -18,7 +15,6 @@ from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.step import EmbodiedStep
 from rlinf.envs.toy import Reach
 from rlinf.flows.embodied import embodied
-from rlinf.runs.rules import load_embodied
 from rlinf.runtime.system.system import ActorSystem
 
 JOB = Job(
@@ -71,25 +67,6 @@ def test_the_plain_loop_learns_what_our_flow_learns(monkeypatch):
     assert means == pytest.approx(ours, abs=1e-4)
     for name, tensor in loop.policy.state_dict().items():
         torch.testing.assert_close(weights[name], tensor, atol=2e-4, rtol=1e-3, msg=lambda text, name=name: name + text)
-
-
-def test_the_job_is_the_configurations():
-    job = job_of(load_embodied(CONFIG), steps=2)
-    assert (job.num_envs, job.workers, job.horizon, job.minibatch) == (32, 2, 50, 100)
-    assert (job.gamma, job.lam, job.kl_stop, job.lr) == (0.8, 0.9, 0.1, 3e-4)
-    assert job.options["id"] == "PullCube-v1"
-
-
-@settings(max_examples=15)
-@given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), st.integers(1, 6))
-def test_no_loop_is_faster_than_its_bound(slices, simulation, inference, horizon):
-    case = Case(slices, float(simulation), float(inference))
-    assert case.took(horizon) >= case.bound(horizon) - 1e-9
-
-
-def test_one_slice_waits_for_itself_and_two_overlap():
-    assert Case(1, 2.0, 1.0).took(10) == pytest.approx(30.0)
-    assert Case(2, 2.0, 1.0).took(10) == pytest.approx(41.0)  # twice the work of 20 in 1.37 times 30
 
 
 def test_the_flow_overlaps_as_far_as_its_stages_allow():

@@ -112,23 +112,6 @@ def test_each_has_its_own_process_limit_and_state(
         main("checks", "made", checks[:1], [*common, "--only", "nobody"])
 
 
-def test_a_wrong_name_is_told_before_anything_is_begun(tmp_path: Path, checks: list[Check]) -> None:
-    with pytest.raises(SystemExit, match=r"called nobody"):
-        main("checks", "made", checks, ["--only", "nobody"])
-    out = tmp_path / "other.json"
-    out.write_text("{")
-    with pytest.raises(SystemExit, match=r"command wrote"):
-        main("checks", "made", checks[:1], ["--rehearse", "--out", str(out)])
-
-
-def test_a_python_without_torch_is_told_of(
-    checks: list[Check], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("benchmarks.gpu.harness.NEEDED", ("a_package_of_nobody",))
-    assert main("checks", "made", checks, ["--rehearse"]) == 2
-    assert "has no a_package_of_nobody" in capsys.readouterr().err
-
-
 def test_a_command_that_is_told_to_end_leaves_nothing_and_is_gone_on_with(tmp_path: Path, checks: list[Check]) -> None:
     out, work = tmp_path / "out.json", tmp_path / "work"
     work.mkdir()

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks.grpo_contestants import CONFIG
 from benchmarks.grpo_start import job_of, warm_model
 from benchmarks.peers import bare_grpo
-from benchmarks.peers.bare_grpo import advantages, learn, sample, train
+from benchmarks.peers.bare_grpo import learn, sample, train
 from benchmarks.peers.grpo_job import Job
 from rlinf.data.tokenizer import character_tokenizer
 from rlinf.models.language.build import build_model
@@ -52,24 +52,6 @@ def job(steps: int, **changes: object) -> Job:
     return Job(model="", problems=problems, seed=0, advantage_scale="std", **(settings | changes))  # type: ignore[arg-type]
 
 
-def test_sampled_log_probs_are_those_of_the_model(model: PreTrainedModel) -> None:
-    prompts = torch.randint(3, 14, (5, 4))
-    answers = sample(model, prompts, n=3, limit=6, end=1, pad=0, temperature=0.7)
-    logits = model(input_ids=answers.ids).logits[:, 3:-1].double() / 0.7
-    expected = torch.log_softmax(logits, -1).gather(2, answers.ids[:, 4:, None])[..., 0]
-    assert torch.equal(answers.ids[:, :4], prompts.repeat_interleave(3, dim=0))
-    torch.testing.assert_close(answers.logprobs.double()[answers.mask], expected[answers.mask], atol=2e-5, rtol=0)
-
-
-def test_answers_end_with_the_end_token_or_at_the_limit(model: PreTrainedModel) -> None:
-    answers = sample(model, torch.randint(3, 14, (40, 4)), n=4, limit=6, end=1, pad=0, temperature=1.0)
-    for ids, mask in zip(answers.ids[:, 4:].tolist(), answers.mask.tolist(), strict=True):
-        length = sum(mask)
-        assert mask == [True] * length + [False] * (6 - length)
-        assert 1 not in ids[: length - 1]
-        assert length == 6 or ids[length - 1] == 1
-
-
 def test_the_gradient_is_that_of_the_mean_log_prob_weighted_by_advantage_while_the_policy_is_the_one_that_sampled(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,12 +66,6 @@ def test_the_gradient_is_that_of_the_mean_log_prob_weighted_by_advantage_while_t
     (-(chosen * gains[:, None])[answers.mask].mean()).backward()
     plain = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
     torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-4)
-
-
-def test_advantages_are_relative_to_the_group() -> None:
-    found = advantages(torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]), 4, "std")
-    assert found[:4].tolist() == pytest.approx([0.866, -0.866, -0.866, 0.866], abs=1e-3)
-    assert found[4:].tolist() == [0.0] * 4
 
 
 def test_it_learns_to_copy_a_digit_from_nothing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from rlinf.cli.commands import _parsed, _resolved_of, _saved_model, main
-from tests.launching import QUICKSTART, ROOT
 
 
 @pytest.mark.parametrize("given", [[], ["--help"]])
@@ -18,13 +17,6 @@ def test_help_lists_every_command(given, capsys):
     told = capsys.readouterr().out
     for command in ("train", "evaluate", "plan", "trace", "report", "config", "torchrun --nproc-per-node N -m rlinf"):
         assert command in told
-
-
-@pytest.mark.parametrize("command", ["evaluate", "plan", "trace", "report", "compare", "config"])
-def test_every_command_has_help_of_its_own(command, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main([command, "--help"])
-    assert f"usage: rlinf {command}" in capsys.readouterr().out
 
 
 def test_help_and_reading_of_runs_do_not_wait_for_torch():
@@ -45,13 +37,6 @@ def test_help_and_reading_of_runs_do_not_wait_for_torch():
 def test_a_command_that_there_is_not_leads_to_one_that_there_is(given, said, capsys):
     assert main([given, "--config", "x"]) == 2
     assert f"error: rlinf {given}: no such command; {said}" in capsys.readouterr().err
-
-
-def test_train_is_what_launch_py_does(capsys):
-    assert main(["train", "--help"]) == 0
-    assert "usage: rlinf train --config FILE" in capsys.readouterr().out
-    assert main(["train", "--config", str(ROOT / QUICKSTART), "steps=many"]) == 2
-    assert "steps = many: expected a whole number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,7 @@ def answer(tmp_path, monkeypatch, capsys):
     return ask
 
 
-@pytest.mark.parametrize("dry", [True, False], ids=["asked", "started"])
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(("name", "dry"), [(name, place % 3 > 0) for place, name in enumerate(WRONG)])
 def test_what_cannot_be_is_one_message_before_anything_starts(answer, tmp_path, name, dry):
     given, file, said = WRONG[name]
     code, _, told = answer(*given, given_file=file, dry=dry)
@@ -209,14 +208,6 @@ def test_a_run_directory_that_cannot_be_made_is_told(tmp_path, name):
         check_output(config)
     check_output(load_config(QUICKSTART, [*TINY, f"output_dir={tmp_path}/a/b"]))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "key", ["optimizer.lr=1e30", "rollout.temperature=1e-30", "checkpoint.grace=1e30", "critic.lr=11"]
-)
-def test_numbers_that_nobody_means_are_refused(key):
-    with pytest.raises(ConfigError, match=key.partition("=")[0]):
-        load_config(QUICKSTART, [*TINY, key])
 
 
 def test_a_policy_that_acts_is_tried_dry(capsys):

@@ -21,7 +21,7 @@ from torch import Tensor
 from rlinf.actors.base import BaseTrainer, HostCopy, at_least_one, settings_of
 from rlinf.algos.algorithms import Gae
 from rlinf.algos.loss_sum import LossSum, Mean
-from rlinf.data.demonstrations import DecisionStream, Shown, Window, open_parts
+from rlinf.data.demonstrations import DecisionStream, DemonstrationSet, Window, open_parts
 from rlinf.data.rng import permutation
 from rlinf.data.weights import Weights
 from rlinf.envs.environment import NothingHappened
@@ -250,7 +250,7 @@ class PolicyTrainer(BaseTrainer):
     @endpoint(device=True, joint=True)
     async def imitate(
         self,
-        path: str | Path | Shown,
+        path: str | Path | DemonstrationSet,
         *,
         steps: int,
         batch: int = 64,
@@ -276,11 +276,11 @@ class PolicyTrainer(BaseTrainer):
             ValueError: they do not fit the policy.
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
-        demonstrations = path if isinstance(path, Shown) else Shown.at(path)
+        demonstrations = path if isinstance(path, DemonstrationSet) else DemonstrationSet.at(path)
         return await self.compute_spmd(self._imitate, demonstrations, steps, batch, lr, tuple(fixed))
 
     def _imitate(
-        self, demonstrations: Shown, steps: int, batch: int, lr: float, fixed: tuple[str, ...]
+        self, demonstrations: DemonstrationSet, steps: int, batch: int, lr: float, fixed: tuple[str, ...]
     ) -> dict[str, float]:
         at_least_one("imitate", batch=batch)
         learned, _ = open_parts(demonstrations, self._seed)
@@ -359,7 +359,7 @@ class ImitationTrainer(PolicyTrainer):
     async def setup(  # type: ignore[override]
         self,
         *,
-        demonstrations: Shown,
+        demonstrations: DemonstrationSet,
         batch: int = 64,
         fixed: Sequence[str] = ("log_std",),
         seed: int = 0,
@@ -386,7 +386,7 @@ class ImitationTrainer(PolicyTrainer):
     def _check_critic(self, has_critic: bool, group_size: int) -> None:
         """A critic is neither needed nor in the way."""
 
-    def _opened(self, demonstrations: Shown, batch: int) -> tuple[DecisionStream, list[Any]]:
+    def _opened(self, demonstrations: DemonstrationSet, batch: int) -> tuple[DecisionStream, list[Any]]:
         learned, watched = open_parts(demonstrations, self._seed)
         chunk = self.policy.config.chunk
         return DecisionStream(learned, chunk, batch=batch, seed=self._seed, memory=demonstrations.memory), watched

@@ -133,7 +133,7 @@ class Blend:
             before = sample.per_token.get(self.total)
             return own if before is None else np.logaddexp(before, own)
 
-        return group.told(self.total, [total(sample) for sample in group.samples])
+        return group.with_column(self.total, [total(sample) for sample in group.samples])
 
 
 FILE = "reference.safetensors"
@@ -223,7 +223,9 @@ class Reference(ModelActor, Receiver):
             parts.append(logprobs.cpu().numpy())
         ends = np.cumsum([row.learned for row in rows], dtype=np.int64)
         each_sample = iter(np.split(np.concatenate(parts), ends[:-1]))
-        return [group.told(self._settings.column, list(islice(each_sample, len(group.samples)))) for group in groups]
+        return [
+            group.with_column(self._settings.column, list(islice(each_sample, len(group.samples)))) for group in groups
+        ]
 
     @endpoint
     async def computes(self) -> str:

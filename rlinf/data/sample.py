@@ -340,8 +340,8 @@ class Group:
         """
         return [sample.reward for sample in self.scored if sample.reward is not None]
 
-    def told(self, name: str, arrays: Sequence[np.ndarray]) -> Group:
-        """The group with something said of each token.
+    def with_column(self, name: str, arrays: Sequence[np.ndarray]) -> Group:
+        """The group with a value of each token.
 
         Args:
             name: key in `Sample.per_token`.

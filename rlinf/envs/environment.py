@@ -361,7 +361,7 @@ def not_finite(arrays: Mapping[str, Tensor]) -> Tensor | None:
     return rows if bool(rows.any()) else None
 
 
-class Spoiled:
+class InvalidEpisodes:
     """The episodes of one chunk that cannot be used, and the remarks on them.
 
     Args:
@@ -405,7 +405,7 @@ class Spoiled:
             self._remarks.append(f"{self._describe(env)}: its {' and '.join(names)} is not finite")
         return self._remarks[-1]
 
-    def told(self) -> tuple[str, ...]:
+    def remarks(self) -> tuple[str, ...]:
         """The remarks since the last call."""
         remarks, self._remarks = tuple(self._remarks), []
         return remarks
@@ -504,7 +504,7 @@ class Environment:
         self._everyone = torch.arange(self.num_envs)
         self._epoch: int | None = None
         self._done = 0  # chunks since the last reset
-        self._spoiled = Spoiled(self._place)
+        self._invalid = InvalidEpisodes(self._place)
         self._tasks: list[str] | None = None  # of each environment's episode
 
     def reset(self, epoch: int = 0, episode: Tensor | None = None) -> Start:
@@ -546,7 +546,7 @@ class Environment:
         rewards = torch.zeros(shape, device=actions.device)
         terminated, truncated, valid = (torch.zeros(shape, dtype=torch.bool, device=actions.device) for _ in range(3))
         active = self._running.clone()
-        spoiled = self._spoiled
+        spoiled = self._invalid
         spoiled.begin(active)
         for index in range(shape[1]):
             active = spoiled.left(active, {"action": actions[:, index]})
@@ -650,7 +650,7 @@ class Environment:
         attempts = 1
         while (wrong := not_finite(observation)) is not None:
             rows = wrong.cpu().nonzero().squeeze(1)
-            remark = self._spoiled.note(rows_of(observation, rows), envs[rows])
+            remark = self._invalid.note(rows_of(observation, rows), envs[rows])
             if attempts == MOST_STARTS:
                 raise ValueError(f"{type(self.simulator).__name__}.reset(), {attempts} times in a row: {remark}")
             rows = torch.arange(len(envs)) if self.simulator.resets_together else rows
@@ -729,7 +729,7 @@ class Environment:
             self._running &= ~over
             if self.rules.auto_reset and self._done != self.rules.chunks:
                 self._next(ended)
-        remarks = self._spoiled.told()
+        remarks = self._invalid.remarks()
         # where an episode is over or lost, some step is not done
         if not len(ended) and valid.numel() and bool(valid.all()) and not remarks:
             return of_steps(rewards, self._observation, episode, words)

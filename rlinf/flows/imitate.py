@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlinf.data.demonstrations import Shown
+from rlinf.data.demonstrations import DemonstrationSet
 from rlinf.data.step import ImitationStep
 
 
 async def imitate(
-    policy: Any, trainer: Any, path: str | Path | Shown, *, steps: int, batch: int = 64, lr: float = 1e-3
+    policy: Any, trainer: Any, path: str | Path | DemonstrationSet, *, steps: int, batch: int = 64, lr: float = 1e-3
 ) -> dict[str, float]:
     """Train a policy to act as in demonstrations.
 
@@ -25,7 +25,7 @@ async def imitate(
         The trainer's metrics.
     """
     metrics: dict[str, float] = await trainer.imitate(
-        path if isinstance(path, Shown) else str(path), steps=steps, batch=batch, lr=lr
+        path if isinstance(path, DemonstrationSet) else str(path), steps=steps, batch=batch, lr=lr
     )
     await policy.load(trainer.weights())
     return metrics

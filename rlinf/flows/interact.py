@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Coroutine
 from typing import Any
 
-from rlinf.data.in_flight import Made
+from rlinf.data.in_flight import Completed
 from rlinf.data.step import EmbodiedStep
 
 
@@ -43,9 +43,9 @@ def given_up(promise: Any) -> None:
         promise.exception()
 
 
-async def acting(steps: AsyncIterable[EmbodiedStep], env: Any, policy: Any) -> AsyncIterator[Made]:
+async def acting(steps: AsyncIterable[EmbodiedStep], env: Any, policy: Any) -> AsyncIterator[Completed]:
     """The trajectories of each step, once all are complete, so that the next episodes and other weights do not mix with
     them."""
     async for step in steps:
         trajectories = await asyncio.gather(*interactions(step, env, policy))
-        yield Made(step.index, tuple(await asyncio.gather(*trajectories)))
+        yield Completed(step.index, tuple(await asyncio.gather(*trajectories)))

@@ -41,7 +41,7 @@ from rlinf.agents.llm import Reply, RolloutModel, Setting
 from rlinf.agents.outcome import Episode, Gathered, Tally, here
 from rlinf.agents.tools.formats import call_format
 from rlinf.config.text import EndpointConfig
-from rlinf.data.in_flight import Made
+from rlinf.data.in_flight import Completed
 from rlinf.data.ledger import FAILED
 from rlinf.data.sample import Evaluation, Group, Prompt, Sample
 from rlinf.data.step import Step
@@ -422,7 +422,7 @@ class RunSession:
         timeout: float | None = None,
         at_once: int | None = None,
         give_up: int | None = None,
-    ) -> Stream[Made]:
+    ) -> Stream[Completed]:
         """Play tasks as `gather` does, one by one: what became of each, also where every episode of it failed.
 
         It is for a stream of tasks that stays open while the run learns. A step tells of the episodes whose tasks are
@@ -444,7 +444,7 @@ class RunSession:
             played = self._played("gather_tasks", tasks, episode, how)
         return Stream.of(self._made(played, tasks, give_up), name="episodes")
 
-    async def _made(self, played: Episodes, tasks: Any, give_up: int | None) -> AsyncIterator[Made]:
+    async def _made(self, played: Episodes, tasks: Any, give_up: int | None) -> AsyncIterator[Completed]:
         self._playing.append(played)
         failing = Tally()  # in a row
         lost = 0
@@ -457,9 +457,9 @@ class RunSession:
                         failing, lost = Tally(), 0
                     elif lost == give_up:
                         raise failing.nothing_to_learn()
-                    outcome.tally.failed.clear()  # who takes `Made` tells of those of which nothing came
+                    outcome.tally.failed.clear()  # who takes `Completed` tells of those of which nothing came
                     self._settled_tasks.add(outcome.tally)
-                    yield Made(outcome.task, outcome.groups, "failed")
+                    yield Completed(outcome.task, outcome.groups, "failed")
         finally:
             self._playing.remove(played)
 

@@ -489,7 +489,7 @@ class TrainingLoop:
         state.recorder.samples(state.done, described.answers)
         metrics = {f"evaluation/{name}": value for name, value in described.metrics.items()}
         if best is not None:
-            best.heard(state.done, metrics)
+            best.update(state.done, metrics)
             if (why := best.exhausted) is not None:
                 state.stop(why)
         await self._tell("on_evaluate", evaluation=described.metrics)

@@ -57,7 +57,7 @@ class Best:
         """Step of the checkpoint that is kept of it, if one is."""
         return self.step if self.keep else None
 
-    def heard(self, step: int, metrics: Mapping[str, float]) -> None:
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the evaluation after a step; that after step 0 shows whether there is such a metric.
 
         Raises:

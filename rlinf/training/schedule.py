@@ -475,7 +475,7 @@ class LogprobPass:
                 for sample, row in zip(group.samples, rows, strict=True)
             ]
             for number, name in enumerate(self._columns):
-                group = group.told(name, [numbers[number] for numbers in scores])
+                group = group.with_column(name, [numbers[number] for numbers in scores])
             self.finished.put_nowait(group)
 
 

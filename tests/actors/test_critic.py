@@ -85,7 +85,7 @@ def test_a_penalty_in_the_reward_lowers_the_returns_of_what_led_to_it():
         match=r"ref_logprobs.*reference\.logprobs between judge.score.*critic.train",
     ):
         value_rows(penalised, [group])
-    told = group.told("ref_logprobs", [np.array([-2.0, -3.0, -2.0], np.float32)])
+    told = group.with_column("ref_logprobs", [np.array([-2.0, -3.0, -2.0], np.float32)])
     ((row,),) = value_rows(penalised, [told]).rows
     np.testing.assert_allclose(row.columns["returns"], [0.9, 0.9, 1.0], rtol=1e-6)
 

@@ -127,7 +127,7 @@ async def test_a_reference_under_the_adapters_says_what_one_of_its_own_says(syst
 
 async def test_weights_of_messages_weigh_their_tokens(system):
     groups = conversations()
-    weighed = [group.told("weight", [np.full(each.learned_tokens, 1.0 + (n == 0), np.float32)])
+    weighed = [group.with_column("weight", [np.full(each.learned_tokens, 1.0 + (n == 0), np.float32)])
                for n, group in enumerate(groups) for each in group.samples]  # fmt: skip
     trainer = await system.spawn(SupervisedTrainer, objective=Likelihood(), **{**SHARED, "lr": 0.0})
     once, twice = await trainer.train([*groups, groups[0]]), await trainer.train(weighed)

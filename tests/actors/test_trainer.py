@@ -299,13 +299,13 @@ async def test_the_last_batch_can_be_looked_at(trainer):
         ([scored(length=0)], "not one token"),
         ([scored((1.0, float("nan")), 3)], r"sample 1.*prompt 3"),
         ([scored((1.0, float("inf")), 3)], r"sample 1.*prompt 3"),
-        ([scored().told("rewards", [np.array([0.0, 1.0, 0.0]), np.array([0.0, np.nan, 0.0])])], "rewards.* nan"),
+        ([scored().with_column("rewards", [np.array([0.0, 1.0, 0.0]), np.array([0.0, np.nan, 0.0])])], "rewards.* nan"),
         ([dataclasses.replace(scored(), prompt=Prompt(5, np.array([], dtype=np.int64)))], r"prompt 5.*token"),
         (
-            [scored().told("loss_mask", [np.ones(3)] * 2)],
+            [scored().with_column("loss_mask", [np.ones(3)] * 2)],
             r"0.*per_token\['loss_mask'\].*nothing:.*teacher_logprobs.*Sample.loss_mask",
         ),
-        ([scored().told("ref_logprob", [np.ones(3)] * 2)], r"per_token\['ref_logprob'\].* leave.*out"),
+        ([scored().with_column("ref_logprob", [np.ones(3)] * 2)], r"per_token\['ref_logprob'\].* leave.*out"),
     ],
 )
 async def test_what_cannot_be_trained_on_is_said(trainer, groups, text):

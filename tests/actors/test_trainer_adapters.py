@@ -43,7 +43,7 @@ def saved(tmp_path_factory):
 async def test_other_adapters_of_the_base_say_what_the_merged_model_says(saved, algorithm, role, column, minibatches):
     directory, merged = saved
     groups = toys.groups(7)
-    told = [group.told(column, toys.logprobs_of(merged, group)) for group in groups]
+    told = [group.with_column(column, toys.logprobs_of(merged, group)) for group in groups]
     found = []
     for settings, batch in (({role: str(directory / "other")}, groups), ({}, told)):
         async with ActorSystem.local() as system:

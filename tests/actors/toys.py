@@ -111,7 +111,7 @@ def told(batch: list[Group], seed: int = 5) -> list[Group]:
         ]
         found = Group(judged.prompt, tuple(samples))
         for name in ("ref_logprobs", "teacher_logprobs"):
-            found = found.told(name, [-2.6 + 0.3 * rng.normal(size=len(s.response_ids)) for s in samples])
+            found = found.with_column(name, [-2.6 + 0.3 * rng.normal(size=len(s.response_ids)) for s in samples])
         made.append(found)
     return made
 

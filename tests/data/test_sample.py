@@ -64,14 +64,14 @@ def test_only_samples_with_a_reward_are_scored_and_an_unjudged_group_says_so():
 
 
 def test_what_is_said_of_tokens_is_added_to_what_was_said_before():
-    told = group([2, 0]).told("ref_logprobs", [np.array([-1.0, -2.0]), np.array([])])
+    told = group([2, 0]).with_column("ref_logprobs", [np.array([-1.0, -2.0]), np.array([])])
     assert {name: array.tolist() for name, array in told.samples[0].per_token.items()} == {
         "values": [0.0, 1.0],
         "ref_logprobs": [-1.0, -2.0],
     }
     assert told.samples[1].per_token["ref_logprobs"].dtype == np.float32
     with pytest.raises(ValueError, match=r"ref_logprobs \[3\].*number.*response, \[2\]"):
-        group([2]).told("ref_logprobs", [np.zeros(3)])
+        group([2]).with_column("ref_logprobs", [np.zeros(3)])
 
 
 def conversation():
@@ -96,11 +96,11 @@ def test_segments_make_a_conversation_of_which_only_what_was_generated_is_learne
 
 def test_what_is_said_of_learned_tokens_alone_stands_at_them():
     made = conversation()
-    (told,) = Group(made.prompt, (made,)).told("values", [np.array([0.1, 0.2, 0.3])]).samples
+    (told,) = Group(made.prompt, (made,)).with_column("values", [np.array([0.1, 0.2, 0.3])]).samples
     np.testing.assert_allclose(told.per_token["values"], [0.1, 0.2, np.nan, np.nan, np.nan, 0.3], rtol=1e-6)
     np.testing.assert_allclose(told.column("values"), [0.1, 0.2, 0.3], rtol=1e-6)
     with pytest.raises(ValueError, match=r"values \[4\].*response, \[6\]"):
-        Group(made.prompt, (made,)).told("values", [np.zeros(4)])
+        Group(made.prompt, (made,)).with_column("values", [np.zeros(4)])
 
 
 @pytest.mark.parametrize(

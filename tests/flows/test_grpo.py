@@ -43,7 +43,7 @@ class Reference(Actor):
     async def logprobs(self, groups):
         async for group in groups:
             await asyncio.sleep(1.0)
-            yield group.told(self.column, [np.zeros(1, np.float32) for _ in group.samples])
+            yield group.with_column(self.column, [np.zeros(1, np.float32) for _ in group.samples])
 
     @endpoint
     async def follow(self, weights):

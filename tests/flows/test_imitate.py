@@ -6,7 +6,7 @@ import torch
 from rlinf.actors.off_policy_trainer import SacTrainer
 from rlinf.actors.policy import PolicyActor
 from rlinf.actors.policy_trainer import ImitationTrainer, PolicyTrainer
-from rlinf.data.demonstrations import Shown, decisions, read_demonstrations
+from rlinf.data.demonstrations import DemonstrationSet, decisions, read_demonstrations
 from rlinf.flows.evaluate import trials
 from rlinf.flows.imitate import imitate
 from rlinf.flows.record import record
@@ -139,7 +139,7 @@ async def test_a_run_of_imitation_learns_the_same_however_its_steps_and_batches_
             ImitationTrainer,
             name=f"trainer {len(cuts)} {micro_batch}",
             policy=config,
-            demonstrations=Shown.at(tmp_path),
+            demonstrations=DemonstrationSet.at(tmp_path),
             batch=20,
             micro_batch=micro_batch,
             lr=1e-2,

@@ -62,7 +62,7 @@ class ScriptedReference(Role):
     @endpoint
     async def logprobs(self, groups):
         async for group in groups:
-            yield group.told("ref_logprobs", [np.zeros(3, np.float32) for _ in group.samples])
+            yield group.with_column("ref_logprobs", [np.zeros(3, np.float32) for _ in group.samples])
 
     @endpoint(joint=True)
     async def follow(self, weights):
@@ -78,7 +78,7 @@ class Learner(Role):
     async def values(self, groups):
         async for group in groups:
             await asyncio.sleep(0.1)
-            yield group.told("values", [np.full(3, 0.5, np.float32) for _ in group.samples])
+            yield group.with_column("values", [np.full(3, 0.5, np.float32) for _ in group.samples])
 
     @endpoint(joint=True)
     async def train(self, groups):

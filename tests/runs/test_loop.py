@@ -16,7 +16,7 @@ import torch
 from rlinf.config.common import CheckpointConfig, TrackingConfig
 from rlinf.config.embodied import EmbodiedConfig, TrialsConfig
 from rlinf.config.load import InputError, Problem, RunFailure
-from rlinf.data.in_flight import InFlight, Made, Rules
+from rlinf.data.in_flight import Completed, InFlight, Rules
 from rlinf.data.step import EmbodiedStep
 from rlinf.metrics.alarms import Alarm
 from rlinf.placement.seats import RoleKind, place
@@ -85,7 +85,7 @@ SCORES: list[float] = []
 async def toy(step, policy, trainer):
     async def acted(steps):
         async for one in steps:
-            yield Made(one.index, (await policy[0].act(one.index),))
+            yield Completed(one.index, (await policy[0].act(one.index),))
 
     (batch,) = await step.in_flight.next_batch(step, acted, policy).groups.collect()
     if step.index in BREAKS:

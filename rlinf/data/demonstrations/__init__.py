@@ -5,14 +5,20 @@ blocks.
 """
 
 from rlinf.data.demonstrations.episode import Decisions, Demonstration, Window, decisions, joined, write_demonstrations
-from rlinf.data.demonstrations.load import Shown, first_demonstration, open_episodes, open_parts, read_demonstrations
+from rlinf.data.demonstrations.load import (
+    DemonstrationSet,
+    first_demonstration,
+    open_episodes,
+    open_parts,
+    read_demonstrations,
+)
 from rlinf.data.demonstrations.stream import DecisionStream
 
 __all__ = [
     "DecisionStream",
     "Decisions",
     "Demonstration",
-    "Shown",
+    "DemonstrationSet",
     "Window",
     "decisions",
     "first_demonstration",

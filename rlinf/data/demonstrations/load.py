@@ -169,7 +169,7 @@ SET_KEYS = ("path", "weight", "format", "names", "bounds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class DemonstrationSet:
     """The demonstrations that a policy is to learn from: data sets, which of their episodes, and memory for them."""
 
     sets: Mapping[str, Mapping[str, Any]]
@@ -184,7 +184,7 @@ class Shown:
     """Bytes of episodes that are held at a time."""
 
     @classmethod
-    def at(cls, path: str | Path) -> Shown:
+    def at(cls, path: str | Path) -> DemonstrationSet:
         """One data set, all of it."""
         return cls(sets={"data": {"path": str(path)}})
 
@@ -220,7 +220,7 @@ def _defect(episodes: Episodes, place: int) -> str | None:
     return f"{wrong[0]} of episode {place} has a value that is not finite" if wrong else None
 
 
-def open_parts(sets: Shown, seed: int = 0) -> tuple[list[Part], list[Part]]:
+def open_parts(sets: DemonstrationSet, seed: int = 0) -> tuple[list[Part], list[Part]]:
     """The data sets, each cut into what is learned from and what is held out.
 
     Args:

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlinf.data.in_flight.admission import Batch, Kept, Made, Rules
+    from rlinf.data.in_flight.admission import Batch, Completed, Kept, Rules
     from rlinf.data.in_flight.in_flight import InFlight
     from rlinf.data.ledger import Ledger
 
@@ -15,11 +15,11 @@ _HOME = {
     "InFlight": "in_flight.in_flight",
     "Kept": "in_flight.admission",
     "Ledger": "ledger",
-    "Made": "in_flight.admission",
+    "Completed": "in_flight.admission",
     "Rules": "in_flight.admission",
 }
 
-__all__ = ["Batch", "InFlight", "Kept", "Ledger", "Made", "Rules"]
+__all__ = ["Batch", "Completed", "InFlight", "Kept", "Ledger", "Rules"]
 
 
 def __getattr__(name: str) -> Any:

@@ -394,7 +394,7 @@ def fresh(group: Group, version: int, mode: Mode, counts: Fresh) -> Group | None
 
 
 Answers = Callable[[Any], AsyncIterable[Any]]
-"""From a stream of what was drawn to what came of it, in any order: `Group`s, or `Made`."""
+"""From a stream of what was drawn to what came of it, in any order: `Group`s, or `Completed`."""
 Draw = Callable[[int], Awaitable[Sequence[Any]]]
 """Draws so many more prompts; fewer where there are no more."""
 
@@ -424,7 +424,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Made:
+class Completed:
     """The results of one thing that was drawn, where they are no single group."""
 
     id: int
@@ -447,7 +447,7 @@ class Batch:
     old; with dynamic sampling, what `flows.dynamic_sampling` tells."""
 
 
-class Books(Protocol):
+class LedgerSink(Protocol):
     """A ledger for everything that is drawn and not learned from."""
 
     def drawn(self, ids: Iterable[int], answers: int) -> None:
@@ -460,7 +460,7 @@ class Books(Protocol):
         """So many tokens are read, and not learned."""
 
 
-class Keeper(Protocol):
+class RolloutSnapshots(Protocol):
     """The maker of answers, as far as it keeps those that it has begun."""
 
     async def version(self) -> int:

@@ -15,7 +15,7 @@ it however it ends; a flow asks it for its batch and publishes:
         return {**metrics, **batch.metrics}
 
 `answers` is called once, and its stream goes on from step to step: what one step does not learn from is there for the
-next one. `admission.py` says what may be begun and taken, and why nothing is too old then. `Making` has the answers
+next one. `admission.py` says what may be begun and taken, and why nothing is too old then. `Producer` has the answers
 made: it draws what there is room for, hands it on, and takes the results.
 """
 
@@ -33,14 +33,14 @@ from rlinf.data.in_flight.admission import (
     Admission,
     Answers,
     Batch,
-    Books,
     Choosing,
+    Completed,
     Draw,
     Fresh,
-    Keeper,
     Kept,
+    LedgerSink,
     Lookahead,
-    Made,
+    RolloutSnapshots,
     Rules,
     oldest,
     without_old,
@@ -98,7 +98,7 @@ class Drawing:
         return items
 
 
-class Making:
+class Producer:
     """The part of `InFlight` that has answers made.
 
     Args:
@@ -109,7 +109,12 @@ class Making:
     """How many times weights were published."""
 
     def __init__(
-        self, rules: Rules | int, draw: Draw | None, keeper: Keeper | None, ledger: Books | None, end: int | None
+        self,
+        rules: Rules | int,
+        draw: Draw | None,
+        keeper: RolloutSnapshots | None,
+        ledger: LedgerSink | None,
+        end: int | None,
     ) -> None:
         self.rules = rules if isinstance(rules, Rules) else Rules(rules)
         self._drawing, self._keeper, self._ledger, self._end = Drawing(draw), keeper, ledger, end
@@ -132,7 +137,7 @@ class Making:
         self._error: Exception | None = None
         self._changed = asyncio.Event()
 
-    # Making ------------------------------------------------------------------------------------------------------
+    # Producing -----------------------------------------------------------------------------------------------------
 
     async def _make(self, answers: Answers, actor: Any) -> None:
         prompts: Stream[Any] = Stream.of(self._feed(actor), name="prompts")
@@ -215,7 +220,7 @@ class Making:
         """Something has come of what was begun."""
         book = self._book
         assert book is not None
-        result = one if isinstance(one, Made) else Made(one.prompt.id, (one,))
+        result = one if isinstance(one, Completed) else Completed(one.prompt.id, (one,))
         version, tokens = oldest(result.results)
         part = self.rules.partial and one is not result  # groups come in parts, and what came of a task all at once
         size = sum(len(group.samples) for group in result.results) if part else None
@@ -285,7 +290,7 @@ class Making:
         return {*range(self._size)}.difference(*map(sample_numbers, parts))
 
 
-class InFlight(Making):
+class InFlight(Producer):
     """The work in flight of a run: answers that are begun for the steps to come.
 
     Args:
@@ -302,8 +307,8 @@ class InFlight(Making):
         rules: Rules | int = 0,
         *,
         draw: Draw | None = None,
-        keeper: Keeper | None = None,
-        ledger: Books | None = None,
+        keeper: RolloutSnapshots | None = None,
+        ledger: LedgerSink | None = None,
         end: int | None = None,
         snapshot: Kept | None = None,
     ) -> None:

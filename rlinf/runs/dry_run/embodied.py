@@ -1,9 +1,9 @@
 """Dry-run checks of a configuration of a policy that acts: simulator, policy, saved files, demonstrations, sizes.
 
-In: a configuration that is right by itself. Out: what is wrong, by key; of the section `imitation`, a `Shown`, the
-shapes of what demonstrations show, and its statistics as a policy takes them. No simulator is made and no process is
-started: options are held to the signature of the simulator's class, and the policy is built on the meta device, without
-memory.
+In: a configuration that is right by itself. Out: what is wrong, by key; of the section `imitation`, a
+`DemonstrationSet`, the shapes of what demonstrations show, and its statistics as a policy takes them. No simulator is
+made and no process is started: options are held to the signature of the simulator's class, and the policy is built on
+the meta device, without memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from rlinf.config.embodied import IMITATION, OFF_POLICY, WITH_TARGETS, EmbodiedConfig, ImitationConfig
 from rlinf.config.importing import resolve
 from rlinf.config.load import ConfigError, Problem
-from rlinf.data.demonstrations import Shown, Window, open_episodes, open_parts
+from rlinf.data.demonstrations import DemonstrationSet, Window, open_episodes, open_parts
 from rlinf.data.demonstrations.episode import ACTIONS, STATE
 from rlinf.data.demonstrations.statistics import Accumulator, tell_rare
 from rlinf.data.demonstrations.stream import Part
@@ -48,14 +48,16 @@ from rlinf.training.embodied.ppo import Preparation
 _GB = 1 << 30
 
 
-def shown_of(settings: ImitationConfig) -> Shown | None:
+def shown_of(settings: ImitationConfig) -> DemonstrationSet | None:
     """The demonstrations that are learned from; None where none are named."""
     one = {"path": settings.path, "format": settings.format, "names": settings.names, "bounds": settings.bounds}
     sets = settings.mixture or ({} if settings.path is None else {"data": one})
     if not sets:
         return None
     memory = int(settings.memory_gb * _GB)
-    return Shown(sets=sets, solved=settings.solved, broken=settings.broken, held_out=settings.held_out, memory=memory)
+    return DemonstrationSet(
+        sets=sets, solved=settings.solved, broken=settings.broken, held_out=settings.held_out, memory=memory
+    )
 
 
 def shapes_of(settings: ImitationConfig) -> dict[str, Any]:

@@ -85,7 +85,9 @@ def told(batch: Sequence[Group], seed: int = 0) -> list[Group]:
     """The groups with made-up values, some far from what a critic would say."""
     rng = np.random.default_rng(seed)
     return [
-        group.told("values", [rng.normal(0.4, 0.4, len(s.response_ids)).astype(np.float32) for s in group.samples])
+        group.with_column(
+            "values", [rng.normal(0.4, 0.4, len(s.response_ids)).astype(np.float32) for s in group.samples]
+        )
         for group in batch
     ]
 

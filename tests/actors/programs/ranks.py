@@ -165,7 +165,7 @@ async def with_adapters(system: rlinf.ActorSystem) -> dict[str, Any]:
         await trainer.train(batch)  # so that they have an effect
     found = {}
     plain = build_model(STILL["model"], load_tokenizer(STILL["tokenizer"]))
-    said = [group.told("ref_logprobs", toys.logprobs_of(plain, group)) for group in batch]
+    said = [group.with_column("ref_logprobs", toys.logprobs_of(plain, group)) for group in batch]
     await trainer.save(Path(sys.argv[1]).parent / "adapted")
     for place in ("loss", "reward"):
         algorithm = recipes.get("grpo", {"kl": {"place": place, "beta": 0.5}})

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.data.demonstrations import Shown, open_episodes, open_parts, read_demonstrations
+from rlinf.data.demonstrations import DemonstrationSet, open_episodes, open_parts, read_demonstrations
 from rlinf.data.demonstrations.episode import decisions
 from rlinf.data.demonstrations.lerobot import filled
 from rlinf.data.demonstrations.load import WRITTEN, save_demonstrations
@@ -367,11 +367,11 @@ def test_episodes_that_are_not_whole_end_a_run_or_are_left_out_and_told_of(tmp_p
     broken = episode(2, cameras=0, actions=torch.full((2, 1, 2), torch.nan))
     save_demonstrations(tmp_path, [episode(3, cameras=0), broken, episode(4, cameras=0)], "rlinf")
     sets = {"data": {"path": str(tmp_path)}}
-    ((part,), _) = open_parts(Shown(sets=sets, broken="drop"))
+    ((part,), _) = open_parts(DemonstrationSet(sets=sets, broken="drop"))
     assert part.places == (0, 2)
     assert "1 of 3 episodes" in caplog.text
-    ((part,), _) = open_parts(Shown(sets=sets))
+    ((part,), _) = open_parts(DemonstrationSet(sets=sets))
     assert part.places == (0, 1, 2)
     sets = {"data": {"path": str(tmp_path), "bounds": "min_max"}}
     with pytest.raises(ValueError, match=r"episode 1.*imitation\.broken"):
-        open_parts(Shown(sets=sets))
+        open_parts(DemonstrationSet(sets=sets))

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlinf.algos.algorithms import DynamicSampling
-from rlinf.data.in_flight import InFlight, Made, Rules
+from rlinf.data.in_flight import Completed, InFlight, Rules
 from rlinf.data.in_flight.admission import Lookahead
 from rlinf.data.sample import Group
 from rlinf.data.step import Step
@@ -198,7 +198,11 @@ def test_what_comes_to_nothing_is_dropped_with_its_reason_and_another_takes_its_
 
         async def answers(prompts):
             async for one in prompts:
-                made = Made(one.id, (), "every episode failed") if one.id == 0 else Made(one.id, (group(one, [[0]]),))
+                made = (
+                    Completed(one.id, (), "every episode failed")
+                    if one.id == 0
+                    else Completed(one.id, (group(one, [[0]]),))
+                )
                 yield made
 
         in_flight = InFlight(run.rules, draw=run.draw, ledger=run.books, end=1)

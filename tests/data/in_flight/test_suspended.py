@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlinf import ActorSystem
 from rlinf.data.in_flight import InFlight, Rules
-from rlinf.data.in_flight.admission import Made
+from rlinf.data.in_flight.admission import Completed
 from rlinf.data.step import Step
 from rlinf.runtime.base.clock import run_virtual
 
@@ -39,7 +39,7 @@ class Generator:
         return self._answers(prompts)
 
     async def _answers(self, prompts):
-        found: asyncio.Queue[Made | None] = asyncio.Queue()
+        found: asyncio.Queue[Completed | None] = asyncio.Queue()
 
         async def answer(half):
             while half.tokens < self.length(half.id):
@@ -48,7 +48,7 @@ class Generator:
                     half.tokens += 1
                     self.made[half.id] = self.made.get(half.id, 0) + 1
             await asyncio.sleep(0.5)  # on its way through the judge: not settled yet
-            found.put_nowait(Made(half.id, (half.id,)))
+            found.put_nowait(Completed(half.id, (half.id,)))
 
         async def read():
             async for one in prompts:

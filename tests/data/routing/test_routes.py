@@ -54,7 +54,7 @@ def test_a_sample_keeps_them_wherever_it_goes():
     prompt = Prompt(0, np.arange(2, 6))
     arrays = np.arange(3), np.zeros(3, np.float32), np.zeros(3, np.int32)
     samples = [Sample(prompt, index, *arrays, "", False, routes=routes(6)) for index in range(2)]
-    judged = Group(prompt, tuple(sample.judged(1.0, "ok", scores={}) for sample in samples)).told(
+    judged = Group(prompt, tuple(sample.judged(1.0, "ok", scores={}) for sample in samples)).with_column(
         "ref_logprobs", [np.zeros(3)] * 2
     )
     there = pickle.loads(pickle.dumps(judged))

@@ -122,7 +122,7 @@ PER_ANSWER = {"name": "grpo", "overrides": {"aggregation.how": "seq-mean-token-m
 
 @pytest.mark.parametrize("algorithm", ["grpo_tis", PER_ANSWER])
 async def test_gradients_are_those_of_the_tokens_that_are_left(algorithm):
-    batch = [judged.told("ref_logprobs", [s.logprobs for s in judged.samples]) for judged in BATCH]
+    batch = [judged.with_column("ref_logprobs", [s.logprobs for s in judged.samples]) for judged in BATCH]
     async with ActorSystem.local() as system:
         trainer = (await system.spawn(WatchedTrainer, name="trainer", **SHARED, algorithm=algorithm, staleness=2))[0]
         began = (await trainer.inspect())["weights"]
@@ -132,7 +132,7 @@ async def test_gradients_are_those_of_the_tokens_that_are_left(algorithm):
         gradient = (await trainer.inspect())["gradients"][0]
     plain = toys.model()
     plain.load_state_dict(began, strict=False)
-    batch = [judged.told("teacher_logprobs", [s.logprobs for s in judged.samples]) for judged in batch]
+    batch = [judged.with_column("teacher_logprobs", [s.logprobs for s in judged.samples]) for judged in batch]
     toys.sample_by_sample(plain, algorithm_of(algorithm), batch).backward()
     assert toys.furthest(gradient, toys.gradients(plain)) < 1e-5
     assert metrics["response_tokens"] == sum(len(s.response_ids) for g in BATCH for s in g.scored)

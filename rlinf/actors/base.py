@@ -52,11 +52,10 @@ from rlinf.training.checkpoint import (
     StateCopy,
     copy_state,
     held,
-    hyperparameters,
     load_state,
-    set_hyperparameters,
     write_checkpoint,
 )
+from rlinf.training.optimizer import hyperparameters, set_hyperparameters
 
 P = ParamSpec("P")
 R = TypeVar("R")

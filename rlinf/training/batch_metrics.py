@@ -154,7 +154,7 @@ def describe(
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
         **_shaping(spec, learned),
-        **_parts(samples),
+        **_means("reward/parts", samples),
         **_ages([sample for sample in samples if learns_cut or not sample.truncated], version, oldest),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
@@ -165,7 +165,7 @@ def describe(
         "tokens": float(token_count),
         "response_tokens": float(lengths.sum()),
         **{f"outcomes/{name}": outcomes.count(name) / len(everyone) for name in _OUTCOMES},
-        **_scores(samples),
+        **_means("scores", samples),
         **rewards_by_agent(samples),
         **_distances(samples),
     }
@@ -219,13 +219,13 @@ def rewards_by_agent(samples: Sequence[Sample]) -> dict[str, float]:
     return {f"agent/{name}/reward": float(np.mean(rewards)) for name, rewards in sorted(values_of.items())}
 
 
-def _parts(samples: Sequence[Sample]) -> dict[str, float]:
+def _means(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
     """The mean of each part of the rewards, over the samples that have it."""
     values_of: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.scores.items():
             values_of.setdefault(name, []).append(value)
-    return {f"reward/parts/{name}": float(np.mean(values)) for name, values in sorted(values_of.items())}
+    return {f"{prefix}/{name}": float(np.mean(values)) for name, values in sorted(values_of.items())}
 
 
 def describe_values(groups: Sequence[Group], rows: Sequence[Sequence[Row]]) -> dict[str, float]:
@@ -255,15 +255,6 @@ def describe_values(groups: Sequence[Group], rows: Sequence[Sequence[Row]]) -> d
         "values/mean": float(values.mean()),
         "returns/mean": float(returns.mean()),
         **reward,
-    }
-
-
-def _scores(samples: Sequence[Sample]) -> dict[str, float]:
-    """The mean of each part of the reward, over the samples that have it."""
-    names = dict.fromkeys(name for sample in samples for name in sample.scores)
-    return {
-        f"scores/{name}": float(np.mean([sample.scores[name] for sample in samples if name in sample.scores]))
-        for name in names
     }
 
 

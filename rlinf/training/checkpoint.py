@@ -51,10 +51,8 @@ from rlinf.runtime.base.calls import start_apart
 from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.training.optimizer import LOCAL_CHOICES
 from rlinf.training.weight_sync import reshard
-
-LOCAL_CHOICES = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Keys of an optimizer's groups that say how it computes on this machine, not what."""
 
 OptimizerState = dict[nn.Parameter, tuple[str, dict[str, Tensor]]]
 """Per parameter its name and what the optimizer keeps for it."""
@@ -174,19 +172,6 @@ def take_over(optimizer: Optimizer | None, state: OptimizerState, about: Mapping
                 group[key].fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-
-
-def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Learning rate, decay and the like of each of an optimizer's groups, such as they are now."""
-    return [
-        {key: value for key, value in group.items() if key not in LOCAL_CHOICES} for group in optimizer.param_groups
-    ]
-
-
-def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set what `hyperparameters` gave, in place of what a checkpoint brought."""
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
-        group.update(values)
 
 
 def generators(rank: int, model: nn.Module) -> dict[str, Tensor]:

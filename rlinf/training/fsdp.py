@@ -1,9 +1,7 @@
 """Training of Hugging Face models as they are: in slices by FSDP2, in whole copies, or in copies of slices.
 
 `Learner` gathers the gradients of micro-batches and takes optimizer steps; `FsdpBackEnd` is the model on the ranks that
-train it. All of it blocks and knows no actor. Between two steps only sums gather: gradients of un-normalised losses,
-and token counts. `step` divides once, by the count of everything that came to all ranks; so it does not matter how the
-batch was cut, or how many ranks share it. Ranks must call the same methods in the same order: each is a collective.
+train it. All of it blocks and knows no actor. Ranks must call the same methods in the same order: each is a collective.
 """
 
 from __future__ import annotations
@@ -29,24 +27,14 @@ from rlinf.models.language.moe import Mixture
 from rlinf.models.language.policy_model import HEAD, PolicyModel
 from rlinf.models.language.tensor_parallel import Division
 from rlinf.training.backend import HostCopy, Loss, Optimization, Outputs, Ranks
-from rlinf.training.checkpoint import (
-    STATE,
-    Restored,
-    Source,
-    StateCopy,
-    copy_state,
-    held,
-    hyperparameters,
-    load_state,
-    set_hyperparameters,
-)
+from rlinf.training.checkpoint import STATE, Restored, Source, StateCopy, copy_state, held, load_state
 from rlinf.training.export import ADAPTER, MODEL, copy_adapter, copy_model
-from rlinf.training.optimizer import SCHEDULES, adamw, forget_gradients, lr_factor, optimizer_step, sum_over_copies
+from rlinf.training.optimizer import ScheduledOptimizer, optimizer_step, sum_over_copies
 from rlinf.training.weight_sync import exported, reshard
 
 
-class Learner:
-    """Trains one model with AdamW, a schedule of the learning rate, and a bound on the gradient's norm.
+class Learner(ScheduledOptimizer):
+    """Trains one model that every rank has whole or in slices.
 
     Args:
         module: trained in place; its frozen parameters stay as they are.
@@ -58,53 +46,8 @@ class Learner:
     """
 
     def __init__(self, module: nn.Module, settings: LearningSettings, layout: Layout = ALONE):
-        if settings.schedule not in SCHEDULES:
-            raise ValueError(f"schedule={settings.schedule!r} is none of {list(SCHEDULES)}")
-        if settings.schedule != "constant" and settings.total_steps is None:
-            raise ValueError(f"schedule={settings.schedule!r} needs total_steps, the optimizer steps of the whole run")
-        self.module = module
-        self._settings, self._layout = settings, layout
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.optimizer = adamw(
-            self._parameters,
-            settings.kind,
-            lr=settings.lr,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-        )
-        self._given = hyperparameters(self.optimizer)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._factor)
-        self._sum: LossSum | None = None
-
-    def _factor(self, done: int) -> float:
-        """Share of the learning rate that a step has after so many others."""
-        how = self._settings
-        return lr_factor(done, how.schedule, how.warmup_steps, how.total_steps, how.min_lr_ratio)
-
-    def begin(self) -> None:
-        """Forget what has gathered since the last step, such as what an interrupted call left."""
-        forget_gradients(self.optimizer)
-        self._sum = None
-
-    def resumed(self) -> None:
-        """Go on with the hyperparameters given here, at the place in the schedule that a checkpoint brought."""
-        set_hyperparameters(self.optimizer, self._given)
-        self.schedule.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        self._set_rates()
-
-    def _set_rates(self) -> None:
-        """Learning rates as the schedule has them at its place."""
-        factor = self._factor(self.schedule.last_epoch)
-        for group, base in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
-            group["initial_lr"], group["lr"] = base, base * factor
-        self.schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
-
-    def pass_over(self, count: int) -> None:
-        """Let the schedule pass over optimizer steps that are not taken; but not while it warms up, which is for steps
-        that are."""
-        if self.schedule.last_epoch >= self._settings.warmup_steps:
-            self.schedule.last_epoch += count
-            self._set_rates()
+        super().__init__(module, settings)
+        self._layout = layout
 
     def accumulate(self, batches: Sequence[Packed], loss: Loss, *, entropy_slope: bool = False) -> None:
         """Add the gradients of some micro-batches, one after the other; each rank must, for as many.
@@ -118,35 +61,9 @@ class Learner:
         for batch in (batch.to(device) for batch in batches):
             total = loss(batch, self.module(batch, entropy_slope=True) if entropy_slope else self.module(batch))
             total.total.backward()  # type: ignore[no-untyped-call]
-            part = total.detach()
-            self._sum = part if self._sum is None else self._sum + part
+            self._add(total)
 
-    def step(self) -> tuple[LossSum, dict[str, float]]:
-        """Divide by the tokens that came to all ranks, clip, and take one optimizer step.
-
-        Returns:
-            What gathered on all ranks, and `loss`, `grad_norm` (before clipping) and `lr` of this step; and what the
-            module says of itself (`numbers`).
-
-        Raises:
-            ValueError: nothing came since the last step.
-            FloatingPointError: the loss or the gradient is not finite; the weights have not changed.
-        """
-        if self._sum is None:
-            raise ValueError("there is nothing to learn from: no micro-batch came since the last step")
-        try:
-            gathered, norm = self._taken(self._sum)
-        finally:
-            self.begin()
-        if float(gathered.weight) == 0:
-            raise ValueError("there is not one token to learn from: every response was empty")
-        lr = float(self.schedule.get_last_lr()[0])
-        self.schedule.step()
-        numbers = {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
-        return gathered, {**numbers, **getattr(self.module, "numbers", {})}
-
-    def _taken(self, mine: LossSum) -> tuple[LossSum, float]:
-        """Gather gradients from all ranks and take the step; arguments and results as of `optimizer_step`."""
+    def _take_step(self, mine: LossSum) -> tuple[LossSum, float]:
         layout = self._layout
         if layout.copies is not None:
             sum_over_copies(self._parameters, layout.copies)

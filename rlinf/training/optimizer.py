@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rlinf.algos.loss_sum import EffectiveSize, Explained, LossSum, Max, Mean, Metric, MetricGroup
+from rlinf.config.learning import LearningSettings
 from rlinf.runtime.base.tensors import shard_of
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -340,6 +341,115 @@ def forget_gradients(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
+
+
+class ScheduledOptimizer:
+    """Trains a model with AdamW, a schedule of the learning rate, and a bound on the gradient's norm.
+
+    Between two steps only sums gather: gradients of un-normalised losses, and token counts. `step` divides once, by the
+    count of everything that came to all ranks; so it does not matter how the batch was cut, or how many ranks share it.
+    A subclass gathers them (`accumulate`), and adds them up over its ranks (`_take_step`).
+
+    Args:
+        module: trained in place; its frozen parameters stay as they are.
+        settings: of the optimizer and its schedule.
+
+    Raises:
+        ValueError: an unknown schedule, or one that falls without knowing when it ends.
+    """
+
+    def __init__(self, module: nn.Module, settings: LearningSettings):
+        if settings.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={settings.schedule!r} is none of {list(SCHEDULES)}")
+        if settings.schedule != "constant" and settings.total_steps is None:
+            raise ValueError(f"schedule={settings.schedule!r} needs total_steps, the optimizer steps of the whole run")
+        self.module, self._settings = module, settings
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        rates = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+        self.optimizer = adamw(self._parameters, settings.kind, betas=settings.betas, **rates)
+        self._hyperparameters = hyperparameters(self.optimizer)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._factor)
+        self._sum: LossSum | None = None
+
+    def _factor(self, done: int) -> float:
+        """Share of the learning rate that a step has after so many others."""
+        how = self._settings
+        return lr_factor(done, how.schedule, how.warmup_steps, how.total_steps, how.min_lr_ratio)
+
+    def begin(self) -> None:
+        """Forget what has gathered since the last step, such as what an interrupted call left."""
+        forget_gradients(self.optimizer)
+        self._sum = None
+
+    def resumed(self) -> None:
+        """Go on with the hyperparameters given here, at the place in the schedule that a checkpoint brought."""
+        set_hyperparameters(self.optimizer, self._hyperparameters)
+        self.schedule.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        """Learning rates as the schedule has them at its place."""
+        factor = self._factor(self.schedule.last_epoch)
+        for group, base in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
+            group["initial_lr"], group["lr"] = base, base * factor
+        self.schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def pass_over(self, count: int) -> None:
+        """Let the schedule pass over optimizer steps that are not taken; but not while it warms up, which is for steps
+        that are."""
+        if self.schedule.last_epoch >= self._settings.warmup_steps:
+            self.schedule.last_epoch += count
+            self._set_rates()
+
+    def step(self) -> tuple[LossSum, dict[str, float]]:
+        """Divide by the tokens that came to all ranks, clip, and take one optimizer step.
+
+        Returns:
+            What gathered on all ranks, and `loss`, `grad_norm` (before clipping) and `lr` of this step; and what the
+            module says of itself (`numbers`).
+
+        Raises:
+            ValueError: nothing came since the last step.
+            FloatingPointError: the loss or the gradient is not finite; the weights have not changed.
+        """
+        if self._sum is None:
+            raise ValueError("there is nothing to learn from: no micro-batch came since the last step")
+        try:
+            gathered, norm = self._take_step(self._sum)
+        finally:
+            self.begin()
+        if float(gathered.weight) == 0:
+            raise ValueError("there is not one token to learn from: every response was empty")
+        lr = float(self.schedule.get_last_lr()[0])
+        self.schedule.step()
+        numbers = {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
+        return gathered, {**numbers, **getattr(self.module, "numbers", {})}
+
+    def _add(self, total: LossSum) -> None:
+        """Count the loss of a micro-batch whose gradient was added."""
+        part = total.detach()
+        self._sum = part if self._sum is None else self._sum + part
+
+    def _take_step(self, mine: LossSum) -> tuple[LossSum, float]:
+        """Add gradients up over the ranks and take the step; arguments and results as of `optimizer_step`."""
+        raise NotImplementedError(f"{type(self).__name__} takes no step: define _take_step")
+
+
+LOCAL_CHOICES = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Keys of an optimizer's groups that say how it computes on this machine, not what."""
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Learning rate, decay and the like of each of an optimizer's groups, such as they are now."""
+    return [
+        {key: value for key, value in group.items() if key not in LOCAL_CHOICES} for group in optimizer.param_groups
+    ]
+
+
+def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Set what `hyperparameters` gave, in place of what a checkpoint brought."""
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        group.update(values)
 
 
 def share_of(rows: Tensor, mesh: DeviceMesh | None) -> tuple[Tensor, bool]:

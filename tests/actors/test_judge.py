@@ -135,7 +135,7 @@ async def test_a_hang_and_a_crash_cost_one_sample_each(system, tmp_path, monkeyp
 
 async def test_a_column_that_is_not_there_is_one_clear_error(system):
     judge = await judge_of(system, lambda response, grade: 1, isolate="never")
-    with pytest.raises(ValueError, match=r"takes \['grade'\], which is no column here; there are \['answer', 'level'"):
+    with pytest.raises(ValueError, match=r"'grade'.*'answer', 'level'"):
         await judge.score(answered("12"))
 
 
@@ -155,8 +155,7 @@ async def test_a_reward_that_always_fails_ends_the_job_with_the_first_cause(syst
     judge = await judge_of(system, broken, isolate="never")
     for _ in range(7):
         await judge.score(answered(*"12345678"))
-    with pytest.raises(RewardError, match=r"broken cannot score anything: 64 answers in a row failed, the first with "
-                       r"KeyError: 1 .*(?s:.*)raise KeyError"):  # fmt: skip
+    with pytest.raises(RewardError, match=r"broken.*64.*KeyError: 1(?s:.*)raise KeyError"):
         await judge.score(answered(*"12345678"))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 
 import numpy as np
 import pytest
@@ -178,29 +177,6 @@ async def test_no_more_is_held_than_a_micro_batch_beyond_what_is_computed():
         await asyncio.sleep(0.0)
     await arrivals.close()
     assert seen == taken == list(range(len(GROUPS)))
-
-
-class Slow(Seen):
-    """Takes 10 ms for each group, and counts them."""
-
-    groups = 0
-
-    def _told(self, groups):
-        time.sleep(0.01 * len(groups))
-        self.groups += len(groups)
-        return super()._told(groups)
-
-    @endpoint
-    async def counted(self) -> int:
-        return self.groups
-
-
-async def test_ranks_that_are_equally_fast_get_about_equally_many_groups():
-    async with ActorSystem.local(3, serialize=True) as system:
-        reference = await system.spawn(Slow, hosts=[1, 2], **SHARED, micro_batch_tokens=60)
-        many = toys.groups(30)
-        assert len(await reference.logprobs(Stream.of(many)).collect()) == len(many)
-        assert min(await reference.counted()) >= 8  # one that took all it could get would leave the other 2
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

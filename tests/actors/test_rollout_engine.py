@@ -60,7 +60,7 @@ def test_the_quickstarts_task_is_learned_with_an_engine_in_another_process(tmp_p
 
 @pytest.mark.parametrize(
     ("path", "text"),
-    [("transfomers", "no such module.*or take transformers"), ("tests.engines.scripted_process.bild", "did you mean")],
+    [("transfomers", "transformers"), ("tests.engines.scripted_process.bild", "build")],
 )
 def test_an_engine_that_is_not_there_is_told_before_anything_starts(path, text):
     with pytest.raises(ConfigError, match=rf"(?s)rollout\.engine.*{text}"):

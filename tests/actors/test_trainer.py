@@ -69,42 +69,6 @@ async def test_training_reports_what_the_batch_was_and_how_it_went(trainer):
         assert np.isfinite(first[name])
 
 
-async def test_what_was_better_becomes_likelier(trainer):
-    learning = await trainer(epochs=4)
-    good, bad = np.array([6, 7, 1]), np.array([8, 9, 1])
-    prompt = Prompt(0, np.array([4, 5]))
-    before = await likelihoods(learning, prompt, good, bad)
-    samples = [
-        Sample(prompt, i, ids, np.full(3, -2.6, np.float32), np.zeros(3, np.int32), "", False, reward=reward)
-        for i, (ids, reward) in enumerate(((good, 1.0), (bad, 0.0)))
-    ]
-    await learning.train([Group(prompt, tuple(samples))])
-    after = await likelihoods(learning, prompt, good, bad)
-    assert after[0] > before[0]
-    assert after[1] < before[1]
-
-
-async def likelihoods(trainer, prompt, *answers):
-    """Log-prob of each answer, by transformers."""
-    net = toys.model()
-    net.load_state_dict(dict((await trainer.weights()).named()), strict=False)
-    found = []
-    for answer in answers:
-        ids = torch.tensor([[*prompt.token_ids, *answer]])
-        logprobs = torch.log_softmax(net(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])
-        found.append(float(logprobs[len(prompt.token_ids) - 1 :].detach().sum()))
-    return found
-
-
-async def test_every_update_is_a_version(trainer):
-    learning = await trainer()
-    assert (await learning.weights()).version == 0
-    await learning.sft([[Example(np.array([4, 5]), np.array([6, 1]))]] * 2)
-    assert (await learning.weights()).version == 2
-    await learning.train([scored()])
-    assert (await learning.weights()).version == 3
-
-
 async def test_weights_asked_for_while_a_batch_is_learned_are_those_after_it(trainer):
     learning = await trainer(epochs=3, micro_batch_tokens=1)
     before = await flat(learning)
@@ -205,13 +169,6 @@ def system_actor(group):
     return group[0]._owner.cells[group[0]._actor].actor
 
 
-async def test_minibatches_are_steps_on_parts_in_an_order_of_their_own(trainer):
-    learning = await trainer(epochs=2, minibatches=3, lr=0.0)
-    steps = system_actor(learning)._learner.schedule
-    await learning.train(toys.groups(7))
-    assert steps.last_epoch == 6
-
-
 async def test_equal_rewards_teach_nothing(trainer):
     learning = await trainer()
     before = await flat(learning)
@@ -248,14 +205,6 @@ async def test_it_tells_once_which_samples_it_has_learned_from(trainer):
     assert found.unscored == {0: [1, 3]}
     assert found.tokens > 0
     assert await learning.learned() == Learned()
-
-
-async def test_supervised_training_learns_the_answers(trainer):
-    learning = await trainer()
-    batch = [Example(np.array([4, 13]), np.array([4, 1])), Example(np.array([5, 13]), np.array([5, 1]))]
-    metrics = await learning.sft(Stream.of([batch] * 30), lr=0.01)
-    assert metrics["sft/steps"] == 30
-    assert metrics["sft/loss"] < 0.1 < metrics["sft/loss_first"]
 
 
 async def test_adapters_learn_and_the_model_under_them_does_not(trainer):
@@ -467,16 +416,6 @@ async def test_training_and_saving_do_not_wait_for_the_disk(trainer, tmp_path):
     restored = await trainer("other", seed=9)
     await restored.restore(tmp_path / "saved")
     assert torch.equal((await restored.weights()).buckets[0], before.buckets[0])
-
-
-async def test_offloading_and_loading_change_nothing(trainer):
-    learning = await trainer()
-    await learning.train([scored()])
-    before = await flat(learning)
-    await system_actor(learning).offload()
-    await system_actor(learning).onload()
-    assert torch.equal(await flat(learning), before)
-    await learning.train([scored()])
 
 
 async def test_a_second_epoch_that_fails_leaves_a_version_of_its_own(trainer):

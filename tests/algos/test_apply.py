@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlinf.algos import losses, recipes
-from rlinf.algos.advantages import group_relative, leave_one_out, reinforce_pp
+from rlinf.algos.advantages import group_relative, reinforce_pp
 from rlinf.algos.algorithms import advantages_of, loss_of, value_loss_of
 from rlinf.algos.loss_sum import Answers, MicroBatch
 from rlinf.algos.recipes import NAMES
@@ -62,17 +62,6 @@ def test_every_recipe_turns_answers_into_a_gradient(name):
     assert gradient.abs().sum() > 0
     assert (gradient[~batch.mask] == 0).all()
     assert (recipe.critic is not None) == (found.returns is not None)
-
-
-def test_advantages_are_those_of_the_part():
-    given = answers()
-    rewards = given.rewards.double()
-    for name, expected in {
-        "grpo": group_relative(rewards, given.groups),
-        "dr_grpo": group_relative(rewards, given.groups, scale="none"),
-        "rloo": leave_one_out(rewards, given.groups),
-    }.items():
-        assert advantages_of(recipes.get(name), given).values.tolist() == expected.float().tolist()
 
 
 @pytest.mark.parametrize(

@@ -45,15 +45,6 @@ def test_actions_of_two_chunks_by_hand():
     assert found.mask.all()
 
 
-def test_chunks_by_hand():
-    # Chunk rewards 3 and 4; values 8, 8, then 16.
-    chunks = one_environment([[1.0, 2.0], [4.0, 0.0]], values=[8.0, 8.0], next_values=[16.0])
-    found = advantages_of_chunks(chunks, gamma=0.5, lam=0.5, whiten=False)
-    # d_1 = 4 + 8 - 8 = 4, d_0 = 3 + 4 - 8 = -1; A_1 = 4, A_0 = -1 + 1/4 4 = 0
-    assert found.values[:, 0].tolist() == [0.0, 4.0]
-    assert found.returns[:, 0].tolist() == [8.0, 12.0]
-
-
 def test_nothing_is_expected_behind_a_terminated_step():
     chunks = one_environment([[1.0, 2.0]], terminated=[(0, 1)], values=[[8.0, 8.0]], next_values=[float("nan")])
     found = advantages_of_chunks(chunks, gamma=0.5, lam=0.5, whiten=False)
@@ -70,13 +61,6 @@ def test_a_truncated_step_is_bootstrapped_with_the_value_of_its_last_observation
         assert found.values.tolist() == [[1.0 + 2.0 + 10.0 - 8.0]]
     else:
         assert found.values[0, 0].tolist() == [-3.0 + 0.25 * 4.0, 2.0 + 10.0 - 8.0]
-
-
-def test_a_terminated_step_is_not_bootstrapped_though_it_was_truncated_too():
-    chunks = one_environment(
-        [[1.0]], terminated=[(0, 0)], truncated=[(0, 0)], values=[[8.0]], next_values=[99.0], final_values=[20.0]
-    )
-    assert advantages_of_chunks(chunks, gamma=0.5, lam=0.5, whiten=False).values.tolist() == [[[-7.0]]]
 
 
 @pytest.mark.parametrize("per_chunk", [False, True])
@@ -113,9 +97,9 @@ def test_missing_values_are_asked_for_by_name():
 
 def test_wrong_shapes_are_named():
     flags = torch.zeros(2, 3, 4, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"values \[2, 4\] must be \[2, 3\] .* or of their shape"):
+    with pytest.raises(ValueError, match=r"values \[2, 4\].*\[2, 3\]"):
         Chunks(torch.zeros(2, 3, 4), flags, flags, flags, values=torch.zeros(2, 4))
-    with pytest.raises(ValueError, match=r"next_values \[2\] must be \[3\]"):
+    with pytest.raises(ValueError, match=r"next_values \[2\].*\[3\]"):
         Chunks(torch.zeros(2, 3, 4), flags, flags, flags, next_values=torch.zeros(2))
 
 

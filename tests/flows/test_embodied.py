@@ -79,16 +79,6 @@ async def test_slices_change_neither_what_happens_nor_what_is_learned(kind):
             torch.testing.assert_close(same[key], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-async def test_child_processes_do_what_a_thread_does():
-    async with ActorSystem.local() as system:
-        metrics, weights = await steps(system, 2, name="threads", slices=2)
-        more, same = await steps(system, 2, name="children", slices=2, env={"workers": 2})
-    for mine, theirs in zip(metrics, more, strict=True):
-        assert mine == pytest.approx(theirs)
-    equal(weights, same)
-
-
 async def test_what_was_learned_arrives_at_the_policy_with_its_running_statistics():
     class Open(PolicyActor):
         @endpoint
@@ -189,11 +179,6 @@ def test_with_two_slices_one_is_simulated_while_the_other_is_decided(simulating,
     assert metrics["told"] == [((0, 0), "0 at 50"), ((0, 1), "1 at 50")]
     # the slower stage never waits; before its first piece of work and after its last one the other one works alone
     assert seconds == 50 * max(simulating, deciding) + min(simulating, deciding) / 2 + 7.0
-
-
-def test_every_slice_of_every_simulation_is_told_of():
-    metrics, _ = modelled(2, 1.0, 0.5, horizon=3, simulations=2, hosts=2)
-    assert [key for key, _ in metrics["told"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 # Giving up -----------------------------------------------------------------------------------------------------------

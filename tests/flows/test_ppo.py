@@ -45,7 +45,7 @@ class ScriptedRollout(Role):
 
     @endpoint(joint=True)
     async def load(self, weights):
-        await self.did(f"rollout has {weights}")
+        await self.did(f"rollout: {weights}")
         return 0
 
 
@@ -66,7 +66,7 @@ class ScriptedReference(Role):
 
     @endpoint(joint=True)
     async def follow(self, weights):
-        await self.did(f"reference follows {weights}")
+        await self.did(f"reference: {weights}")
 
 
 class Learner(Role):
@@ -94,7 +94,7 @@ class Learner(Role):
 
     @endpoint(joint=True)
     async def weights(self):
-        return "new weights"
+        return "new"
 
 
 class Failing(Learner):
@@ -141,8 +141,8 @@ def test_critic_and_trainer_learn_at_the_same_time_from_every_group():
             assert await roles.all[role][0].seen() == [(number, ["values"]) for number in (0, 2, 3)]
         times = {what: time for time, what in roles.log}
         assert times["critic[0] begins"] == times["trainer[0] begins"]
-        assert roles.said[-1] == "rollout has new weights"
-        assert times["rollout has new weights"] == times["trainer[0] ends"] == times["critic[0] ends"]
+        assert roles.said[-1] == "rollout: new"
+        assert times["rollout: new"] == times["trainer[0] ends"] == times["critic[0] ends"]
 
     play(check)
 
@@ -161,7 +161,7 @@ def test_a_reference_is_asked_before_the_critic_and_follows_where_it_moves():
         step = Step(0, Stream.of(prompts(0)), 2, moving_reference=True)
         await ppo(step, **roles.all, reference=roles.reference)
         assert await roles.all["critic"][0].seen() == [(0, ["ref_logprobs", "values"])]
-        assert roles.said[-2:] == ["rollout has new weights", "reference follows new weights"]
+        assert roles.said[-2:] == ["rollout: new", "reference: new"]
 
     play(check)
 

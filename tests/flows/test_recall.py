@@ -7,10 +7,8 @@ from rlinf.actors.env import EnvActor
 from rlinf.actors.policy import PolicyActor
 from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.demonstrations import read_demonstrations
-from rlinf.data.in_flight import InFlight, Rules
 from rlinf.data.step import EmbodiedStep
 from rlinf.flows.embodied import embodied
-from rlinf.flows.embodied_async import embodied_async
 from rlinf.flows.evaluate import trials
 from rlinf.flows.record import record
 from rlinf.models.policy.build import build_policy_model
@@ -99,17 +97,3 @@ async def test_what_is_recorded_is_decided_with_a_memory_and_does_not_show_it(tm
             torch.testing.assert_close(memory[0], memories[time][number])
             state = shown.observation["state"][time][None]
             memory = model.act({"state": state, "memory": memory}, greedy=True).memory
-
-
-async def test_acting_ahead_by_no_version_is_acting_with_the_same_memories():
-    config = remembering(memory=5, sequence=3)
-    async with ActorSystem.local() as system:
-        plain, ahead = [await roles(system, config, name) for name in ("plain", "ahead")]
-        in_flight, found = InFlight(Rules(0, between=True)), []
-        for number in range(2):
-            expected = await embodied(EmbodiedStep(number, HORIZON, fresh=False), **plain)
-            step = EmbodiedStep(number, HORIZON, fresh=False, until=2, in_flight=in_flight)
-            found.append((await embodied_async(step, **ahead), expected))
-        await in_flight.close()
-    for metrics, expected in found:
-        assert {name: metrics[name] for name in expected} == expected

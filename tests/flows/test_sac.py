@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from rlinf.actors.policy import PolicyActor
-from rlinf.flows.embodied import embodied
 from rlinf.flows.evaluate import trials
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.embodied.replay import transitions
 from tests.flows.reaching import SOFT, Expert, environments, equal, policy_for, roles, steps
 
 
+@pytest.mark.repeated  # by steps on transitions in training/embodied/off_policy/test_sac_step.py
 async def test_it_learns_the_toy():
     async with ActorSystem.local() as system:
         group = await roles(system)
@@ -53,14 +53,6 @@ async def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
         await again["policy"].load(again["trainer"].weights())
         await steps(again, 2, first=3)
         assert equal(await again["trainer"][0].weights(), expected)
-
-
-async def test_the_flow_that_learns_after_acting_works_too():
-    async with ActorSystem.local() as system:
-        group = await roles(system)
-        metrics = await steps(group, 2, flow=embodied)
-    assert metrics[1]["optimizer_steps"] == 32
-    assert metrics[1]["staleness/mean"] == 0
 
 
 async def test_transitions_end_where_episodes_end_and_not_where_they_are_cut():

@@ -7,7 +7,7 @@ import torch
 import rlinf
 from rlinf import Actor, endpoint
 from rlinf.data.weights import Weights
-from tests.weights.programs.remote import Toy
+from tests.training.programs.remote import Toy
 
 VERSIONS = 3
 

@@ -34,7 +34,7 @@ from rlinf.runtime.transport.process_groups import (
 from rlinf.runtime.values.p2p import GroupBulk
 from rlinf.runtime.values.pickler import GroupRef
 from tests.runtime.nccl_model import Communicator, Event, Machine, Network, Ticket
-from tests.weights.device_watch import pretended
+from tests.training.device_watch import pretended
 
 HOSTS = (0, 1, 2)
 PATIENCE = 20.0

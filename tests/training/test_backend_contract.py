@@ -20,8 +20,8 @@ from tests.training.programs.contract import OPTIMIZER, SPLIT
 
 PROGRAM = Path(__file__).parent / "programs" / "contract.py"
 RUNS = {
-    1: ("plain", "shard", "megatron"),
-    2: ("plain", "shard", "replicate", "tensor", "pipeline"),
+    1: ("plain", "megatron"),
+    2: ("shard", "replicate", "tensor", "pipeline"),
     4: ("hybrid",),
 }
 """By number of ranks, what is examined; a run takes over what the run before it saved."""
@@ -100,7 +100,7 @@ def test_a_back_end_is_named_by_a_short_name_or_a_dotted_path():
     assert back_end_of("fsdp") is FsdpBackEnd
     assert back_end_of("megatron") is MegatronBackEnd
     assert back_end_of("tests.training.plain_backend.PlainBackEnd") is PlainBackEnd
-    with pytest.raises(ValueError, match=r"backend='nemo' is neither .*fsdp.* nor the dotted path"):
+    with pytest.raises(ValueError, match=r"backend='nemo'.*fsdp"):
         back_end_of("nemo")
 
 

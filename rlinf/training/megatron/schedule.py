@@ -35,13 +35,11 @@ from torch import Tensor, nn
 from rlinf.algos.loss_sum import LossSum
 from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Packed, pack
-from rlinf.models.language.fsdp import Layout
 from rlinf.training.backend import Loss
-from rlinf.training.fsdp import Learner
 from rlinf.training.megatron.layers import Reading, Stage, outputs_of, read
 from rlinf.training.megatron.layout import Groups
 from rlinf.training.megatron.state import Sharing
-from rlinf.training.optimizer import optimizer_step, sum_over_copies
+from rlinf.training.optimizer import ScheduledOptimizer, optimizer_step, sum_over_copies
 
 
 class Precision:
@@ -249,12 +247,12 @@ the time, and the first gradient comes while others are still being generated.""
 NOTHING = LossSum(torch.zeros(()), torch.zeros((), dtype=torch.float64))
 
 
-class SplitLearner(Learner):
+class SplitLearner(ScheduledOptimizer):
     """Trains a model of which this rank has a part.
 
     Args:
         module: the part.
-        settings: see `Learner`.
+        settings: of the optimizer and its schedule.
         pipeline: runs it.
         shared: who has each of its parameters, by name.
         groups: this rank's.
@@ -272,7 +270,7 @@ class SplitLearner(Learner):
         head: str,
         named: Callable[[], Iterable[tuple[str, Tensor]]],
     ):
-        super().__init__(module, settings, Layout(groups.meshes["data"]))
+        super().__init__(module, settings)
         self._pipeline, self._groups, self._head, self._named = pipeline, groups, head, named
         self._waiting: list[tuple[Packed, Loss, bool]] = []
         self._kinds = [(parameter, shared[name]) for name, parameter in module.named_parameters()]
@@ -312,15 +310,14 @@ class SplitLearner(Learner):
             if number >= len(now):
                 return None
             sums = now[number][1](batches[number], outputs_of(outputs, self._head))
-            part = sums.detach()
-            self._sum = part if self._sum is None else self._sum + part
+            self._add(sums)
             return sums.total
 
         pipeline.run(batches, ended, learns=True, entropy_slope=any(slope for _, _, slope in now))
         if not pipeline.last:
             self._sum = NOTHING  # until the last stage says
 
-    def _taken(self, mine: LossSum) -> tuple[LossSum, float]:
+    def _take_step(self, mine: LossSum) -> tuple[LossSum, float]:
         self._gather()
         meshes = self._groups.meshes
         return optimizer_step(

@@ -64,9 +64,9 @@ async def cancelled(system: rlinf.ActorSystem, settings: dict[str, Any] = SETTIN
             await asyncio.sleep(0.002)
         await asyncio.Event().wait()
 
-    for moment in range(14):
+    for moment in range(7):
         training = asyncio.ensure_future(trainer.train(Stream.of(endless())))
-        await asyncio.sleep(0.006 * moment)
+        await asyncio.sleep(0.012 * moment)
         training.cancel()
         try:
             await training
@@ -119,7 +119,7 @@ async def unheard(system: rlinf.ActorSystem) -> None:
     try:
         await trainer.say(Stream.of(broken())).collect()
     except OSError as error:
-        print("OSError", str(error)[:40], flush=True)
+        print(type(error).__name__, flush=True)
     other = await system.spawn(Trainer, name="untouched", **SETTINGS)
     assert await trainer.train(Stream.of(BATCH)) == await other.train(Stream.of(BATCH))
     assert torch.equal(await flat(trainer), await flat(other))
@@ -145,7 +145,7 @@ async def misfed(system: rlinf.ActorSystem) -> None:
     try:
         await trainer[0].train(BATCH)
     except rlinf.runtime.base.errors.UserError as error:
-        print(str(error)[-50:], flush=True)
+        print(str(error), flush=True)
     metrics = await trainer.train(Stream.of(BATCH))
     other = await system.spawn(Trainer, name="untouched", **SETTINGS)
     again = await other.train(BATCH)

@@ -52,7 +52,7 @@ def test_ids_of_lengths_may_be_empty_in_between():
     [
         ({"how": "token_mean"}, r"how='token_mean'.*none.*; meant"),
         ({"how": "seq-mean-token-sum-norm"}, "needs it"),
-        ({"how": "token-mean", "norm_length": 3.0}, "no other has it"),
+        ({"how": "token-mean", "norm_length": 3.0}, "norm_length"),
         ({"how": "seq-mean-token-sum-norm", "norm_length": 0.0}, r"norm_length=0.0.*more.*0"),
         ({"how": "seq-mean-token-sum", "sequences": torch.zeros(3, dtype=torch.int64)}, r"sequences \[3\]"),
         ({"how": "seq-mean-token-sum", "sequences": torch.zeros(3, 3)}, "whole numbers"),
@@ -65,5 +65,5 @@ def test_what_does_not_fit_is_named(arguments, text):
 
 
 def test_a_mask_of_another_shape_is_named():
-    with pytest.raises(ValueError, match=r"mask \[2, 3\] must have the shape of loss \[3, 3\]"):
+    with pytest.raises(ValueError, match=r"mask \[2, 3\].*loss \[3, 3\]"):
         losses.reduce(LOSS, MASK[:2])

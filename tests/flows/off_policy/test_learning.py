@@ -151,15 +151,6 @@ async def test_a_resumed_run_from_pictures_repeats_bit_for_bit_and_keeps_each_pi
     assert kept < 1.6 * rows
 
 
-async def test_only_solved_episodes_are_learned_from():
-    async with ActorSystem.local() as system:
-        group = await roles(system, env={"max_steps": 4}, kind=Looking, solved_only=True, warmup=0)
-        found = await steps(group, 2)
-        _, rows = await group["trainer"][0].pictures()
-    assert sum(each["env_steps"] for each in found) == 64
-    assert 0 < rows < 40
-
-
 async def test_there_is_nothing_to_study_without_demonstrations():
     async with ActorSystem.local() as system:
         group = await roles(system)

@@ -83,7 +83,7 @@ def test_bfloat16_is_for_computing_alone(results, case):
         assert rank["moved"] > 0.01, "what it computes with has learned"
         assert rank["returned"], "and is what was taken over"
         if "FSDP's loss" in rank:
-            assert rank["loss of its own"] == pytest.approx(rank["FSDP's loss"], abs=mean)
+            assert rank["own loss"] == pytest.approx(rank["FSDP's loss"], abs=mean)
     along, own, other = (sum(rank["cosine"][place] for rank in ranks) for place in range(3))
     assert along / math.sqrt(own * other) > 0.999
 

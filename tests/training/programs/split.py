@@ -199,7 +199,7 @@ class Split(SpmdActor):
             "moved": moved,
             "returned": head == "values" or torch.equal(back.outputs(probe)[0], found),
             "size": float(expected.abs().max()),
-            "loss of its own": numbers["loss"],
+            "own loss": numbers["loss"],
             "outputs": off,
             "gradient": worst,
             "largest": max(float(grad.abs().max()) for grad in wanted.values()),

@@ -54,7 +54,6 @@ EXPERTS = {
 }  # fmt: skip
 CHECKPOINTED = {"gradient_checkpointing": True}
 CASES: dict[str, Case] = {
-    "context": Case(parallel={"context": 2}),
     "context, windows": Case("qwen2", {"context": 2}, more=WINDOW),
     "tensor": Case("qwen2", {"tensor": 2}, settings=CHECKPOINTED),
     "expert": Case("qwen3_moe", {"expert": 2}, more=EXPERTS),
@@ -62,10 +61,10 @@ CASES: dict[str, Case] = {
     "tensor, context, expert": Case(
         "qwen3_moe", {"tensor": 2, "context": 2, "expert": 4}, more=EXPERTS, settings=CHECKPOINTED
     ),
-    "tensor and slices": Case(parallel={"tensor": 2}),
+    "tensor and slices": Case("qwen2", {"tensor": 2}, more=WINDOW),
     "tensor in copies": Case(parallel={"tensor": 2}, sharding="hybrid"),
 }
-FROM = {"tensor, context, expert": "expert", "tensor and slices": "context"}
+FROM = {"tensor, context, expert": "expert", "tensor and slices": "context, windows"}
 """Of cases that go on from what others saved, with fewer ranks and split otherwise, which these are."""
 
 

@@ -219,7 +219,7 @@ async def main(system) -> None:
 
 
 if __name__ == "__main__":
-    from tests.weights.programs import sharded  # under its own name, so that what it defines can be sent
+    from tests.training.programs import sharded  # under its own name, so that what it defines can be sent
 
     rlinf.run(sharded.main)
     sys.exit(0)

@@ -26,7 +26,7 @@ from tests.actors.programs.control import MLP, collected
 from tests.actors.test_reference import Seen, weights
 from tests.flows.reaching import SOFT, environments, policy_for
 from tests.runtime.worlds import until
-from tests.weights.programs.sharded import Learner
+from tests.training.programs.sharded import Learner
 
 TEXT: dict[str, Any] = {"model": toys.configuration(), "tokenizer": toys.ALPHABET}
 

@@ -17,7 +17,7 @@ import rlinf.training.weight_sync as publish_module
 from rlinf.data.weights import BUCKET_BYTES, Weights
 from rlinf.engines.transformers.model import ModelForward
 from rlinf.training.weight_sync import exported, has_room, pack, publishing_bytes
-from tests.weights.device_watch import pretended
+from tests.training.device_watch import pretended
 
 SHAPES = [(151_936, 1536), (1536, 8960), (1536,), (8960, 1536), (7, 3), *[(8960, 1536)] * 24]
 """Of Qwen2.5-1.5B: its embedding is larger than a bucket; and rows that no number of ranks divides."""

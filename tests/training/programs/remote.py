@@ -59,7 +59,7 @@ async def main(system) -> None:
 if __name__ == "__main__":
     real_here = torchrun.here
     torchrun.here = lambda number, **rest: dataclasses.replace(real_here(number, **rest), machine=f"machine {number}")
-    from tests.weights.programs import remote  # under its own name, so that what it defines can be sent
+    from tests.training.programs import remote  # under its own name, so that what it defines can be sent
 
     rlinf.run(remote.main)
     sys.exit(0)

@@ -11,7 +11,7 @@ import rlinf
 from rlinf import Actor, endpoint
 from rlinf.data.weights import Weights
 from rlinf.runtime.system import torchrun
-from tests.weights.programs.remote import Toy
+from tests.training.programs.remote import Toy
 
 
 class Trainer(Actor):
@@ -59,7 +59,7 @@ if __name__ == "__main__":
     torchrun.here = lambda number, **rest: dataclasses.replace(
         real_here(number, **rest), machine=f"machine {number // 2}"
     )
-    from tests.weights.programs import relayed  # under its own name, so that what it defines can be sent
+    from tests.training.programs import relayed  # under its own name, so that what it defines can be sent
 
     rlinf.run(relayed.main)
     sys.exit(0)

@@ -178,7 +178,7 @@ def test_bad_input_is_told_once_and_all_ranks_go_on_together(told):
     lines = told[0]["misfed"]
     assert [line.split()[0] for line in lines[:3]] == ["OSError", "FloatingPointError", "ValueError"]
     assert lines[1].endswith("kept")
-    assert lines[3].startswith("trainer")
+    assert "trainer" in lines[3]
     assert lines[4] == "goes on"
     assert (told[1] / "nan_step_0.safetensors").exists()
 

@@ -326,14 +326,13 @@ class SGLangServer:
         self._model, settings, setup = model, self._settings, self._setup
         dtype = str(setup.dtype).removeprefix("torch.")
         words: list[Any] = [
-            self._python, "-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", port,
-            "--device", self._device, "--dtype", dtype, "--tp-size", settings.tensor_parallel,
-            "--max-running-requests", setup.max_rows, "--stream-interval", settings.stream_interval,
-            "--random-seed", setup.seed % (1 << 31), "--log-level", "warning", "--skip-tokenizer-init",
-            "--skip-server-warmup",
-            "--incremental-streaming-output", "--grammar-backend", "none",
-            "--custom-weight-loader", "rlinf_weights.load",
-        ]  # fmt: skip
+            *(self._python, "-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", port),
+            *("--device", self._device, "--dtype", dtype, "--tp-size", settings.tensor_parallel),
+            *("--max-running-requests", setup.max_rows, "--stream-interval", settings.stream_interval),
+            *("--random-seed", setup.seed % (1 << 31), "--log-level", "warning", "--skip-tokenizer-init"),
+            *("--skip-server-warmup", "--incremental-streaming-output", "--grammar-backend", "none"),
+            *("--custom-weight-loader", "rlinf_weights.load"),
+        ]
         if setup.max_length is not None:
             words += ["--context-length", setup.max_length]
         if settings.seeded:
@@ -341,11 +340,10 @@ class SGLangServer:
         if self._experts is not None:
             words += ["--enable-return-routed-experts"]
         if self._device == "cpu":
-            words += [
-                "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph",
-                "--disable-overlap-schedule", "--mem-fraction-static", "0.1",
-                "--max-total-tokens", setup.max_tokens or setup.max_rows * min(setup.max_length or 2048, 4096),
-            ]  # fmt: skip
+            words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]
+            words += ["--disable-overlap-schedule", "--mem-fraction-static", "0.1"]
+            most = setup.max_tokens or setup.max_rows * min(setup.max_length or 2048, 4096)
+            words += ["--max-total-tokens", most]
         else:
             words += ["--base-gpu-id", self._first_device, "--enable-memory-saver"]
             if setup.max_tokens is not None:

@@ -113,11 +113,9 @@ def turn_and_keep(
     rows, _, size = turning.shape
     heads = keys.shape[1]
     query = torch.empty((rows, queries, size), dtype=turning.dtype, device=turning.device)
-    _turn[(rows, queries + 2 * heads)](
-        turning, fresh, cos.contiguous(), sin.contiguous(), place, keys, values, query,
-        turning.stride(0), fresh.stride(0), QUERIES=queries, HEADS=heads, SIZE=size,
-        SIZES=triton.next_power_of_2(size), num_warps=1,
-    )  # fmt: skip
+    tensors = (turning, fresh, cos.contiguous(), sin.contiguous(), place, keys, values, query)
+    sizes = {"QUERIES": queries, "HEADS": heads, "SIZE": size, "SIZES": triton.next_power_of_2(size)}
+    _turn[(rows, queries + 2 * heads)](*tensors, turning.stride(0), fresh.stride(0), **sizes, num_warps=1)
     return query
 
 
@@ -134,12 +132,13 @@ def paged_attention(
     sums = torch.empty((*some, size), dtype=torch.float32, device=query.device)
     peaks, totals = (torch.empty(some, dtype=torch.float32, device=query.device) for _ in range(2))
     sizes = max(16, triton.next_power_of_2(size))
-    _attend[(rows, heads, shares)](
-        query, keys, values, table, lengths, sums, peaks, totals, out, scale, table.stride(0),
-        PAGE=page, HEADS=heads, GROUP=every // heads, SIZE=size, WINDOW=window, SHARES=shares,
-        GROUPS=max(16, triton.next_power_of_2(every // heads)), SIZES=sizes,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
-    )  # fmt: skip
+    tensors = (query, keys, values, table, lengths, sums, peaks, totals, out)
+    group = every // heads
+    constants = {"PAGE": page, "HEADS": heads, "GROUP": group, "SIZE": size, "WINDOW": window, "SHARES": shares}
+    constants |= {"GROUPS": max(16, triton.next_power_of_2(group)), "SIZES": sizes}
+    precision = "ieee" if query.dtype == torch.float32 else "tf32"
+    launch = _attend[(rows, heads, shares)]
+    launch(*tensors, scale, table.stride(0), **constants, PRECISION=precision, num_warps=4, num_stages=3)
     if shares > 1:
         _join[(rows * every,)](sums, peaks, totals, out, SIZE=size, SHARES=shares, SIZES=sizes, num_warps=4)
     return out

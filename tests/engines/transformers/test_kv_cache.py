@@ -125,7 +125,7 @@ def test_masks_are_aligned_and_rows_keep_their_columns_whatever_joins_and_leaves
 
 def test_cuda_tensors_are_laid_out_so(tight):
     @given(changes)
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=5, deadline=None)
     def check(changed):
         with fake_cuda() as device:
             written = Written(device)

@@ -178,14 +178,23 @@ def _normed(norm: nn.Module, x: Tensor, condition: Tensor | None) -> tuple[Tenso
 
 
 VISION: Mapping[str, Any] = {
-    "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
-    "image_size": 224, "patch_size": 14,
-}  # fmt: skip
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "image_size": 224,
+    "patch_size": 14,
+}
 """SigLIP so400m/14."""
 LANGUAGE: Mapping[str, Any] = {
-    "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18, "num_attention_heads": 8,
-    "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 257152,
-}  # fmt: skip
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 257152,
+}
 """Gemma-2B as PaliGemma has it."""
 EXPERT: Mapping[str, Any] = {**LANGUAGE, "hidden_size": 1024, "intermediate_size": 4096}
 """Gemma-300M."""

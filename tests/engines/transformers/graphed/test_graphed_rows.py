@@ -49,7 +49,10 @@ samplings = st.builds(
 texts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+AGAIN = pytest.mark.repeated
+
+
+@pytest.mark.parametrize("kind", [pytest.param("qwen2", marks=AGAIN), "qwen3", pytest.param("llama", marks=AGAIN)])
 def test_answers_are_those_of_decoding_step_by_step(kind, monkeypatch):
     monkeypatch.setattr(reading, "_TOKENS", 60)
     monkeypatch.setattr(graphed_rows, "_AHEAD", 3)
@@ -85,7 +88,7 @@ events = st.lists(
 )
 
 
-@pytest.mark.parametrize("reread", [False, True])
+@pytest.mark.parametrize("reread", [False, pytest.param(True, marks=AGAIN)])
 def test_whatever_happens_in_between_each_token_is_of_the_weights_that_it_names(reread, monkeypatch):
     """With answers interrupted at any step: their tokens are the beginnings of what a whole answer has."""
     monkeypatch.setattr(graphed_rows, "_AHEAD", 3)

@@ -93,14 +93,14 @@ def main() -> None:
     values = rows(recipes.get("rloo"))
     with FakeTensorMode():
         for dtype in (torch.bfloat16, torch.float32):
-            policy = made(2, dtype)
+            policy = made(1, dtype)
             for name, spec in (
                 toys.ALGORITHMS.items() if dtype == torch.bfloat16 else [("rloo", toys.ALGORITHMS["rloo"])]
             ):
                 seen = learned(policy, spec, given[name])
                 print(json.dumps([f"{name} in {dtype}", seen["reads"], seen["sends"], None]), flush=True)
             few, more = (learned(made(layers, dtype), toys.SPEC, given["rloo"])["operations"] for layers in (2, 3))
-            seen = valued(made(2, dtype, ValueModel), values)
+            seen = valued(made(1, dtype, ValueModel), values)
             print(json.dumps([f"values in {dtype}", seen["reads"], seen["sends"], more - few]), flush=True)
 
 

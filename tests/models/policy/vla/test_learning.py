@@ -1,5 +1,6 @@
 """The small VLA learns from rewards alone: chunks, advantages and losses put together, without the runtime."""
 
+import pytest
 import torch
 
 from rlinf.algos import algorithms, recipes
@@ -9,6 +10,7 @@ from rlinf.models.policy.build import build_policy_model
 from tests.models.policy.cases import VLA
 
 
+@pytest.mark.repeated  # the arithmetic is tried part by part, and a whole run learns with a smaller network
 def test_a_vla_learns_by_ppo_to_say_how_bright_a_picture_is():
     policy = build_policy_model({**VLA, "action_size": 1})
     optimizer = torch.optim.Adam(

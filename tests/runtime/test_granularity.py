@@ -102,17 +102,6 @@ def test_a_stream_without_items_takes_no_longer_than_its_end():
     assert run(main) == 0.0
 
 
-@pytest.mark.parametrize("capacity", [1, 3])
-def test_a_stream_that_holds_fewer_items_than_are_waited_for_lets_them_in(capacity):
-    async def main(system):
-        source = await role(system, "a", [1], seconds=0.2)
-        b = await role(system, "b", [0], seconds=0.2, items=8)
-        assert await b[0].consume(source.generate.bounded(capacity)(range(20))) == list(range(20))
-        assert len(await b.compute_on.map(source.generate.bounded(capacity)(range(20))).collect()) == 20
-
-    run(main)
-
-
 def test_several_workers_of_a_map_wait_for_the_items_of_all_together():
     """Each has one in hand: the four of them are what the lease is taken for, and nobody waits for a fifth."""
 
@@ -134,19 +123,6 @@ def test_several_workers_of_a_map_wait_for_the_items_of_all_together():
         await other[0].compute_on()
         gate.close()
         assert sorted(await mapped) == [0, 1, 2, 3]
-
-    run(main)
-
-
-def test_a_cancelled_consumer_leaves_its_items_to_others():
-    async def main(system):
-        b, c = [await role(system, name, [0], seconds=0.2, items=4) for name in ("b", "c")]
-        items = trickle(6)
-        cancelled = asyncio.ensure_future(_consume(b, items))
-        await asyncio.sleep(2.5)  # two items have come, it waits for four
-        cancelled.cancel()
-        assert await c[0].consume(items) == list(range(6))
-        await b[0].compute_on()
 
     run(main)
 

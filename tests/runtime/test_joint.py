@@ -9,6 +9,8 @@ import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
 
+pytestmark = pytest.mark.worlds("local", "serialize", "lane")
+
 
 class Choir(Actor):
     """Ranks that answer as one."""

@@ -429,7 +429,7 @@ async def test_all_who_share_a_grant_get_its_failure_and_the_next_request_goes_o
     results = await asyncio.gather(first, second, return_exceptions=True)
     assert [str(result) for result in results] == ["no +a", "no +a"]
     assert isinstance(results[0], OSError)
-    assert results[0].__notes__[1] == "another move failed, too: OSError('no +b')"
+    assert "OSError('no +b')" in results[0].__notes__[1]
     await third
     assert log == ["c@3"]
 
@@ -501,7 +501,7 @@ async def test_closing_fails_who_waits_and_ends_moves_but_not_leases() -> None:
     await asyncio.gather(w.manager.close(), w.manager.close())
     for result in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(result, LeaseError)
-        assert str(result).startswith("the lease manager was closed while")
+        assert "was closed" in str(result)
     with pytest.raises(LeaseError, match="closed"):
         await w.manager.acquire(["a"], "late")
     w.manager.release(lease)

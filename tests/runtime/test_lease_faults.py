@@ -110,17 +110,6 @@ def test_a_group_may_await_another_group_on_the_same_devices():
 
 
 @both_worlds
-def test_a_cycle_through_two_actors_that_share_a_device_goes_round(serialize):
-    async def main(system):
-        a = await caller(system, "a", [0])
-        b = await caller(system, "b", [0], hosts=[1])
-        assert await a[0].outer(b[0], "outer", a[0], "compute_on", 5) == 5
-
-    run(main, serialize=serialize)
-    assert book.order() == ["a", "b", "a", "b", "a"]
-
-
-@both_worlds
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_an_endpoint_that_is_mapped_may_await_a_call_that_needs_its_device(serialize, concurrency):
     async def main(system):

@@ -19,6 +19,8 @@ from rlinf.runtime.base.errors import UserError
 from tests.runtime.programs.roles import Role, book, role, run
 from tests.runtime.worlds import until
 
+pytestmark = pytest.mark.worlds("local", "serialize", "lane")
+
 both_worlds = pytest.mark.parametrize("serialize", [False, True], ids=["local", "serialize"])
 
 
@@ -151,15 +153,6 @@ def test_a_slice_of_a_group_takes_the_devices_of_its_ranks_alone():
         await asyncio.gather(a[:2].compute_on(), b[0].compute_on())
 
     assert run(main, hosts=3) == 1.0
-
-
-def test_ranks_called_one_by_one_work_independently():
-    async def main(system):
-        a = await role(system, "a", [0, 1])
-        b = await role(system, "b", [0])
-        await asyncio.gather(a[1].compute_on(), b[0].compute_on(), a[1].compute_on())
-
-    assert run(main) == 1.0
 
 
 # Streams ---------------------------------------------------------------------------------------------------------

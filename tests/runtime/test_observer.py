@@ -17,7 +17,7 @@ from rlinf.runtime.observe.perfetto import offsets
 from rlinf.runtime.observe.spans import Tracer, busy, union, without
 from rlinf.runtime.system.host_service import Service
 from rlinf.runtime.system.observer import Watch
-from tests.spans import call, compute, item, payload, step, wait, wait_for_lease
+from tests.spans import call, compute, payload, step, wait, wait_for_lease
 
 intervals = st.lists(
     st.tuples(st.integers(0, 60), st.integers(1, 12)).map(lambda pair: (float(pair[0]), float(sum(pair)))), max_size=12
@@ -81,15 +81,6 @@ def test_an_endpoint_whose_work_is_elsewhere_is_busy_while_it_waits_for_no_queue
         wait_for_lease("rollout[0]", "generate", 8.0, 9.0),
     ]
     assert times_of(spans) == {("rollout[0]", "generate"): [(0.0, 1.0), (2.0, 5.0), (6.0, 8.0), (9.0, 10.0)]}
-
-
-def test_of_a_mapped_endpoint_the_items_count():
-    spans = [
-        call("judge[0]", "score", 0.0, 10.0),
-        item("judge[0]", "score", 2.0, 3.0, "judge[0].score#0.7"),
-        item("judge[0]", "score", 2.5, 4.0, "judge[0].score#0.7"),
-    ]
-    assert times_of(spans) == {("judge[0]", "score"): [(2.0, 4.0)]}
 
 
 def test_what_is_computed_while_no_call_runs_is_told_apart():

@@ -372,7 +372,9 @@ async def test_handles_to_actors_work_wherever_they_arrive(system: ActorSystem) 
 
 
 async def test_streams_and_channels_work_wherever_they_arrive(system: ActorSystem) -> None:
-    for ref in await _pair(system):
+    pair = await _pair(system)
+    for ref in pair:
+        assert [await reader.read(ref.my_stream(4)) for reader in pair] == [[0, 1, 2, 3]] * 2
         assert await ref.read(Stream.of(range(5))) == [0, 1, 2, 3, 4]
         assert [item async for item in await ref.my_stream(5)] == [0, 1, 2, 3, 4]
         assert [item async for item in await ref.my_channel(5)] == [0, 1, 2, 3, 4]
@@ -380,13 +382,6 @@ async def test_streams_and_channels_work_wherever_they_arrive(system: ActorSyste
         await channel.put(1)
         channel.close()
         assert await ref.drain(channel) == [1]
-
-
-async def test_a_stream_that_one_actor_returns_can_be_read_by_another(system: ActorSystem) -> None:
-    near, far = await _pair(system)
-    for maker in (near, far):
-        for reader in (near, far):
-            assert await reader.read(maker.my_stream(4)) == [0, 1, 2, 3]
 
 
 # Bad values --------------------------------------------------------------------------------------------------------
@@ -405,7 +400,7 @@ async def test_what_cannot_be_sent_is_named_with_its_place(system: ActorSystem) 
     ]:
         with pytest.raises(UserError, match=place) as caught:
             far.echo(value)
-        assert "top level of a module" in str(caught.value)
+        assert "top level" in str(caught.value)
 
 
 def test_promises_are_looked_for_in_containers_only() -> None:

@@ -15,7 +15,7 @@ from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import StallError
 from rlinf.runtime.observe.spans import CALLED, recent, union
 from rlinf.runtime.system.observer import Watch
-from tests.spans import call, compute, item, wait
+from tests.spans import call, compute, item
 
 whole = st.lists(
     st.tuples(st.integers(0, 60), st.integers(1, 12)).map(lambda pair: (float(pair[0]), float(sum(pair)))), max_size=12
@@ -25,11 +25,6 @@ whole = st.lists(
 def told(spans, start, end, seen=None):
     found = recent(spans, start, end, {} if seen is None else seen)
     return {(part.actor, part.endpoint): list(part.intervals) for part in found}
-
-
-def test_a_call_that_computes_is_busy_while_it_computes():
-    spans = [call("a[0]", "train", 0.0, 10.0), compute("a[0]", "train", "f", 2.0, 4.0)]
-    assert told(spans, 0.0, 10.0) == {("a[0]", "train"): [(2.0, 4.0)], ("a[0]", CALLED): [(0.0, 10.0)]}
 
 
 def test_it_waits_in_a_second_in_which_it_does_not_compute_if_it_was_seen_to_compute_before():
@@ -43,11 +38,6 @@ def test_of_a_mapped_endpoint_items_count():
     spans = [call("j[0]", "score", 0.0, 10.0), item("j[0]", "score", 3.0, 5.0, "x")]
     assert told(spans, 0.0, 10.0, seen)["j[0]", "score"] == [(3.0, 5.0)]
     assert ("j[0]", "score") not in told([call("j[0]", "score", 0.0, 11.0)], 10.0, 11.0, seen)
-
-
-def test_what_never_computes_is_busy_unless_it_waits():
-    spans = [call("s[0]", "generate", 0.0, 10.0), wait("s[0]", "generate", "prompts", 0.0, 6.0)]
-    assert told(spans, 5.0, 10.0) == {("s[0]", "generate"): [(6.0, 10.0)], ("s[0]", CALLED): [(5.0, 10.0)]}
 
 
 @given(whole, st.integers(1, 20))

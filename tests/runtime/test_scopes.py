@@ -12,6 +12,8 @@ from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.errors import ActorDied, UserError
 from tests.runtime.worlds import until
 
+pytestmark = pytest.mark.worlds("local", "serialize", "lane")
+
 
 class Log(Actor):
     """Remembers what the others tell it."""

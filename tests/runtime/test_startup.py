@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 
 import pytest
@@ -31,12 +32,6 @@ def test_with_all_hosts_on_this_machine_nothing_listens_but_on_the_loopback(zygo
     found = rpc_listeners(ranks)
     assert found, "nothing listens at all: is this looking at the right processes?"
     assert {address for address, _ in found} <= LOOPBACKS
-
-
-def test_the_loopback_is_chosen_too_when_the_ranks_meet_on_it(zygote):
-    ranks = zygote.run("drills.py", 2, "unawaited", LOCAL_WORLD_SIZE=1)
-    ranks.await_line("ready")
-    assert {address for address, _ in rpc_listeners(ranks)} <= LOOPBACKS
 
 
 def test_an_interface_that_was_named_is_used(zygote):
@@ -167,10 +162,8 @@ def test_processes_that_do_not_meet_are_told_in_one_line(fresh):
     fresh.setenv("MASTER_PORT", "29500")
     with pytest.raises(UserError) as told:
         _join(1, 4)
-    assert str(told.value) == (
-        "rank 1 of 4 could not join the others, who meet at 10.0.0.1:29500: connect() timed out. Do all of them run, "
-        "and can they reach each other by the interface of RLINF_INTERFACE?"
-    )
+    (line,) = str(told.value).splitlines()
+    assert re.search(r"rank 1 of 4 .* 10\.0\.0\.1:29500: connect\(\) timed out\. .*RLINF_INTERFACE", line)
 
 
 def test_a_job_of_one_rank_listens_nowhere(zygote):

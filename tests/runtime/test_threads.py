@@ -75,17 +75,6 @@ async def test_threads_beyond_a_few_end_when_there_is_nothing_more_to_wait_for()
     assert waiting.threads == 0
 
 
-async def test_what_a_waiting_thread_ran_into_is_raised_where_it_is_awaited() -> None:
-    waiting = WaitingThreads("group")
-
-    def fail() -> None:
-        raise ValueError("no such peer")
-
-    with pytest.raises(ValueError, match=r"such peer"):
-        await waiting.run(fail)
-    waiting.close()
-
-
 class Timed:
     """A function that takes as much processor time as it is told, by a clock of its own; where it ran, in order."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 
 import pytest
 import torch
@@ -114,7 +115,7 @@ def test_an_entry_becomes_a_message_only_when_its_frame_leaves():
     run_virtual(main())
 
 
-@pytest.mark.parametrize("turns", [0, 2], ids=["at once", "when it has left"])
+@pytest.mark.parametrize("turns", [0, 2], ids=["at once", "later"])
 def test_drained_waits_for_what_rides_on_a_response_too(turns):
     async def main():
         link, transport = lane()
@@ -195,8 +196,8 @@ def test_a_random_conversation_loses_and_repeats_nothing():
 
 def test_unknown_hosts_are_named_with_those_that_exist():
     assert check_hosts([0, 1], 2) is None
-    assert check_hosts([0, 5, -1], 2) == "unknown host -1, 5: this system has hosts 0 to 1"
-    assert check_hosts([1], 1) == "unknown host 1: this system has host 0 only"
+    assert re.search(r"host -1, 5: .* 0 to 1$", check_hosts([0, 5, -1], 2))
+    assert re.search(r"host 1: .* 0 only$", check_hosts([1], 1))
 
 
 @pytest.mark.parametrize("way", ["shm", "uv"])

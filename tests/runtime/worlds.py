@@ -5,6 +5,9 @@ processes started by torchrun, which talk by torch RPC alone or by the lane besi
 `async def` with the one argument `system`. In the first two worlds pytest runs it; in the others it is run, with all
 others of its kind, by one torchrun of this file, and pytest reports the outcome (see `conftest.py`). After each,
 nothing may be left over on any host.
+
+What is built upon calls, values and streams, such as scopes and leases, runs in `lane` alone of the last two: it cannot
+tell which of them carries its frames.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Flows in: calls, delivered by the host. Flows out: values, streams, errors with 
 whom: every call is a task of its own on the host's loop, so endpoints of one actor interleave at their awaits.
 
 Life cycle: made by `ActorSystem.spawn`, which awaits `setup(**kwargs)`; serving; `close()` when its scope ends.
-
-Where the running code is: on which host, in which call; and what every file of the runtime needs to say so.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Calls: what runs on behalf of whom. Every room above asks this file who the running code is.
+"""Calls: what runs on behalf of whom; and what the lower rooms know of the upper ones.
 
 Flows in: the start and end of calls. Flows out: their names, for errors, traces and stall reports, and the host that
 the running code is on.
 
-How finely an actor that shares its devices takes them: the two numbers that a plan sets.
-
-What the lower rooms know of the upper ones: protocols of a host, the system, a group, a scope, a lease.
-
-A room imports only rooms below it, for types too. Where a value or a queue must speak of the host that it is on, it
-says so in terms of this file; `actor/host.py` and its peers are what stands behind.
+A room imports only rooms below it, for types too. Where a value or a queue must speak of the host that it is on, or of
+the system, a group, a scope, a lease, it says so in terms of the protocols at the end of this file; `actor/host.py` and
+its peers are what stands behind.
 """
 
 from __future__ import annotations

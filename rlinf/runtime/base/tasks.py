@@ -1,10 +1,12 @@
-"""Tasks and threads that somebody owns: run together, cancelled and waited for, never forgotten.
+"""Tasks, threads and temporary directories that somebody owns, and their end with the process.
 
 Flows in: coroutines, tasks, blocking functions. Flows out: their results; the first failure. Who wakes whom: the end
-of the last task wakes who waits for all of them.
+of the last task wakes who waits for all of them; a thread posts its result to the loop that asked for it.
 
-Threads and temporary directories of the runtime, and the end of their process: no thread is inside torch when the
-interpreter finalises, and no directory outlives the next start by more than a minute.
+Several tasks run together (`together`, `all_or_none`, `few_at_once`); blocking functions run in a thread of their own
+(`in_thread`), in those of a loop (`Threads`, `InThreads`), or in the one thread of an actor (`ComputeThread`), so
+that a host's loop only ever does bookkeeping. What an actor calls brief runs on the loop itself, for as long as that
+is measured to be true.
 
 A thread that asks for the interpreter while that finalises is ended by it. Inside torch's C++ this aborts the process
 ("terminate called without an active exception", exit code 134; at times a segmentation fault), whatever exit code was
@@ -12,10 +14,6 @@ meant. So threads are interrupted first: one that computes ends as soon as the c
 whose call does not return, such as a collective that hangs, cannot be interrupted; if the exit code is known, the
 process then leaves without finalising. Nothing is lost by it: `run` has closed all that it opened, and what was printed
 is flushed.
-
-One thread in which an actor's blocking work runs, so that its host's loop only ever does bookkeeping.
-
-Functions whose actor says that they are brief run on the loop itself, for as long as that is measured to be true.
 """
 
 from __future__ import annotations

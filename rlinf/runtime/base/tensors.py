@@ -1,19 +1,12 @@
 """Tensors as bytes, the device of this process, and page-locked host memory.
 
-The device of this process: chosen once, made ready in one place, and entered by every thread that computes.
-
-In: `LOCAL_RANK`, or the device of whoever asks first. Out: a `torch.device`; CUDA's current device of the calling
-thread.
-
-CUDA's current device belongs to a thread, and every new thread begins on device 0, whatever its process works on. So
+In: `LOCAL_RANK`, or the device of whoever asks first. Out: a `torch.device`, chosen once; CUDA's current device of the
+calling thread. That belongs to a thread, and every new thread begins on device 0, whatever its process works on. So
 whatever starts threads that compute has them call `work_on` first, as `start_thread` in `base/tasks.py` does.
 
-Page-locked host memory, to and from which a GPU copies at the speed of its bus: one slab, in pieces.
-
-Nobody waits here but the caller, for the pages: the first time they are needed, they are made and locked by several
-threads at once. A slab keeps them until it is dropped: to lock memory costs more than to copy to it.
-
-torch's own page-locked tensors are rounded up to powers of two, each, and are kept by an allocator for ever.
+Page-locked memory, to and from which a GPU copies at the speed of its bus, comes in one slab, in pieces, which several
+threads make and lock at once when they are first needed; to lock memory costs more than to copy to it, so a slab keeps
+it until it is dropped. (torch's own page-locked tensors are rounded up to powers of two, each, and are kept for ever.)
 """
 
 from __future__ import annotations

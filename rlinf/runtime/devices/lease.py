@@ -1,14 +1,14 @@
-"""The devices of a running call or map stage: held while it works, given away while it waits and others want them.
+"""Leases as the hosts see them: the devices of a running call or map stage, held while it works, given away while it
+waits and others want them.
 
-Flows in: what the call or stage does: work, waits, items. Flows out: acquire and release of its actor's devices. Who
-wakes whom: word that the devices are wanted makes a holder that waits give them, or one that has had its share of items
-or seconds; what it waited for, or enough `items`, makes it take them again (see `base/calls.py`).
+Flows in: what the call or stage does: work, waits, items. Flows out: acquire and release of its actor's devices, which
+the manager on the controller grants. Who wakes whom: word that the devices are wanted makes a holder that waits give
+them, or one that has had its share of items or seconds; what it waited for, or enough `items`, makes it take them again
+(see `base/calls.py`).
 
 A call uses its devices from its first line to its last, except while it waits for a stream, or its own task for another
 call; a late one only while it computes. A map stage uses them while it works on items. So a consumer never starves its
 own producer, and a call may await another one that needs the same devices.
-
-Leases as the hosts see them: asked for around device endpoints, granted by the manager on the controller.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Spans as `trace.json` in Chrome's trace format: one process per host, one track per actor; https://ui.perfetto.dev
-opens it.
+"""Spans of all hosts as one `trace.json` in Chrome's trace format, which https://ui.perfetto.dev opens: one process per
+host, one track per actor.
 
 Flows in: the spans of a host, on that host. Flows out: compressed pieces of text, which whoever writes the file appends
-as they come, so that nobody ever holds more than a few of them.
-
-Spans of all hosts in one file, and the clocks of all hosts beside one's own.
-
-Only a few hosts are asked at once, and each piece is written before the next one is asked for, so this host's memory
-does not grow with the number of hosts.
+as they come, with all clocks put on its own. Only a few hosts are asked at once, and each piece is written before the
+next one is asked for, so the writer's memory does not grow with the number of hosts.
 """
 
 from __future__ import annotations
@@ -289,7 +285,7 @@ async def offsets(host: Host, hosts: Iterable[int]) -> dict[int, float]:
 async def write_trace(host: Host, path: str | Path, hosts: list[int], most: int) -> None:
     """Write the newest spans of these hosts, at most so many in all."""
     ahead = await offsets(host, hosts)
-    answers = await few_at_once(SMALL, lambda number: _outline(host, number), hosts)
+    answers: list[Outline] = await few_at_once(SMALL, lambda number: ask(host, number, "trace_outline"), hosts)
     outlines = {number: (ahead[number], each) for number, each in zip(hosts, answers, strict=True)}
     loop, writing = asyncio.get_running_loop(), asyncio.Lock()
     with TraceFile(path) as file:
@@ -308,11 +304,6 @@ async def write_trace(host: Host, path: str | Path, hosts: list[int], most: int)
     if parts and parts[0].after > float("-inf"):
         there = sum(each.spans for each in answers)
         logger.warning("%s has the newest %d of %d spans: a file takes %d at most", path, file.spans, there, most)
-
-
-async def _outline(host: Host, number: int) -> Outline:
-    answer: Outline = await ask(host, number, "trace_outline")
-    return answer
 
 
 class Exports:

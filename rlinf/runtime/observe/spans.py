@@ -1,18 +1,8 @@
-"""Trace of what happened when: typed spans of calls, computations, waits, leases, moves and payloads.
+"""Spans of what happened when, and what they tell: which actor was busy with which endpoint, in a step or just now.
 
-Flows in: finished spans, a tuple appended to a ring each. Flows out: the spans of a step, or all of them. Nobody waits.
-
-Comparing the clocks of two machines, from answers with the other one's time.
-
-Sets of time as intervals in order: united, taken apart, cut. Pure.
-
-When each actor was busy with which endpoint, read off the spans of a host. Pure; flows and metrics build on it.
-
-What the actors of a host did since a moment ago, what they are still at included. Pure.
-
-One step of a flow as it was seen on all hosts: who was busy, what went from whom to whom, who was loaded and parked.
-
-Plain data, which pages and planners read without a runtime.
+Flows in: finished spans of calls, computations, waits, leases, moves and payloads, a tuple appended to a ring each.
+Flows out: the spans of a step, or all of them; the intervals in which each actor was busy; a step of a flow as it was
+seen on all hosts (`Lap`), plain data that pages and planners read without a runtime. Nobody waits.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Channels: named, long-lived queues that any actor on any host can use.
+"""Queues that any host can use: their registry on each host, handles to reach them, and named channels over them.
 
-Flows in: `put`. Flows out: `get`. Who wakes whom: see `item_queue.py`, where the items and their states live;
-here are the handles by which other hosts reach them. Small items travel with their queue entry, unread by the hosts
-between; big ones stay where they were made until their consumer fetches them.
-
-Queue items that their queue's host does not open: small ones ride along as bytes, big ones stay at their producer.
-
-The queues that live on one host, by id, and how many handles elsewhere hold each.
+Flows in: `put`. Flows out: `get`. Who wakes whom: see `item_queue.py`, where the items and their states live. Small
+items travel with their queue entry, as bytes that the hosts between do not open; big ones stay where they were made
+until their consumer fetches them.
 
 A host that has put into a queue without bound may feed it from then on: its items are on their way when `put` returns,
 without an answer, but for every `UNANSWERED`-th. To close such a queue, its host tells all feeders so, and closes it
@@ -84,7 +80,8 @@ UNANSWERED = 256
 class QueueRegistry:
     """One per host, at `host.system.queues`. Holds no queue alive, but for those that others hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: Host) -> None:
+        self._host = host
         self.queues: weakref.WeakValueDictionary[Key, ItemQueue] = weakref.WeakValueDictionary()
         self.held: dict[ItemQueue, int] = {}
         """Queues of streams that left as results, and how many handles elsewhere hold each."""
@@ -134,15 +131,15 @@ class QueueRegistry:
 
     # Feeding -----------------------------------------------------------------------------------------------------
 
-    def let_feed(self, host: Host, id: Key, feeder: int) -> None:
+    def let_feed(self, id: Key, feeder: int) -> None:
         """Another host has put into a queue of this one that has no bound."""
         feeders = self.feeders.get(id)
         if feeders is None:
             feeders = self.feeders[id] = set()
-            self.queues[id].on_end.append(lambda: self._tell_closing(host, id, self.feeders.pop(id, ())))
+            self.queues[id].on_end.append(lambda: self._tell_closing(id, self.feeders.pop(id, ())))
         if feeder not in feeders:
             feeders.add(feeder)
-            host.cast(feeder, SERVICE, "queue_opened", id)
+            self._tell(feeder, "opened", id)
 
     def opened(self, id: Key) -> None:
         """This host may feed a queue of another."""
@@ -156,24 +153,28 @@ class QueueRegistry:
         self.feeding[id] = credit - 1 if credit else UNANSWERED
         return credit > 0
 
-    def close(self, host: Host, id: Key) -> None:
+    def close(self, id: Key) -> None:
         """Close a queue of this host, once all that was put has arrived."""
         queue = self.queues.get(id)
         if queue is None or queue.closing:
             return
         if feeders := self.feeders.get(id):
             queue.closing = True
-            self._tell_closing(host, id, feeders)
+            self._tell_closing(id, feeders)
         else:
             queue.close()
 
-    def _tell_closing(self, host: Host, id: Key, feeders: Iterable[int]) -> None:
+    def _tell_closing(self, id: Key, feeders: Iterable[int]) -> None:
         for feeder in feeders:
-            host.cast(feeder, SERVICE, "queue_closing", id)
+            self._tell(feeder, "closing", id)
+
+    def _tell(self, host: int, method: str, *args: Any) -> None:
+        self._host.cast(host, SERVICE, "tell_queues", method, args)
 
     def closing(self, id: Key) -> None:
-        """A queue that this host may feed begins to close, or has ended."""
+        """A queue that this host may feed begins to close, or has ended: all that was put is on its way before this."""
         self.feeding.pop(id, None)
+        self._tell(id[0], "drained", id, self._host.rank)
 
     def drained(self, id: Key, feeder: int) -> None:
         """All that another host has put into a queue is here, and it will put no more."""
@@ -308,7 +309,7 @@ class QueueHandle:
         if self.owner == self.host.rank:
             queues_of(self.host).hold(self.id, change)
         else:
-            self.host.cast(self.owner, SERVICE, "queue_hold", self.id, change)
+            self.host.cast(self.owner, SERVICE, "tell_queues", "hold", (self.id, change))
 
     def ack(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
         """These items are done (default: all held under the token)."""
@@ -325,9 +326,9 @@ class QueueHandle:
     def close(self) -> None:
         """No more items will come."""
         if self.owner == self.host.rank:
-            queues_of(self.host).close(self.host, self.id)
+            queues_of(self.host).close(self.id)
         else:
-            self.host.cast(self.owner, SERVICE, "queue_close", self.id)
+            self.host.cast(self.owner, SERVICE, "tell_queues", "close", (self.id,))
 
     def fail(self, error: BaseException) -> None:
         """End the queue with an error."""

@@ -1,8 +1,6 @@
-"""State of an item queue: its items, its waiting takers and putters, and what may be asked of it.
+"""State of an item queue: its items, and those who wait for it, takers by key, kind of wish and token, putters by key.
 
-Those who wait for a queue: takers by key, kind of wish and token, putters by key.
-
-Flows in: a taker or putter that has to wait. Flows out: the oldest that may be served. Nobody is woken here; see
+Flows in: items; a taker or putter that has to wait. Flows out: the oldest that may be served. Nobody is woken here; see
 `item_queue.py`. Each operation costs the same however many wait: it touches only the oldest of each kind of wish.
 """
 

@@ -126,14 +126,9 @@ class EndpointOf:
         return EndpointOf(self._refs, self._spec, one=self._one, capacity=capacity)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        method = self._spec.name
-        if self._spec.streams:
-            return self._stream([(args, kwargs)] * len(self._refs))
-        if self._one:
-            return self._refs[0]._call(method, args, kwargs)
-        owner = self._refs[0]._owner
-        gang = (*owner.number(), len(self._refs)) if self._spec.device else None
-        return Gathered([ref._call(method, args, kwargs, gang) for ref in self._refs], owner.loop, self._spec.joint)
+        if self._one and not self._spec.streams:
+            return self._refs[0]._call(self._spec.name, args, kwargs)
+        return self._call_all([(args, kwargs)] * len(self._refs))
 
     def each(self, *args: Sequence[Any], **kwargs: Sequence[Any]) -> Any:
         """Call every rank with its own arguments: each is a sequence with one entry per rank."""
@@ -148,6 +143,9 @@ class EndpointOf:
         per_rank = [
             (tuple(values[i] for values in args), {key: values[i] for key, values in kwargs.items()}) for i in range(n)
         ]
+        return self._call_all(per_rank)
+
+    def _call_all(self, per_rank: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
         if self._spec.streams:
             return self._stream(per_rank)
         owner = self._refs[0]._owner

@@ -349,7 +349,7 @@ class Service(Actor):
         await queue.put(value, id=item_id, key=key, weight=weight, name=_asker())
         call = current_call.get()
         if queue.capacity is None and call is not None:
-            self._queues.let_feed(self._host, id, call.caller)
+            self._queues.let_feed(id, call.caller)
 
     def queue_feed(self, id: Key, item: Any, plain: bool) -> None:
         _, value, weight, key = self._arrived(item, plain)
@@ -357,18 +357,9 @@ class Service(Actor):
         if queue is not None:
             queue.put_late(value, key=key, weight=weight)
 
-    def queue_close(self, id: Key) -> None:
-        self._queues.close(self._host, id)
-
-    def queue_opened(self, id: Key) -> None:
-        self._queues.opened(id)
-
-    def queue_closing(self, id: Key) -> None:
-        self._queues.closing(id)
-        self._host.cast(id[0], SERVICE, "queue_drained", id, self._host.rank)
-
-    def queue_drained(self, id: Key, feeder: int) -> None:
-        self._queues.drained(id, feeder)
+    def tell_queues(self, method: str, args: tuple[Any, ...]) -> None:
+        """Another host tells this one's `QueueRegistry`."""
+        getattr(self._queues, method)(*args)
 
     @endpoint
     async def queue_take(self, id: Key, token: Token, most: int, wishes: dict[str, Any]) -> Pairs:
@@ -377,9 +368,6 @@ class Service(Actor):
     @endpoint
     async def queue_statistics(self, id: Key) -> dict[str, Any]:
         return self._queues.find(id).statistics()
-
-    def queue_hold(self, id: Key, change: int) -> None:
-        self._queues.hold(id, change)
 
     def queue_cast(self, id: Key, method: str, args: tuple[Any, ...]) -> None:
         queue = self._queues.get(id)

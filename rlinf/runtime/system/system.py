@@ -221,7 +221,7 @@ class ActorSystem:
         self._network = network
         host.system = self
         self.leases = LeaseClient(host)
-        self.queues = QueueRegistry()
+        self.queues = QueueRegistry(host)
         host.on_lost.append(self.queues.lost)
         self._collectives: Collectives | None = None
         self._silent: set[int] = set()

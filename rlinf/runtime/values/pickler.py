@@ -1,12 +1,8 @@
 """Values as bytes, with all that is big or lives elsewhere taken out; and back.
 
-Flows in: a value, or bytes and what was beside them. Flows out: bytes, references, and what is still to be done before
-they may leave: copies, sends, handles to be made. Nobody waits here; user code runs (its `__reduce__`).
-
-References that stand in a message for something that travels beside it, and where hosts live. Knows how nothing of it
-moves.
-
-Errors that say which part of a value cannot be sent.
+Flows in: a value, or bytes and what was beside them. Flows out: bytes; references that stand for what travels beside
+them; and what is still to be done before they may leave: copies, sends, handles to be made. Or an error that says which
+part of the value cannot be sent. Nobody waits here; user code runs (its `__reduce__`).
 """
 
 from __future__ import annotations

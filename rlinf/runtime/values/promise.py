@@ -1,15 +1,12 @@
-"""Promises: values to come of calls, passed on or awaited.
+"""Promises: values to come of calls, passed on or awaited, also inside other values.
 
 Flows in: a call that was just queued. Flows out: its value, to whoever awaits; or, passed on un-awaited, a reference
 by which the consumer fetches the value straight from the producer. Who wakes whom: the reply of a call wakes those
-who await its promise.
+who await its promise; the last reply, those who `resolve` a value with promises in it.
 
 A `Promise` is an asyncio future that knows where its value is. Until the end of the tick of the call it can still say
 "I am awaited", and the value comes with the reply; otherwise the value stays at the producer until someone asks for it
 or the last handle is dropped.
-
-Promises inside values that go by reference: find them, and put what they promised in their place; `resolve` waits for
-the last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls, waits, leases and payloads on two hosts, and their trace: `traced.py PATH [off]`."""
+"""Calls, waits, leases and payloads on two hosts, and their trace: `traced.py PATH`."""
 
 import asyncio
 import sys
@@ -55,4 +55,4 @@ async def main(system):
 
 
 if __name__ == "__main__":
-    rlinf.run(main, trace=len(sys.argv) < 3)
+    rlinf.run(main)

@@ -633,14 +633,24 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Request]]:
     return made, draw(st.lists(requests, min_size=1, max_size=25))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(worlds())
 def test_random_programs_keep_every_rule_and_lose_no_wake_up(drawn: tuple[World, list[Request]]) -> None:
-    made, requests = drawn
+    check_rules(*drawn)
+
+
+@pytest.mark.repeated
+@settings(max_examples=1000, deadline=None)
+@given(worlds())
+def test_many_random_programs_keep_every_rule(drawn: tuple[World, list[Request]]) -> None:
+    check_rules(*drawn)
+
+
+def check_rules(made: World, requests: list[Request]) -> None:
     run_virtual(Run(made).play_all(requests))  # a lost wake-up would be a Deadlock
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 4), st.lists(st.sampled_from(NAMES), max_size=30))
 def test_equal_tenants_of_one_device_are_a_least_recently_used_cache(room: int, uses: list[str]) -> None:
     expected: list[str] = []

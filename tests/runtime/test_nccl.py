@@ -127,7 +127,7 @@ def _line(step: Step) -> Any:
     return "all" if step[0] == step[1] else step
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(exchanges, st.integers(0, 1 << 20))
 def test_every_exchange_ends_with_the_right_bytes(steps: list[Step], seed: int) -> None:
     with modelled() as devices:
@@ -395,7 +395,7 @@ async def test_a_receiver_without_room_fails_the_sender_at_once() -> None:
                 await asyncio.wait_for(again, 2)  # the GPU is free again
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(exchanges, st.integers(0, 1 << 20))
 def test_transfers_end_even_if_a_device_has_a_single_stream(steps: list[Step], seed: int) -> None:
     steps = [(source, target) for source, target in steps if source != target]

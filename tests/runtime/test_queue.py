@@ -560,4 +560,9 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+TestQueueMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.repeated
+class TestQueueMachineAtLength(QueueMachine.TestCase):
+    settings = settings(max_examples=1000, stateful_step_count=30, deadline=None)

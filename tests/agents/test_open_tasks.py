@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -213,10 +214,9 @@ def test_a_tool_that_answers_differently_ends_the_record_there():
         await other.outcomes([kept])
         first = kept.left[0][0].tokens
         assert (other.tally.reused, other.tally.dropped) == (first, kept.tokens - first)
-        assert list(other.tally.notes()) == [
-            "of the checkpoint's open episodes, 0 went on, 1 began anew (another prompt); "
-            f"{first} tokens were taken from their records, {kept.tokens - first} were of no use"
-        ]
+        (note,) = other.tally.notes()
+        assert "(another prompt)" in note
+        assert re.findall(r"\d+", note) == ["0", "1", str(first), str(kept.tokens - first)]
 
     played(main)
 

@@ -1,6 +1,6 @@
-"""Runs an example for a step or two; `make drills` runs it whole, and sees that it learns.
+"""Runs examples for a step or two, one after the other; `make drills` runs them whole, and sees that they learn.
 
-python tests/examples/shortened.py examples/grpo.py
+python tests/examples/shortened.py examples/grpo.py examples/team.py
 """
 
 import asyncio
@@ -15,6 +15,9 @@ SHORT = {"steps": 2, "answers": 200}
 """What the programs of examples take that decides how long they train."""
 
 
+TRAIN = rlinf.train
+
+
 def main(path: str) -> None:
     """Run the example as it is, but for how long it trains."""
     sys.argv = [path]
@@ -23,7 +26,7 @@ def main(path: str) -> None:
     if given:
         asyncio.run(program(**{name: SHORT[name] for name in given}))
     else:
-        rlinf.train = _shortened(rlinf.train)
+        rlinf.train = _shortened(TRAIN)
         runpy.run_path(path, run_name="__main__")
 
 
@@ -38,4 +41,5 @@ def _shortened(train):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for example in sys.argv[1:]:
+        main(example)

@@ -66,7 +66,7 @@ def test_a_column_that_is_not_there_is_named():
 
     reward = Reward.of(graded)
     reward.check((*OFFERED, "level"))
-    with pytest.raises(ValueError, match=r"graded takes \['level'\].*\['answer', 'prompt', 'response', 'truncated'\]"):
+    with pytest.raises(ValueError, match=r"graded .*\['level'\].*'answer', 'prompt'"):
         reward.check(OFFERED)
 
 
@@ -81,7 +81,7 @@ def test_arguments_of_the_configuration_win_over_columns():
 
 
 def test_an_argument_that_the_function_does_not_take_is_named():
-    with pytest.raises(ValueError, match=r"exact does not take \['scale'\]; it takes \['response', 'answer'\]"):
+    with pytest.raises(ValueError, match=r"exact .*\['scale'\].*\['response', 'answer'\]"):
         Reward.of(exact, {"scale": 3})
 
 

@@ -289,11 +289,11 @@ def test_the_judge_judges_as_python_does(loop, form):
 @pytest.mark.parametrize(
     ("test", "reason"),
     [
-        ("def test_it(mocker):\n    assert f", "test_it wants a fixture 'mocker'"),
-        ("from solution import A\nclass B(A): pass\ndef test_it(): B()", "class B derives from the answer's A"),
+        ("def test_it(mocker):\n    assert f", ".*'mocker'"),
+        ("from solution import A\nclass B(A): pass\ndef test_it(): B()", "class B .* A"),
         (
             "from unittest.mock import patch\ndef test_it():\n    with patch('solution.time'):\n        f()",
-            "a call of patch replaces",
+            "a call of patch",
         ),
     ],
 )
@@ -318,7 +318,10 @@ def test_integers_of_any_length_are_read_and_compared(loop):
     assert scored(loop, "def f(x): return x + 1", row).value == 0.0
 
 
-@pytest.mark.parametrize("form", ["APPS", "APPS, a function", "MBPP", "HumanEval"])
+@pytest.mark.parametrize(
+    "form",
+    ["APPS, a function", "MBPP", *(pytest.param(form, marks=pytest.mark.repeated) for form in ("APPS", "HumanEval"))],
+)
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_cheats_have_no_reward(loop, cheat, form):
     found = scored(loop, CHEATS[cheat], ROWS[form][0], award="share", seconds_per_test=0.7, seconds_in_all=1.5)

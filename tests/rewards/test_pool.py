@@ -166,7 +166,7 @@ async def test_a_hang_is_killed_and_only_it_times_out(rewards):
         found = await children.score(asked("1", "2", "hang", "3"))
         again = await children.score(asked("4"))
     assert outcomes(found) == ["ok", "ok", "timeout", "ok"]
-    assert found[2].remark == "took longer than 1.5 s; killed"
+    assert "than 1.5 s" in found[2].remark
     assert values(again) == [4]
 
 

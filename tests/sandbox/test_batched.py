@@ -34,7 +34,7 @@ def test_hundreds_of_programs_take_a_few_sandboxes_and_each_gets_its_own_results
     assert [[each.value for each in every] for every in found] == [
         [str(number + 1), str(2 * number), None] for number in range(200)
     ]
-    assert all("can only concatenate str" in every[2].error for every in found)
+    assert all("TypeError" in every[2].error for every in found)
     assert sandboxes <= 6
 
 
@@ -42,20 +42,20 @@ def test_hundreds_of_programs_take_a_few_sandboxes_and_each_gets_its_own_results
     ("program", "error"),
     [
         ("def f(x: return", "SyntaxError"),
-        ("f = 1 / 0", "ZeroDivisionError: division by zero"),
-        ("import os; os._exit(0)", "it ended before this call returned"),
+        ("f = 1 / 0", "ZeroDivisionError"),
+        ("import os; os._exit(0)", "ended before"),
         ("raise SystemExit", "SystemExit"),
-        ("while True: pass", "it took longer than 0.5 s"),
-        ("import time; f = lambda x: time.sleep(60)", "it took longer than 0.5 s"),
+        ("while True: pass", "than 0.5 s"),
+        ("import time; f = lambda x: time.sleep(60)", "than 0.5 s"),
         ("f = lambda x: 'a' * 10**10", "MemoryError"),
         ("import os; os.fork()", "Resource temporarily unavailable"),
-        ("import threading; threading.Thread(target=print).start()", "can't start new thread"),
+        ("import threading; threading.Thread(target=print).start()", "RuntimeError"),
         ("def f(x): return f(x)", "RecursionError"),
         ("f = open('/etc/shadow').read()", "No such file"),
         ("import os; f = lambda x: os.read(0, 1)[0]", "IndexError"),  # where the programs that follow came from
-        ("import os\nos.close(3)\nf = str", "it ended before this call returned"),
-        ("import os\nos.write(3, b'not json'); os._exit(0)", "it ended before this call returned"),
-        ("import os\nos.write(3, b'[' * 100000); os._exit(0)", "it ended before this call returned"),
+        ("import os\nos.close(3)\nf = str", "ended before"),
+        ("import os\nos.write(3, b'not json'); os._exit(0)", "ended before"),
+        ("import os\nos.write(3, b'[' * 100000); os._exit(0)", "ended before"),
     ],
 )
 def test_what_goes_wrong_is_that_programs_alone(program, error):

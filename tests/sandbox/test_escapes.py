@@ -17,7 +17,7 @@ from tests.launching import ROOT
 from tests.sandbox.attempts import EXCESSIVE, PRIVILEGED, SHOWN
 
 LITTLE = Limits(cpu_seconds=20, wall_seconds=20, memory_bytes=256 << 20, file_bytes=16 << 20)
-SHORT = replace(LITTLE, cpu_seconds=1, wall_seconds=1)
+SHORT = replace(LITTLE, cpu_seconds=1, wall_seconds=0.5)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -244,15 +245,15 @@ async def test_json_that_was_asked_for_is_checked():
             )
             told.append((done.choices[0].message.content, done.choices[0].message.refusal))
         assert told[0] == ('{"a": 1}', None)
-        assert told[1][1].startswith("the answer is not of the schema: 'b' is not of type 'integer'")
-        assert told[2][1].startswith("the answer is not valid JSON")
+        assert "'b' is not of type" in told[1][1]
+        assert "valid JSON" in told[2][1]
         asked = here.model.tokenizer.decode(here.model.calls[0][0])
-        assert 'Answer with JSON of this schema and nothing else: {"type": "object"' in asked
+        assert json.dumps(schema) in asked
         assert here.endpoint.metrics.malformed == 2
 
 
 async def test_a_schema_that_takes_forever_is_given_up_and_the_run_goes_on(monkeypatch):
-    monkeypatch.setattr("rlinf.agents.endpoint.requests._SCHEMA_SECONDS", 1.5)
+    monkeypatch.setattr("rlinf.agents.endpoint.requests._SCHEMA_SECONDS", 1.0)
     slow = {"type": "string", "pattern": "^(a+)+$"}
     doubling = {"$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)}}
     doubling |= {"$ref": "#/$defs/d0"}
@@ -270,8 +271,8 @@ async def test_a_schema_that_takes_forever_is_given_up_and_the_run_goes_on(monke
                 told.append(error.param)
             else:
                 told.append(done.choices[0].message.refusal)
-        assert "within 1.5 s" in told[0]
-        assert "within 1.5 s" in told[1]
+        assert "within 1 s" in told[0]
+        assert "within 1 s" in told[1]
         assert told[2:] == [None, "response_format"]
 
 

@@ -59,7 +59,7 @@ def test_values(text, value):
 )  # fmt: skip
 def test_what_is_no_arithmetic_is_told(text):
     if text.startswith("---"):  # an even number of signs, if the stack holds that many
-        assert asyncio.run(calculator.call({"expression": text})) in ("1", "Error: this is no arithmetic expression")
+        assert asyncio.run(calculator.call({"expression": text})).startswith(("1", "Error: "))
         return
     with pytest.raises(ToolFailed):
         value_of(text)

@@ -317,7 +317,7 @@ def test_thinking_that_the_prompt_began_has_no_calls_in_it():
     assert plain(parsed) == [("f", {})]
     assert parsed.content.endswith("</think>Now.")
     assert parsed.broken == ()
-    assert format_named("hermes").parse(f"<think>I never stop {call}").calls == ()
+    assert format_named("hermes").parse(f"<think>so {call}").calls == ()
 
 
 def test_details_of_the_llamas_calls():

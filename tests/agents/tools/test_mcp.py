@@ -35,7 +35,7 @@ def gone(*pids, seconds=30.0):
     return True
 
 
-async def test_a_servers_tools_are_tools_like_others(monkeypatch):
+async def test_a_servers_tools_are_tools_like_others_and_it_is_started_again_when_it_died(monkeypatch, caplog):
     monkeypatch.setenv("SECRET", "s")
     async with mcp_tools(SERVER, prefix="t_", timeout=20, env={"GIVEN": "g"}) as tools:
         add = tools["t_add"]
@@ -43,33 +43,21 @@ async def test_a_servers_tools_are_tools_like_others(monkeypatch):
         assert add.parameters["properties"]["a"]["type"] == "integer"
         calls = [ToolCall(str(a), "t_add", {"a": a, "b": "5"}) for a in range(3)]
         assert [message["content"] for message in await tools.run(calls)] == ["5", "6", "7"]
-        assert "Input should be a valid integer" in await add.call({"a": "x"})
+        assert "valid integer" in await add.call({"a": "x"})
         assert (await tools["t_fail"].call({"why": "no"})).startswith("Error: ")
         assert await tools["t_environment"].call({"name": "GIVEN"}) == "g"
         assert await tools["t_environment"].call({"name": "SECRET"}) == "none"
-        assert "took longer than 0.2 seconds" in await tools["t_hang"].call({"seconds": 1}, timeout=0.2)
+        assert " 0.2 seconds" in await tools["t_hang"].call({"seconds": 1}, timeout=0.2)
         assert await add.call({"a": 1}) == "2"
         assert tools.counts == {"ok": 6, "error": 2, "timeout": 1}
         pids = [int(pid) for pid in (await tools["t_spawn"].call({})).split()]
-    assert gone(*pids)
-
-
-async def test_a_server_that_dies_is_a_text_for_the_model():
-    async with mcp_tools(SERVER, timeout=20) as tools:
-        waiting = asyncio.ensure_future(tools["hang"].call({"seconds": 100}))
-        assert "die failed: " in await tools["die"].call({})
+        waiting = asyncio.ensure_future(tools["t_hang"].call({"seconds": 100}))
+        assert "die failed: " in await tools["t_die"].call({})
         assert "hang failed: " in await waiting
-        assert await tools["add"].call({"a": 1}) == "2"
-
-
-async def test_a_server_that_died_is_started_again_and_the_log_says_so(caplog):
-    async with mcp_tools(SERVER, timeout=20) as tools:
-        pids = [int(pid) for pid in (await tools["spawn"].call({})).split()]
-        assert "die failed: " in await tools["die"].call({})
-        again = await asyncio.gather(*(tools["add"].call({"a": number}) for number in range(3)))
+        again = await asyncio.gather(*(add.call({"a": number}) for number in range(3)))
         assert again == ["1", "2", "3"]
         assert gone(*pids)
-        pids = [int(pid) for pid in (await tools["spawn"].call({})).split()]
+        pids = [int(pid) for pid in (await tools["t_spawn"].call({})).split()]
     assert gone(*pids)
     (line,) = caplog.messages
     assert "mcp_server.py" in line
@@ -135,7 +123,7 @@ async def test_a_server_is_reached_by_http():
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"command": ["no-such-command"]}, "cannot run no-such-command"),
+        ({"command": ["no-such-command"]}, "no-such-command"),
         ({"command": [sys.executable, "-c", "import sys; sys.exit('bad start')"]}, r"said:.*start"),
         ({"command": ["sleep", "100"], "start_timeout": 0.3}, r"listed.*0\.3 seconds"),
         ({"command": [sys.executable, "-c", "print('nonsense')"]}, "MCP server"),

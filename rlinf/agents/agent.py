@@ -197,10 +197,9 @@ class AgentLLM:
             return [*messages, message], (parsed, calls)
 
         reply, turn, (whole, (parsed, calls)) = await self._answered("llm.chat", parent, new_ids, sampling, said, chat)
-        return Answer(
-            reply.text, reply.ids, reply.logprobs, reply.versions, reply.finish,
-            parsed.content, calls, parsed.broken, whole[-1], turn, runnable, self._attempt.home,
-        )  # fmt: skip
+        own = (reply.text, reply.ids, reply.logprobs, reply.versions, reply.finish)
+        more: dict[str, Any] = {"message": whole[-1], "turn": turn, "tools": runnable, "home": self._attempt.home}
+        return Answer(*own, parsed.content, calls, parsed.broken, **more)
 
     def generate(self, prompt: Any, **sampling: Any) -> Awaited[Reply]:
         """Let the model go on from token ids, or from a text as it stands; await it.

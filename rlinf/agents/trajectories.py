@@ -219,12 +219,10 @@ class Trajectories:
             for message in messages[:-1]:
                 state.update(_canonical(message))
             key = _ended(state, words)
-        before = 0 if parent is None else parent.length
+        length = (0 if parent is None else parent.length) + len(new_ids) + len(done.response_ids)
         segment = Segment(done.response_ids, done.logprobs, done.versions, done.routes)
-        turn = Turn(
-            parent, key, state, words, read_only(new_ids), segment, done.finish, temperature, conversation,
-            before + len(new_ids) + len(done.response_ids),
-        )  # fmt: skip
+        history = (parent, key, state, words, read_only(new_ids))
+        turn = Turn(*history, segment, done.finish, temperature, conversation, length)
         self.counts.calls += 1
         self.counts.joined += parent is not None
         self.counts.branches += bool(self._turns) if parent is None else parent.goes_on

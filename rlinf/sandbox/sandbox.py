@@ -42,12 +42,10 @@ _BOOT = (
     "import sys; sys.path.append(sys.argv[1]); from rlinf.sandbox.inside.warden import main; main(int(sys.argv[2]),"
     " sys.argv[3])"
 )
-_HELD = ("no network", "no file of this machine but the interpreter and /usr, read-only", "a private /tmp in memory",
-         "no view of other processes", "no capabilities")  # fmt: skip
-_LANDLOCK = (
-    (1, "no file of this machine but the interpreter and /usr, read-only"),
-    (6, "no signals to other processes"),
-)
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_FILES = "no file of this machine but the interpreter and /usr, read-only"
+_HELD = ("no network", _FILES, "a private /tmp in memory", "no view of other processes", "no capabilities")
+_LANDLOCK = ((1, _FILES), (6, "no signals to other processes"))
 """What holds without namespaces from which version of Landlock on."""
 _ALWAYS = ("limits on time, memory, processes, files and output",)
 
@@ -87,22 +85,26 @@ def _spawn(weak: bool, preload: Sequence[str], reason: str) -> Warden:
     more = [path for path in _added(packages) if not (weak and os.geteuid() == 0) or _others_may_enter(path)]
     root = os.geteuid() == 0
     if weak and root and not all(_others_may_enter(path) for path in (sys.base_prefix, *packages)):
-        raise SandboxError(f"{reason} Without namespaces, root would run programs as `nobody`, who may not read "
-                           f"{sys.base_prefix}: start as an ordinary user")  # fmt: skip
+        raise SandboxError(
+            f"{reason} Without namespaces, root would run programs as `nobody`, who may not read {sys.base_prefix}: "
+            "start as an ordinary user"
+        )
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    settings = {
-        "owner": os.getpid(), "home": home, "shown": [sys.base_prefix, os.path.realpath(sys.base_prefix), sys.prefix],
-        "packages": [*packages, *more], "preload": [*preload], "weak": weak, "root": root,
-    }  # fmt: skip
+    paths = {"home": home, "shown": [sys.base_prefix, os.path.realpath(sys.base_prefix), sys.prefix]}
+    modules = {"packages": [*packages, *more], "preload": [*preload]}
+    settings = json.dumps({"owner": os.getpid(), **paths, **modules, "weak": weak, "root": root})
+    flags = ["-S", "-s", "-P", "-B", "-X", "utf8"]
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-S", "-s", "-P", "-B", "-X", "utf8", "-c", _BOOT, home, str(theirs.fileno()),
-             json.dumps(settings)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()], env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1",
-                                             "OPENBLAS_NUM_THREADS": "1"},
-            cwd="/", start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, *flags, "-c", _BOOT, home, str(theirs.fileno()), settings],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env=_ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,
+        )
     control.settimeout(_START_DEADLINE)
     try:
         answer = json.loads(control.recv(1 << 16) or b'{"refused": "it ended at once"}')

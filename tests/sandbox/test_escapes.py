@@ -104,6 +104,7 @@ def test_what_takes_too_much_is_ended(name, loop, sandbox):
     assert loop.run(sandbox.run_python("print('unharmed')")).stdout == "unharmed\n"
 
 
+@pytest.mark.repeated
 @pytest.mark.parametrize("name", SHOWN)
 def test_attempts_succeed_without_a_sandbox(name, outside, tmp_path):
     code = SHOWN[name].format(**{**outside, "work": tmp_path})

@@ -125,7 +125,7 @@ async def test_what_was_printed_before_a_limit_is_kept(sandbox):
     assert (found.outcome, len(found.stdout)) == ("output", 1000)
 
 
-async def test_a_thousand_calls_run_a_few_at_once(sandbox):
+async def test_many_calls_run_a_few_at_once(sandbox):
     most = 0
 
     async def one(number):
@@ -134,7 +134,7 @@ async def test_a_thousand_calls_run_a_few_at_once(sandbox):
         most = max(most, len(children(server_of(sandbox))) / 3)  # holder, first process, program; besides a supervisor
         return found.stdout
 
-    count = 200
+    count = 60
     assert await asyncio.gather(*map(one, range(count))) == [f"{number}\n" for number in range(count)]
     assert most <= 3  # two, and one that is ending
 

@@ -38,10 +38,8 @@ _IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo", "think
 _THOUGHT = {"type": "thinking", "signature": "unsigned"}
 """A block of thinking without its text; clients send signatures back, and nobody checks ours."""
 
-_SERVERS = (
-    "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",
-    "mcp_tool_use", "mcp_tool_result", "container_upload",
-)  # fmt: skip
+_SERVER_RESULTS = tuple(f"{tool}_tool_result" for tool in ("web_search", "web_fetch", "code_execution", "mcp"))
+_SERVERS = ("server_tool_use", "mcp_tool_use", "container_upload", *_SERVER_RESULTS)
 """Blocks of tools that Anthropic's own servers run; a conversation that was begun there may hold them."""
 
 

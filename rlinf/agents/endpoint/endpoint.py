@@ -326,10 +326,8 @@ class Endpoint:
                 401, "show the endpoint's token: Authorization: Bearer …, or x-api-key", code="invalid_api_key"
             )
         if self.metrics.in_flight >= self.config.max_concurrent:
-            raise ApiError(
-                429, f"{self.config.max_concurrent} requests are answered already (agent.endpoint.max_concurrent)",
-                code="rate_limit_exceeded", retry_after=1.0,
-            )  # fmt: skip
+            why = f"{self.config.max_concurrent} requests are answered already (agent.endpoint.max_concurrent)"
+            raise ApiError(429, why, code="rate_limit_exceeded", retry_after=1.0)
         self._paced((session.name if session is not None and agents else key) or "")
         if session is None and named:
             assert self._opens is not None
@@ -350,10 +348,8 @@ class Endpoint:
         rate = self._rates.setdefault(key, _Rate(most, now))
         rate.room, rate.at = min(most, rate.room + (now - rate.at) * most / 60), now
         if rate.room < 1:
-            raise ApiError(
-                429, f"more than {most} requests a minute with this key (agent.endpoint.requests_per_minute)",
-                code="rate_limit_exceeded", retry_after=(1 - rate.room) * 60 / most,
-            )  # fmt: skip
+            why = f"more than {most} requests a minute with this key (agent.endpoint.requests_per_minute)"
+            raise ApiError(429, why, code="rate_limit_exceeded", retry_after=(1 - rate.room) * 60 / most)
         rate.room -= 1
 
     def conversation(self, messages: Sequence[Message], chat: ChatFormat | None) -> EndpointSession:
@@ -508,10 +504,8 @@ class Endpoint:
             ApiError: 404.
         """
         if name not in self.models() and "*" not in self.config.models:
-            raise ApiError(
-                404, f"there is no model {name!r:.100}; take {', '.join(self.models())}, or add agent.endpoint.models",
-                code="model_not_found", param="model",
-            )  # fmt: skip
+            why = f"there is no model {name!r:.100}; take {', '.join(self.models())}, or add agent.endpoint.models"
+            raise ApiError(404, why, code="model_not_found", param="model")
 
 
 class Served:

@@ -47,10 +47,9 @@ from rlinf.runtime.base.tasks import cancel_all
 if TYPE_CHECKING:
     from aiohttp import web
 
-IGNORED = (
-    "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "reasoning_effort", "verbosity", "prediction", "prompt_cache_options", "client_metadata",
-)  # fmt: skip
+_ABOUT_CLIENTS = ("metadata", "user", "safety_identifier", "client_metadata", "reasoning_effort", "verbosity")
+_ABOUT_SERVERS = ("store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
+IGNORED = (*_ABOUT_CLIENTS, *_ABOUT_SERVERS, "prediction")
 """Fields that say nothing about what the answer means."""
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _PIECE = 256

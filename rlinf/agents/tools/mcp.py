@@ -226,10 +226,8 @@ def _tool(server: _Server, listing: Any, prefix: str, seconds: float, longest: i
             raise ToolFailed(text or f"{listing.name} failed")
         return text
 
-    return Tool(
-        prefix + listing.name, listing.description or "", schema, call,
-        lambda keywords: typed(keywords, schema), seconds, longest,
-    )  # fmt: skip
+    name, description = prefix + listing.name, listing.description or ""
+    return Tool(name, description, schema, call, lambda keywords: typed(keywords, schema), seconds, longest)
 
 
 def _text(result: Any) -> str:

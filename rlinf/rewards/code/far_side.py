@@ -26,7 +26,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rlinf.rewards.code.peer import DEEDS, Link, Peer, awaited
+from rlinf.rewards.code.peer import BINARY, CONVERSIONS, DEEDS, ITEMS, UNARY, Link, Peer, awaited
 from rlinf.rewards.code.runner import pytest_module, run_test
 from rlinf.rewards.code.values import BASES, SHARED_NAMES
 
@@ -111,8 +111,7 @@ class Answer(Peer):
 
     def named(self, module: str, name: str) -> Any:
         """A function or class of the library that tests handed over."""
-        return functools.reduce(getattr, name.split("."), importlib.import_module(module)) if name else (
-            importlib.import_module(module))  # fmt: skip
+        return functools.reduce(getattr, name.split(".") if name else (), importlib.import_module(module))
 
     def facts(self, value: Any) -> dict[str, Any]:
         """Its class, if it is one of the answer's; the type underneath; whether it is awaited, or iterated once."""
@@ -337,14 +336,12 @@ def _binary(deed: str, swapped: bool = False) -> Callable[..., Any]:
     return lambda self, other: self._binary(deed, other, swapped)
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift",
-              "rshift", "divmod"):  # fmt: skip
+for _name in (*BINARY, "divmod"):
     setattr(Remote, f"__{_name.strip('_')}__", _binary(_name))
     setattr(Remote, f"__r{_name.strip('_')}__", _binary(_name, True))
 for _name in (*_IN_PLACE, "lt", "le", "gt", "ge"):
     setattr(Remote, f"__{_name}__", _binary(_name))
-for _name in ("len", "next", "getitem", "setitem", "delitem", "str", "repr", "format", "neg", "pos", "abs", "invert",
-              "int", "float", "complex", "index", "round", "reversed", "enter", "aiter", "dir"):  # fmt: skip
+for _name in (*UNARY, *ITEMS, "len", "next", *CONVERSIONS, "round", "reversed", "enter", "aiter", "dir"):
     setattr(Remote, f"__{_name}__", _unary(_name))
 
 

@@ -6,6 +6,7 @@ message is under way at any time, and whoever sent it waits for the reply or for
 
 from __future__ import annotations
 
+import builtins
 import functools
 import json
 import operator
@@ -304,14 +305,16 @@ def _loop() -> Any:
     return loop
 
 
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+BINARY = (*_ARITHMETIC, "and_", "or_", "xor", "lshift", "rshift")
+UNARY, ITEMS = ("neg", "pos", "abs", "invert", "index"), ("getitem", "setitem", "delitem")
+CONVERSIONS = ("str", "repr", "format", "int", "float", "complex")
+_COMPARISONS, _IN_PLACE = ("eq", "ne", "lt", "le", "gt", "ge"), ("iadd", "isub", "imul", "ior")
+_OPERATORS = (*BINARY, *UNARY, *ITEMS, *_COMPARISONS, *_IN_PLACE, "contains")
+_BUILT_IN = (*CONVERSIONS, "bool", "len", "hash", "iter", "next", "round", "reversed", "divmod", "dir")
 DEEDS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(operator, name) for name in (
-        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift",
-        "iadd", "isub", "imul", "ior", "eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "index",
-        "getitem", "setitem", "delitem", "contains")},
-    **{each.__name__: each for each in (
-        bool, len, hash, str, repr, format, iter, next, int, float, complex, round, reversed, isinstance, issubclass,
-        divmod, dir)},
+    **{name: getattr(operator, name) for name in _OPERATORS},
+    **{name: getattr(builtins, name) for name in (*_BUILT_IN, "isinstance", "issubclass")},
     "await": awaited,
     "anext": lambda value: awaited(anext(value)),
     "aiter": aiter,
@@ -321,5 +324,5 @@ DEEDS: dict[str, Callable[..., Any]] = {
     "aexit": lambda value, *error: awaited(type(value).__aexit__(value, *error)),
     "plain": lambda value: next(plain(value) for kind, plain in BASES.items() if isinstance(value, kind)),
     "input": input,
-}  # fmt: skip
+}
 """Operations that a thing can be asked for besides calling it, getting and setting its attributes."""

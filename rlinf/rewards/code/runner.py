@@ -114,8 +114,8 @@ class _Fixtures:
 
     def _needed(self, function: Any) -> list[str]:
         owners = [self._scope, *([vars(type(self._self))] if self._self is not None else [])]
-        automatic = [name for owner in owners for name, each in owner.items()
-                     if getattr(each, "_fixture", {}).get("autouse")]  # fmt: skip
+        members = [pair for owner in owners for pair in owner.items()]
+        automatic = [name for name, each in members if getattr(each, "_fixture", {}).get("autouse")]
         return [*dict.fromkeys([*(automatic if not hasattr(function, "_fixture") else []), *_parameters(function)])]
 
     def _fixture(self, name: str) -> Any:
@@ -175,8 +175,8 @@ def _parameters(function: Any) -> list[str]:
     mocks = sum(type(each.new).__name__ == "_SentinelObject" for each in patches)  # `mock.patch` gives these itself
     names = [*inspect.signature(function).parameters.values()]
     plain = names[mocks + (bool(names) and names[0].name == "self") :] if mocks else names
-    return [each.name for each in plain if each.name != "self" and each.default is each.empty and each.kind not in
-            (each.VAR_POSITIONAL, each.VAR_KEYWORD)]  # fmt: skip
+    required = [each for each in plain if each.name != "self" and each.default is each.empty]
+    return [each.name for each in required if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
 def _values(value: Any, count: int) -> Sequence[Any]:
@@ -237,22 +237,22 @@ class _Approx:
         if hasattr(type(one), "_mixed"):
             return False
         if isinstance(expected, dict):
-            return isinstance(one, dict) and one.keys() == expected.keys() and all(
-                self._near(one[key], expected[key]) for key in expected)  # fmt: skip
+            alike = isinstance(one, dict) and one.keys() == expected.keys()
+            return alike and all(self._near(one[key], expected[key]) for key in expected)
         if hasattr(expected, "tolist") or hasattr(one, "tolist"):
             return self._near(*(each.tolist() if hasattr(each, "tolist") else each for each in (one, expected)))
         if isinstance(expected, list | tuple):
             return isinstance(one, list | tuple) and len(one) == len(expected) and all(map(self._near, one, expected))
         if one == expected:
             return True
-        if not all(isinstance(each, int | float | complex | decimal.Decimal | fractions.Fraction) for each in (
-                one, expected)) or math.isinf(abs(expected)):  # fmt: skip
+        numbers: Any = (int, float, complex, decimal.Decimal, fractions.Fraction)
+        if not (isinstance(one, numbers) and isinstance(expected, numbers)) or math.isinf(abs(expected)):
             return False
         if one != one or expected != expected:
             return self._nan and one != one and expected != expected
         kind = type(expected) if isinstance(expected, decimal.Decimal) else float
-        relative = kind(0) if self._relative is None and self._absolute is not None else kind(
-            1e-6 if self._relative is None else self._relative)  # fmt: skip
+        usual = 1e-6 if self._absolute is None else 0
+        relative = kind(usual if self._relative is None else self._relative)
         least = kind(1e-12 if self._absolute is None else self._absolute)
         return bool(abs(one - expected) <= max(least, relative * abs(expected)))
 
@@ -327,8 +327,7 @@ def _fail(reason: str = "", *_: Any, **__: Any) -> None:
 def pytest_module() -> types.ModuleType:
     """The part of pytest that tests of functions use; the package takes longer to import than most answers to judge."""
     module = types.ModuleType("pytest")
-    module.__dict__.update(
-        approx=_Approx, raises=_raises, mark=_Marks(), fixture=_fixture, param=_Param, fail=_fail, skip=_fail,
-        importorskip=importlib.import_module, main=lambda *_: 0, MonkeyPatch=_Patch, FixtureRequest=object,
-    )  # fmt: skip
+    module.__dict__.update(approx=_Approx, raises=_raises, mark=_Marks(), fixture=_fixture, param=_Param)
+    module.__dict__.update(fail=_fail, skip=_fail, importorskip=importlib.import_module, main=lambda *_: 0)
+    module.__dict__.update(MonkeyPatch=_Patch, FixtureRequest=object)
     return module

@@ -21,9 +21,15 @@ _LONGEST_RANGE = 1 << 20
 """Items of a range that the judge makes a list of."""
 _FROZEN: dict[str, Callable[[Any], Any]] = {"t": tuple, "f": frozenset}
 _MUTABLE: dict[str, Callable[[], Any]] = {
-    "l": list, "s": set, "d": dict, "B": bytearray, "q": collections.deque, "o": collections.OrderedDict,
-    "C": collections.Counter, "D": collections.defaultdict,
-}  # fmt: skip
+    "l": list,
+    "s": set,
+    "d": dict,
+    "B": bytearray,
+    "q": collections.deque,
+    "o": collections.OrderedDict,
+    "C": collections.Counter,
+    "D": collections.defaultdict,
+}
 _TAGS: dict[Any, str] = {kind: tag for tag, kind in (*_FROZEN.items(), *_MUTABLE.items())}
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 _VIEWS: dict[str, Callable[[Any], Any]] = {
@@ -55,9 +61,9 @@ BASES: dict[type, Callable[[Any], Any]] = {
     collections.deque: lambda value: collections.deque(collections.deque.__iter__(value)),
 }  # fmt: skip
 """Types that classes of an answer may be made of, and what an object of such a class is without the class."""
-SHARED_NAMES = {name: kind for name, kind in vars(builtins).items()
-                 if isinstance(kind, type) and (kind in _TAGS or kind in BASES or kind in (bool, complex, bytes)
-                                                or issubclass(kind, BaseException))}  # fmt: skip
+_CLASSES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
+_PLAIN = {*_TAGS, *BASES, bool, complex, bytes}
+SHARED_NAMES = {name: kind for name, kind in _CLASSES.items() if kind in _PLAIN or issubclass(kind, BaseException)}
 """Classes that an answer's code may send by their names; all others of the library could compare as they like."""
 
 

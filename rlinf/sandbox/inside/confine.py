@@ -288,14 +288,16 @@ def write_maps(
 def _new_root(readable: Sequence[str]) -> None:
     """Make a read-only root of bind mounts, and let go of the old one."""
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
-    links = {name: os.readlink(f"/{name}") for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-             if os.path.islink(f"/{name}")}  # fmt: skip
+    names = [name for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32") if os.path.islink(f"/{name}")]
+    links = {name: os.readlink(f"/{name}") for name in names}
     trees = ["/usr", *(f"/{name}" for name in ("bin", "sbin", "lib", "lib64") if name not in links)]
     files = ["/etc/ld.so.cache", *(f"/dev/{name}" for name in _CONFINE_DEVICES)]
     wanted = _outermost([path for path in [*trees, *readable] if os.path.isdir(path)])
     if hidden := [path for path in wanted if path in ("/", WORK)]:
-        raise OSError(f"{hidden[0]} itself holds the interpreter or its packages, and a program has its own; install "
-                      "them into a directory below")  # fmt: skip
+        raise OSError(
+            f"{hidden[0]} itself holds the interpreter or its packages, and a program has its own; install them into "
+            "a directory below"
+        )
     sources = {path: os.open(path, os.O_PATH) for path in [*wanted, *files] if os.path.exists(path)}
     _mount("sandbox", WORK, "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m,nr_inodes=2k")
     for path, source in sources.items():
@@ -345,8 +347,11 @@ def private_directory(size: int) -> None:
 
     What the root shows below /tmp, an environment that was made there, is mounted in it again.
     """
-    devices = {name: _call(f"open_tree of {WORK}/{name}", _libc.syscall, _OPEN_TREE, _AT_FDCWD,
-                         f"{WORK}/{name}".encode(), _CLONE_TREE) for name in os.listdir(WORK)}  # fmt: skip
+    devices = {}
+    for name in os.listdir(WORK):
+        path = f"{WORK}/{name}"
+        opening = (_OPEN_TREE, _AT_FDCWD, path.encode(), _CLONE_TREE)
+        devices[name] = _call(f"open_tree of {path}", _libc.syscall, *opening)
     text = f"mode=700,uid={INSIDE},gid={INSIDE},size={size},nr_inodes=16k"
     _mount("work", WORK, "tmpfs", _NOSUID | _NODEV, text)
     os.chdir(WORK)
@@ -354,8 +359,8 @@ def private_directory(size: int) -> None:
     _libc.setfsgid(INSIDE)
     for name, tree in devices.items():
         os.mkdir(name)
-        _call(f"move_mount to {WORK}/{name}", _libc.syscall, _MOVE_MOUNT, tree, b"", _AT_FDCWD, name.encode(),
-              _FROM_DESCRIPTOR)  # fmt: skip
+        moving = (_MOVE_MOUNT, tree, b"", _AT_FDCWD, name.encode(), _FROM_DESCRIPTOR)
+        _call(f"move_mount to {WORK}/{name}", _libc.syscall, *moving)
         os.close(tree)
 
 

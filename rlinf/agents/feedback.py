@@ -301,12 +301,12 @@ def _shaped(array: np.ndarray) -> dict[str, Any]:
 
 
 def _of_shape(kind: str, shape: Sequence[int], text: str) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text), np.dtype(kind)).reshape(shape).copy()
+    return _array(text, np.dtype(kind)).reshape(shape)
 
 
 def _text(array: np.ndarray) -> str:
     return base64.b64encode(array.tobytes()).decode("ascii")
 
 
-def _array(text: str, kind: type[np.generic]) -> np.ndarray:
+def _array(text: str, kind: Any) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), kind).copy()

@@ -10,13 +10,9 @@ adapted when their parameters have the other framework's names; `verl(function)`
 
 `Scorer` calls a reward for several samples and gives one `Verdict` for each, in order, whatever happens short of the
 end of the process. It lives in the child processes of `pool.py`, or in the judge's own process for functions that are
-trusted. This module imports nothing heavy: child processes that run rewards start with it.
-
-Tells when the main thread of this process begins and ends to load a module that was not loaded yet.
-
-In: the interpreter's imports. Out: calls of one function, `tell(True)` and `tell(False)` by turns. A first import may
-take seconds (torch: two), which is nobody's fault whose deadline is running: `keeper.py` passes it on to the parent,
-whose clock stands still meanwhile. Imports the standard library alone.
+trusted. This module imports nothing heavy: child processes that run rewards start with it. A first import may take
+seconds (torch: two), which is nobody's fault whose deadline is running: `ImportWatch` tells of it, and the clock of who
+waits for a verdict stands still meanwhile.
 """
 
 from __future__ import annotations

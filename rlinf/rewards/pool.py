@@ -193,8 +193,7 @@ class RewardPool:
             return self._suspect(jobs, Verdict("error", remark=str(error).splitlines()[0], trace=str(error)))
         except Exception as error:  # what was to be sent is no pickle: the callers' business
             for job in jobs:
-                if not job.verdict.done():
-                    job.verdict.set_exception(error)
+                _fail(job, error)
             return []
         for job, verdict in zip(jobs, verdicts, strict=False):
             _settle(job, verdict)
@@ -218,9 +217,7 @@ class RewardPool:
     def _give_up(self, died: ChildDied) -> None:
         self._lost = died
         while self._jobs:
-            job = self._jobs.popleft()
-            if not job.verdict.done():
-                job.verdict.set_exception(died)
+            _fail(self._jobs.popleft(), died)
 
 
 def check_sendable(source: RewardSource, args: Mapping[str, Any] | None) -> None:
@@ -244,6 +241,11 @@ def check_sendable(source: RewardSource, args: Mapping[str, Any] | None) -> None
 def _settle(job: _Job, verdict: Verdict) -> None:
     if not job.verdict.done():
         job.verdict.set_result(verdict)
+
+
+def _fail(job: _Job, error: Exception) -> None:
+    if not job.verdict.done():
+        job.verdict.set_exception(error)
 
 
 def _last_words(died: ChildDied) -> str:

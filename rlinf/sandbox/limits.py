@@ -1,6 +1,4 @@
-"""Limits of a program in the sandbox, and its result. Data only.
-
-A program that runs in a sandbox, seen from outside: what became of it, and a channel to talk to it.
+"""A program that runs in a sandbox, seen from outside: its limits, its result, and a channel to talk to it.
 
 In: a stream from its supervisor. Out: a `Result`. Who wakes whom: the supervisor's answer, and the program's messages,
 wake who waits for them.

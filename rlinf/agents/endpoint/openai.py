@@ -1,10 +1,9 @@
 """OpenAI's protocols: `/v1/chat/completions`, `/v1/completions` and `/v1/responses`.
 
-In: a request's fields. Out: what the official clients read, whole or as a stream. A
-stream begins when the answer is complete: the engine gives whole answers, with the tokens and log-probs that are
-learned from. `/v1/completions` takes texts and token ids that the model goes on from, as they stand. `/v1/responses`
-takes with `previous_response_id` also what was said up to that response; responses are kept as long as their session,
-unless `store` is false.
+In: a request's fields. Out: what the official clients read, whole or as a stream. A stream begins when the answer is
+complete: the engine gives whole answers, with the tokens and log-probs that are learned from. `/v1/completions` takes
+texts and token ids that the model goes on from, as they stand. `/v1/responses` takes with `previous_response_id` also
+what was said up to that response; responses are kept as long as their session, unless `store` is false.
 """
 
 from __future__ import annotations

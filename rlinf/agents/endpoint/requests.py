@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -202,20 +201,16 @@ class Fields:
     def whole(self, name: str, low: int, high: int = LARGEST) -> int | None:
         """A whole number; None: left out."""
         value = self.any(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise invalid(self.path(name), f"{self.path(name)} must be a whole number from {low} to {high}")
-        return value
+        if value is None or (type(value) is int and low <= value <= high):
+            return value
+        raise invalid(self.path(name), f"{self.path(name)} must be a whole number from {low} to {high}")
 
     def number(self, name: str, low: float, high: float) -> float | None:
         """A number; None: left out."""
         value = self.any(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise invalid(self.path(name), f"{self.path(name)} must be a number from {low:g} to {high:g}")
-        return float(value) if math.isfinite(value) else None
+        if value is None or (type(value) in (int, float) and low <= value <= high):
+            return None if value is None else float(value)
+        raise invalid(self.path(name), f"{self.path(name)} must be a number from {low:g} to {high:g}")
 
     def texts(self, name: str) -> tuple[str, ...]:
         """A text or several, none of them empty."""

@@ -10,16 +10,12 @@ if TYPE_CHECKING:
     from rlinf.agents.tools.formats import CallFormat, Parsed, ToolCall, call_format
     from rlinf.agents.tools.tool import Tool, ToolFailed, Tools
 
-_HOME = {
-    "CallFormat": "formats",
-    "Parsed": "formats",
-    "Tool": "tool",
-    "ToolCall": "formats",
-    "ToolFailed": "tool",
-    "Tools": "tool",
-    "calculator": "arithmetic",
-    "call_format": "formats",
+_MODULES = {
+    "formats": ("CallFormat", "Parsed", "ToolCall", "call_format"),
+    "tool": ("Tool", "ToolFailed", "Tools"),
+    "arithmetic": ("calculator",),
 }
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = ["CallFormat", "Parsed", "Tool", "ToolCall", "ToolFailed", "Tools", "calculator", "call_format"]
 

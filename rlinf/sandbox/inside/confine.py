@@ -1,18 +1,14 @@
-"""Walls: namespaces, a file system of its own, no capabilities, resource limits.
+"""Walls around a program: namespaces, a file system of its own, no capabilities, limits, a filter of system calls.
 
 In: what may be seen and used. Out: the calling process, confined. `enter` confines the fork server once: its root is a
 small read-only file system that holds the interpreter and /usr. `isolate` gives one program namespaces of its own below
 that, and a private /tmp; `restrict` takes away the rest. Nothing here needs root; where the user is root, programs run
 as another user, whom limits on processes hold. Facts about the calls are in man 7 user_namespaces, mount_namespaces.
 
-A filter of system calls: what no program for a task needs, and kernel bugs are reached through.
-
-A filter is a program of classic BPF over the call's number and arguments; the kernel's
-Documentation/userspace-api/seccomp_filter.rst has more.
-
-Walls around files where there are no namespaces: Landlock, which any process may set for itself (Linux 5.13).
-
-The kernel's Documentation/userspace-api/landlock.rst describes the interface.
+`forbid_calls` refuses the system calls that no program for a task needs, and that kernel bugs are reached through: a
+program of classic BPF over a call's number and arguments (the kernel's Documentation/userspace-api/seccomp_filter.rst).
+`confine_files` walls files off where there are no namespaces, by Landlock, which any process may set for itself from
+Linux 5.13 on (Documentation/userspace-api/landlock.rst).
 """
 
 from __future__ import annotations

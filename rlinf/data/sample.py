@@ -397,15 +397,11 @@ def _group_arrived(
     ends = np.cumsum(lengths)[:-1]
     ids, logprobs, versions = (np.split(array, ends) for array in arrays)
     parts = {name: np.split(array, ends) for name, array in columns.items()}
-    samples = [
-        Sample(prompt, index, ids[i], logprobs[i], versions[i], *more[:8], _of(parts, i), *more[8:])  # type: ignore[call-arg, misc]  # eight of _REST stand before `per_token`
-        for i, (index, *more) in enumerate(zip(*rest, strict=True))
-    ]
+    samples = []
+    for i, values in enumerate(zip(*rest, strict=True)):
+        more: dict[str, Any] = dict(zip(_REST, values, strict=True), per_token={name: parts[name][i] for name in parts})
+        samples.append(Sample(prompt, response_ids=ids[i], logprobs=logprobs[i], versions=versions[i], **more))
     return Group(prompt, tuple(samples))
-
-
-def _of(parts: Mapping[str, Sequence[np.ndarray]], number: int) -> dict[str, np.ndarray]:
-    return {name: part[number] for name, part in parts.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

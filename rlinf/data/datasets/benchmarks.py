@@ -126,9 +126,9 @@ def _wrong(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
         yield f"it has no {unknown[0]}; its keys are {', '.join(sorted(_KEYS))}"
     if name not in KNOWN and not entry.get("data"):
         yield f"there is no benchmark of that name, which are {', '.join(KNOWN)}; give a set of yours data"
-    known = {each: value for each, value in entry.items() if each in _KEYS}
+    values = {each: value for each, value in entry.items() if each in _KEYS}
     try:
-        settings(Benchmark, known, name)
+        settings(Benchmark, values, name)
     except ValueError as error:
         yield str(error).removeprefix(f"{name}: ")
     if isinstance(path := entry.get("reward"), str) and (advice := mistake_in(path)) is not None:

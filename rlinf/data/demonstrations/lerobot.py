@@ -649,13 +649,8 @@ def _features(numbers: Mapping[str, Tensor], pictures: Mapping[str, Tensor], vid
     for name, rows in pictures.items():
         kind = "video" if videos else "image"
         features[name] = {"dtype": kind, "shape": list(rows.shape[1:]), "names": ["height", "width", "channels"]}
-    own = {
-        "timestamp": "float32",
-        "frame_index": "int64",
-        "episode_index": "int64",
-        "index": "int64",
-        "task_index": "int64",
-    }
+    numbered = ("frame_index", "episode_index", "index", "task_index")
+    own = {"timestamp": "float32", **dict.fromkeys(numbered, "int64")}
     return features | {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in own.items()}
 
 

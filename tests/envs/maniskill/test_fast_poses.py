@@ -93,7 +93,7 @@ def test_what_needs_a_gradient_keeps_it(pose):
     assert rows.grad is not None
 
 
-@pytest.mark.parametrize("control", ["pd_ee_delta_pos", "pd_joint_delta_pos"])
+@pytest.mark.parametrize("control", ["pd_ee_delta_pos", pytest.param("pd_joint_delta_pos", marks=pytest.mark.repeated)])
 def test_an_episode_is_the_same_step_by_step(pose, control):
     simulator = ManiSkill(2, id="PullCube-v1", control=control)
     actions = torch.rand(30, 2, simulator.action_spec.size, generator=torch.Generator().manual_seed(0)) * 2 - 1

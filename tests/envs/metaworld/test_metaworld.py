@@ -82,10 +82,11 @@ def test_the_goals_are_those_of_meta_worlds_own_benchmark():
     assert not np.array_equal(goal_vectors("push-v3", 5), theirs)
 
 
-@pytest.mark.parametrize("tasks", [["reach-v3"], ["drawer-open-v3", "drawer-close-v3"]])
-def test_meta_worlds_scripts_solve_what_they_are_instructed_to(tasks):
+def test_meta_worlds_scripts_solve_what_they_are_instructed_to():
     rules = Rules(seed=1, max_steps=150)
-    environment = Environment(MetaWorld(2, tasks=tasks, number_tasks=True, end_on_success=True), rules)
+    environment = Environment(
+        MetaWorld(2, tasks=["reach-v3", "drawer-close-v3"], number_tasks=True, end_on_success=True), rules
+    )
     seen, ended = environment.reset(), []
     while len({episode.env for episode in ended}) < 2:
         seen = environment.step(scripted(seen.observation, seen.instructions))

@@ -370,7 +370,7 @@ def _rehearsal(models: Mapping[str, RoleModel], start: float, took: float, peak:
 def _peak(models: Mapping[str, RoleModel], seats: _Seats, system: ActorSystem) -> int:
     """The most bytes on a device: by the book of the leases, or what a role holds that is alone on its devices."""
     alone = [model.cost.active_bytes for name, model in models.items() if name not in seats.shared]
-    return max([0, *alone, *(one.peak for one in system.service.manager.statistics().devices.values())])
+    return max([0, *alone, *(one.peak for one in system.service.manager.memory().values())])
 
 
 def _part(devices: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rlinf.runtime.base.calls import Key
-from rlinf.runtime.devices.memory import DeviceMemory, LeaseError, Move, Residency, Statistics, Tenant
+from rlinf.runtime.devices.memory import DeviceMemory, LeaseError, Move, Residency, Tenant
 
-__all__ = ["Claim", "DeviceMemory", "GroupLease", "Lease", "LeaseError", "LeaseManager", "Statistics", "Tenant"]
+__all__ = ["Claim", "DeviceMemory", "GroupLease", "Lease", "LeaseError", "LeaseManager", "Tenant"]
 
 
 class Claim(NamedTuple):
@@ -205,9 +205,9 @@ class LeaseManager:
         """List the requests that wait for devices, first come first."""
         return [_claim(lease) for lease in self._waiting]
 
-    def statistics(self) -> Statistics:
-        """Count bytes on each device, and moves."""
-        return self._residency.statistics()
+    def memory(self) -> dict[int, DeviceMemory]:
+        """Count bytes on each device."""
+        return self._residency.memory()
 
     async def close(self) -> None:
         """Fail all who wait with `LeaseError`, cancel moves under way and wait for these to end.

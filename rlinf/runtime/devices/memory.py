@@ -58,22 +58,6 @@ class DeviceMemory(NamedTuple):
     """The most that both came to together, so far."""
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """A snapshot of what is where."""
-
-    devices: dict[int, DeviceMemory]
-    onloads: int
-    """Onloads completed so far."""
-    offloads: int
-    """Offloads completed so far."""
-
-    @property
-    def switches(self) -> int:
-        """Moves in either direction completed so far."""
-        return self.onloads + self.offloads
-
-
 @dataclass(eq=False, slots=True)
 class _Device:
     number: int
@@ -119,7 +103,6 @@ class Residency:
         self._entries: dict[str, _Entry] = {}
         self._devices = {number: _Device(number, capacity) for number, capacity in (memory or {}).items()}
         self._ticks = itertools.count(1)
-        self._done = {"offload": 0, "onload": 0}
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -174,13 +157,13 @@ class Residency:
         entries = [entry for number in devices for entry in self._devices[number].tenants.values()]
         return tuple(sorted({entry.move.get_name() for entry in entries if entry.move is not None}))
 
-    def statistics(self) -> Statistics:
-        """Count bytes on each device, and moves."""
+    def memory(self) -> dict[int, DeviceMemory]:
+        """Count bytes on each device."""
         devices = {}
         for number, device in sorted(self._devices.items()):
             parked = sum(e.bytes for e in device.tenants.values() if not e.loaded and not e.move and not e.releasable)
             devices[number] = DeviceMemory(device.capacity, device.used - parked, parked, device.peak)
-        return Statistics(devices, self._done["onload"], self._done["offload"])
+        return devices
 
     def cancel_moves(self) -> None:
         """Cancel all moves under way; what waits for them fails."""
@@ -270,7 +253,6 @@ class Residency:
         entry.move = None
         if task.cancelled() or task.exception() is not None:
             return  # half moved: counts as resident, and is not loaded
-        self._done[what] += 1
         entry.loaded = what == "onload"
         if not entry.loaded:
             entry.account(entry.tenant.parked_bytes)

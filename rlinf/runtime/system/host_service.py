@@ -495,7 +495,7 @@ class Service(Actor):
     @endpoint
     async def lease_devices(self) -> dict[int, DeviceMemory]:
         """Return the memory that each device holds."""
-        return self.manager.statistics().devices
+        return self.manager.memory()
 
     # Tickets -----------------------------------------------------------------------------------------------------
 

@@ -402,7 +402,7 @@ class GraphedRows:
         page: int = PAGE,
         max_tokens: int | None = None,
     ):
-        self._forward, self._recorder, self._max_rows = forward, recorder, max_rows
+        self._forward, self._recorder = forward, recorder
         self._sizes = row_sizes(max_rows)
         block = forward.blocks[0]
         shape = len(forward.blocks), block.keys, block.head

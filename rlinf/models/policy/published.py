@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,14 +160,19 @@ _register = nn.Module.register_parameter
 
 
 @contextmanager
-def without_memory() -> Iterator[None]:
-    """Policies that are made in the block, in this thread, make the modules of `to_be_read` without memory."""
-    before = getattr(_reading, "on", False)
-    _reading.on = True
+def _flag(name: str) -> Iterator[None]:
+    """Set a flag of this thread in the block."""
+    before = getattr(_reading, name, False)
+    setattr(_reading, name, True)
     try:
         yield
     finally:
-        _reading.on = before
+        setattr(_reading, name, before)
+
+
+def without_memory() -> AbstractContextManager[None]:
+    """Policies that are made in the block, in this thread, make the modules of `to_be_read` without memory."""
+    return _flag("on")
 
 
 @contextmanager
@@ -184,12 +189,8 @@ def to_be_read() -> Iterator[None]:
         return
     # installed once, and for good: it does nothing but in this block, and in this thread
     nn.Module.register_parameter = _registered  # type: ignore[assignment]
-    before = getattr(_reading, "empty", False)
-    _reading.empty = True
-    try:
+    with _flag("empty"):
         yield
-    finally:
-        _reading.empty = before
 
 
 def _registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

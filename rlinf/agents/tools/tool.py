@@ -209,12 +209,15 @@ def _inlined(node: Any, definitions: Mapping[str, Any], within: tuple[str, ...],
             return node
         siblings = {key: value for key, value in node.items() if key != "$ref"}
         return {**_inlined(definitions[name], definitions, (*within, name)), **siblings}
-    rest = {key: value for key, value in node.items() if named or key not in ("title", "additionalProperties") or value}
-    return {
-        key: value if key in ("default", "enum", "const") and not named
-        else _inlined(value, definitions, within, named=key == "properties" and not named)
-        for key, value in rest.items() if named or key != "title"
-    }  # fmt: skip
+    inlined = {}
+    for key, value in node.items():
+        if named:
+            inlined[key] = _inlined(value, definitions, within)
+        elif key in ("default", "enum", "const"):
+            inlined[key] = value
+        elif key != "title" and (key != "additionalProperties" or value):
+            inlined[key] = _inlined(value, definitions, within, named=key == "properties")
+    return inlined
 
 
 Outcome = Literal["ok", "wrong_arguments", "error", "timeout", "too_long", "unknown", "broken"]

@@ -1,23 +1,16 @@
 """Asynchronous data parallelism between optimizer steps: copies of a model take micro-batches at their own pace.
 
-`AsyncReplicas` runs the commands of one call. Rank 0 reads them into a queue (`training/work_queue.py`); a round there
-makes each copy ask for its own devices; whoever gets them takes rounds until there are none. When all are done, all
-ranks take their devices together, add up their gradients and take the step.
+`AsyncReplicas` runs the commands of one call. On rank 0 a `WorkQueue` reads rounds of commands, as a single copy of the
+model would carry them out one after the other, and gives each copy that asks the next one, so that none waits for
+another; and all ranks every optimizer step, once each round before it is done. A round makes each copy ask for its own
+devices; whoever gets them takes rounds until there are none. When all are done, all ranks take their devices together,
+add up their gradients and take the step. A copy may be several ranks, which compute a round together. Whichever of them
+asks first decides for all of them: they see one sequence of rounds, with None where their copy found nothing and left.
 
 Nobody waits for one device while it holds another, or for others while it holds its own: a copy gives its devices back
 when it finds no work, gives up asking for them when others took the work, and gives them back before it asks for those
 of all ranks, which the lease manager grants at once or not at all. So whatever keeps a device for a while, such as a
 rollout with long answers, delays its copy, and at worst the optimizer step, but cannot lock out anybody.
-
-The micro-batches of one call, taken by copies of the model as each becomes free.
-
-`WorkQueue` lives on rank 0. It reads rounds of commands, as a single copy of the model would carry them out one after
-the other, and gives each copy that asks the next round, so that none waits for another; and all ranks every optimizer
-step, once each round before it is done. A round wakes the copies that wait for work; the last result before an
-optimizer step wakes all ranks for the step.
-
-A copy may be several ranks, which compute a round together. Whichever of them asks first decides for all of them: they
-see one sequence of rounds, with None where their copy found nothing and left.
 
 Why any order does: losses are un-normalised sums, which the optimizer step adds up over copies and divides once
 (`algos/loss_sum.py`). So which copy computed what changes rounding, and nothing else.

@@ -135,7 +135,7 @@ async def test_what_is_beyond_its_context_length_has_no_reward_unless_that_is_se
     texts = [("1" * (length - 2 * (kind == "classifier"))) for length in (reads, reads + 1)]
     fits, long = (await scored(system, [answered(texts=texts)], path, actor, **settings))[0].samples
     assert "tokens to read" not in fits.remark
-    assert f"{reads + 1} tokens to read, and it reads {reads}" in long.remark
+    assert re.search(rf"\b{reads + 1}\b.*\b{reads}\b", long.remark)
     for allowed, most in ((1, 1), (100, reads)):
         (told,) = await scored(system, [answered(texts=texts)], path, actor, max_tokens=allowed, **settings)
         assert f"and it reads {most} " in told.samples[1].remark
@@ -222,7 +222,7 @@ async def test_a_judge_that_writes_is_read_by_its_pattern(system, saved):
                 assert sample.reward == float(numbers[-1])
             else:
                 assert sample.outcome == "error"
-                assert "no score in its reply" in sample.remark
+                assert "no score" in sample.remark
     assert any(group.scored for group in found)
 
 

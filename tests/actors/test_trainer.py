@@ -14,8 +14,6 @@ from rlinf import ActorSystem, Stream
 from rlinf.actors.trainer import Trainer
 from rlinf.data.sample import Example, Group, Learned, NotScored, Prompt, Sample
 from tests.actors import toys
-from tests.actors.programs.ranks import Apprentice
-from tests.actors.watched import PRECISELY
 
 SHARED = {"model": toys.configuration(), "tokenizer": toys.ALPHABET}
 
@@ -80,27 +78,6 @@ async def test_weights_asked_for_while_a_batch_is_learned_are_those_after_it(tra
     assert not torch.equal(await flat(learning), before)
     for weights in asked:
         assert torch.equal(weights.buckets[0], (await learning.weights()).buckets[0])
-
-
-async def test_weights_do_not_change_once_they_are_out(trainer):
-    learning = await trainer()
-    before = await learning.weights()
-    copy = before.buckets[0].clone()
-    await learning.train([scored()])
-    assert torch.equal(before.buckets[0], copy)
-    assert not torch.equal((await learning.weights()).buckets[0], copy)
-
-
-async def test_streams_and_lists_and_micro_batches_train_alike(trainer):
-    groups = [scored((1.0, 0.0), number, length=2 + number % 3) for number in range(6)]
-    results = []
-    for number, (budget, given) in enumerate([(10_000, groups), (1, groups[::-1]), (25, Stream.of(groups))]):
-        learning = await trainer(f"t{number}", Apprentice, precise=True, epochs=2, micro_batch_tokens=budget)
-        results.append((await learning.train(given), await flat(learning)))
-    (expected, weights), *others = results
-    for metrics, other in others:
-        assert (other - weights).norm() < PRECISELY * weights.norm()
-        assert metrics == pytest.approx(expected, rel=PRECISELY, abs=PRECISELY)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,17 +81,15 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(
-    "optimizer",
+    ("optimizer", "lora"),
     [
-        torch.optim.AdamW,
-        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True, betas=(0.9, 0.99)),
-        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, amsgrad=True),
-        lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
-        lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+        pytest.param(torch.optim.AdamW, True, id="adamw, adapters"),
+        pytest.param(partial(torch.optim.AdamW, fused=True, betas=(0.9, 0.99)), False, id="fused"),
+        pytest.param(partial(torch.optim.AdamW, amsgrad=True), False, id="amsgrad"),
+        pytest.param(partial(torch.optim.SGD, momentum=0.9), True, id="momentum, adapters"),
+        pytest.param(torch.optim.SGD, False, id="sgd"),
     ],
-    ids=["adamw", "fused", "amsgrad", "momentum", "sgd"],
 )
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
 def test_a_restored_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, optimizer, lora):
     first = Learning(0, optimizer, lora)
     torch.manual_seed(1)

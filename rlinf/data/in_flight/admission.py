@@ -313,7 +313,7 @@ class Choosing:
         return results
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of dynamic sampling, as those of `flows.dynamic_sampling`; empty without it."""
+        """Metrics of dynamic sampling, as those of `flows.text`; empty without it."""
         if self.sampling is None:
             return {}
         counts = {
@@ -444,7 +444,7 @@ class Batch:
     metrics: dict[str, float] = field(default_factory=dict)
     """How they were found, complete once `groups` has ended: `in_flight/prompts` that are under way for later steps,
     and `in_flight/ready` of those, which are complete; `staleness/dropped` and `staleness/masked`, tokens that were too
-    old; with dynamic sampling, what `flows.dynamic_sampling` tells."""
+    old; with dynamic sampling, what `flows.text` tells."""
 
 
 class LedgerSink(Protocol):

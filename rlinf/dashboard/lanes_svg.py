@@ -31,9 +31,7 @@ HOVER = 3
 """Pixels: narrower bars have no tooltip, since nobody could hit them."""
 CHARACTER = 7.2
 """Pixels of a character, a little more than most are."""
-_COLOURS = (
-    "generation", "training", "scoring", "simulation", "acting", "other0", "other1", "other2", "other3", "saving",
-)  # fmt: skip
+_COLOURS = ("generation", "training", "scoring", "simulation", "acting", *(f"other{n}" for n in range(4)), "saving")
 """The first belong to activities and to the roles that mostly do these, the others to whatever else there is."""
 _OWN = {"generation": 0, "training": 1, "scoring": 2, "simulation": 3, "acting": 4}
 _SYNC = "sync"
@@ -41,9 +39,7 @@ _TICKS = 5
 _STRIPES = 'fill="url(#stripes)"'
 
 
-_GROUND = {
-    "card": "card", "line": "edge", "ink": "ink", "soft": "soft", "row": "lane", "idle": "waiting", "sync": "sync",
-}  # fmt: skip
+_GROUND = {name: name for name in ("card", "ink", "soft", "sync")} | {"line": "edge", "row": "lane", "idle": "waiting"}
 """Variables of a picture that are no role's colour, and what the page calls them."""
 
 

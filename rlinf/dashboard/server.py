@@ -377,8 +377,11 @@ def runner_of(run_list: RunList, guard: Guard) -> web.AppRunner:
     """The server of a page, before it listens."""
     return web.AppRunner(
         application(run_list, guard),
-        access_log=None, logger=_own_logger(), handler_cancellation=True, shutdown_timeout=_GOODBYE,
-    )  # fmt: skip
+        access_log=None,
+        logger=_own_logger(),
+        handler_cancellation=True,
+        shutdown_timeout=_GOODBYE,
+    )
 
 
 def _own_logger() -> logging.Logger:

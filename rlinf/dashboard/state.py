@@ -15,7 +15,7 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,13 +178,10 @@ def success(metrics: MetricRows) -> list[dict[str, Any]]:
         return []
     first, last = evaluations[0], evaluations[-1]
     return [
-        {
-            "suite": row.suite, "task": row.task, "name": row.name, "episodes": row.episodes,
-            "before": first[place].success if place in first else None, "success": row.success, "low": row.low,
-            "high": row.high, "return": row.total,
-        }
+        {name: getattr(row, name) for name in ("suite", "task", "name", "episodes", "success", "low", "high")}
+        | {"before": first[place].success if place in first else None, "return": row.total}
         for place, row in last.items()
-    ]  # fmt: skip
+    ]
 
 
 def episodes(directory: Path) -> list[dict[str, Any]]:
@@ -204,10 +201,9 @@ def _videos(directory: Path) -> Iterator[dict[str, Any]]:
         if path.suffix not in _PLAYED or numbered is None or path.name.startswith("."):
             continue
         ends = {"-success": True, "-failure": False}
-        yield {
-            "step": int(numbered[1]), "video": relative.as_posix(), "task": "/".join(relative.parts[1:-1]),
-            "success": next((value for end, value in ends.items() if path.stem.endswith(end)), None),
-        }  # fmt: skip
+        solved = next((value for end, value in ends.items() if path.stem.endswith(end)), None)
+        where = {"video": relative.as_posix(), "task": "/".join(relative.parts[1:-1])}
+        yield {"step": int(numbered[1]), "success": solved, **where}
 
 
 def _success_by_task(metrics: Mapping[str, Any]) -> dict[tuple[str, str], SuccessRow]:
@@ -333,12 +329,12 @@ def read_run(directory: Path, metrics: MetricRows | None = None, samples: Sample
         samples = Samples(directory / SAMPLES)
         samples.refresh()
     text = _text(directory / "resolved.yaml")
-    config = _mapping(text)
+    config = _mapping(text, parse_yaml)
     return RunData(
         name=str(config.get("name", directory.resolve().name)),
         config=config,
         config_text=text,
-        environment=_environment(directory / ENVIRONMENT),
+        environment=_mapping(_text(directory / ENVIRONMENT), parse_json),
         metrics=metrics,
         answers=shown_answers(samples),
         held_out=samples.held_out(SHOWN_PROBLEMS),
@@ -370,20 +366,13 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _mapping(text: str) -> Mapping[str, Any]:
+def _mapping(text: str, parse: Callable[[str], Any]) -> Mapping[str, Any]:
+    """The mapping that a text holds; an empty one where it is none, of which a page shows the text as it is."""
     try:
-        config = parse_yaml(text)
-    except ValueError:  # the page shows the text as it is
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def _environment(path: Path) -> Mapping[str, Any]:
-    try:
-        environment = parse_json(_text(path) or "{}")
+        value = parse(text)
     except ValueError:
         return {}
-    return environment if isinstance(environment, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 EDGE = 5
@@ -583,27 +572,16 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{hours:.1f} h"
 
 
-SECTIONS = (
-    (
-        "Learning",
-        (
-            "reward/mean", "evaluation/accuracy", "success_once", "evaluation/success_once", "episodes/length",
-            "response_length/mean", "truncated", "groups/uniform", "loss", "reward/failed", "outcomes/timeout",
-            "outcomes/error",
-        ),
-    ),
-    ("Optimisation", ("entropy", "kl", "clip_frac", "grad_norm", "ratio/max", "lr")),
-    ("Sampler against trainer", ("mismatch/mean", "mismatch/max")),
-    ("Staleness", ("staleness/mean", "staleness/max", "staleness/ess")),
-    ("Experts", ("moe/load_max", "moe/dead_experts", "moe/aux_loss", "moe/route_drift")),
-    (
-        "Speed",
-        (
-            "tokens_per_s", "env_steps_per_s", "timing/step", "bound/efficiency", "timing/generation",
-            "timing/simulation", "timing/training", "timing/sync", "timing/other",
-        ),
-    ),
-)  # fmt: skip
+SECTIONS = {
+    "Learning": "reward/mean evaluation/accuracy success_once evaluation/success_once episodes/length "
+    "response_length/mean truncated groups/uniform loss reward/failed outcomes/timeout outcomes/error",
+    "Optimisation": "entropy kl clip_frac grad_norm ratio/max lr",
+    "Sampler against trainer": "mismatch/mean mismatch/max",
+    "Staleness": "staleness/mean staleness/max staleness/ess",
+    "Experts": "moe/load_max moe/dead_experts moe/aux_loss moe/route_drift",
+    "Speed": "tokens_per_s env_steps_per_s timing/step bound/efficiency timing/generation timing/simulation "
+    "timing/training timing/sync timing/other",
+}
 """Curves that are shown at once, by heading; those of all other metrics unfold."""
 _OWN_KEYS = ("name", "output_dir")
 """Keys of a configuration in which runs are never alike."""
@@ -653,7 +631,7 @@ def state_of(run: RunData) -> dict[str, Any]:
         "config": {key: value for key, value in flat(run.config) if key not in _OWN_KEYS},
         "environment": {name: value for name, value in run.environment.items() if name != "steps"},
         "curves": run.metrics.curves(MOST_POINTS),
-        "sections": [[heading, list(names)] for heading, names in SECTIONS],
+        "sections": [[heading, names.split()] for heading, names in SECTIONS.items()],
         "facts": headline(run),
         "compared": side_by_side(run),
         "time": time(run),

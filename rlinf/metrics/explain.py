@@ -110,9 +110,20 @@ def split_time(lap: Lap, devices: Mapping[str, frozenset[int]], measurements: Me
 
 
 Name = Literal[
-    "tail", "slow host", "bound on staleness", "waiting", "reward", "environment", "beside", "switching", "weights",
-    "small micro-batches", "longer answers", "busy machine", "flow",
-]  # fmt: skip
+    "tail",
+    "slow host",
+    "bound on staleness",
+    "waiting",
+    "reward",
+    "environment",
+    "beside",
+    "switching",
+    "weights",
+    "small micro-batches",
+    "longer answers",
+    "busy machine",
+    "flow",
+]
 MICRO_BATCH = "micro_batch"
 """Actors note each micro-batch under this name, with its seconds and its tokens."""
 REMEMBERED = 4

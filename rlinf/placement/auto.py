@@ -1,28 +1,18 @@
-"""`placement.mode: auto`: measure a few steps, plan, and plan anew when steps no longer take what was expected.
+"""Choice of a plan from a profile, and `placement.mode: auto`, which chooses while a run goes on.
 
-In: the seconds of every step, and what the stages of the flow were measured to cost. Out: now and then a plan, with a
-sentence of why.
+`choose` takes the planner's best of each mode with near neighbours (`finalists`), rehearses them with the real flow,
+and ranks them by expected seconds. A formula ranks structures well, and near neighbours badly: a chunk more or less, a
+node more here and less there; so the rehearsal tells these apart. Costs are not known exactly (`risk`): stages that
+take turns average their errors out, where stages overlap the slowest decides, and devices that were divided by wrong
+costs wait for each other. So a plan is weighed by its mean time over costs drawn around the known ones. All seconds are
+simulated, none is measured. Nothing waits here, but it computes for a while: from a coroutine,
+`await asyncio.to_thread(choose, ...)`.
 
+`AutoPlacement` measures a few steps, plans, and plans anew when steps no longer take what was expected. In: the seconds
+of every step, and what the stages of the flow were measured to cost. Out: now and then a plan, with a sentence of why.
 How a role's time depends on its devices cannot be known from one size, so two placements are measured before the first
-plan: everybody on all devices, then each role on a share of them. What lies between the two is interpolated. Where
-devices differ, each role is measured on each kind of them instead.
-
-How much longer a plan is expected to take because stage costs are not known exactly.
-
-Stages that take turns average their errors out; where stages overlap, the slowest one decides.
-
-Devices that were divided by wrong costs wait for each other, so of two plans with equal predicted time one may be the
-worse choice. A plan is weighed by its mean time over costs drawn around the known ones.
-
-Candidate plans for rehearsal: the best of each mode by formula, and its neighbours.
-
-A formula ranks structures well, and near neighbours badly: a chunk more or less, a node more here and less there. So
-the neighbours of each mode's best are listed, as far as they fit, for the rehearsal to tell apart.
-
-Which plan to follow: the planner's best of each mode, rehearsed with the real flow, and the quickest of them.
-
-All seconds are simulated, none is measured. Nothing waits here, but it computes for a while: `choose` says for how
-long. From a coroutine: `await asyncio.to_thread(choose, ...)`.
+plan: everybody on all devices, then each role on a share of them; what lies between is interpolated. Where devices
+differ, each role is measured on each kind of them instead.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
 """Costs of each stage and accounts of each step, read off the runtime's spans.
 
 Flows in: a `Lap` (who was busy when, what flowed where, what was loaded and parked) and the devices of every actor.
-Flows out: per device what it did, per stage its time (`MeasuredStep`), and a `Profile` of this one step.
+Flows out: per device what it did and per stage its time (`MeasuredStep`), a `Profile` pooled over the steps of a run,
+and how far each step was from its lower bound (`Efficiency`).
 
 A stage is a role, all its endpoints together; roles that feed each other in a loop, such as environment and policy, are
 one stage of the name "env+policy". Time of an actor without devices is beside the devices: it is known, and costs none.
 Without leases two roles may be busy on one device at the same time; each second then counts 1/k for each of k roles,
 so that the roles of a device never add up to more than the time that it worked.
 
-Accounts of a run's steps: the profile pooled over them, and the efficiency of each step against its lower bound.
-
-What is possible, E = T_LB / T, is judged by what stages cost on the sizes that were ever measured, and by no more than
-they cost in this very step: a step that was quicker than its profile proves that it can be. So no part is negative and
-E is at most 1. Where the profile is that of the run itself, it follows that
+The efficiency E = T_LB / T is judged by what stages cost on the sizes that were ever measured, and by no more than they
+cost in this very step: a step that was quicker than its profile proves that it can be. So no part is negative and E is
+at most 1. Where the profile is that of the run itself, it follows that
 
 * interference is what this step's work took above the run's own median: a neighbour on the machine, or longer answers;
 * scaling is 0 until some stage has run on another number of devices;
@@ -60,36 +59,9 @@ PUBLISHING = frozenset(("weights", "load_ready", "load_abandon", *TAKING))
 MOVING = frozenset(("onload", "offload"))
 """Calls of the lease manager, whose time is in a lap's moves."""
 ASIDE = frozenset(
-    (
-        *(
-            "save",
-            "restore",
-            "export_state",
-            "import_state",
-            "state",
-            "samples",
-            "shapes",
-            "version",
-            "scored",
-            "learned",
-            "optimizer_steps",
-            "computes",
-            "load_decided",
-            "weigh",
-            "watch",
-            "ask",
-        ),
-        *("in_flight", "answering", "settled", "drop", "split", "forget", "abort", "pause", "resume"),
-        *(
-            "work_next",
-            "work_drained",
-            "work_take",
-            "joint_ready",
-            "joint_over",
-            "joint_start",
-            "joint_given",
-        ),
-    )
+    "save restore export_state import_state state samples shapes version scored learned optimizer_steps computes "  # noqa: SIM905
+    "load_decided weigh watch ask in_flight answering settled drop split forget abort pause resume work_next "
+    "work_drained work_take joint_ready joint_over joint_start joint_given".split()
 )
 """Endpoints of our roles that do no stage's work: checkpoints, what people read, and ranks that wait for each other.
 Where a device does nothing else, it idles."""

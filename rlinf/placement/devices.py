@@ -1,11 +1,8 @@
-"""Nodes, their devices and groups of nodes, and processes that share a GPU.
-
-Nodes, the devices on them, and groups of nodes: what a placement may point at.
+"""Nodes, the devices on them, groups of nodes, and processes that share a GPU: what a placement may point at.
 
 Flows in: a declaration (how many nodes, what each holds) or facts gathered from hosts. Flows out: a `Cluster`, which
-numbers devices through all nodes in order, and lists the resources that the ranks of a placement string count.
-
-Processes that share a GPU, because torchrun started more of them on a machine than it has GPUs.
+numbers devices through all nodes in order, and lists the resources that the ranks of a placement string count. torchrun
+may start more processes on a machine than it has GPUs: `first_on_same` says which share one, `refused` what then fails.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Placement strings: which resources each process of a role gets.
 
 Flows in: `"0-1:0-3,3-5,7-10:7-14"` and the like, as users of RLinf write them, with the number of resources there are.
-Flows out: per process its resource ranks; or every mistake, each with its position and what to write instead. The
-reading of one string is here, that of the table of roles in `assign`.
+Flows out: per process its resource ranks; or every mistake, each with its position and what to write instead. `parse`
+reads one string, `assign` a table of them by role.
 
     placement  := segment ("," segment)*
     segment    := resources [":" processes]
@@ -12,8 +12,6 @@ reading of one string is here, that of the table of roles in `assign`.
 
 A segment without processes gives one process to each of its resources, counted on from the segment before. In one
 segment either number is a multiple of the other: more processes than resources share them, fewer have several each.
-
-Which resources every role gets: a table of placement strings, read against a cluster.
 """
 
 from __future__ import annotations

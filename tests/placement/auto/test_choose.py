@@ -40,7 +40,8 @@ def test_modes_that_differ_by_less_than_costs_vary_are_called_equal():
     chosen = choose_for(halves(chunks=16), 16, per_mode=1)
     best, second = chosen.best_of_modes
     said = reason((best, replace(second, calculated=best.calculated * 1.01)), chosen.bound)
-    assert said.startswith(f"{best.mode} and {second.mode} are equally quick, but for 1%; it reaches")
+    assert said.startswith(f"{best.mode} and {second.mode} ")
+    assert "1%" in said
 
 
 def test_a_single_mode_says_so():

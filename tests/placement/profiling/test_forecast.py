@@ -1,5 +1,7 @@
 """What was measured becomes what can be planned, and what was not measured is asked for."""
 
+import re
+
 import pytest
 
 from rlinf.placement.bound import bound
@@ -63,19 +65,15 @@ def test_outside_of_what_was_measured_a_stage_asks_to_be_profiled():
     with pytest.raises(PlacementError) as caught:
         workload(profile(), Devices({"gpu": 4}), items=640)
     assert len(caught.value.complaints) == 3
-    assert "stage 'trainer' was measured with 64 items on 1 to 2 devices, asked for are 640 on at most 4" in str(
-        caught.value
-    )
+    (trainer,) = (text for text in caught.value.complaints if "'trainer'" in text)
+    assert [int(number) for number in re.findall(r"\d+", trainer)] == [64, 1, 2, 640, 4]
     assert workload(profile(), Devices({"gpu": 4}), items=640, extrapolate=True).stage("trainer").options[3].seconds > 0
 
 
 def test_a_profile_of_another_kind_of_device_or_of_nothing_is_one_message_each():
     with pytest.raises(PlacementError) as caught:
         workload(profile(), Devices({"tpu": 4}))
-    assert [text.partition(",")[0] for text in caught.value.complaints] == [
-        "stage 'rollout' was measured on 'gpu'",
-        "stage 'trainer' was measured on 'gpu'",
-    ]
+    assert [text.split("'")[1:4:2] for text in caught.value.complaints] == [["rollout", "gpu"], ["trainer", "gpu"]]
     with pytest.raises(PlacementError, match="has no stage"):
         workload(Profile("m", "x"), Devices({"gpu": 1}))
     with pytest.raises(PlacementError, match="name `items`"):

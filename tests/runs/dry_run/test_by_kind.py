@@ -62,8 +62,8 @@ def test_a_run_does_not_start_on_devices_that_are_not_there(monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "on", "why"),
     [
-        (["placement.device_memory_gb=78"], True, "78 GB a device would not do without"),
-        (["placement.device_memory_gb=138"], False, "138 GB a device are enough without"),
+        (["placement.device_memory_gb=78"], True, "78 GB a device"),
+        (["placement.device_memory_gb=138"], False, "138 GB a device"),
         (["placement.device_memory_gb=80", "trainer.micro_batch_tokens=8192"], False, "enough without"),
         ([], True, "memory is not known"),
     ],
@@ -87,7 +87,7 @@ def test_what_is_refused_cannot_fit_and_what_may_not_fit_is_given_all_there_is()
     found, problems = fitted(configured("placement.device_memory_gb=29"), model)
     assert problems == []
     assert found.memory_by_role["trainer"][0] == 29_000_000_000
-    assert "the trainer may take 30.2 GB" in found.warnings[0]
+    assert "trainer may take 30.2 GB" in found.warnings[0]
 
 
 def test_auto_is_a_word_and_no_other_is():

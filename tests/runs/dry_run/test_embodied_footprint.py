@@ -63,11 +63,11 @@ def refused(*changes):
 
 
 @pytest.mark.parametrize(("changes", "says"), [
-    (["placement.device_memory_gb=0.0001"], "policy.dtype=bfloat16, or name more hosts in placement.trainer"),
+    (["placement.device_memory_gb=0.0001"], "policy.dtype=bfloat16, or"),
     (["policy.train=[actr.*]"], "policy.train = ['actr.*']: "),
-    (["policy.train=['!*']"], "leaves nothing that learns"),
+    (["policy.train=['!*']"], "policy.train = ['!*']: "),
     (["policy.lora.r=2", "policy.lora.target_modules=[nothing]"], "policy.lora = "),
-    (["policy.gradient_checkpointing=true"], "policy.gradient_checkpointing = True: a policy without blocks"),
+    (["policy.gradient_checkpointing=true"], "policy.gradient_checkpointing = True: "),
 ])  # fmt: skip
 def test_a_policy_that_cannot_learn_so_is_refused_by_its_key(changes, says):
     assert says in refused(*changes)

@@ -87,7 +87,7 @@ def test_what_a_flow_of_ones_own_says_nothing_about_is_unknown():
         ({"trained": {"0": "77"}}, "1 samples (prompt/sample 77/0)"),
         ({"drawn": {"0": "4"}}, "drawn twice: 1"),
         ({"dropped": {"too old": {"1": "4"}}}, "step 2: dropped although"),
-        ({"in_flight": {"0": "4"}}, "the last line has"),
+        ({"in_flight": {"0": "4"}}, "last line"),
         ({"drawn": {"0": "9"}}, "lost: "),
         ({"step": 4}, "of step 4"),
     ],

@@ -249,10 +249,8 @@ def test_memory_that_cannot_be_locked_is_used_all_the_same_and_one_warning_says_
             parking.park()
             parking.unpark()
             tensors.append(torch.arange(10_000))
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        "80384 bytes of host memory could not be page-locked (CUDA error 2), so what is parked there is copied several "
-        "times as slowly"
-    ]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("80384 bytes ")
     assert collected == [2], "it is left for no kernel of others"
     assert (parking.pinned, [int(each[-1]) for each in tensors]) == (0, [9999] * 4)
 

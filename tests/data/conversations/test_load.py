@@ -100,7 +100,7 @@ def test_log_probs_of_a_reference_in_the_data_sum_to_what_they_were():
 
 def test_every_wrong_row_is_gathered():
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a"}, {"prompt": "a", "completion": ["b"]}]
-    with pytest.raises(DataError, match=r"2 of 3.*\n.*row 2: .*'completion'.*\n.*row 3"):
+    with pytest.raises(DataError, match=r"2 of 3.*\n.* 2: .*'completion'.*\n.* 3"):
         load(rows)
 
 

@@ -91,12 +91,12 @@ def test_a_column_may_be_missing_from_the_first_rows():
     [
         ({"prompt": "a", "answer": "b"}, None),
         ({"prompt": "a", "answer": ""}, None),
-        ({"answer": "b"}, "prompt: column 'prompt' is missing;"),
+        ({"answer": "b"}, "'prompt' is missing"),
         ({"prompt": "", "answer": "b"}, "'prompt' is empty; there"),
         ({"prompt": "a", "answer": None}, "'answer' is empty (null)"),
         ({"prompt": "a"}, "are ['prompt']"),
         ({"prompt": 5, "answer": "b"}, "'prompt' is a int"),
-        ({"prompt": [{"role": "user"}], "answer": "b"}, "'prompt' has a chat message"),
+        ({"prompt": [{"role": "user"}], "answer": "b"}, "'prompt' has"),
     ],
 )
 def test_what_is_wrong_with_a_row(row, wrong):

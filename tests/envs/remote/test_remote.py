@@ -79,7 +79,7 @@ def test_what_numpy_alone_simulates_in_a_program_of_its_own_is_acted_on(arm):
 def test_an_exception_of_the_other_side_arrives_with_its_place_and_others_may_follow(arm):
     simulator = arm(1, options={"wrong": "raises"})
     begin(simulator, [3])
-    with pytest.raises(RemoteError, match=r"step: RuntimeError: .*hot\n(.|\n)*arm.py"):
+    with pytest.raises(RemoteError, match=r"RuntimeError: .*hot\n(.|\n)*arm\.py"):
         simulator.step(torch.zeros(1, 2), everyone(simulator))
     assert same(begin(simulator, [3]), begin(simulator, [3]))
 

@@ -48,7 +48,7 @@ _ELSEWHERE = {
     "plan": ("rlinf.cli.plan.main", "find the best placement of a profiled flow on any number of devices"),
     "record": ("rlinf.cli.demonstrations.record_demonstrations", "record demonstrations of a policy or of a script"),
     "convert": (
-        "rlinf.cli.convert.main",
+        "rlinf_convert.convert.main",
         "a configuration of verl's or RLinf's as ours; demonstrations in another format",
     ),
     "ledger": ("rlinf.cli.runs.ledger", "what became of every sample of a run: trained, dropped or in flight"),

@@ -33,7 +33,7 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
     source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("rlinf", "configs"):
+    for name in ("rlinf", "rlinf_convert", "configs"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     sdist = made / run(sys.executable, "-c", BUILD, "build_sdist", made, cwd=source).stdout.split()[-1]
     with tarfile.open(sdist) as archive:
@@ -59,16 +59,17 @@ def environment(built, tmp_path_factory) -> Path:
 
 def test_the_wheel_has_all_that_is_read_at_run_time_and_no_tests(built):
     names = set(zipfile.ZipFile(built[1]).namelist())
-    there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlinf").rglob("*.py")}
+    code = [*(ROOT / "rlinf").rglob("*.py"), *(ROOT / "rlinf_convert").glob("*.py")]
+    there = {path.relative_to(ROOT).as_posix() for path in code}
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlinf/dashboard/page").iterdir()}
     configs = {
         f"rlinf/config/shipped/{path.relative_to(ROOT / 'configs')}"
         for path in (ROOT / "configs").rglob("*")
         if path.suffix in (".yaml", ".npz")
     }
-    tables = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlinf/cli/conversions").iterdir()}
+    tables = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlinf_convert/conversions").iterdir()}
     assert there | pages | configs | tables | {"rlinf/py.typed"} <= names
-    assert not [name for name in names if not name.startswith(("rlinf/", "rlinf-"))]
+    assert not [name for name in names if not name.startswith(("rlinf/", "rlinf_convert/", "rlinf-"))]
 
 
 def test_the_package_says_what_it_is(built):
@@ -98,6 +99,7 @@ def test_an_installed_rlinf_is_a_command_that_works_anywhere(environment, tmp_pa
     assert "toy_demonstrations.npz" in shown
     wrong = run(environment / "rlinf", "train", "--config", "quickstrat", cwd=tmp_path, expect=2)
     assert "Traceback" not in wrong.stderr
+    assert "theirs.yaml" in run(environment / "rlinf", "convert", "theirs.yaml", "b", cwd=tmp_path, expect=2).stderr
     assert not list(tmp_path.iterdir())
 
 

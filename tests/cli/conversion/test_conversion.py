@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from rlinf.algos import recipes
 from rlinf.cli.commands import main
-from rlinf.cli.convert import Absent, Same, _Rules, _table, as_yaml, convert, engine_devices
-from rlinf.cli.foreign import read
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.load import ConfigError, InputError
 from rlinf.config.schema import leaves
 from rlinf.config.text import RunConfig
 from rlinf.placement.grammar import parse
 from rlinf.runs.rules import load_config, load_embodied
+from rlinf_convert.convert import Absent, Same, _Rules, _table, as_yaml, convert, engine_devices
+from rlinf_convert.foreign import read
 
 PUBLISHED = sorted((Path(__file__).parent / "published").glob("*/*.yaml"))
 """Keys and values as their authors have them."""

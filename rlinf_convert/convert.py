@@ -23,13 +23,13 @@ from typing import Any
 
 import yaml
 
-from rlinf.cli.foreign import Read, read
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import look_in_working_directory
 from rlinf.config.load import ConfigError, InputError
 from rlinf.config.schema import leaves, nearest
 from rlinf.config.text import RunConfig
 from rlinf.runs.rules import load_config, load_embodied
+from rlinf_convert.foreign import Read, read
 
 _TABLES = {"verl": "verl", "rlinf": "rlinf_text", "rlinf, embodied": "rlinf_embodied"}
 """By what a configuration is: the name of its table in `conversions`."""

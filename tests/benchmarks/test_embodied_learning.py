@@ -5,6 +5,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from benchmarks.embodied_learning import improved
 from benchmarks.embodied_learning_cases import CASES, shrunk
 from benchmarks.embodied_learning_run import outcome
@@ -18,6 +20,7 @@ def test_grpo_on_a_sparse_reward_improves_on_a_start_from_demonstrations(tmp_pat
     assert found.env_steps == sum(1 for _ in found.curve) * 12 * 128  # every decision is one step, and none is lost
 
 
+@pytest.mark.repeated
 def test_a_vla_goes_through_the_same_steps(tmp_path: Path) -> None:
     case = replace(shrunk(CASES["vla-ppo"]), demonstrations=8)
     found = asyncio.run(outcome("vla-ppo", case, 0, tmp_path, 8))
@@ -27,6 +30,7 @@ def test_a_vla_goes_through_the_same_steps(tmp_path: Path) -> None:
     assert (again.before, again.after, again.curve) == (found.before, found.after, found.curve)
 
 
+@pytest.mark.repeated
 def test_a_configuration_by_grpo_learns_from_nothing(tmp_path: Path) -> None:
     launch("--config", "configs/embodied/toy_grpo.yaml", f"output_dir={tmp_path}", "steps=15", "trace=false")
     solved = [

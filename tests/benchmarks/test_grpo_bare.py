@@ -68,6 +68,7 @@ def test_the_gradient_is_that_of_the_mean_log_prob_weighted_by_advantage_while_t
     torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.repeated
 def test_it_learns_to_copy_a_digit_from_nothing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     result = train(model, tokenizer, job(60))
     assert result.rewards[0] < 0.1

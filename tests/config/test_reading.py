@@ -35,7 +35,7 @@ def test_json_that_cannot_be_read_is_a_value_error(text):
 
 
 @pytest.mark.parametrize(
-    "text", [BOMB, "[" * 100_000, "a: &a [*a]", "a: 2026-13-45", "{", "? [a]\n: 1", "!!python/name:os.system"]
+    "text", [BOMB, "[" * 1_500, "a: &a [*a]", "a: 2026-13-45", "{", "? [a]\n: 1", "!!python/name:os.system"]
 )
 def test_yaml_that_cannot_be_read_is_a_value_error(text):
     with pytest.raises(ValueError):

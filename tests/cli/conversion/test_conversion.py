@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.algos import recipes
@@ -214,6 +214,7 @@ def test_files_of_defaults_are_read_where_they_lie_beside_it(tmp_path):
     assert (converted.ours["algorithm.group_size"], converted.ours["rollout.temperature"]) == (8, 0.7)
 
 
+@settings(max_examples=15)
 @given(st.dictionaries(st.sampled_from(["lr", "n_x", "grad_clip", "strange"]), st.none() | st.floats(0, 1), max_size=4))
 def test_a_key_that_nobody_knows_is_listed_and_never_lost(keys):
     values = {f"actor_rollout_ref.actor.odd.{key}": value for key, value in keys.items()}

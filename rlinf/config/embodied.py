@@ -34,33 +34,32 @@ IMITATION = "imitation"
 DAGGER = "dagger"
 """The algorithm that learns from what an expert would do."""
 
-WITH_TARGETS = ("sac", "iql")
+_WITH_TARGETS = ("sac", "iql")
 """Algorithms that keep a second copy of the critics."""
-_ALL = ("sac", "crossq", "iql")
-READ_BY: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("batch", "capacity"), (*_ALL, DAGGER)),
-    **dict.fromkeys(("demonstrations", "failed_demonstrations"), (*_ALL, DAGGER)),
-    **dict.fromkeys(("warmup", "utd", "actor_every", "gamma", "n_step", "solved_only"), _ALL),
-    **dict.fromkeys(("demo_share", "offline_steps", "offline_updates"), _ALL),
-    **dict.fromkeys(("tau",), WITH_TARGETS),
+_OFF_POLICY_KEYS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("batch", "capacity"), (*OFF_POLICY, DAGGER)),
+    **dict.fromkeys(("demonstrations", "failed_demonstrations"), (*OFF_POLICY, DAGGER)),
+    **dict.fromkeys(("warmup", "utd", "actor_every", "gamma", "n_step", "solved_only"), OFF_POLICY),
+    **dict.fromkeys(("demo_share", "offline_steps", "offline_updates"), OFF_POLICY),
+    **dict.fromkeys(("tau",), _WITH_TARGETS),
     **dict.fromkeys(("alpha", "alpha_lr", "target_entropy", "subset", "shift"), ("sac", "crossq")),
     **dict.fromkeys(("expectile", "beta"), ("iql",)),
 }
 """Which algorithms read each key of `off_policy`."""
 
-OPTIMIZER_READ_BY: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("lr", "betas", "grad_clip"), (*_ALL, DAGGER, IMITATION)),
-    "critic_lr": _ALL,
+_OPTIMIZER_KEYS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("lr", "betas", "grad_clip"), (*OFF_POLICY, DAGGER, IMITATION)),
+    "critic_lr": OFF_POLICY,
     "weight_decay": (DAGGER, IMITATION),
     **dict.fromkeys(("schedule", "warmup_steps", "min_lr_ratio"), (IMITATION,)),
 }
 """Which of them, and of imitation, read each key of `optimizer`; the others are PPO's and its like."""
 _PREPARED = ("dtype", "train", "lora", "gradient_checkpointing", "sharding")
-_OTHERS_READ_BY: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "off_policy": READ_BY,
-    "optimizer": OPTIMIZER_READ_BY,
+_READ_BY: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "off_policy": _OFF_POLICY_KEYS,
+    "optimizer": _OPTIMIZER_KEYS,
     "policy": dict.fromkeys(_PREPARED, (IMITATION,)),
-    "algorithm": {"micro_batch": (IMITATION,), "staleness": (*_ALL, DAGGER)},  # of flows that work ahead
+    "algorithm": {"micro_batch": (IMITATION,), "staleness": (*OFF_POLICY, DAGGER)},  # of flows that work ahead
 }
 """Which of them read each key of a section, where PPO and its like read all but `off_policy`."""
 
@@ -523,6 +522,15 @@ class EmbodiedConfig(CommonConfig):
     placement: EmbodiedPlacementConfig = field(default_factory=EmbodiedPlacementConfig)
 
     @property
+    def has_targets(self) -> bool:
+        """The algorithm keeps a second copy of the critics."""
+        return self.algorithm.name in _WITH_TARGETS
+
+    def reads(self, section: str, key: str) -> bool:
+        """True if the algorithm, where it is none of PPO's like, reads a key of a section."""
+        return self.algorithm.name in _READ_BY[section].get(key, ())
+
+    @property
     def policy_settings(self) -> dict[str, Any]:
         """`type` and settings of the policy, with what its algorithm stands on where nothing else is said."""
         name = self.algorithm.name
@@ -562,7 +570,7 @@ class EmbodiedConfig(CommonConfig):
         """Keys that were set and that the algorithm does not read."""
         name, usual = self.algorithm.name, EmbodiedConfig()
         alone = name in (*OFF_POLICY, DAGGER, IMITATION)
-        for section, read_by in _OTHERS_READ_BY.items() if alone else (("off_policy", READ_BY),):
+        for section, read_by in _READ_BY.items() if alone else (("off_policy", _OFF_POLICY_KEYS),):
             values, first = getattr(self, section), getattr(usual, section)
             keys = read_by if section == "policy" else [key.name for key in fields(values) if key.name != "name"]
             for key in keys:
@@ -574,7 +582,7 @@ class EmbodiedConfig(CommonConfig):
     def _off_policy_mistakes(self) -> Iterator[tuple[str, str]]:
         name, settings, policy = self.algorithm.name, self.off_policy, self.policy
         norm = self.policy_settings.get("batch_norm")
-        if norm is True and name in WITH_TARGETS:
+        if norm is True and name in _WITH_TARGETS:
             yield "policy.settings.batch_norm", "it is for crossq, which has no target critics: remove it"
         if norm is False and name == "crossq":
             yield "policy.settings.batch_norm", "crossq stands on it: remove this"

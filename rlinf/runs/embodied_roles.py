@@ -21,16 +21,7 @@ from rlinf.actors.off_policy_trainer import DaggerTrainer, SacTrainer
 from rlinf.actors.policy import DaggerPolicy, PolicyActor
 from rlinf.actors.policy_trainer import ImitationTrainer, PolicyTrainer
 from rlinf.algos.algorithms import AlgorithmSpec
-from rlinf.config.embodied import (
-    DAGGER,
-    IMITATION,
-    OFF_POLICY,
-    OPTIMIZER_READ_BY,
-    READ_BY,
-    WITH_TARGETS,
-    EmbodiedConfig,
-    EvalSuite,
-)
+from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig, EvalSuite
 from rlinf.config.load import InputError
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.video import Recording
@@ -190,9 +181,9 @@ def _remembering(
         optimizer: settings of the optimizer.
     """
     name = config.algorithm.name
-    settings = {key: value for key, value in asdict(config.off_policy).items() if name in READ_BY[key]}
+    settings = {key: value for key, value in asdict(config.off_policy).items() if config.reads("off_policy", key)}
     settings.pop("offline_steps", None)  # the loop's
-    rates = {key: value for key, value in optimizer.items() if name in OPTIMIZER_READ_BY.get(key, ())}
+    rates = {key: value for key, value in optimizer.items() if config.reads("optimizer", key)}
     common = {"seed": config.seed, **policy, **rates, **settings}
     if name == DAGGER:
         expert = asdict(config.dagger)
@@ -218,7 +209,7 @@ def _sized(config: EmbodiedConfig, policy: Mapping[str, Any], ranks: int) -> tup
     path, options = policy["path"], policy["policy"]
     with torch.device("meta"):
         model = build_policy_model(options if path is None else configured(options, Path(path).expanduser()))
-    targets = config.algorithm.name in WITH_TARGETS
+    targets = config.has_targets
     footprints = control_footprints(model, Preparation(**config.policy.preparation), ranks=ranks, targets=targets)
     memory = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
     return model.config.chunk, memory

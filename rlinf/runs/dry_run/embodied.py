@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.config.embodied import IMITATION, OFF_POLICY, WITH_TARGETS, EmbodiedConfig, ImitationConfig
+from rlinf.config.embodied import IMITATION, OFF_POLICY, EmbodiedConfig, ImitationConfig
 from rlinf.config.importing import resolve
 from rlinf.config.load import ConfigError, Problem
 from rlinf.data.demonstrations import DemonstrationSet, Window, open_episodes, open_parts
@@ -387,7 +387,7 @@ def held_by(config: EmbodiedConfig, placed: Placed) -> dict[str, tuple[int, int]
     if isinstance(policy := _policy(config), Problem):
         return {}
     how, ranks = Preparation(**config.policy.preparation), len(placed.seats["trainer"].hosts)
-    roles = control_footprints(policy, how, ranks=ranks, targets=config.algorithm.name in WITH_TARGETS)
+    roles = control_footprints(policy, how, ranks=ranks, targets=config.has_targets)
     return {role: (each.active_bytes, each.parked_bytes) for role, each in roles.items()}
 
 
@@ -421,7 +421,7 @@ def check_memory(config: EmbodiedConfig, placed: Placed) -> None:
 def _too_large(config: EmbodiedConfig, policy: Policy, placed: Placed | None) -> Iterator[Problem]:
     """Yield problems of how the policy is to learn, and of its size."""
     preparation = config.policy.preparation
-    targets, ranks = config.algorithm.name in WITH_TARGETS, 1 if placed is None else len(placed.seats["trainer"].hosts)
+    targets, ranks = config.has_targets, 1 if placed is None else len(placed.seats["trainer"].hosts)
     how = Preparation(**preparation)
     try:
         footprints = control_footprints(policy, how, ranks=ranks, targets=targets)

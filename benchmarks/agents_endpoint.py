@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.agents.agent import AgentLLM
+from rlinf.agents.agent import AgentLLM, Attempt
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.endpoint.endpoint import Endpoint
 from rlinf.agents.llm import Setting
@@ -83,10 +83,8 @@ def maker(seconds: float, endpoint: Endpoint | None) -> Any:
     setting = Setting(Modelled(said, seconds), 1.0, 64, None, len(tokenizer))
 
     def make() -> AgentLLM:
-        return AgentLLM.begin(
-            setting, chat, calls, key=(1,), fresh=lambda: next(numbers),
-            open=None if endpoint is None else endpoint.session,
-        )  # fmt: skip
+        opening = None if endpoint is None else endpoint.session
+        return AgentLLM(Attempt(setting, calls, lambda: next(numbers), open=opening), chat, (1,))
 
     return make
 

@@ -296,15 +296,15 @@ def _options(
     longest = stage.longest(items)
     for size in _sizes(stage, items, devices.counts, extrapolate=extrapolate):
         seconds = stage.time(items, size, extrapolate=extrapolate).seconds
-        held = stage.footprint(size) if stage.footprints else Footprint(size)
+        footprint = stage.footprint(size) if stage.footprints else Footprint(size)
         yield Option(
             0 if stage.kind == BESIDE else size,
             seconds,
             next(iter(devices.counts), KIND) if stage.kind == BESIDE else stage.kind,
-            held.active_bytes,
-            held.parked_bytes,
-            held.onload_seconds,
-            held.offload_seconds,
+            footprint.active_bytes,
+            footprint.parked_bytes,
+            footprint.onload_seconds,
+            footprint.offload_seconds,
             _chunk_seconds(stage, items, size, chunks),
             longest=min(longest, seconds),
         )

@@ -218,10 +218,15 @@ def _sample(prompt: Prompt, row: Mapping[str, Any]) -> Sample:
     """An answer as it was written, with as many tokens as it had, which are not known any more."""
     count = row["tokens"]
     tokens, logprobs = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.float32)
+    known = {name: row[name] for name in ("index", "text", "truncated", "reward", "outcome", "extracted")}
     return Sample(
-        prompt, row["index"], tokens, logprobs, tokens.astype(np.int32), row["text"], row["truncated"],
-        reward=row["reward"], outcome=row["outcome"], extracted=row["extracted"], remark=row.get("remark", ""),
-    )  # fmt: skip
+        prompt,
+        response_ids=tokens,
+        logprobs=logprobs,
+        versions=tokens.astype(np.int32),
+        remark=row.get("remark", ""),
+        **known,
+    )
 
 
 PASS = "pass@1"

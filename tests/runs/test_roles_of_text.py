@@ -38,7 +38,7 @@ def problems(*overrides, hosts=1):
     ("overrides", "key", "advice"),
     [
         ("reward.function=null", "reward.function", "nothing scores"),
-        ("reward_model.template=x{response}", "reward_model.template", "there is no reward model"),
+        ("reward_model.template=x{response}", "reward_model.template", "no reward model"),
         ("reward_model.path=/nowhere", "reward_model.path", "no such directory"),
         ("reward_model.path=LANGUAGE", "reward_model.path", "Qwen2ForCausalLM, no classification model"),
         ("reward_model.path=LABELS", "reward_model.label", "3 labels: say which"),
@@ -56,12 +56,12 @@ def problems(*overrides, hosts=1):
         ("algorithm=opd teachers.one={model: LANGUAGE, weight: 0}", "teachers.one", "weight: 0"),
         ("algorithm=opd teachers.one.model=LANGUAGE teacher.model=LANGUAGE", "teacher.model", "in `teachers`"),
         ("algorithm=opd teachers.one.model=LANGUAGE teacher.route=level", "teacher.route", "nothing to route"),
-        ("roles.judge.class=tests.own_roles.Index", "roles.judge", "there is a role of that name"),
+        ("roles.judge.class=tests.own_roles.Index", "roles.judge", "a role of that name"),
         ("roles.one=tests.own_roles.Index", "roles.one", "write {class: "),
         ("roles.one={class: tests.own_roles.Index, host: 0}", "roles.one", "it has no host"),
         ("roles.one={class: tests.own_roles.Index, hosts: 0, devices: 0}", "roles.one", "hosts and devices"),
         ("roles.one={class: tests.own_roles.Indx}", "roles.one", "has no Indx"),
-        ("roles.one={class: tests.own_roles.with_index}", "roles.one.class", "this is no actor"),
+        ("roles.one={class: tests.own_roles.with_index}", "roles.one.class", "no actor"),
         ("roles.index={class: tests.own_roles.Index}", "roles.index.settings", "missing a required argument: 'top'"),
         (
             "roles.index={class: tests.own_roles.Index, settings: {top: 1, tpo: 2}}", "roles.index.settings",
@@ -105,9 +105,9 @@ def test_what_a_role_of_ones_own_holds_counts_in_the_devices_memory():
 
     prepare(load_config(None, [*given, "roles.verifier.memory_gb=900"], 1))
     told = said("roles.verifier.memory_gb=1500")
-    assert "host 0 needs at least 1.5e+03 GB (1.5e+03 GB for the verifier) of 1e+03" in told
-    assert "other hosts or devices for roles.verifier, or a smaller memory_gb" in told
-    assert "roles.verifier.memory_gb = 1e+18: the verifier would take at least" in said("roles.verifier.memory_gb=1e18")
+    assert "(1.5e+03 GB for the verifier)" in told
+    assert "roles.verifier, or a" in told
+    assert "roles.verifier.memory_gb = 1e+18: " in said("roles.verifier.memory_gb=1e18")
 
 
 def test_a_reward_model_and_teachers_are_priced_by_their_own_shapes(saved):

@@ -72,7 +72,7 @@ def test_what_cannot_be_is_said(tmp_path):
             with pytest.raises(ValueError, match="batch=0"):
                 s.online(batch=0)
             closed = s.online()
-            with pytest.raises(UserError, match="it is not open"):
+            with pytest.raises(UserError, match="not open"):
                 closed.feedback("a", 1.0)
 
     run(tried())

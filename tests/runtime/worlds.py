@@ -83,7 +83,7 @@ def left_on(host: Host) -> dict[str, Any]:
     """What a host still has in hand."""
     found = {
         "sent": [sent.name for sent in host.sent.values()],
-        "serving": [task.get_coro().cr_frame.f_locals.get("call") or task for task in host.serving.values()],  # type: ignore[union-attr]
+        "serving": [task.get_name() for task in host.serving.values()],
         "running": [promise.name for promise in host.running],
         "kept": list(host.values.kept),
         "copies": list(host.values.relay.copies),

@@ -25,7 +25,6 @@ from rlinf.runtime.base.calls import (
     Call,
     Granularity,
     current_call,
-    current_scope,
     current_task,
     enter,
     host_here,
@@ -225,11 +224,11 @@ class Cell:
         actor._cell = self
 
     def context(self) -> Context:
-        """A fresh context for a call: on this actor's host, in its scope."""
+        """The context that its calls run in copies of: on this actor's host, in its scope."""
         if self._context is None:
             self._context = self.host.context()
             self._context.run(enter, self.host, self.scope)
-        return self._context.copy()
+        return self._context
 
     async def compute(self, briefly: bool, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
         if self._thread is None:
@@ -297,31 +296,23 @@ class Running:
         self.call = call
 
     def __enter__(self) -> Call:
-        begin(self.host, self.cell, self.call)
-        return self.call
+        call, cell = self.call, self.cell
+        if call.task is None:
+            call.task = current_task()
+        current_call.set(call)
+        enter(self.host, cell.scope)
+        cell.calls.add(call)
+        return call
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        end(self.host, self.cell, self.call, self.call.name.rpartition(".")[2], self.kind)
+        call, cell = self.call, self.cell
+        cell.calls.discard(call)
+        call.task = None
+        method = call.name.rpartition(".")[2]
+        if cell.id is not SERVICE:
+            self.host.tracer.record((self.kind, cell.name, method, call.parent, call.since, self.host.now(), 0))
         if error is not None:
-            name_on(error, self.host, self.cell, self.call)
-
-
-def begin(host: Host, cell: Cell, call: Call) -> None:
-    """The current task is this call of an actor from now on."""
-    if call.task is None:
-        call.task = current_task()
-    current_call.set(call)
-    if host_here() is not host or current_scope.get() is not cell.scope:  # else the task began in the cell's context
-        enter(host, cell.scope)
-    cell.calls.add(call)
-
-
-def end(host: Host, cell: Cell, call: Call, method: str, kind: Kind = "call") -> None:
-    """It is not any more; its span is recorded."""
-    cell.calls.discard(call)
-    call.task = None
-    if cell.id is not SERVICE:
-        host.tracer.record((kind, cell.name, method, call.parent, call.since, host.now(), 0))
+            name_on(error, self.host, cell, call)
 
 
 def name_on(error: BaseException, host: Host, cell: Cell, call: Call) -> None:

@@ -14,11 +14,11 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rlinf.runtime.actor.actor import Cell
-from rlinf.runtime.actor.dispatch import serve, serve_local
-from rlinf.runtime.base.calls import SERVICE, ActorId, Call, Gang, Key, waiter
+from rlinf.runtime.actor.dispatch import FirstSteps, serve, serve_local
+from rlinf.runtime.base.calls import FLOW, SERVICE, ActorId, Call, Gang, Key, current_call, task_of
 from rlinf.runtime.base.clock import is_virtual
 from rlinf.runtime.base.errors import ActorDied, RemoteError
 from rlinf.runtime.base.tasks import cancel_all
@@ -34,6 +34,8 @@ from rlinf.runtime.transport.link import (
     FREE,
     KEEP,
     OK,
+    PLAIN,
+    REPLIES,
     REPLY,
     Frame,
     Link,
@@ -41,8 +43,9 @@ from rlinf.runtime.transport.link import (
     Respond,
     Transport,
 )
-from rlinf.runtime.values.codec import Payload, Place, is_plain
+from rlinf.runtime.values.codec import Payload, Place
 from rlinf.runtime.values.object_store import Values
+from rlinf.runtime.values.pickler import NUMBERS, is_plain
 from rlinf.runtime.values.promise import LOCAL, QUEUED, Promise, Sent, promise_of
 
 if TYPE_CHECKING:
@@ -93,6 +96,7 @@ class Host:
         self._numbers = itertools.count(1)
         self._context = contextvars.copy_context()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._first_steps = FirstSteps(self.loop)
         self.values = Values(self, places, share_memory)
         self.codec = self.values.codec
         self.thread = threading.get_ident()
@@ -116,31 +120,57 @@ class Host:
         Args:
             gang: names the group call that this is part of, for endpoints that need all ranks' devices at once.
         """
-        promise: Promise[Any] = Promise(self, host, name, next(self._numbers), waiter())
+        running = current_call.get()
+        parent, own = (FLOW, self.flow) if running is None else (running._label or running.label, running.task)
+        if own is not None and (task := task_of(self.loop)) is not own and task is not None:
+            parent = f"{parent}/{task.get_name()}"
+        number = next(self._numbers)
+        promise: Promise[Any] = Promise(loop=self.loop)
+        promise.host, promise.name, promise.number = self, name, number
+        promise.parent, promise.since, promise.target = parent, self.now(), host
         if gang is not None:
             promise.gang = gang
         if self.closed:
             promise.fail(ActorDied(f"{name} was called after the system was closed: call and await inside it"))
-            return promise
-        if host == self.rank:
-            cell = self.cells.get(actor)
-            context = self._context.copy() if cell is None else cell.context()
-            work = serve_local(self, promise, actor, method, args, kwargs)
-            promise.task = asyncio.Task(work, loop=self.loop, name=name, context=context)
+        elif host == self.rank:
             self.running.add(promise)
-            return promise
-        if host in self.lost_hosts:
+            self.loop.call_soon(self._begin_here, promise, actor, method, args, kwargs)
+        elif host in self.lost_hosts:
             promise.set_exception(self._died(host, name))
-            return promise
-        if is_plain(args) and not kwargs:
-            payload: Payload = ((args, kwargs), None)
         else:
-            with self.values.lending_to(promise):
-                payload = self.codec.encode((args, kwargs), host)
-        promise.state = QUEUED
-        promise.call_args = (actor, method, payload)
-        self.link(host).post(promise)
+            link = self._links.get(host) or self.link(host)
+            payload: Any = args
+            flags = PLAIN
+            if kwargs or not (NUMBERS.issuperset(map(type, args)) or is_plain(args)):
+                flags = 0
+                with self.values.lending_to(promise):
+                    payload = self.codec.encode((args, kwargs), host)
+            endpoint = (actor, method, name)
+            known = link.numbers.get(endpoint)
+            promise.state = QUEUED
+            promise.message = message = [
+                CALL,
+                number,
+                link.introduce(endpoint) if known is None else known,
+                payload,
+                flags,
+                parent,
+                gang,
+            ]
+            self.sent[number] = promise
+            link.post(message)
         return promise
+
+    def _begin_here(self, promise: Promise[Any], actor: ActorId, method: str, args: Any, kwargs: Any) -> None:
+        call = Call(promise.name, self.rank, promise.number, promise.parent, promise.gang, self.now())
+        call.promise = promise
+        work = serve_local(self, call, promise, actor, method, args, kwargs)
+        cell = self.cells.get(actor)
+        task = self._first_steps.run(work, call, self._context if cell is None else cell.context())
+        if task is not None:
+            promise.task = task
+            if promise.done():  # nobody wants it any more
+                task.cancel()
 
     def cast(self, host: int, actor: ActorId, method: str, *args: Any) -> None:
         """Call a plain method of the runtime's own actors, without a reply.
@@ -160,13 +190,9 @@ class Host:
         """The caller no longer wants it: stop the call wherever it runs."""
         if promise.state == LOCAL:
             if promise.task is not None:
-                self._stop(promise.task)
+                promise.task.cancel()
         else:
             self.post_safely(promise.target, (CANCEL, promise.number))
-
-    def _stop(self, task: asyncio.Task[None]) -> None:
-        """Cancel what serves a call; a tick later, for a task cancelled before its first step runs no line of it."""
-        self.loop.call_soon(task.cancel)
 
     def drop(self, owner: int, key: Key) -> None:
         """The last handle of a kept value is gone. May be called by the garbage collector on any thread."""
@@ -202,7 +228,7 @@ class Host:
         """The lane to another host, opened at first use."""
         link = self._links.get(host)
         if link is None:
-            link = self._links[host] = Link(host, self.transport, self.loop, self._deliver)
+            link = self._links[host] = Link(host, self.transport, self)
             self.transport.watch(host)
         return link
 
@@ -216,29 +242,48 @@ class Host:
     # Messages coming in ------------------------------------------------------------------------------------------
 
     def receive(self, source: int, frame: Frame, respond: Respond) -> None:
-        self.link(source).receive(frame, respond)
+        (self._links.get(source) or self.link(source)).receive(frame, respond)
 
-    def _deliver(self, source: int, message: Message) -> None:
-        kind = message[0]
-        if kind == REPLY:
-            self.codec.arrived(message[3])
-            self._settle(message[1], message[2], message[3])
+    def leaves_unawaited(self, message: list[Any]) -> None:
+        """The message of a call is about to leave, and nobody awaits the call's value."""
+        promise = self.sent[message[1]]
+        assert isinstance(promise, Promise)
+        promise.leave_unawaited()
+
+    def deliver(self, link: Link, message: Message) -> None:
+        """Take a message from a peer: begin a call, settle a promise."""
+        kind, source = message[0], link.peer
+        if kind == REPLIES:
+            for number, value in zip(message[1], message[2], strict=True):
+                promise = self._over(number)
+                if promise is not None and not promise.done():
+                    promise.set_result(value)
         elif kind == CALL:
-            self.codec.arrived(message[4])
-            key = (source, message[1])
-            if message[5] & KEEP:
-                self.values.expect(key)
-            self.arrived[source] = message[1]
-            call = Call(message[6], source, message[1], message[7], message[8], self.now())
-            work = serve(self, call, *message[2:6])
-            cell = self.cells.get(message[2])
-            context = self._context.copy() if cell is None else cell.context()
-            self.serving[key] = asyncio.Task(work, loop=self.loop, name=call.name, context=context)
-        elif kind == CAST:  # one tick later, as a call's first step: what was sent after a call must not overtake it
-            self.loop.call_soon(self._cast_here, *message[1:])
+            _, number, endpoint, payload, flags, parent, gang = message
+            if type(endpoint) is tuple:
+                link.endpoints[endpoint[0]] = endpoint = endpoint[1:]
+            else:
+                endpoint = link.endpoints[endpoint]
+            actor, method, name = endpoint
+            if flags & KEEP:
+                self.values.expect((source, number))
+            self.arrived[source] = number
+            if not flags & PLAIN:
+                self.codec.arrived(payload)
+            call = Call(name, source, number, parent, gang, self.now())
+            work = serve(self, link, call, actor, method, payload, flags)
+            cell = self.cells.get(actor)
+            task = self._first_steps.run(work, call, self._context if cell is None else cell.context())
+            if task is not None:
+                self.serving[source, number] = task
+        elif kind == REPLY:
+            self.codec.arrived(message[3])
+            self._settle(*message[1:])
+        elif kind == CAST:
+            self._cast_here(*message[1:])
         elif kind == CANCEL:
             if (task := self.serving.get((source, message[1]))) is not None:
-                self._stop(task)
+                task.cancel()
         elif kind == DROP:
             self.values.drop(message[1])
         elif kind == FREE:
@@ -248,22 +293,26 @@ class Host:
         if not self.closed:
             getattr(self.cells[actor].actor, method)(*args)
 
-    def _settle(self, number: int, status: int, payload: Payload) -> None:
+    def _over(self, number: int) -> Promise[Any] | None:
+        """A call to another host has its reply; return its promise, if anybody still has it."""
         sent = self.sent.pop(number, None)
-        promise = promise_of(sent) if sent is not None else None
-        if sent is not None:
-            if sent.lends:
-                self.values.give_back(sent.lends)
-            if sent.finish is not None:
-                sent.finish()
+        if sent is None:
+            return None
+        if sent.lends:
+            self.values.give_back(sent.lends)
+        if sent.ref is not None:
+            sent.ref._load -= 1
+        return sent.promise() if type(sent) is Sent else cast("Promise[Any]", sent)
+
+    def _settle(self, number: int, status: int, payload: Payload) -> None:
+        sent = self.sent.get(number)
+        promise = self._over(number)
         if promise is None or promise.done():
             self.codec.discard(payload)
             if status == ERROR and promise is None and sent is not None:
                 self._log_unseen(sent.name, self._read_error(payload))
             return
-        if status == OK and len(payload) == 2:  # short atoms
-            promise.set_result(payload[0])
-        elif status == OK and not self.codec.ready(payload):
+        if status == OK and not self.codec.ready(payload):
             self.own(self._settle_later(promise, payload))
         elif status == OK:
             try:
@@ -295,16 +344,15 @@ class Host:
         if (link := self._links.get(host)) is not None:
             link.kill()
         for number in [n for n, sent in self.sent.items() if sent.target == host]:
-            sent = self.sent.pop(number)
-            self.values.give_back(sent.lends)
-            if sent.finish is not None:
-                sent.finish()
-            promise = promise_of(sent)
+            sent = self.sent[number]
+            promise = self._over(number)
+            if sent.ref is not None and sent.gang is not None:  # it cannot say so itself
+                self.system.leases.rank_over(sent.gang, sent.ref._name)
             if promise is not None and not promise.done():
                 promise.state = LOCAL
                 promise.fail(self._died(host, sent.name))
         for key in [key for key in self.serving if key[0] == host]:
-            self._stop(self.serving[key])
+            self.serving[key].cancel()
         self.values.forget(host)
         for notify in list(self.on_lost):
             notify(host, reason)
@@ -382,6 +430,7 @@ class Host:
         late = await cancel_all([*self.serving.values(), *local, *self._tasks], LATE)
         if late:
             self.complain(f"{len(late)} tasks of host {self.rank} did not end and are left behind: {late}")
+        self._first_steps.close()
         for link in self._links.values():
             link.kill()
         for sent in self.sent.values():

@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from rlinf.runtime.base.errors import UserError
 
@@ -94,6 +94,9 @@ class Call:
     killed = False
     """Its actor was ended over it, so nothing it had in hand is done."""
     task: asyncio.Task[Any] | None = None
+    """What it runs in, while it runs."""
+    work: Coroutine[Any, Any, Any] | None = None
+    """What serves it, where that did not begin in a task of its own."""
     within: Call | None = None
     """Of a stage that fills a stream beside it, the call that made the stage; see `helps`."""
 
@@ -125,13 +128,18 @@ _current_host: ContextVar[Host | None] = ContextVar("current_host", default=None
 _last_host: weakref.ref[Host] | None = None
 
 if sys.version_info >= (3, 12):
-    current_task = asyncio.current_task
+    task_of: Callable[[asyncio.AbstractEventLoop], asyncio.Task[Any] | None] = asyncio.current_task
 else:  # there it is written in Python, and every call asks it
     from asyncio.tasks import _current_tasks  # type: ignore[attr-defined]
 
-    def current_task() -> asyncio.Task[Any] | None:
-        """The running task."""
-        return _current_tasks.get(_get_running_loop())  # type: ignore[no-any-return]
+    task_of = cast("Callable[[asyncio.AbstractEventLoop], asyncio.Task[Any] | None]", _current_tasks.get)
+"""The task that a loop is running."""
+
+
+def current_task() -> asyncio.Task[Any] | None:
+    """The running task."""
+    loop = cast(asyncio.AbstractEventLoop, _get_running_loop())
+    return task_of(loop)
 
 
 def lease_here() -> DeviceLease | None:

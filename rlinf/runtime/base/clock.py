@@ -303,7 +303,10 @@ def _look_into(awaited: Any) -> tuple[Any, Any]:
         case CoroutineType():
             return awaited.cr_frame, awaited.cr_await
         case GeneratorType():
-            return awaited.gi_frame, awaited.gi_yieldfrom
+            # a call that began without a task goes on in one that holds its coroutine by this name: `FirstSteps`
+            return awaited.gi_frame, awaited.gi_yieldfrom or (
+                awaited.gi_frame and awaited.gi_frame.f_locals.get("work")
+            )
         case AsyncGeneratorType():
             return awaited.ag_frame, awaited.ag_await
     # The objects between (a step of an async generator, the iterator of a future) have no attribute that says what

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from rlinf.runtime.actor.actor import Actor, Endpoint
@@ -81,18 +80,12 @@ class ActorRef:
         return self._counted(self._owner.call(self._host, SERVICE, stage, name, (self._actor, method, *args), {}, gang))
 
     def _counted(self, promise: Promise[Any]) -> Promise[Any]:
-        gang = promise.gang
-        self._load += 1
-        if promise.done():  # its host is lost
-            self._finished(gang)
-        else:
-            promise.finish = self._finished if gang is None else partial(self._finished, gang)
+        if not promise.done():
+            self._load += 1
+            promise.ref = self
+        elif promise.gang is not None and self._host in self._owner.lost_hosts:  # it cannot say so itself
+            self._owner.system.leases.rank_over(promise.gang, self._name)
         return promise
-
-    def _finished(self, gang: Gang | None = None) -> None:
-        self._load -= 1
-        if gang is not None and self._host in self._owner.lost_hosts:
-            self._owner.system.leases.rank_over(gang, self._name)  # it cannot say so itself
 
 
 def _ref_arrived(cls: type[Actor], name: str, host: int, actor: ActorId) -> ActorRef:
@@ -217,7 +210,7 @@ class EndpointOfOne(EndpointOf):
         promise = ref._owner.call(ref._host, ref._actor, self._spec.name, self._name, args, kwargs)
         if not promise.done():  # its host is not lost
             ref._load += 1
-            promise.finish = ref._finished
+            promise.ref = ref
         return promise
 
 

@@ -272,9 +272,7 @@ def report_host(host: Host, lease_waits: Iterable[tuple[str, str, float | None]]
 
 
 def _report_call(report: HostReport, call: Call, host: Host, now: float) -> None:
-    report.notes[call.label] = (
-        f"on host {host.rank}, {call.doing or 'running'}{_where(None if call.task is None else call.task.get_coro())}"
-    )
+    report.notes[call.label] = f"on host {host.rank}, {call.doing or 'running'}{_where(call.work)}"
     report.moves[call.label] = call.moves
     report.ages[call.label] = now - call.since
     if call.caller == host.rank and (call.promise is None or call.promise.wanted):

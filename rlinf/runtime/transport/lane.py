@@ -28,6 +28,7 @@ import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
+from functools import partial
 from typing import Any, Protocol, cast
 
 from rlinf.runtime.base.errors import UserError
@@ -37,6 +38,13 @@ from rlinf.runtime.transport.link import Frame, Receiver, Respond, Transport, fr
 MOMENT = 80e-6
 """Seconds. An awaited call between two hosts that stay awake took 30 us where one between hosts that sleep took 128 (a
 virtual machine with two cores, nothing else running)."""
+SOON = 3 * MOMENT
+"""Seconds within which an answer comes to a host that sleeps, if the other one has only that answer to give."""
+PREEMPTED = 5e-4
+"""Seconds between two turns of a loop without work of its own, above which something else had the core: an empty turn
+takes some microseconds, a slice of another process some milliseconds."""
+BACK_OFF = 1.0, 16.0
+"""Seconds for which nothing stays awake after that: the first time, and at most."""
 HALF = 0.5
 """Share of frames from which on it is worth it."""
 WEIGHT = 0.2
@@ -46,35 +54,50 @@ WEIGHT = 0.2
 class BusyPoll:
     """Decides after each frame whether to stay awake, by what came of the frames before.
 
-    A host with an actor that computes never does, nor one on a machine with fewer cores than hosts: who has work gets
-    the core.
+    It is worth it while the other end speaks within the moment, or, to a host that slept, soon. On a core that others
+    want it does harm: the turns use up the slice of time by the end of which the answer comes, and a sleeper would have
+    been woken at once. So after a turn that something else came between, nothing stays awake for a second, and twice as
+    long each time that is so again. A host with an actor that computes never stays awake, nor one on a machine with
+    fewer cores than hosts: who has work gets the core.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
-        self._worth = 0.0
-        self._until = 0.0
-        self._awake = False
+        self.worth = 0.0
+        """Share of the frames that came in time, the newest the most."""
+        self.until = 0.0
+        """Monotonic seconds until when it stays awake."""
+        self._left = 0.0  # when the last frame has left
+        self._turned = 0.0
+        self._slept = 0.0  # monotonic seconds without processor time of this thread, up to the first turn
+        self._awake = self._stayed = False
+        self._off_until, self._off = 0.0, BACK_OFF[0]
         self._room = cores() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
-    def was_worth(self, worth: bool) -> None:
-        """To stay awake after the last frame would have been worth it, or not."""
-        self._worth += WEIGHT * (worth - self._worth)
-
-    def stay(self) -> None:
-        """A frame has left: more may come at once."""
-        if self._worth > HALF and self._room and not computing():
-            self._until = time.monotonic() + MOMENT
+    def left(self) -> None:
+        """A frame has left: what comes of it may come at once."""
+        self._left = now = time.monotonic()
+        self._stayed = self.worth > HALF and self._room and now > self._off_until and not computing()
+        if self._stayed:
+            self.until = now + MOMENT
             if not self._awake:
-                self._awake = True
+                self._awake, self._turned, self._slept = True, now, now - time.thread_time()
                 self._loop.call_soon(self._turn)
 
-    def rest(self) -> None:
-        """Stop watching closely: what was waited for is here."""
-        self._until = 0.0
+    def came(self, worth: bool = True) -> None:
+        """What was waited for is here; `worth` if it is more than a receipt."""
+        in_time = worth and time.monotonic() - self._left < (MOMENT if self._stayed else SOON)
+        self.worth += WEIGHT * (in_time - self.worth)
+        self.until = 0.0
 
     def _turn(self) -> None:
-        if time.monotonic() < self._until and not computing():
+        now = time.monotonic()
+        if now - self._turned > PREEMPTED and now - time.thread_time() - self._slept > PREEMPTED:
+            self._off_until = now + self._off
+            self._off = min(2 * self._off, BACK_OFF[1])
+            self._awake = False
+        elif now < self.until and not computing():
+            self._turned = now
             self._loop.call_soon(self._turn)
         else:
             self._awake = False
@@ -116,6 +139,10 @@ class Inner(Transport, Protocol):
     def ask_offer(self, host: int) -> Awaitable[Offer | None]: ...
 
 
+def _deaf(source: int, frame: Frame, respond: Respond) -> None:
+    """Nobody listens yet, or any more."""
+
+
 class LaneTransport:
     """Torch RPC to all hosts, and lanes to those of this machine.
 
@@ -128,6 +155,8 @@ class LaneTransport:
         self.host = inner.host
         self.loop: asyncio.AbstractEventLoop
         self._receiver: Receiver | None = None
+        self.deliver: Callable[[int, Frame, Respond], None] = _deaf
+        """Takes a frame that a host has sent."""
         self._lanes: dict[int, Lane] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.AbstractServer | None = None
@@ -142,14 +171,25 @@ class LaneTransport:
 
     def bind(self, receiver: Receiver) -> None:
         self._receiver = receiver
+        self.deliver = receiver.receive
         self.loop = asyncio.get_running_loop()
         self._listen()
         self._inner.bind(self)
 
     def send(self, host: int, frame: Frame, answered: Callable[[Frame | None], None]) -> None:
         lane = self._lanes.get(host)
-        if lane is None or not lane.send(frame, answered):
-            self._inner.send(host, frame, answered)
+        if lane is None:
+            return self._inner.send(host, frame, answered)
+        try:
+            data = to_bytes(frame)
+        except Exception as error:  # without this frame nothing behind it could be delivered
+            self.loop.call_soon(self.lost, host, f"a frame for it could not be pickled: {error!r}")
+            return
+        if len(data) > LARGEST:
+            return self._inner.send(host, frame, answered)
+        lane.answered[frame[0]] = answered
+        lane.write(_FRAME, frame[0], data)
+        lane.asking.left()
 
     def watch(self, host: int) -> None:
         self._inner.watch(host)
@@ -234,8 +274,7 @@ class LaneTransport:
     # What comes in -----------------------------------------------------------------------------------------------
 
     def receive(self, source: int, frame: Frame, respond: Respond) -> None:
-        if self._receiver is not None:
-            self._receiver.receive(source, frame, respond)
+        self.deliver(source, frame, respond)
 
     def lost(self, host: int, reason: str) -> None:
         lane = self._lanes.pop(host, None)
@@ -259,7 +298,7 @@ class LaneTransport:
         for lane in lanes.values():
             lane.leave(farewell=graceful)
         await self._inner.close(graceful)
-        self._receiver = None
+        self._receiver, self.deliver = None, _deaf
 
 
 class Lane(asyncio.Protocol):
@@ -277,10 +316,11 @@ class Lane(asyncio.Protocol):
         self._token = token
         self._transport: asyncio.Transport | None = None
         self._rest = bytearray()  # of a message that has not come whole
-        self._answered: dict[int, Callable[[Frame | None], None]] = {}
-        self._asking = BusyPoll(owner.loop)  # after a frame: its answer brings replies
+        self.answered: dict[int, Callable[[Frame | None], None]] = {}
+        """Whom to give the answers of frames, by their numbers."""
+        self.asking = BusyPoll(owner.loop)
+        """After a frame: its answer brings replies."""
         self._asked = BusyPoll(owner.loop)  # after an answer: the next frame comes at once
-        self._said = 0.0
         self._made = self._farewell = False
         self._late: asyncio.TimerHandle | None = None
 
@@ -291,32 +331,18 @@ class Lane(asyncio.Protocol):
 
     def say_hello(self, host: int, token: bytes) -> None:
         """Tell the other end who connects."""
-        self._write(_HELLO, host, token)
-
-    def send(self, frame: Frame, answered: Callable[[Frame | None], None]) -> bool:
-        """Send a frame, unless it is too large for a lane, which is then said by False."""
-        try:
-            data = to_bytes(frame)
-        except Exception as error:  # without this frame nothing behind it could be delivered
-            loop = asyncio.get_running_loop()
-            loop.call_soon(self._owner.lost, self.peer, f"a frame for it could not be pickled: {error!r}")
-            return True
-        if len(data) > LARGEST:
-            return False
-        self._answered[frame.sequence] = answered
-        self._write(_FRAME, frame.sequence, data)
-        self._asking.stay()
-        return True
+        self.write(_HELLO, host, token)
 
     def leave(self, *, farewell: bool = False) -> None:
         """End the lane; with a farewell the peer does not take it for a death."""
         if self._transport is not None:
             if farewell:
-                self._write(_FAREWELL, 0, b"")
+                self.write(_FAREWELL, 0, b"")
             self._farewell = True
             self._transport.close()
 
-    def _write(self, kind: int, number: int, data: bytes) -> None:
+    def write(self, kind: int, number: int, data: bytes) -> None:
+        """Send a message of the lane's own: its kind, a number, and bytes."""
         assert self._transport is not None
         head = _HEAD.pack(len(data), kind, number)
         if len(data) < 1 << 16:
@@ -341,29 +367,29 @@ class Lane(asyncio.Protocol):
             if end - body < size or self._farewell:
                 break
             start = body + size
-            self._take(kind, number, data[body:start])
+            if kind not in (_FRAME, _ANSWER):
+                self._take(kind, number, data[body:start])
+                continue
+            try:
+                frame = from_bytes(data[body:start]) if size else None
+            except Exception as error:  # nothing behind this frame can be delivered any more
+                return self._owner.ended(self, False, f"it sent a frame that cannot be read here: {error!r}")
+            if kind == _ANSWER:
+                self.asking.came(frame is not None)
+                if (answered := self.answered.pop(number, None)) is not None:
+                    answered(frame)
+            elif frame is not None:
+                self._asked.came()
+                self._owner.deliver(self.peer, frame, partial(self._respond, number))
         if start < end:
             self._rest = bytearray(data[start:] if start else data)
 
     def _take(self, kind: int, number: int, data: bytes) -> None:
-        if kind == _FRAME:
-            self._asked.was_worth(time.monotonic() - self._said < 3 * MOMENT)  # it may have been asleep
-            self._asked.rest()
-            frame = self._read(data)
-            if frame is not None:
-                self._owner.receive(self.peer, frame, lambda answer: self._respond(number, answer))
-        elif kind == _ANSWER:
-            answered = self._answered.pop(number, None)
-            self._asking.was_worth(bool(data))
-            self._asking.rest()
-            frame = self._read(data) if data else None
-            if answered is not None:
-                answered(frame)
-        elif kind == _FAREWELL:
+        if kind == _FAREWELL:
             self._farewell = True
         elif kind == _HELLO and self._token is not None and hmac.compare_digest(data, self._token):
             self.peer = number
-            self._write(_WELCOME, number, b"")
+            self.write(_WELCOME, number, b"")
             self._begin()
         elif kind == _WELCOME and self._token is None:
             self._begin()
@@ -382,13 +408,6 @@ class Lane(asyncio.Protocol):
         self._farewell = True
         self._transport.abort()
 
-    def _read(self, data: bytes) -> Frame | None:
-        try:
-            return from_bytes(data)
-        except Exception as error:  # nothing behind this frame can be delivered any more
-            self._owner.ended(self, False, f"it sent a frame that cannot be read here: {error!r}")
-            return None
-
     def _respond(self, number: int, answer: Frame | None) -> None:
         if self._farewell or self._transport is None or self._transport.is_closing():
             return
@@ -399,16 +418,15 @@ class Lane(asyncio.Protocol):
             except Exception as error:  # as in `send`
                 self._owner.ended(self, False, f"an answer for it could not be pickled: {error!r}")
                 return
-        self._write(_ANSWER, number, data)
-        self._said = time.monotonic()
-        self._asked.stay()
+        self.write(_ANSWER, number, data)
+        self._asked.left()
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._late is not None:
             self._late.cancel()
-        for answered in self._answered.values() if self._farewell else ():
+        for answered in self.answered.values() if self._farewell else ():
             answered(None)  # it left in order, and so it had what was sent
-        self._answered.clear()
+        self.answered.clear()
         if self._made:
             self._owner.ended(self, self._farewell, str(error) if error else "its process has ended")
 

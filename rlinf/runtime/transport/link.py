@@ -10,13 +10,18 @@ the same. `LocalTransport` is the in-process twin of the torch RPC transport in 
 
 What goes over the wire: kinds of messages, the flags and outcomes in them, frames of them, and frames as bytes.
 
-Messages are tuples whose first entry is their kind:
-    (CALL, number, actor, method, payload, flags, name, parent, gang)    a reply is expected
+Messages are sequences whose first entry is their kind:
+    [CALL, number, endpoint, payload, flags, parent, gang]    a reply is expected
     (REPLY, number, outcome, payload)
-    (CAST, actor, method, args)                                          no reply; the runtime's own, plain data only
+    (REPLIES, numbers, values)                                short values of calls that ended well
+    (CAST, actor, method, args)                               no reply; the runtime's own, plain data only
     (CANCEL, number)
-    (DROP, key)                                                          a value that was kept is needed no more
-    (FREE, slots)                                                        of shared memory; below 0: CUDA handles
+    (DROP, key)                                               a value that was kept is needed no more
+    (FREE, slots)                                             of shared memory; below 0: CUDA handles
+
+A call is a list, since its flags may change until it leaves. Its endpoint is (number, actor, method, name) the first
+time, and that number from then on. Its payload is what `values/codec.py` makes of (args, kwargs), or, flagged PLAIN,
+the arguments themselves.
 """
 
 from __future__ import annotations
@@ -26,80 +31,74 @@ import io
 import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from rlinf.runtime.base.tensors import flat_bytes
 
-CALL, REPLY, CAST, CANCEL, DROP, FREE = range(6)
+CALL, REPLY, CAST, CANCEL, DROP, FREE, REPLIES = range(7)
 
-WANT, KEEP = 1, 2
-"""Flags of a call: send the value with the reply; keep it for whoever fetches it."""
+WANT, KEEP, PLAIN = 1, 2, 4
+"""Flags of a call: send the value with the reply; keep it for whoever fetches it; the payload is its arguments."""
+FLAGS = 4
+"""Where in the message of a call they are."""
 
 OK, ERROR, HELD, CANCELLED = range(4)
 """How a call ended: with a value, an error, a value that is kept where it was made, or cancelled."""
 
-Message = tuple[Any, ...]
+Message = Sequence[Any]
+Frame = tuple[int, list[Message]]
+"""An ordered batch of messages between two hosts, and its position among all frames from this sender to this receiver,
+counted from 0."""
+Endpoint = tuple[tuple[int, int], str, str]
+"""Of an actor: (actor, method, name of the call)."""
 Packed = tuple[bytes, list[torch.Tensor]]
 """A frame pickled, with its tensors beside it."""
 
 
-@dataclass(slots=True)
-class Frame:
-    """An ordered batch of messages between two hosts."""
-
-    sequence: int
-    """Position among all frames from this sender to this receiver, counted from 0."""
-    messages: list[Message]
-
-
 def pack(frame: Frame) -> Packed:
     """A frame as bytes, with the tensors of its payloads beside them, unread."""
-    content = (frame.sequence, frame.messages)
-    if not carries_tensors(frame.messages):
-        return pickle.dumps(content, 5), []
+    if not any(message[0] <= REPLY and carries_tensors(message) for message in frame[1]):
+        return pickle.dumps(frame, 5), []
     file = io.BytesIO()
     splitter = _TensorSplitter(file)
-    splitter.dump(content)
+    splitter.dump(frame)
     return file.getvalue(), splitter.tensors
 
 
 def unpack(data: bytes, tensors: list[torch.Tensor]) -> Frame:
     """The frame that was packed."""
-    return Frame(*(_TensorJoiner(io.BytesIO(data), tensors).load() if tensors else pickle.loads(data)))
+    frame: Frame = _TensorJoiner(io.BytesIO(data), tensors).load() if tensors else pickle.loads(data)
+    return frame
 
 
 def to_bytes(frame: Frame) -> bytes:
     """A frame as bytes alone, tensors included, for a transport that moves nothing else."""
-    data, tensors = pack(frame)
-    if not tensors:
-        return data
-    plain = [(flat_bytes(tensor.cpu()).numpy().tobytes(), tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-    return pickle.dumps((data, plain), 5)
+    for message in frame[1]:
+        if message[0] <= REPLY and carries_tensors(message):
+            data, tensors = pack(frame)
+            plain = [(flat_bytes(tensor.cpu()).numpy().tobytes(), tensor.dtype, (*tensor.shape,)) for tensor in tensors]
+            return pickle.dumps((data, plain), 5)
+    return pickle.dumps(frame, 5)
 
 
 def from_bytes(data: bytes) -> Frame:
     """The frame that `to_bytes` made these of."""
     first, rest = pickle.loads(data)
-    if type(first) is int:
-        return Frame(first, rest)
-    return unpack(first, [_tensor(*plain) for plain in rest])
+    return (first, rest) if type(first) is int else unpack(first, [_tensor(*plain) for plain in rest])
 
 
 def _tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
 
 
-def carries_tensors(messages: list[Message]) -> bool:
-    """True if a payload (bytes, references, parts) among the messages' entries has tensors."""
-    for message in messages:
-        for part in message:
-            is_payload = type(part) is tuple and len(part) == 3 and type(part[0]) is bytes
-            if is_payload and any(map(_is_tensor, part[2])):
-                return True
-    return False
+def carries_tensors(message: Message) -> bool:
+    """True if the payload of a call or reply, which is (bytes, references, parts), has tensors beside it."""
+    payload = message[3]
+    if len(payload) < 3 or type(payload[0]) is not bytes or (message[0] == CALL and message[FLAGS] & PLAIN):
+        return False
+    return any(map(_is_tensor, payload[2]))
 
 
 def _is_tensor(part: Any) -> bool:
@@ -181,24 +180,37 @@ class Transport(Protocol):
         """Stop moving frames and free all that the transport holds."""
 
 
+class Deliver(Protocol):
+    """What a `Link` needs of its host."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def deliver(self, link: Link, message: Message) -> None:
+        """Take a message from the peer."""
+
+    def leaves_unawaited(self, message: list[Any]) -> None:
+        """The message of a call is about to leave, and nobody awaits the call's value: settle what becomes of it."""
+
+
 class Link:
     """One ordered lane from this host to a peer, and back.
 
-    Posted entries are messages, or objects with a `message()` method called when the frame leaves: so a call can still
-    learn, until the end of its tick, that somebody awaits it.
+    Posted entries are messages, those of calls as lists, or objects with a `message()` method that is called when the
+    frame leaves.
     """
 
-    def __init__(
-        self, peer: int, transport: Transport, loop: asyncio.AbstractEventLoop, deliver: Callable[[int, Message], None]
-    ):
+    def __init__(self, peer: int, transport: Transport, host: Deliver):
         self.peer = peer
+        self.numbers: dict[Endpoint, int] = {}
+        """Endpoints that the peer has been told of."""
+        self.endpoints: dict[int, Endpoint] = {}
+        """Endpoints that the peer has told of."""
         self._transport = transport
-        self._loop = loop
-        self._deliver = deliver
+        self._loop = host.loop
+        self._host = host
         self._outbox: list[Any] = []
         self._scheduled = False
         self._unanswered = 0
-        self._responding = 0  # responses about to leave, which will take along what there is to say
         self._next_out = 0
         self._next_in = 0
         self._early: dict[int, tuple[Frame, Respond | None]] = {}
@@ -207,27 +219,39 @@ class Link:
         self._quiet: asyncio.Future[None] | None = None
         self._held: deque[tuple[asyncio.Future[None], list[Any]]] = deque()
 
-    def post(self, entry: Any) -> None:
+    def post(self, message: Any) -> None:
         """Queue a message; it leaves at the end of this tick together with all others to the same peer."""
         if self._dead:
             return
         if self._held:
-            self._held[-1][1].append(entry)
+            self._held[-1][1].append(message)
             return
-        self._outbox.append(entry)
-        self._hurry()
-
-    def _hurry(self) -> None:
+        self._outbox.append(message)
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._flush)
 
-    def post_lazily(self, entry: Any) -> None:
+    def reply(self, number: int, value: Any) -> None:
+        """Queue the short value of a call that has ended well; it shares a message with those queued just before."""
+        entries = self._held[-1][1] if self._held else self._outbox
+        last = entries[-1] if entries else None
+        if type(last) is tuple and last[0] == REPLIES:
+            last[1].append(number)
+            last[2].append(value)
+        else:
+            self.post((REPLIES, [number], [value]))
+
+    def introduce(self, endpoint: Endpoint) -> tuple[Any, ...]:
+        """An endpoint and its number from now on, as the first call of it says them."""
+        self.numbers[endpoint] = number = len(self.numbers)
+        return (number, *endpoint)
+
+    def post_lazily(self, message: Any) -> None:
         """Queue a message that need not hurry: it rides with the next one that does, or leaves after `LAZY_SECONDS`."""
         if self._held:
-            self.post(entry)
+            self.post(message)
         elif not self._dead:
-            self._outbox.append(entry)
+            self._outbox.append(message)
             if not self._scheduled:
                 self._loop.call_later(LAZY_SECONDS, self._flush)
 
@@ -241,76 +265,82 @@ class Link:
     def _let_go(self, _: asyncio.Future[None]) -> None:
         while self._held and self._held[0][0].done() and not self._held[0][0].cancelled():
             self._outbox += self._held.popleft()[1]
-        if self._outbox:
-            self._hurry()
+        if self._outbox and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._flush)
         self._moved()
 
     def _flush(self) -> None:
+        """Send a frame, if there is something to say and room for it."""
         self._scheduled = False
-        if not self._outbox or self._unanswered >= FRAMES_IN_FLIGHT or self._responding or self._dead:
+        if not self._outbox or self._unanswered >= FRAMES_IN_FLIGHT or self._dead:
             return
-        self._send()
-
-    def _send(self) -> None:
         self._unanswered += 1
         self._transport.send(self.peer, self._take(MESSAGES), self._answered)
         if self._outbox:
-            self._hurry()
+            self._scheduled = True
+            self._loop.call_soon(self._flush)
 
     def _take(self, most: int) -> Frame:
-        entries, self._outbox = self._outbox[:most], self._outbox[most:]
-        messages = [entry if type(entry) is tuple else entry.message() for entry in entries]
-        frame = Frame(self._next_out, messages)
+        """The next frame, of so many messages."""
+        messages, self._outbox = self._outbox, []
+        if len(messages) > most:
+            messages, self._outbox = messages[:most], messages[most:]
+        for index, message in enumerate(messages):
+            if type(message) is list:
+                if not message[FLAGS] & WANT:
+                    self._host.leaves_unawaited(message)
+            elif type(message) is not tuple:
+                messages[index] = message.message()
         self._next_out += 1
-        return frame
+        return self._next_out - 1, messages
 
     def _answered(self, frame: Frame | None) -> None:
         self._unanswered -= 1
         if frame is not None:
-            self._arrive(frame, None)
-        if self._outbox:
+            self.receive(frame)
+        if self._outbox and not self._scheduled:
             self._flush()
-        self._moved()
+        if self._quiet is not None:
+            self._moved()
 
-    def receive(self, frame: Frame, respond: Respond) -> None:
-        """Deliver a frame that the peer sent and answer it one tick later, with whatever there is to say by then.
+    def receive(self, frame: Frame, respond: Respond | None = None) -> None:
+        """Deliver a frame that the peer sent, and answer it with whatever there is to say by then.
 
-        Calls that end without ever waiting are finished by then: tasks made while delivering run before `_respond`.
-        A frame that overtook another waits for it, and so does its answer: an answered frame has been delivered.
+        Calls that end without ever waiting are finished by then, so that their replies ride in the answer. A frame that
+        overtook another waits for it, and so does its answer: an answered frame has been delivered.
+
+        Args:
+            frame: that has arrived.
+            respond: answers it; None for a frame that is an answer itself.
         """
-        self._arrive(frame, respond)
-
-    def _respond(self, respond: Respond) -> None:
-        self._responding -= 1
-        answer = self._take(ALL) if self._outbox and not self._dead else None
-        self._unconfirmed |= answer is not None
-        respond(answer)
-        self._moved()  # what left so is not confirmed: whoever drains has to ask
-
-    def _arrive(self, frame: Frame, respond: Respond | None) -> None:
-        if frame.sequence != self._next_in:
-            self._early[frame.sequence] = (frame, respond)
+        if frame[0] != self._next_in:
+            self._early[frame[0]] = (frame, respond)
             return
         arrived: Frame | None = frame
         while arrived is not None:
             self._next_in += 1
-            for message in arrived.messages:
+            for message in arrived[1]:
                 try:
-                    self._deliver(self.peer, message)
+                    self._host.deliver(self, message)
                 except Exception as error:  # it must not take the messages behind it along, or the lane
                     what = f"a message from host {self.peer} could not be delivered"
                     self._loop.call_exception_handler({"message": what, "exception": error})
             if respond is not None:
-                self._responding += 1
-                self._loop.call_soon(self._respond, respond)
-            arrived, respond = self._early.pop(self._next_in, (None, None))
+                answer = self._take(ALL) if self._outbox and not self._dead else None
+                self._unconfirmed |= answer is not None
+                respond(answer)
+                if self._quiet is not None:  # what left so is not confirmed: whoever drains has to ask
+                    self._moved()
+            arrived, respond = self._early.pop(self._next_in, (None, None)) if self._early else (None, None)
 
     async def drained(self) -> None:
         """Wait until all that was posted so far has been delivered, or the peer is gone."""
         while (self._outbox or self._held or self._unanswered or self._unconfirmed) and not self._dead:
             if self._unconfirmed and not self._outbox and not self._held and self._unanswered < FRAMES_IN_FLIGHT:
                 self._unconfirmed = False  # responses are not answered: an empty frame behind them is
-                self._send()
+                self._unanswered += 1
+                self._transport.send(self.peer, self._take(MESSAGES), self._answered)
             if self._quiet is None or self._quiet.done():
                 self._quiet = self._loop.create_future()
             await self._quiet
@@ -320,14 +350,8 @@ class Link:
             self._quiet.set_result(None)
 
     def kill(self) -> None:
-        """The peer is gone: drop what was queued and send nothing any more.
-
-        Calls among it are made into messages all the same: from then on the host knows that they wait for a reply.
-        """
+        """The peer is gone: drop what was queued and send nothing any more."""
         self._dead = True
-        for entry in (*self._outbox, *(entry for _, entries in self._held for entry in entries)):
-            if type(entry) is not tuple:
-                entry.message()
         self._outbox.clear()
         self._held.clear()
         self._early.clear()
@@ -377,10 +401,14 @@ class LocalTransport:
             return
 
         def respond(answer: Frame | None) -> None:
-            if self._receiver is not None:
-                answered(None if answer is None else self._copied(answer))
+            copied = None if answer is None else self._copied(answer)
+            asyncio.get_running_loop().call_soon(self._take_answer, answered, copied)
 
         peer._receiver.receive(self.host, frame, respond)
+
+    def _take_answer(self, answered: Callable[[Frame | None], None], answer: Frame | None) -> None:
+        if self._receiver is not None:
+            answered(answer)
 
     def watch(self, host: int) -> None:
         self._watched.add(host)

@@ -343,18 +343,19 @@ class TooBig(Exception):
     """Raised where a value that is being sealed is too big to ride along."""
 
 
-_PLAIN = frozenset({int, float, bool, type(None)})
+NUMBERS = frozenset({int, float, bool, type(None)})
+"""Types whose values need no encoding of their own, however many there are."""
 
 
 def is_plain(value: Any) -> bool:
     """True if a call's (args, kwargs) or result is nothing but short atoms, which need no encoding of their own."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in NUMBERS:
         return True
     if kind is str or kind is bytes:
         return len(value) <= INLINE_BYTES
     if kind is tuple and len(value) <= 8:
-        return all(type(each) in _PLAIN or is_plain(each) for each in value)
+        return all(type(each) in NUMBERS or is_plain(each) for each in value)
     return kind is dict and not value
 
 

@@ -27,17 +27,15 @@ import torch
 from rlinf.runtime.base.calls import Key, current_call, lease_here
 from rlinf.runtime.base.errors import ActorDied
 from rlinf.runtime.base.tasks import mark_seen, together
-from rlinf.runtime.transport.link import KEEP, WANT
+from rlinf.runtime.transport.link import FLAGS, KEEP, WANT
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.calls import Gang, Host
 
 T = TypeVar("T")
 
-_init = asyncio.Future.__init__
 _await = asyncio.Future.__await__
 _add_done_callback = asyncio.Future.add_done_callback
-_del = asyncio.Future.__del__
 
 LOCAL, QUEUED, INLINE, KEPT = range(4)
 """Where the value is: computed on this host; call not sent yet; comes with the reply; stays at the producer."""
@@ -72,17 +70,17 @@ class Promise(asyncio.Future[T]):
 
     __promised__ = True
 
-    def __init__(self, host: Host, target: int, name: str, number: int, parent: str):
-        _init(self, loop=host.loop)
-        self.name = name
-        """The call it stands for, e.g. "judge[0].score#17"."""
-        self.parent = parent
-        """The call that made this one, or "flow"."""
-        self.since = host.now()
-        """Loop time (seconds) at which the call was made."""
-        self.target = target
-        self.number = number
-        self.host = host
+    name: str
+    """The call it stands for, e.g. "judge[0].score"."""
+    parent: str
+    """The call that made this one, or "flow"."""
+    since: float
+    """Loop time (seconds) at which the call was made."""
+    target: int
+    """The host it is called on."""
+    number: int
+    host: Host
+    """Whose call it is; `Host.call` makes promises, and gives them all of these."""
 
     # Most promises never need more than these defaults, and making one must be cheap.
     state = LOCAL
@@ -91,16 +89,18 @@ class Promise(asyncio.Future[T]):
     """Its value will be fetched by another call, so it stays at the producer."""
     gang: Gang | None = None
     """The group call it is part of."""
-    call_args: tuple[Any, ...] = ()
-    """(actor id, method, payload), until the call is sent."""
+    message: list[Any] | None = None
+    """Of the call, as long as what is wanted of its value can still be written into it."""
     lends: list[Any] | None = None
     """Promises and streams among its arguments: alive until the call has its reply."""
     borrowers = 0
     """Calls that may fetch its value."""
-    finish: Callable[[], None] | None = None
-    """Told once, when the call is over."""
+    ref: Any = None
+    """The handle that counts it among its calls under way."""
     task: asyncio.Task[Any] | None = None
     """What computes it, if that is on this host."""
+    stays: _Kept | None = None
+    """Keeps the value at its producer, where that has it."""
 
     @property
     def label(self) -> str:
@@ -112,21 +112,24 @@ class Promise(asyncio.Future[T]):
         """Names the kept value at its owner."""
         return (self.host.rank, self.number)
 
-    def message(self) -> tuple[Any, ...]:
-        """The call message; from here on it is settled whether the value comes along or is kept."""
-        flags = (WANT if self.wanted else 0) | (KEEP if self.lent or not self.wanted else 0)
-        self.state = KEPT if flags & KEEP else INLINE
-        actor, method, payload = self.call_args
-        self.call_args = ()
-        self.host.sent[self.number] = self if self.wanted else Sent(self)
-        return (0, self.number, actor, method, payload, flags, self.name, self.parent, self.gang)
+    def leave_unawaited(self) -> None:
+        """The call is about to be sent and nobody awaits its value, so that it stays at its producer."""
+        assert self.message is not None
+        self.message[FLAGS] |= KEEP
+        self.message, self.state, self.stays = None, KEPT, _Kept(self)
+        self.host.sent[self.number] = Sent(self)
 
     def want(self) -> None:
         """Somebody awaits the value: have it brought here."""
         if self.wanted or self.done():
             return
         self.wanted = True
-        if self.state == KEPT:
+        if self.message is not None:
+            self.message[FLAGS] = flags = self.message[FLAGS] | WANT | (KEEP if self.lent else 0)
+            self.message, self.state = None, INLINE
+            if flags & KEEP:
+                self.state, self.stays = KEPT, _Kept(self)
+        elif self.state == KEPT:
             self.host.bring(self)
 
     def fail(self, error: BaseException) -> None:
@@ -159,14 +162,9 @@ class Promise(asyncio.Future[T]):
 
     def release(self) -> None:
         """Nobody will fetch the value from its producer any more."""
-        if self.state == KEPT:
+        if self.stays is not None:
             self.state = INLINE
-            self.host.drop(self.target, self.key)
-
-    def __del__(self) -> None:
-        if self.state == KEPT:
-            self.release()
-        _del(self)
+            self.stays.release()
 
     def __lend__(self, pickler: Any) -> Any:
         return pickler.lend(self)
@@ -176,6 +174,25 @@ class Promise(asyncio.Future[T]):
 
     def __repr__(self) -> str:
         return f"<Promise {self.name} {'done' if self.done() else 'pending'}>"
+
+
+class _Kept:
+    """A value that is kept at its producer until it is released, at the latest when the promise is dropped.
+
+    Apart from the promise, for few promises have one: a `__del__` of their own would cost all of them.
+    """
+
+    __slots__ = ("_drop",)
+
+    def __init__(self, promise: Promise[Any]):
+        self._drop: Any = (promise.host, promise.target, promise.key)
+
+    def release(self) -> None:
+        if self._drop is not None:
+            (host, target, key), self._drop = self._drop, None
+            host.drop(target, key)
+
+    __del__ = release
 
 
 class Gathered(asyncio.Future[Any]):
@@ -257,12 +274,13 @@ def _first(values: list[Any]) -> Any:
 class Sent:
     """Record that the caller's host has of a call that nobody awaits, until its reply; of others it has the promise."""
 
-    __slots__ = ("finish", "lends", "name", "promise", "target")
+    __slots__ = ("gang", "lends", "name", "promise", "ref", "target")
 
     def __init__(self, promise: Promise[Any]):
         self.name = promise.name
         self.target = promise.target
-        self.finish = promise.finish
+        self.gang = promise.gang
+        self.ref = promise.ref
         self.lends = promise.lends
         self.promise = weakref.ref(promise)
 

@@ -48,9 +48,10 @@ def test_a_real_scale_configuration_loads_for_one_node_and_fits_its_devices(path
     (size,) = [size for size in SHAPES if f"-{size}" in path.stem]
     model = AutoConfig.for_model(**{"model_type": "qwen2", "tie_word_embeddings": True, **SHAPES[size]})
     assert 0.95 < parameters_of(model) / PARAMETERS[size] < 1.05
-    assert list(complaints(config, model, hosts=8)) == []
+    kinds = [kind for kind in TEXT if kind.name in ("rollout", "judge", "trainer")]
+    assert list(complaints(config, model, place(config.placement, kinds, 8))) == []
     config.placement.device_memory_gb = 4
-    said = list(complaints(config, model, hosts=8))
+    said = list(complaints(config, model, place(config.placement, kinds, 8)))
     assert any("for the trainer" in line and "more hosts in placement.trainer" in line for line in said)
 
 

@@ -255,7 +255,8 @@ def listening(pids):
 
 def shared_memory():
     """What lies under /dev/shm although no living process has it open: other jobs of this machine are not ours."""
-    there, held = set(os.listdir("/dev/shm")), set()  # listed first: what somebody else makes meanwhile is not in it
+    # listed first: what somebody else makes meanwhile is not in it; nor what tests of the sandbox put there
+    there, held = {name for name in os.listdir("/dev/shm") if not name.startswith("sandbox-test-")}, set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             held.update(line.rpartition("/dev/shm/")[2] for line in (process / "maps").read_text().splitlines())

@@ -69,7 +69,7 @@ async def test_it_shows_what_roles_do_and_where_how_full_queues_are_and_what_dev
     server.say("sorting", "moment", **moment(103.0))
     await page.until("document.querySelector('#queues').innerText.includes('3 of 4')")
     told = await page.eval("document.querySelector('#minute canvas').getAttribute('aria-label')")
-    assert told.endswith("; 4 worked")
+    assert "; 4 worked" in told
     assert page.errors == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import gc
 from typing import Any
 
@@ -160,6 +161,89 @@ async def test_the_load_of_a_rank_falls_again_when_calls_fail_or_are_cancelled(s
     for call in late:
         call.cancel()
     await until(lambda: [ref._load for ref in group] == [0, 0])
+
+
+mood: contextvars.ContextVar[str] = contextvars.ContextVar("mood", default="none")
+
+
+class First(Actor):
+    """What endpoints do before they wait for the first time, in a task that none of them has begun."""
+
+    @endpoint
+    async def in_time(self, seconds: float, at_most: float) -> str:
+        async with asyncio.timeout(at_most):
+            if seconds:
+                await asyncio.sleep(seconds)
+        return "in time"
+
+    @endpoint
+    async def one_task(self, wait: bool) -> bool:
+        before = asyncio.current_task()
+        if wait:
+            await asyncio.sleep(0.001)
+        return before is not None and before is asyncio.current_task()
+
+    @endpoint
+    async def siblings(self) -> list[int]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(asyncio.sleep(0.001, number)) for number in range(3)]
+        return [task.result() for task in tasks]
+
+    @endpoint
+    async def failing_sibling(self) -> None:
+        async def fails() -> None:
+            raise ValueError("of a sibling")
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fails())
+            await asyncio.sleep(60)
+
+    @endpoint
+    async def give_up(self, wait: bool) -> str:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        if wait:
+            await asyncio.sleep(60)
+        return "not given up"
+
+    @endpoint
+    async def in_a_mood(self, new: str, wait: bool) -> tuple[str, str]:
+        before = mood.get()
+        mood.set(new)
+        if wait:
+            await asyncio.sleep(0.001)
+        return before, mood.get()
+
+
+async def test_what_an_endpoint_does_before_it_waits_counts_as_its_task(system: ActorSystem) -> None:
+    for first in await system.spawn(First, name="first"):
+        assert await first.in_time(0, 5) == await first.in_time(0.001, 5) == "in time"
+        with pytest.raises(TimeoutError):
+            await first.in_time(60, 0.01)
+        assert await first.one_task(False)
+        assert await first.one_task(True)
+        assert await first.siblings() == [0, 1, 2]
+        with pytest.raises(ExceptionGroup) as group:
+            await first.failing_sibling()
+        assert isinstance(group.value.exceptions[0], ValueError)
+
+
+async def test_an_endpoint_that_cancels_its_own_task_harms_no_other(system: ActorSystem) -> None:
+    for first in await system.spawn(First, name="first"):
+        assert await first.give_up(False) == "not given up"  # it never waited
+        giving_up = first.give_up(True)
+        with pytest.raises(asyncio.CancelledError):
+            await giving_up
+        assert giving_up.cancelled()
+        assert await first.in_time(0.001, 5) == "in time"
+
+
+async def test_context_variables_last_as_long_as_their_call(system: ActorSystem) -> None:
+    for first in await system.spawn(First, name="first"):
+        assert await asyncio.gather(*(first.in_a_mood(f"{n}", n % 2 == 0) for n in range(6))) == [
+            ("none", f"{n}") for n in range(6)
+        ]
 
 
 async def test_calls_to_one_actor_start_in_the_order_in_which_they_were_made(system: ActorSystem) -> None:

@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rlinf.runtime.actor.actor import Cell
 from rlinf.runtime.actor.dispatch import FirstSteps, serve, serve_local
@@ -302,7 +302,7 @@ class Host:
             self.values.give_back(sent.lends)
         if sent.ref is not None:
             sent.ref._load -= 1
-        return sent.promise() if type(sent) is Sent else cast("Promise[Any]", sent)
+        return sent.promise() if isinstance(sent, Sent) else sent
 
     def _settle(self, number: int, status: int, payload: Payload) -> None:
         sent = self.sent.get(number)

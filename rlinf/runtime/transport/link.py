@@ -76,7 +76,7 @@ def unpack(data: bytes, tensors: list[torch.Tensor]) -> Frame:
 def to_bytes(frame: Frame) -> bytes:
     """A frame as bytes alone, tensors included, for a transport that moves nothing else."""
     for message in frame[1]:
-        if message[0] <= REPLY and carries_tensors(message):
+        if message[0] <= REPLY and len(message[3]) == 3 and carries_tensors(message):
             data, tensors = pack(frame)
             plain = [(flat_bytes(tensor.cpu()).numpy().tobytes(), tensor.dtype, (*tensor.shape,)) for tensor in tensors]
             return pickle.dumps((data, plain), 5)
@@ -317,22 +317,29 @@ class Link:
         if frame[0] != self._next_in:
             self._early[frame[0]] = (frame, respond)
             return
+        scheduled, self._scheduled = self._scheduled, True  # what is said meanwhile rides in the answer
         arrived: Frame | None = frame
-        while arrived is not None:
-            self._next_in += 1
-            for message in arrived[1]:
-                try:
-                    self._host.deliver(self, message)
-                except Exception as error:  # it must not take the messages behind it along, or the lane
-                    what = f"a message from host {self.peer} could not be delivered"
-                    self._loop.call_exception_handler({"message": what, "exception": error})
-            if respond is not None:
-                answer = self._take(ALL) if self._outbox and not self._dead else None
-                self._unconfirmed |= answer is not None
-                respond(answer)
-                if self._quiet is not None:  # what left so is not confirmed: whoever drains has to ask
-                    self._moved()
-            arrived, respond = self._early.pop(self._next_in, (None, None)) if self._early else (None, None)
+        try:
+            while arrived is not None:
+                self._next_in += 1
+                for message in arrived[1]:
+                    try:
+                        self._host.deliver(self, message)
+                    except Exception as error:  # it must not take the messages behind it along, or the lane
+                        what = f"a message from host {self.peer} could not be delivered"
+                        self._loop.call_exception_handler({"message": what, "exception": error})
+                if respond is not None:
+                    answer = self._take(ALL) if self._outbox and not self._dead else None
+                    self._unconfirmed |= answer is not None
+                    respond(answer)
+                    if self._quiet is not None:  # what left so is not confirmed: whoever drains has to ask
+                        self._moved()
+                arrived, respond = self._early.pop(self._next_in, (None, None)) if self._early else (None, None)
+        finally:
+            self._scheduled = scheduled
+            if self._outbox and not scheduled:
+                self._scheduled = True
+                self._loop.call_soon(self._flush)
 
     async def drained(self) -> None:
         """Wait until all that was posted so far has been delivered, or the peer is gone."""

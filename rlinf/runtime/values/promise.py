@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import nullcontext
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _await = asyncio.Future.__await__
-_add_done_callback = asyncio.Future.add_done_callback
+_add_done_callback: Any = asyncio.Future.add_done_callback
 
 LOCAL, QUEUED, INLINE, KEPT = range(4)
 """Where the value is: computed on this host; call not sent yet; comes with the reply; stays at the producer."""
@@ -152,7 +152,7 @@ class Promise(asyncio.Future[T]):
     def add_done_callback(self, fn: Callable[[Promise[T]], object], *, context: Context | None = None) -> None:
         if not self.wanted:
             self.want()
-        _add_done_callback(self, cast(Any, fn), context=context)
+        _add_done_callback(self, fn, context=context)
 
     def cancel(self, msg: Any | None = None) -> bool:
         if self.done():
@@ -287,7 +287,7 @@ class Sent:
 
 def promise_of(sent: Promise[Any] | Sent) -> Promise[Any] | None:
     """The promise of a call that was sent, if anybody still has it."""
-    return sent.promise() if type(sent) is Sent else cast("Promise[Any]", sent)
+    return sent.promise() if isinstance(sent, Sent) else sent
 
 
 ATOMS = frozenset({int, float, str, bytes, bool, type(None), torch.Tensor, np.ndarray, complex, range})

@@ -156,7 +156,8 @@ def test_an_algorithm_says_which_roles_and_flow_it_needs():
     assert flow_of(recipes.get("dapo"), with_agent=True) == "rlinf.flows.agentic"
 
 
-def test_what_does_not_go_together_is_told_before_anything_starts():
+def test_what_does_not_go_together_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no such model is asked for again and again
     for algorithm in ("grpo", "rloo", "dapo", "reinforce_pp_baseline"):
         told = refused(f"algorithm={algorithm}", "algorithm.group_size=1", "reference.model=some/model")
         assert "at least 2" in told["algorithm.group_size"], algorithm

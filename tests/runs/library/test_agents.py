@@ -120,7 +120,7 @@ def test_a_forgotten_reward_is_an_error_where_nobody_chose_a_judge(tmp_path, cap
     with pytest.raises(rlinf.RunFailure, match=rf"no reward.*is a `return` missing.*\(test_agents\.py:{line}\)"):
         trained(tmp_path / "forgets", forgets, data=rows, **more)
     assert "return value" not in capsys.readouterr().out
-    chosen = trained(tmp_path / "chosen", forgets, data=rows, rewards=length, **more)
+    chosen = trained(tmp_path / "chosen", forgets, data=rows, rewards=length, **{**more, "reward.isolate": "never"})
     assert not any(row.get("episodes/failed") for row in chosen.metrics)
     assert capsys.readouterr().out.count("return value") == 1
 

@@ -8,7 +8,6 @@ import pytest
 
 from tests.launching import QUICKSTART, launch, metrics_of
 
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 

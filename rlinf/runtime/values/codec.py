@@ -142,7 +142,8 @@ class Codec:
         except Exception as error:  # user code runs in it, so it may be any
             self._take_back(pickler.parts, host)
             raise unpicklable(value, error) from error
-        self._begin(pickler, host)
+        if pickler.copies or pickler.sends:
+            self._begin(pickler, host)
         return (file.getvalue(), tuple(pickler.refs), pickler.parts)
 
     def _begin(self, pickler: Pickler, host: int) -> None:

@@ -263,7 +263,8 @@ class Pickler(pickle.Pickler):
             return NotImplemented
         if tensor.layout is not torch.strided or tensor.is_quantized:
             return NotImplemented
-        tensor = tensor.detach()
+        if type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.nbytes >= INLINE_BYTES:
+            tensor = tensor.detach()  # else there is nothing to detach, and small tensors have to be quick
         codec, host = self._codec, self._host
         if host == SEALED:
             self._sealed_bytes += tensor.nbytes
@@ -277,8 +278,7 @@ class Pickler(pickle.Pickler):
             route = codec.route(tensor, host)
         if route == "inline":
             codec.record(route, tensor.nbytes)
-            raw = flat_bytes(tensor.resolve_conj().resolve_neg()).cpu().numpy().tobytes()
-            return _from_bytes, (raw, tensor.dtype, tuple(tensor.shape), tensor.is_cuda)
+            return _from_bytes, (_to_bytes(tensor), tensor.dtype, tuple(tensor.shape), tensor.is_cuda)
         part: Any = self._in_arena(tensor) if route == "arena" else None
         if part is None and route == "arena":
             codec.record("arena full", tensor.nbytes)
@@ -368,6 +368,16 @@ def _part(index: int) -> torch.Tensor:
     part: torch.Tensor = now.parts[index]
     now.parts[index] = part = now.codec.open_part(part)
     return part
+
+
+_OF_NUMPY = frozenset({torch.float32, torch.int64, torch.float64, torch.int32, torch.uint8, torch.bool, torch.float16})
+"""Types that numpy has and that are neither conjugated nor complex: what small tensors nearly always are of."""
+
+
+def _to_bytes(tensor: torch.Tensor) -> bytes:
+    if tensor.dtype in _OF_NUMPY and not tensor.is_cuda and not tensor.is_neg():
+        return tensor.numpy().tobytes()  # in order, whatever its strides
+    return flat_bytes(tensor.resolve_conj().resolve_neg()).cpu().numpy().tobytes()
 
 
 def _from_bytes(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...], to_device: bool) -> torch.Tensor:

@@ -308,6 +308,27 @@ async def test_slots_return_when_the_receiver_is_done(system: ActorSystem) -> No
     await until(lambda: _none_left(near))
 
 
+@pytest.mark.worlds("serialize", "rpc", "lane")
+async def test_a_tensor_goes_to_all_ranks_of_a_call_in_one_copy(system: ActorSystem) -> None:
+    host = system._host
+    codec, arena = host.codec, host.codec.arena
+    assert arena is not None
+    before = arena.statistics().slots
+    for count in (LARGE, 2 << 20):  # the second is copied by other threads
+        tensor, other = torch.arange(float(count)), torch.ones(count)
+        with codec.one_copy():
+            _, _, (first, second) = codec.encode((tensor, other), 1)
+            _, _, (again,) = codec.encode({"the same": tensor}, 1)
+            _, _, (part,) = codec.encode(tensor[1:], 1)
+        assert first.slot == again.slot
+        assert len({first.slot, second.slot, part.slot}) == 3
+        _, _, (later,) = codec.encode(tensor, 1)
+        assert later.slot != first.slot  # the tensor may have been written to since
+        await host.link(1).drained()
+        arena.release(1, [each.slot for each in (first, again, second, part, later)])
+    assert arena.statistics().slots == before
+
+
 async def test_a_tensor_made_in_shared_memory_is_handed_over_without_a_copy(system: ActorSystem) -> None:
     near, far = await _pair(system)
     if not await _has_arena(system):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from rlinf.runtime.actor.actor import Actor, Endpoint
@@ -143,7 +144,8 @@ class EndpointOf:
             return self._stream(per_rank)
         owner = self._refs[0]._owner
         gang = (*owner.number(), len(self._refs)) if self._spec.device else None
-        calls = [ref._call(self._spec.name, a, k, gang) for ref, (a, k) in zip(self._refs, per_rank, strict=True)]
+        with owner.codec.one_copy() if len(self._refs) > 1 else nullcontext():
+            calls = [ref._call(self._spec.name, a, k, gang) for ref, (a, k) in zip(self._refs, per_rank, strict=True)]
         return Gathered(calls, owner.loop, self._spec.joint)
 
     def any(self, *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +86,9 @@ class Codec:
         self.handles = store.handles
         self.bulk: Bulk | None = None
         """Once all hosts are known, and some are on other machines or GPUs."""
+        self.copied: dict[Any, torch.Tensor] | None = None
+        """During a call of several ranks: tensors that lie in shared memory for one of them already."""
+        self._copying: list[asyncio.Future[None]] = []  # these, as far as they are not yet there
         self._unshareable = unshareable()
         self._complained = False
         self._coming: dict[GroupRef, asyncio.Future[torch.Tensor]] = {}
@@ -124,6 +127,16 @@ class Codec:
         """True if `host` lives in this process, so that values need not be encoded at all."""
         return self.places[host].process == self.place.process
 
+    @contextlib.contextmanager
+    def one_copy(self) -> Iterator[None]:
+        """In it a tensor that goes to several hosts of this machine is copied into shared memory once."""
+        self.copied = {}
+        try:
+            yield
+        finally:
+            self.copied = None
+            self._copying = []
+
     def encode(self, value: Any, host: int) -> Payload:
         """Make a payload of `value` for `host`.
 
@@ -142,24 +155,27 @@ class Codec:
         except Exception as error:  # user code runs in it, so it may be any
             self._take_back(pickler.parts, host)
             raise unpicklable(value, error) from error
-        if pickler.copies or pickler.sends:
+        if pickler.copies or pickler.sends or pickler.shares:
             self._begin(pickler, host)
         return (file.getvalue(), tuple(pickler.refs), pickler.parts)
 
     def _begin(self, pickler: Pickler, host: int) -> None:
         """Copy and send what was found, now that the whole value has been pickled."""
         filled = None
+        copying = list(self._copying) if pickler.shares else []
         if sum(source.nbytes for _, source in pickler.copies) <= COPY_BYTES:
             copies.copy(pickler.copies)
         else:
             later = [(to, source, self.as_it_is(source)) for to, source in pickler.copies]
             copies.copy([(to, source) for to, source, lazy in later if lazy is None])
-            copying = copies.start((to, lazy) for to, _, lazy in later if lazy is not None)
-            if copying:
-                filled = self.host.own(
-                    self._filled([asyncio.wrap_future(each) for each in copying], pickler.parts, host)
-                )
-                self.host.link(host).hold_back(filled)
+            begun = copies.start((to, lazy) for to, _, lazy in later if lazy is not None)
+            own = [asyncio.wrap_future(each) for each in begun]
+            copying += own
+            if self.copied is not None:
+                self._copying += own
+        if copying:
+            filled = self.host.own(self._filled(copying, pickler.parts, host))
+            self.host.link(host).hold_back(filled)
         for tensor, ref in pickler.sends:
             assert self.bulk is not None
             self.bulk.send(tensor, ref, host, filled)

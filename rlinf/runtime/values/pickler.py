@@ -184,6 +184,7 @@ class Encoder(Protocol):
     host: Host
     store: Store
     bulk: Bulk | None
+    copied: dict[Any, torch.Tensor] | None
 
     def route(self, tensor: torch.Tensor, host: int) -> str: ...
     def as_it_is(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
@@ -235,6 +236,8 @@ class Pickler(pickle.Pickler):
         """To be started after that: what is sent must be received."""
         self.exports: list[int] = []
         """Which parts are CUDA tensors whose handles are made after that: what has a handle must be opened."""
+        self.shares = False
+        """Some of its parts are copies that were made for another rank of the same call."""
         self._codec = codec
         self._host = host
         self._sealed_bytes = 0
@@ -302,14 +305,23 @@ class Pickler(pickle.Pickler):
         arena = self._codec.store.arena
         assert arena is not None
         ref = arena.lend(tensor, self._host)
-        if ref is None:
+        if ref is not None:
+            return ref
+        copied = self._codec.copied
+        # not its address: to ask for that would end the sharing that `copies.snapshot` has begun
+        storage = tensor.untyped_storage()._cdata
+        memory = (storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg())
+        fresh = None if copied is None else copied.get(memory)
+        self.shares |= fresh is not None
+        if fresh is None:
             try:
                 fresh = arena.empty(tensor.shape, tensor.dtype)
             except ArenaFull:
                 return None
             self.copies.append((fresh, tensor))
-            ref = arena.lend(fresh, self._host)
-        return ref
+            if copied is not None:
+                copied[memory] = fresh
+        return arena.lend(fresh, self._host)
 
     def _by_group(self, tensor: torch.Tensor) -> GroupRef:
         codec, bulk = self._codec, self._codec.bulk

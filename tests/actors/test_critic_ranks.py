@@ -69,15 +69,10 @@ def test_two_ranks_learn_what_one_does_and_each_holds_its_part(results, name):
     assert abs(two["slice"] * 2 - one["slice"]) < 0.1 * one["slice"]
 
 
-@pytest.fixture(scope="module")
-def alone(zygotes, tmp_path_factory):
-    """A PPO run whose roles share one process."""
-    return ran(zygotes, 1, tmp_path_factory.mktemp("ppo") / "out.pt", "flows")["without devices"]
-
-
-def test_critic_and_trainer_learn_the_same_wherever_they_are(zygotes, tmp_path, alone):
-    expected, weights = alone
-    for name, (metrics, found) in ran(zygotes, 4, tmp_path / "4.pt", "flows").items():
+def test_critic_and_trainer_learn_the_same_wherever_they_are(zygotes, tmp_path):
+    results = ran(zygotes, 4, tmp_path / "4.pt", "flows")
+    expected, weights = results.pop("alone")
+    for name, (metrics, found) in results.items():
         for mine, theirs in zip(metrics, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=PRECISELY, abs=PRECISELY), name
         assert float((found - weights).norm() / weights.norm()) < PRECISELY, name

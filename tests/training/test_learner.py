@@ -79,7 +79,10 @@ def test_gradients_of_copies_add_up_to_those_of_one_whichever_computed_what(by_o
     assert sum(mine for _, mine in several) == weight == TOKENS
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("qwen2", marks=pytest.mark.repeated), pytest.param("llama", marks=pytest.mark.repeated), "qwen3"],
+)
 @given(
     budget=st.integers(1, 150),
     order=st.permutations(range(len(ROWS))),

@@ -139,7 +139,7 @@ async def flat(actor: Any) -> torch.Tensor:
 # Beside a trainer ----------------------------------------------------------------------------------------------------
 
 STEPS = 3
-PER_STEP = 10
+PER_STEP = 5
 ANSWERS = toys.groups(PER_STEP * STEPS, seed=3)
 EACH = {
     "tokenizer": toys.ALPHABET, "model": toys.configuration(), "lr": 0.01, "micro_batch_tokens": 40, "precise": True,
@@ -200,11 +200,9 @@ async def run(roles: dict[str, Any]) -> tuple[list[dict[str, float]], torch.Tens
 
 
 async def flows(system: rlinf.ActorSystem, out: str) -> None:
-    """The same run with all roles on the same devices and on devices of their own; of one process, without any."""
-    layouts = {"without devices": alike({})}
-    if system.hosts > 1:
-        learners = {"rollout": placed([0, 1]), "critic": placed([0, 1]), "trainer": placed([2, 3])}
-        layouts = {"together": alike(placed(range(system.hosts))), "apart": learners}
+    """The same run with all roles in one process without devices, on the same devices, and on devices of their own."""
+    learners = {"rollout": placed([0, 1]), "critic": placed([0, 1]), "trainer": placed([2, 3])}
+    layouts = {"alone": alike({"hosts": [0]}), "together": alike(placed([0, 1])), "apart": learners}
     results = {}
     for name, where in layouts.items():
         async with system.scope():

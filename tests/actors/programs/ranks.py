@@ -50,7 +50,7 @@ class Apprentice(Watched, Trainer):
 
 EXPERTS = toys.configuration("qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16)
 CASES: dict[str, dict[str, Any]] = {
-    "qwen2": {"model": toys.configuration("qwen2")},
+    "qwen2": {"model": toys.configuration("qwen2"), "epochs": 2, "micro_batch_tokens": 30},
     "checkpointing": {"model": toys.configuration("qwen2"), "gradient_checkpointing": True},
     "bfloat16": {"model": toys.configuration("qwen2"), "dtype": "bfloat16"},
     "lora": {
@@ -84,7 +84,7 @@ async def main(system: rlinf.ActorSystem) -> None:
     results = {}
     for name in names:
         settings = {
-            "tokenizer": toys.ALPHABET, "lr": 0.01, "grad_clip": 1e9, "epochs": 2, "micro_batch_tokens": 30,
+            "tokenizer": toys.ALPHABET, "lr": 0.01, "grad_clip": 1e9, "micro_batch_tokens": 60,
             "logprob_chunk": 5, "algorithm": toys.SPEC, "precise": "bfloat16" not in name, **cases[name],
         }  # fmt: skip
         trainer = await system.spawn(Apprentice, name=name, **settings)
@@ -110,7 +110,7 @@ ALGORITHMS = (
 """One of each way in which tokens, answers and the whole batch depend on each other; `training/test_learner.py` has all
 that there are."""
 STILL: dict[str, Any] = {
-    "model": toys.configuration(), "tokenizer": toys.ALPHABET, "lr": 0.0, "grad_clip": 1e9, "micro_batch_tokens": 30,
+    "model": toys.configuration(), "tokenizer": toys.ALPHABET, "lr": 0.0, "grad_clip": 1e9, "micro_batch_tokens": 60,
     "precise": True,
 }  # fmt: skip
 """Gradients are looked at, and weights stay."""

@@ -154,7 +154,7 @@ async def published(system) -> None:
 async def restored(system, directory: Path) -> None:
     """Saved by 1, 2 or 3 ranks, restored by 1, 2 or 3: the same bits; and on the same number the same future."""
     hosts = {ranks: list(range(ranks)) for ranks in (1, 2, 3)}
-    for saved, here in ((1, 2), (2, 3), (3, 1), (3, 3)):
+    for saved, here in ((2, 3), (3, 1), (3, 3)):
         name = f"{saved} to {here}"
         before = await system.spawn(Learner, hosts=hosts[saved], name=f"before {name}", seed=1)
         await before.seed(5)
@@ -186,7 +186,7 @@ async def restored(system, directory: Path) -> None:
 
 async def moved(system) -> None:
     """Moved through memory from 1, 2 or 3 ranks to 1, 2 or 3, on other hosts: the same bits."""
-    for number, (old, new) in enumerate((([0], [1, 2]), ([1, 2], [0]), ([0, 1], [1, 2]), ([2, 1, 0], [0, 1, 2]))):
+    for number, (old, new) in enumerate((([0], [1, 2]), ([1, 2], [0]), ([2, 1, 0], [0, 1, 2]))):
         before = await system.spawn(Learner, hosts=old, name=f"leaving {number}", seed=1)
         await before.seed(5)
         await before.learn(2)

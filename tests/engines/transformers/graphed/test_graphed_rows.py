@@ -58,7 +58,7 @@ def test_answers_are_those_of_decoding_step_by_step(kind, monkeypatch):
     monkeypatch.setattr(graphed_rows, "_AHEAD", 3)
 
     @given(st.lists(st.tuples(texts, samplings), min_size=1, max_size=14), st.integers(1, 12))
-    @settings(max_examples=12)
+    @settings(max_examples=6)
     def check(asked, max_rows):
         requests = [request(number, *each) for number, each in enumerate(asked)]
         plain, graphed = both(kind=kind, max_rows=max_rows)
@@ -145,7 +145,7 @@ def test_whatever_happens_in_between_each_token_is_of_the_weights_that_it_names(
         return requests, found, taken, seen
 
     @given(asked_for, events, st.integers(2, 8))
-    @settings(max_examples=15)
+    @settings(max_examples=6)
     def check(asked, happening, max_rows):
         engine = TransformersEngine(tiny(), graphs=REHEARSED, reread=reread, max_rows=max_rows)
         requests, found, taken, seen = asyncio.run(run(engine, asked, happening))

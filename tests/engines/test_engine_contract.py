@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -45,16 +46,30 @@ async def started():
         yield start
 
 
+@functools.cache
+def reference(seed):
+    """The model of a seed, to be read only."""
+    return tiny(seed=seed)
+
+
+def expected(asked, model=0):
+    """The answer to a request by reading the whole text again for every token: tokens, log-probs and why it ended.
+
+    It is asked of a model, or of that of a seed.
+    """
+    tokens, logprobs, finish = _read_again(tuple(asked.prompt_ids.tolist()), asked.seed, asked.sampling, model)
+    return [*tokens], [*logprobs], finish
+
+
+@functools.cache
 @torch.no_grad()
-def expected(asked, model=None, skip=0):
-    """The answer to a request by reading the whole text again for every token: tokens, log-probs and why it ended."""
-    model, sampling = model or tiny(), asked.sampling
-    tokens, logprobs = [], []
+def _read_again(prompt, seed, sampling, model):
+    model, tokens, logprobs = reference(model) if isinstance(model, int) else model, [], []
     while True:
-        text = torch.tensor([[*asked.prompt_ids.tolist(), *tokens]])
+        text = torch.tensor([[*prompt, *tokens]])
         logits = model(text).logits[0, -1].double() / (sampling.temperature or 1.0)
         cumulative = logits.softmax(-1).cumsum(-1)
-        uniform = float(uniforms(torch.tensor(asked.seed), torch.tensor(len(tokens))))
+        uniform = float(uniforms(torch.tensor(seed), torch.tensor(len(tokens))))
         token = int((cumulative > uniform * cumulative[-1]).nonzero()[0]) if sampling.temperature else logits.argmax()
         tokens.append(int(token))
         logprobs.append(float(logits.log_softmax(-1)[token]))
@@ -64,8 +79,8 @@ def expected(asked, model=None, skip=0):
             return tokens, logprobs, "length"
 
 
-def right(requests, found, model=None):
-    """Every request got its answer, to the token, with its log-probs."""
+def right(requests, found, model=0):
+    """Every request got its answer by the model, or by that of a seed, to the token, with its log-probs."""
     assert sorted(found) == sorted(asked.id for asked in requests)
     for asked in requests:
         tokens, logprobs, finish = expected(asked, model)
@@ -245,7 +260,7 @@ async def test_new_weights_are_used_by_all_that_comes_after(kind, started):
     np.testing.assert_allclose(found.logprobs[:switched], old, atol=2e-5)
     requests = ragged(5, Sampling(8))
     after = await answers(engine, requests)
-    right(requests, after, tiny(seed=1))
+    right(requests, after, 1)
     assert {version for one in after.values() for version in one.versions.tolist()} == {4}
 
 
@@ -346,7 +361,7 @@ async def test_asleep_it_holds_nothing_and_goes_on_when_it_wakes(kind, load, sta
     if load:
         assert set(found[0].versions.tolist()) == {0, 2}
         requests = ragged(3, Sampling(5))
-        right(requests, await answers(engine, requests), tiny(seed=1))
+        right(requests, await answers(engine, requests), 1)
     else:
         right([long], found)
     assert await held(kind, engine) >= before
@@ -492,7 +507,7 @@ async def test_single_answers_wait_while_the_engine_sleeps_and_go_on_when_it_wak
     right(requests, {one.id: one for one in await asyncio.gather(*tasks)})
 
 
-async def turns(engine, talks, count, sampling, between=None, model=None):
+async def turns(engine, talks, count, sampling, between=None, model=0):
     """Conversations in step, each with a tool's reply of its own length after every turn; all answers are right."""
     texts = {number: list(prompt) for number, prompt in talks.items()}
     for turn in range(count):
@@ -525,7 +540,7 @@ async def test_a_conversation_never_mixes_old_weights_with_new_ones(kind, starte
     await ticks()
     await engine.load(packed(tiny(seed=1), 3))
     half = await running  # begun by the old weights
-    await turns(engine, {**talks, 7: [5] * 6 + half.response_ids.tolist()}, 2, Sampling(5), model=tiny(seed=1))
+    await turns(engine, {**talks, 7: [5] * 6 + half.response_ids.tolist()}, 2, Sampling(5), model=1)
 
 
 async def test_a_conversation_goes_on_after_sleep_and_from_a_changed_past(kind, started):
@@ -548,7 +563,7 @@ async def test_a_process_that_dies_is_replaced_and_nobody_notices(started):
     requests = [request(i, [i, 2], Sampling(40)) for i in range(4)]
     running = await begun(engine, *requests)
     engine.worker._life.kill()
-    right(requests, await rest(running), tiny(seed=1))
+    right(requests, await rest(running), 1)
     assert engine.worker.restarts == 1
 
 

@@ -14,6 +14,7 @@ import pytest
 from rlinf.agents.tools.formats import ToolCall
 from rlinf.agents.tools.mcp import mcp_tools
 from rlinf.runtime.base.errors import UserError
+from tests.launching import launch
 from tests.runtime.programs.jobs import free_port
 
 pytest.importorskip("mcp", reason="the package mcp is not installed: pip install 'rlinf[mcp]'")
@@ -86,20 +87,8 @@ async def test_an_exception_or_a_cancellation_inside_ends_the_server():
     assert gone(*pids)
 
 
-KILLED = """
-import asyncio, os, signal, sys
-from rlinf.agents.tools.mcp import mcp_tools
-async def main():
-    async with mcp_tools(sys.argv[1:]) as tools:
-        print(await tools["spawn"].call({}), flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-asyncio.run(main())
-"""
-
-
 def test_the_server_and_what_it_started_die_with_a_run_that_is_killed():
-    run = subprocess.run([sys.executable, "-c", KILLED, *SERVER], capture_output=True, text=True, timeout=100)
-    assert run.returncode == -9, run.stderr
+    run = launch(*SERVER, program=Path(__file__).with_name("mcp_killed.py"), expect=-9)
     pids = [int(pid) for pid in run.stdout.split()]
     assert len(pids) == 2
     assert gone(*pids)

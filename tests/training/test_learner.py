@@ -125,7 +125,7 @@ def plainly(name):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @given(budget=st.integers(1, 150), random=st.randoms())
-@settings(max_examples=3)
+@settings(max_examples=2)
 def test_every_algorithm_has_the_gradient_of_a_plain_loop_however_the_batch_is_cut(name, budget, random):
     ours, algorithm = model(), ALGORITHMS[name]
     learner = Learner(PolicyModel(ours, chunk=7), LearningSettings(**WITHOUT_CLIPPING))

@@ -29,7 +29,6 @@ CASES = (
 """On two ranks; where one copy takes one of them, they share the data."""
 ROUNDED = (
     "qwen2+bfloat16:",
-    "qwen3+bfloat16:tensor=2",
     "qwen3+bfloat16+checkpointed:pipeline=2,interleave=2",
     "qwen2+values+bfloat16:pipeline=2",
     "qwen3_moe+bfloat16:tensor=2,expert=2",

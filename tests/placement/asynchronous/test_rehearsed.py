@@ -52,7 +52,13 @@ def test_the_rehearsed_step_takes_what_is_calculated(seconds, staleness):
 
 @pytest.mark.parametrize(
     ("trainer", "staleness"),
-    [(2.0, 1), (8.0, 1), (8.0, 2), (30.0, 2), pytest.param(8.0, 8, marks=pytest.mark.repeated)],
+    [
+        *[(2.0, 1), (8.0, 1), (8.0, 2), (30.0, 2)],
+        *(
+            pytest.param(*case, marks=pytest.mark.repeated)
+            for case in ((2.0, 2), (30.0, 1), (8.0, 4), (30.0, 4), (8.0, 8))
+        ),
+    ],
 )
 def test_answers_of_several_steps_take_in_company_what_they_do_in_the_long_run(trainer, staleness):
     """However long it takes until as many answers begin early as in the long run: some 60 steps with 8 versions."""

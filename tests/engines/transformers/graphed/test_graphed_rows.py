@@ -145,7 +145,7 @@ def test_whatever_happens_in_between_each_token_is_of_the_weights_that_it_names(
         return requests, found, taken, seen
 
     @given(asked_for, events, st.integers(2, 8))
-    @settings(max_examples=6)
+    @settings(max_examples=10)
     def check(asked, happening, max_rows):
         engine = TransformersEngine(tiny(), graphs=REHEARSED, reread=reread, max_rows=max_rows)
         requests, found, taken, seen = asyncio.run(run(engine, asked, happening))

@@ -22,15 +22,15 @@ POLICY = {
     "hidden": [64, 64],
 }
 LEARNING = {"batch": 64, "warmup": 200, "lr": 2e-3, "gamma": 0.9, "tau": 0.02, "alpha": 0.1}
-STEPS, TRIALS = 16, 64
+TRIALS = 64
 
 
-async def main(system: rlinf.ActorSystem):
+async def main(system: rlinf.ActorSystem, steps=16):
     env = await system.spawn(EnvActor, name="env", num_envs=8, **WORLD)
     policy = await system.spawn(PolicyActor, name="policy", policy=POLICY, keep_following=True)
     trainer = await system.spawn(SacTrainer, name="trainer", policy=POLICY, **LEARNING)
     tests = await system.spawn(EnvActor, name="tests", num_envs=TRIALS, auto_reset=False, seed=1, **WORLD)
-    for step in range(STEPS + 1):
+    for step in range(steps + 1):
         if step % 2 == 0:
             tried = await trials(tests, policy, TRIALS)
             solved = sum(bool(episode.success_once) for episode in tried)

@@ -35,7 +35,7 @@ class Script(rlinf.Actor):
         return toy.expert(output.observation)
 
 
-async def main(system: rlinf.ActorSystem):
+async def main(system: rlinf.ActorSystem, steps=8):
     env = await system.spawn(EnvActor, name="env", num_envs=64, **WORLD)
     shown = await system.spawn(EnvActor, name="shown", num_envs=SHOWN, auto_reset=False, seed=1, **WORLD)
     tests = await system.spawn(EnvActor, name="tests", num_envs=TRIALS, auto_reset=False, seed=2, **WORLD)
@@ -55,7 +55,7 @@ async def main(system: rlinf.ActorSystem):
         await record(shown, await system.spawn(Script, name="script"), Path(directory), SHOWN)
         await imitate(policy, trainer, Path(directory), steps=60, batch=32, lr=1e-3)
     await told(f"shown {SHOWN} episodes")
-    for step in range(8):
+    for step in range(steps):
         await embodied(EmbodiedStep(step, horizon=12), env, policy, trainer)
         if step % 2:
             await told(f"PPO, {64 * 12 * (step + 1):6,} actions")

@@ -11,9 +11,10 @@ import sys
 
 import rlinf
 
-SHORT = {"steps": 2, "answers": 200}
+SHORT = {"steps": 1, "answers": 200}
 """What the programs of examples take that decides how long they train."""
-
+FEW, SMALL = 2, {"prompts_per_step": 4, "group_size": 8}
+"""Steps of `rlinf.train`, and the most that a step has."""
 
 TRAIN = rlinf.train
 
@@ -22,9 +23,12 @@ def main(path: str) -> None:
     """Run the example as it is, but for how long it trains."""
     sys.argv = [path]
     program = runpy.run_path(path).get("main")
-    given = SHORT.keys() & inspect.signature(program).parameters.keys() if program else ()
-    if given:
-        asyncio.run(program(**{name: SHORT[name] for name in given}))
+    parameters = inspect.signature(program).parameters if program else {}
+    given = {name: SHORT[name] for name in SHORT.keys() & parameters.keys()}
+    if "system" in parameters:
+        rlinf.run(functools.partial(program, **given), hosts=1)
+    elif given:
+        asyncio.run(program(**given))
     else:
         rlinf.train = _shortened(TRAIN)
         runpy.run_path(path, run_name="__main__")
@@ -33,9 +37,10 @@ def main(path: str) -> None:
 def _shortened(train):
     @functools.wraps(train)
     def short(*arguments, **settings):
-        few = {"steps": SHORT["steps"]}
+        few = {"steps": FEW}
         warm_up = {"sft": settings["sft"] | few} if "sft" in settings else {}
-        return train(*arguments, **settings | few | warm_up)
+        small = {name: min(most, settings[name]) for name, most in SMALL.items() if name in settings}
+        return train(*arguments, **settings | few | small | warm_up)
 
     return short
 

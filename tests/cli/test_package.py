@@ -51,7 +51,7 @@ def environment(built, tmp_path_factory) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", place, cwd=place)
     python = place / "bin" / "python"
     pip = ("-m", "pip", "--disable-pip-version-check", "--python", python)
-    run(sys.executable, *pip, "install", "--quiet", "--no-deps", built[1], cwd=place)
+    run(sys.executable, *pip, "install", "--quiet", "--no-deps", "--no-compile", built[1], cwd=place)
     (packages,) = place.glob("lib/python*/site-packages")
     (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return place / "bin"

@@ -73,7 +73,7 @@ REWARDS = """
         import no_such_module  # noqa: F401
 
     def cold(response):
-        import slow_module  # 1 s, in every process anew
+        import slow_module  # 0.6 s, in every process anew
         if response == "hang":
             time.sleep(1000)
         return slow_module.VALUE
@@ -106,8 +106,8 @@ REWARDS = """
 def rewards(tmp_path, monkeypatch):
     """A user's own file, in a directory on the path."""
     (tmp_path / "own_rewards.py").write_text(dedent(REWARDS))
-    (tmp_path / "slow_module.py").write_text("import time, slow_part\ntime.sleep(0.5)\nVALUE = slow_part.VALUE\n")
-    (tmp_path / "slow_part.py").write_text("import time\ntime.sleep(0.5)\nVALUE = 7.0\n")
+    (tmp_path / "slow_module.py").write_text("import time, slow_part\ntime.sleep(0.3)\nVALUE = slow_part.VALUE\n")
+    (tmp_path / "slow_part.py").write_text("import time\ntime.sleep(0.3)\nVALUE = 7.0\n")
     (tmp_path / "endless_module.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -207,7 +207,7 @@ async def test_many_slow_samples_are_no_hang(rewards):
 
 
 async def test_a_hang_does_not_hold_up_the_other_children(rewards):
-    async with pool(workers=2, timeout=3) as children:
+    async with pool(workers=2, timeout=2) as children:
         hanging = asyncio.create_task(children.score(asked("hang")))
         await asyncio.sleep(0.1)
         for number in range(20):

@@ -22,16 +22,16 @@ def name(path: Path) -> str:
 @pytest.mark.parametrize(
     ("count", "ceiling"),
     [
-        pytest.param(HOUSE.code.total(), 71_200, id="lines of code"),
-        pytest.param(len(HOUSE.code), 380, id="files"),
+        pytest.param(HOUSE.code.total(), 70_500, id="lines of code"),
+        pytest.param(len(HOUSE.code), 372, id="files"),
         pytest.param(HOUSE.import_share, 0.08, id="share of lines that import"),
-        pytest.param(len(HOUSE.small_modules), 26, id="small modules with one importer"),
-        pytest.param(len(HOUSE.lone_bases), 13, id="base classes with one subclass, in another file"),
-        pytest.param(len(HOUSE.signatures), 36, id="signatures above eight parameters"),
-        pytest.param(len(HOUSE.long_functions), 1, id="functions above sixty lines"),
-        pytest.param(len(HOUSE.riddles), 12, id="docstrings that say nothing at their beginning"),
-        pytest.param(len(HOUSE.participles), 1_989, id="names that are bare participles"),
-        pytest.param(HOUSE.unformatted, 118, id="places kept from the formatter"),
+        pytest.param(len(HOUSE.small_modules), 24, id="small modules with one importer"),
+        pytest.param(len(HOUSE.lone_bases), 3, id="base classes with one subclass, in another file"),
+        pytest.param(len(HOUSE.signatures), 8, id="signatures above eight parameters"),
+        pytest.param(len(HOUSE.long_functions), 0, id="functions above sixty lines"),
+        pytest.param(len(HOUSE.riddles), 7, id="docstrings that say nothing at their beginning"),
+        pytest.param(len(HOUSE.participles), 30, id="names that are bare participles"),
+        pytest.param(HOUSE.unformatted, 8, id="places kept from the formatter"),
     ],
 )
 def test_what_makes_the_package_hard_to_read_only_falls(count, ceiling):
@@ -48,7 +48,7 @@ def test_no_folder_holds_more_modules_than_a_person_remembers():
     assert {folder: count for folder, count in too_many.items() if folder != "flows" or count > 20} == {}  # a catalogue
 
 
-@pytest.mark.parametrize(("files", "ceiling"), [(prompt_files, 47), (observation_files, 32)])
+@pytest.mark.parametrize(("files", "ceiling"), [(prompt_files, 35), (observation_files, 26)])
 def test_what_one_step_enters_can_be_read_in_an_afternoon(files, ceiling):
     assert sum(map(len, files().values())) <= ceiling
 

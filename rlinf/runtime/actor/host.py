@@ -146,12 +146,12 @@ class Host:
                 with self.values.lending_to(promise):
                     payload = self.codec.encode((args, kwargs), host)
             endpoint = (actor, method, name)
-            known = link.numbers.get(endpoint)
+            index = link.numbers.get(endpoint)
             promise.state = QUEUED
             promise.message = message = [
                 CALL,
                 number,
-                link.introduce(endpoint) if known is None else known,
+                link.introduce(endpoint) if index is None else index,
                 payload,
                 flags,
                 parent,

@@ -85,7 +85,7 @@ class BusyPoll:
                 self._loop.call_soon(self._turn)
 
     def came(self, worth: bool = True) -> None:
-        """What was waited for is here; `worth` if it is more than a receipt."""
+        """A frame has come; `worth` if it is more than a receipt."""
         in_time = worth and time.monotonic() - self._left < (MOMENT if self._stayed else SOON)
         self.worth += WEIGHT * (in_time - self.worth)
         self.until = 0.0

@@ -181,7 +181,7 @@ class Transport(Protocol):
 
 
 class Deliver(Protocol):
-    """What a `Link` needs of its host."""
+    """A host as its links see it."""
 
     loop: asyncio.AbstractEventLoop
 

@@ -168,8 +168,8 @@ class Codec:
         else:
             later = [(to, source, self.as_it_is(source)) for to, source in pickler.copies]
             copies.copy([(to, source) for to, source, lazy in later if lazy is None])
-            begun = copies.start((to, lazy) for to, _, lazy in later if lazy is not None)
-            own = [asyncio.wrap_future(each) for each in begun]
+            started = copies.start((to, lazy) for to, _, lazy in later if lazy is not None)
+            own = [asyncio.wrap_future(each) for each in started]
             copying += own
             if self.copied is not None:
                 self._copying += own

@@ -7,6 +7,8 @@ may start more processes on a machine than it has GPUs: `first_on_same` says whi
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +108,20 @@ class Resource:
     """Number of the device; None for a node."""
 
 
+@functools.lru_cache(16)  # whoever reads a configuration asks for the same thousands, several times
+def _nodes(
+    nodes: tuple[tuple[tuple[str, int], ...], ...], memory: tuple[tuple[str, int | None], ...]
+) -> tuple[Node, ...]:
+    numbers, bytes_of = itertools.count(), dict(memory)
+    return tuple(
+        Node(
+            node,
+            tuple(Device(next(numbers), node, kind, bytes_of.get(kind)) for kind, count in holds for _ in range(count)),
+        )
+        for node, holds in enumerate(nodes)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """All machines of a job."""
@@ -151,15 +167,8 @@ class Cluster:
             memory: bytes of a device, by kind.
             groups: labelled parts of it.
         """
-        built, number = [], 0
-        for node, holds in enumerate(nodes):
-            devices = []
-            for kind, count in holds.items():
-                for _ in range(count):
-                    devices.append(Device(number, node, kind, (memory or {}).get(kind)))
-                    number += 1
-            built.append(Node(node, tuple(devices)))
-        return cls(tuple(built), tuple(groups))
+        built = _nodes(tuple(tuple(holds.items()) for holds in nodes), tuple((memory or {}).items()))
+        return cls(built, tuple(groups))
 
     @property
     def devices(self) -> tuple[Device, ...]:

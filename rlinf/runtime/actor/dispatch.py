@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from rlinf.runtime.base.calls import Host
 
 
+STANDS_BY = "stands by for calls that wait"
+"""Name of the task that each host has for the next call that will wait."""
+
+
 class FirstSteps:
     """Runs the first step of a call at once, and what is left of it in a task.
 
@@ -49,7 +53,7 @@ class FirstSteps:
             self._ready, self._rest = self._loop.create_future(), []
             goes_on = _go_on(self._ready, self._rest)
             goes_on.send(None)  # begun, it hears of a cancellation before the task's own first step
-            self._task = task = self._loop.create_task(goes_on)
+            self._task = task = self._loop.create_task(goes_on, name=STANDS_BY)
             task._log_destroy_pending = False  # type: ignore[attr-defined]  # it may stand by for ever
         call.task, call.work = task, work
         _enter_task(self._loop, task)

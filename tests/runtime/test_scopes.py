@@ -45,8 +45,8 @@ class Worker(Actor):
 
     @endpoint
     async def wait(self) -> None:
-        await self.log.note(f"{self._cell.name} waits")
-        try:
+        try:  # it is read of there before the answer is here: a cancellation may come between
+            await self.log.note(f"{self._cell.name} waits")
             await asyncio.Event().wait()
         finally:
             await self.log.note(f"{self._cell.name} was cancelled")

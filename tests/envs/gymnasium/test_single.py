@@ -188,11 +188,11 @@ def test_environments_made_with_pictures_draw():
 def test_pictures_are_read_whichever_way_round_and_in_whatever_numbers_they_come(space, shape):
     spec, read = observations_of(space, "task")
     assert (spec.keys(), tuple(spec["rgb"].shape)) == ({"rgb"}, shape)
-    element = space.sample()
-    channels_last = element if space.shape[-1:] in ((3,), (1,)) or element.ndim == 2 else np.moveaxis(element, 0, -1)
+    brightness = np.random.default_rng(0).integers(0, 256, space.shape, np.uint8)
     most = 255 if space.dtype == np.uint8 else float(space.high.max())
-    wanted = np.rint(channels_last.astype(float) * (255 / most)).astype(np.uint8)
-    wanted = wanted[..., None] if wanted.ndim == 2 else wanted
+    element = (brightness * (most / 255)).astype(space.dtype)
+    first = brightness.ndim == 3 and brightness.shape[-1] not in (1, 3)
+    wanted = np.moveaxis(brightness, 0, -1) if first else brightness.reshape(*brightness.shape[:2], -1)
     wanted = np.repeat(wanted, 3, axis=2) if wanted.shape[2] == 1 else wanted
     assert (read(element)["rgb"] == wanted).all()
 

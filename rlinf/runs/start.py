@@ -8,6 +8,7 @@ is started, so that help and mistakes are answered at once.
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sys
 import tempfile
@@ -297,6 +298,7 @@ def run_to_end(
     """
     from rlinf.runtime.system.torchrun import run  # torch comes with it, which takes seconds
 
+    gc.enable()  # `rlinf train` turns it off while it imports
     with runtime_errors_explained():
         # Always traced: where a step's time went is told from it; the key `trace` only decides about the file.
         return run(

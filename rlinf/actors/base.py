@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlinf.config.schema import settings as settings_from
+from rlinf.data.safetensors_io import settle
 from rlinf.data.weights import Weights
 from rlinf.models.offload import Parking
 from rlinf.runtime.actor.actor import Actor, endpoint
@@ -406,6 +407,7 @@ class ModelActor(Actor):
             await self.compute(self._parking.unpark)
 
     def _park(self) -> None:
+        settle()
         self._parking = self._parking or Parking(self._held)
         self._parking.park()
 
@@ -523,7 +525,7 @@ class BaseTrainer(ModelActor, SpmdActor):
 
     def _state(self) -> StateCopy:
         """A copy of what this rank knows; blocking, on all ranks together."""
-        return copy_state(
+        state = copy_state(
             self.trained,
             self.optimizer,
             self.schedule,
@@ -532,6 +534,7 @@ class BaseTrainer(ModelActor, SpmdActor):
             ranks=self.world_size,
             extra=self._extra(),
         )
+        return state.whole()  # policies change otherwise than by their optimizer, too
 
     def _extra(self) -> Mapping[str, Any]:
         """JSON values that belong to the state; `_take` finds them in `Restored.extra`."""
@@ -560,7 +563,7 @@ class BaseTrainer(ModelActor, SpmdActor):
     @endpoint(device=True, joint=True)
     async def export_state(self) -> StateCopy:
         """A copy of what this rank knows, in host memory, for ranks that go on elsewhere; see `parked_state.park`."""
-        return await self.compute_spmd(self._exported)
+        return await self.compute_spmd(lambda: self._exported().whole())
 
     @endpoint(device=True, joint=True)
     async def import_state(self, parked: ParkedState) -> int:

@@ -1,6 +1,7 @@
 """Tensors in files: safetensors, written so that other threads go on and a full disk is a clear error.
 
 Flows in: host tensors and a path. Flows out: a file that is safely on the disk. Nobody waits here; all of it blocks.
+A `LateCopy` stands for a tensor that may change while it is being written: it is copied only if it does.
 The safetensors library holds the interpreter's lock while it writes, which would stop the event loop and training for
 seconds; the format is a JSON header and plain bytes, so writing it ourselves is short. Reading stays with the library.
 """
@@ -13,17 +14,18 @@ import json
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rlinf.runtime.base.progress import work
-from rlinf.runtime.base.tensors import flat_bytes
 
-CHUNK = 32 << 20
-"""Bytes per write: between two a stop takes effect."""
+CHUNK = 4 << 20
+"""Bytes per write: between two a stop takes effect. A processor's cache has what was copied for it."""
 
 _SIZES = {"float": (64, 32, 16), "int": (64, 32, 16, 8), "uint": (64, 32, 16, 8)}
 DTYPES = {
@@ -40,9 +42,80 @@ class WritingStopped(Exception):
     """Writing was given up because nobody wants the files any more."""
 
 
+class LateCopy:
+    """A tensor in host memory as it is now, which is copied only if it is about to change before it was written.
+
+    Whoever changes tensors otherwise than by an optimizer of torch, which tells of its steps, calls `settle` first.
+
+    Args:
+        tensor: contiguous, in host memory.
+        dtype: in which it is written; None: its own.
+    """
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
+        self.shape, self.dtype = tensor.shape, dtype or tensor.dtype
+        self.nbytes = tensor.numel() * self.dtype.itemsize
+        self.files = 1
+        """Files that it is still to be written into."""
+        self._flat, self._own = tensor.detach().view(-1), False
+        self._changing = threading.Lock()
+        with _registering:
+            _copies.add(self)
+
+    def settle(self) -> None:
+        """Copy it unless it is written: from now on the tensor may change."""
+        with self._changing:
+            if self.files and not self._own:
+                self._flat, self._own = self._flat.to(self.dtype, copy=True), True
+
+    def whole(self) -> Tensor:
+        """The tensor, copied."""
+        self.settle()
+        return self._flat.view(self.shape)
+
+    def pieces(self, through: Tensor) -> Iterator[memoryview]:
+        """Its bytes, to be written into one of the files.
+
+        Args:
+            through: memory that they pass through, uint8; each piece is read before the next is asked for.
+
+        Raises:
+            RuntimeError: they were written into all.
+        """
+        if not self.files:
+            raise RuntimeError(f"a tensor of shape {tuple(self.shape)} is not kept any more: it was written before")
+        room = through.view(self.dtype)
+        for start in range(0, len(self._flat), len(room)):
+            with self._changing:
+                piece = self._flat[start : start + len(room)]
+                room[: len(piece)] = piece
+            yield through[: len(piece) * self.dtype.itemsize].numpy().data
+        with self._changing:
+            self.files -= 1
+            if not self.files:
+                self._flat = torch.empty(0)
+
+
+_copies: weakref.WeakSet[LateCopy] = weakref.WeakSet()
+"""Late copies of this process."""
+_registering = threading.Lock()
+
+
+def settle() -> None:
+    """Make every copy that has not been made and is still to be written: tensors are about to change, or to leave their
+    memory."""
+    with _registering:
+        unwritten = tuple(_copies)
+    for copy in unwritten:
+        copy.settle()
+
+
+register_optimizer_step_pre_hook(lambda *_: settle())
+
+
 def write_tensors(
     path: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | LateCopy],
     metadata: Mapping[str, str] | None = None,
     stop: threading.Event | None = None,
 ) -> None:
@@ -69,15 +142,16 @@ def write_tensors(
         size = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    through = torch.empty(CHUNK, dtype=torch.uint8)
     progress = work(f"writing {path.parent.name}/{path.name}", size, "bytes")
     with explained(path, size), path.open("wb") as file, progress as writing:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
-            data = flat_bytes(tensor).numpy().data
-            for start in range(0, len(data), CHUNK):
+            late = tensor if isinstance(tensor, LateCopy) else LateCopy(tensor.contiguous())
+            for piece in late.pieces(through):
                 if stop is not None and stop.is_set():
                     raise WritingStopped(f"{path} was not finished")
-                writing.advance(file.write(data[start : start + CHUNK]))
+                writing.advance(file.write(piece))
         file.flush()
         os.fsync(file.fileno())
 

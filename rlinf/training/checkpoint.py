@@ -1,9 +1,11 @@
 """A trainer's state, from which training goes on bit for bit: copied, written into files, taken over, or moved.
 
 The state is tensors by key (`model.NAME`, `optimizer.NAME.KEY`, `rng.DEVICE.RANK`) and JSON values for the rest. Saving
-has two halves: copies in host memory, made in the compute thread between two steps (`copy_state`), and the writing, in
-a thread of its own while training goes on (`write_checkpoint`). `load_state` takes a state over, from a directory or
-from other hosts. Neither the writing nor the reading communicates, so they cannot come between collectives of training.
+has two halves: copies in host memory, taken in the compute thread between two steps (`copy_state`), and the writing, in
+a thread of its own while training goes on (`write_checkpoint`). What lies in host memory already is copied when the
+next step is about to change it, as far as it is not written by then. `load_state` takes a state over, from a directory
+or from other hosts. Neither the writing nor the reading communicates, so they cannot come between collectives of
+training.
 
 `state/` is a sharded checkpoint in the safetensors layout of torch.distributed.checkpoint: each rank writes the shards
 it has, `HuggingFaceStorageReader` and DCP's planner read what the ranks of another run have, however many they are.
@@ -23,7 +25,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,7 +47,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlinf.config.reading import parse_json
-from rlinf.data.safetensors_io import make_room, sync_directory, write_tensors, write_text
+from rlinf.data.safetensors_io import LateCopy, make_room, settle, sync_directory, write_tensors, write_text
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.calls import start_apart
 from rlinf.runtime.base.tasks import finish
@@ -281,12 +283,17 @@ class StateCopy:
     """Which rank's it is."""
     about: str | None
     """JSON of what is not a tensor, on rank 0."""
-    shards: dict[str, Tensor]
+    shards: Mapping[str, Tensor | LateCopy]
     """In host memory, by key."""
     offsets: dict[str, tuple[int, ...]]
     """Where in its whole tensor each shard begins."""
-    copies: dict[int, Tensor]
+    copies: Mapping[int, Tensor | LateCopy]
     """The copies again, by the address of the original."""
+
+    def whole(self) -> StateCopy:
+        """This part with all copies made, to be sent or kept; `copies` is left out."""
+        shards = {key: each.whole() if isinstance(each, LateCopy) else each for key, each in self.shards.items()}
+        return replace(self, shards=shards, copies={})
 
     def write(self, directory: Path, stop: threading.Event | None = None) -> None:
         """Write this rank's files and wait until the disk has them.
@@ -317,7 +324,8 @@ def copy_state(
     extra: Mapping[str, Any] | None = None,
     first_copy: bool = True,
 ) -> StateCopy:
-    """Copy what this rank holds to host memory. Blocking, for the compute thread, between two steps.
+    """Copy what this rank holds to host memory, or have it copied when the next step is about to change it. Blocking,
+    for the compute thread, between two steps.
 
     Besides what is named, the state of torch's random generators is saved, of each rank its own.
 
@@ -335,13 +343,16 @@ def copy_state(
         ValueError: the optimizer has parameters that the model has not, or there is something that is not JSON.
     """
     reshard(model)
-    shards, offsets, copies = {}, {}, {}
+    shards: dict[str, Tensor | LateCopy] = {}
+    offsets, copies = {}, {}
     devices: set[torch.device] = set()
+    buffers = {f"model.{name}" for name, _ in model.named_buffers()}  # which change without an optimizer
     for key, tensor in {**model_tensors(model), **optimizer_tensors(model, optimizer)}.items():
         mine = own_part(tensor, rank) if first_copy else None
         if mine is not None:
             local, offsets[key] = mine
-            shards[key] = copies[local.data_ptr()] = host_copy(local)
+            late = key not in buffers and local.device.type == "cpu" and local.is_contiguous()
+            shards[key] = copies[local.data_ptr()] = LateCopy(local) if late else host_copy(local)
             if local.is_cuda:
                 devices.add(local.device)
     for key, state in generators(rank, model).items():
@@ -375,6 +386,7 @@ def load_state(
         ValueError: it does not fit what is given, is damaged, or was written by a later version. Nothing has changed
             then, except when the damage is in the middle of a file.
     """
+    settle()
     reshard(model)
     try:
         state_at: Source = StateFiles(Path(source)) if isinstance(source, str | Path) else source
@@ -594,7 +606,7 @@ class StateKeeper(Actor):
     @endpoint
     async def keep(self, state: StateCopy) -> tuple[str | None, dict[str, Shard]]:
         """Keep a copy; returns its `about` and what is in it."""
-        self._shards = state.shards
+        self._shards: Mapping[str, Any] = state.shards
         inside = {
             key: Shard(state.offsets[key], tuple(shard.shape), shard.dtype) for key, shard in state.shards.items()
         }

@@ -19,12 +19,13 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from rlinf.data.images import Pictures
-from rlinf.data.safetensors_io import explained, make_room, sync_directory, write_tensors, write_text
+from rlinf.data.safetensors_io import LateCopy, explained, make_room, sync_directory, write_tensors, write_text
 from rlinf.models.language.lora import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -51,7 +52,7 @@ class ModelCopy:
 
     skeleton: PreTrainedModel
     """The plain model without its tensors (on the meta device): says how they are written."""
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor | LateCopy]
     """Parameters and saved buffers in host memory, by their names in the plain model; tied ones once."""
     tokenizer: PreTrainedTokenizerBase | None
     """Written beside the model."""
@@ -83,9 +84,10 @@ class ModelCopy:
                 self.tokenizer.save_pretrained(directory)
             if self.pictures is not None:
                 self.pictures.save(directory)
-        tensors: dict[str, Tensor] = revert_weight_conversion(self.skeleton, dict(self.tensors))
+        tensors = self._as_saved()
+        outlines = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()}
         split = split_torch_state_dict_into_shards(
-            tensors, filename_pattern=WEIGHTS.replace(".", "{suffix}."), max_shard_size=self.shard_bytes
+            outlines, filename_pattern=WEIGHTS.replace(".", "{suffix}."), max_shard_size=self.shard_bytes
         )
         for name, inside in split.filename_to_tensors.items():
             write_tensors(directory / name, {key: tensors[key] for key in inside}, {"format": "pt"}, stop)
@@ -93,6 +95,17 @@ class ModelCopy:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             write_text(directory / INDEX, json.dumps(index, indent=2, sort_keys=True))
         sync_directory(directory)
+
+    def _as_saved(self) -> Mapping[str, Tensor | LateCopy]:
+        """The tensors as files have them: of some models, joined or cut otherwise than in memory."""
+        late = {name: each for name, each in self.tensors.items() if isinstance(each, LateCopy)}
+        outlines = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in late.items()}
+        saved: dict[str, Tensor] = revert_weight_conversion(self.skeleton, {**self.tensors, **outlines})  # type: ignore[dict-item]
+        late_of = {id(outline): late[name] for name, outline in outlines.items()}
+        if late_of.keys() <= {id(each) for each in saved.values()}:  # at most other names
+            return {name: late_of.get(id(each), each) for name, each in saved.items()}
+        whole = {name: each.whole() for name, each in late.items()}
+        return revert_weight_conversion(self.skeleton, {**self.tensors, **whole})  # type: ignore
 
 
 def copy_model(
@@ -102,7 +115,7 @@ def copy_model(
     lead: bool,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
-    at_hand: Mapping[int, Tensor] | None = None,
+    at_hand: Mapping[int, Tensor | LateCopy] | None = None,
     pictures: Pictures | None = None,
 ) -> ModelCopy | None:
     """Copy a model to host memory. Blocking; every rank calls it, and the lead gets the copy.
@@ -118,15 +131,23 @@ def copy_model(
     """
     reshard(model)
     available = at_hand or {}
-    tensors = {}
-    for name, tensor in gathered(_saved(model), dtype=dtype):
+    tensors: dict[str, Tensor | LateCopy] = {}
+    for name, tensor in _saved(model):
+        if isinstance(tensor, DTensor):  # cast before it is sent
+            ((_, tensor),) = gathered([(name, tensor)], dtype=dtype)
         if lead:
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            twin = available.get(tensor.data_ptr())
-            if twin is None or (twin.dtype, twin.shape) != (wanted, tensor.shape):
-                twin = tensor.to("cpu", wanted, copy=True)
-            tensors[name] = twin
+            tensors[name] = _copy(tensor, wanted, available.get(tensor.data_ptr()))
     return ModelCopy(skeleton_of(model, dtype), tensors, tokenizer, pictures, shard_bytes) if lead else None
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype, twin: Tensor | LateCopy | None) -> Tensor | LateCopy:
+    """A copy in host memory: the one that exists already, if that fits."""
+    fits = twin is not None and (twin.dtype, twin.shape) == (dtype, tensor.shape)
+    if not isinstance(twin, LateCopy):
+        return twin if twin is not None and fits else tensor.detach().to("cpu", dtype, copy=True)
+    twin.files += fits
+    return twin if fits else LateCopy(tensor, dtype)
 
 
 def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlinf.algos.loss_sum import LossSum
 from rlinf.config.learning import LearningSettings, ParallelConfig
 from rlinf.data.packing import Packed
+from rlinf.data.safetensors_io import settle
 from rlinf.data.weights import Export
 from rlinf.models.language.build import ModelSpec, build_module, own_dtype, place
 from rlinf.models.language.fsdp import ALONE, Layout, Sharding, arranged, dtype_of, stages_refused
@@ -142,6 +143,7 @@ class FsdpBackEnd:
         return {name: tuple(parameter.shape) for name, parameter in self._layers()}
 
     def take(self, named: Mapping[str, Tensor]) -> None:
+        settle()
         reshard(self.module)
         for name, parameter in self._layers():
             place(parameter, named[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlinf.actors.base import BaseTrainer
 from rlinf.data import safetensors_io
-from rlinf.data.safetensors_io import DTYPES, WritingStopped, explained, write_tensors
+from rlinf.data.safetensors_io import DTYPES, LateCopy, WritingStopped, explained, write_tensors
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.build import build_model
 from rlinf.models.language.lora import add_adapters, start_adapters
@@ -175,6 +176,47 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     assert_same(dict(saved.named_parameters()), {name: at_saving[name] for name, _ in saved.named_parameters()})
 
 
+@pytest.mark.parametrize("when", [0, 1, 2, 90, None], ids=lambda when: f"before piece {when}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_while_steps_are_taken_is_of_the_step_of_its_copy(tmp_path, monkeypatch, when, dtype):
+    one, numbers = Learning(0), itertools.count()
+    one.learn(2)
+    at_saving = one.everything()
+    state = copy_state(one.model, one.optimizer, one.schedule, 2, rank=0, ranks=1)
+    export = copy_model(one.model, None, lead=True, dtype=dtype, at_hand=state.copies)
+    real = LateCopy.pieces
+
+    def pieces(*arguments):
+        for piece in real(*arguments):
+            if next(numbers) == when:
+                one.learn(1)
+            yield piece
+
+    monkeypatch.setattr(LateCopy, "pieces", pieces)
+    monkeypatch.setattr(safetensors_io, "CHUNK", 128)
+    state.write(tmp_path / "state")
+    export.write(tmp_path / "hf")
+    assert next(numbers) > 90
+    restored = Learning(5)
+    restored.load(tmp_path / "state")
+    assert_same(restored.everything(), at_saving)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=dtype)
+    assert_same(
+        dict(saved.named_parameters()), {name: at_saving[name].to(dtype) for name, _ in saved.named_parameters()}
+    )
+
+
+def test_a_state_is_copied_neither_before_a_step_nor_after_it_was_written(tmp_path):
+    one, name = Learning(0), "model.norm.weight"
+    state = copy_state(one.model, None, None, 0, rank=0, ranks=1)
+    one.model.get_parameter(name).detach().fill_(5)  # nobody was told
+    state.write(tmp_path / "state")
+    one.learn(1)
+    assert bool((load_file(tmp_path / "state" / "rank_00000.safetensors")[f"model.{name}"] == 5).all())
+    with pytest.raises(RuntimeError, match="written before"):
+        state.write(tmp_path / "again")
+
+
 def test_a_cancelled_save_stops_writing(tmp_path, monkeypatch):
     begun, go_on = held_writing(monkeypatch)
 
@@ -269,7 +311,7 @@ def test_an_incomplete_or_damaged_state_is_an_error(tmp_path):
 
 def test_a_state_with_a_shard_missing_is_an_error(tmp_path):
     one = Learning(0)
-    state = copy_state(one.model, one.optimizer, one.schedule, 0, rank=0, ranks=1)
+    state = copy_state(one.model, one.optimizer, one.schedule, 0, rank=0, ranks=1).whole()
     key = "model.model.norm.weight"
     state.shards[key], state.offsets[key] = state.shards[key][8:].clone(), (8,)
     state.write(tmp_path)

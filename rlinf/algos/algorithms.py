@@ -19,7 +19,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -188,7 +188,7 @@ class Decoupled:
             )
         else:
             proximal = batch.need("proximal_logprobs")
-        settings = {name: value for name, value in asdict(self).items() if name != "proximal"}
+        settings = {name: value for name, value in _settings(self).items() if name != "proximal"}
         tensors = (proximal, batch.need("old_logprobs"), batch.need("advantages"), batch.mask)
         return losses.decoupled(batch.logprobs, *tensors, **settings, **_options(batch, aggregation, weights))
 
@@ -250,7 +250,12 @@ def _surrogate(
 ) -> LossSum:
     """A loss of log-probs, old log-probs, advantages and mask, with the part's fields as its hyper-parameters."""
     tensors = (batch.logprobs, batch.need("old_logprobs"), batch.need("advantages"), batch.mask)
-    return loss(*tensors, **asdict(part), **_options(batch, aggregation, weights))
+    return loss(*tensors, **_settings(part), **_options(batch, aggregation, weights))
+
+
+def _settings(part: Any) -> dict[str, Any]:
+    """The fields of a part by name, as keywords of its function."""
+    return {name: getattr(part, name) for name in part.__dataclass_fields__}
 
 
 def _options(batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> losses.Options:
@@ -603,7 +608,7 @@ def value_loss_of(
     """
     if spec.critic is None:
         raise ValueError(f"algorithm {spec.name!r} has no critic: name one (critic: {{}}), or take 'ppo'")
-    return losses.value(values, old_values, returns, mask, **asdict(spec.critic), **spec.aggregation.of(sequences))
+    return losses.value(values, old_values, returns, mask, **_settings(spec.critic), **spec.aggregation.of(sequences))
 
 
 def _weights(spec: AlgorithmSpec, batch: MicroBatch) -> tuple[Tensor | None, dict[str, Metric]]:
@@ -612,10 +617,10 @@ def _weights(spec: AlgorithmSpec, batch: MicroBatch) -> tuple[Tensor | None, dic
     mask, sequences = batch.mask, batch.sequences
     if spec.correction is not None:
         tensors = batch.need("old_logprobs"), batch.need("behavior_logprobs"), mask
-        parts.append(losses.weights(*tensors, **asdict(spec.correction), sequences=sequences))
+        parts.append(losses.weights(*tensors, **_settings(spec.correction), sequences=sequences))
     if spec.rejection is not None:
         tensors = batch.need("proximal_logprobs"), batch.need("behavior_logprobs"), mask
-        parts.append(losses.rejected(*tensors, **asdict(spec.rejection), sequences=sequences))
+        parts.append(losses.rejected(*tensors, **_settings(spec.rejection), sequences=sequences))
     if spec.max_drift is not None:
         old, gains = batch.need("old_logprobs"), batch.need("advantages")
         parts.append(losses.drifted(batch.logprobs, old, gains, mask, most=spec.max_drift, sequences=sequences))

@@ -176,7 +176,7 @@ class Explained(_Moments):
     def of(cls, prediction: Tensor, target: Tensor, mask: Mask) -> Explained:
         """The metric of predictions where `mask` counts."""
         error, target = (target - prediction).detach().double(), target.detach().double()
-        sums = [mask.sum(x) for x in (target, target.square(), error, error.square())]
+        sums = mask.sums((target, target.square(), error, error.square()))
         return cls(torch.stack([mask.number, *sums]))
 
     @property
@@ -206,7 +206,7 @@ class EffectiveSize(_Moments):
     @classmethod
     def of(cls, weights: Tensor, mask: Mask) -> EffectiveSize:
         """The metric of weights where `mask` counts."""
-        return cls(torch.stack([mask.number, mask.sum(weights), mask.sum(weights.square())]))
+        return cls(torch.stack([mask.number, *mask.sums((weights, weights.square()))]))
 
     @property
     def value(self) -> float:
@@ -249,11 +249,12 @@ def mean_of(values: Tensor, mask: Tensor) -> Mean:
     return Mean(values.sum(dtype=torch.float64), mask.sum(dtype=torch.float64))
 
 
-def max_of(values: Tensor, mask: Tensor) -> Max:
-    """The largest of `values` where `mask` is true (both of one shape), without gradient."""
+def max_of(values: Tensor, mask: Tensor | None) -> Max:
+    """The largest of `values` where `mask` is true (both of one shape; None: everywhere), without gradient."""
     if values.numel() == 0:
         return Max(torch.full((), float("-inf"), dtype=torch.float64, device=values.device))
-    return Max(torch.where(mask, values.detach(), values.new_full((), float("-inf"))).max().double())
+    counted = values.detach() if mask is None else torch.where(mask, values.detach(), float("-inf"))
+    return Max(counted.max().double())
 
 
 LOG_RATIO = 20.0
@@ -267,8 +268,10 @@ def wide(x: Tensor) -> Tensor:
 
 def finite(x: Tensor) -> Tensor:
     """In float32 (float64 stays), with a number for -inf, so that two impossible tokens are equally likely."""
-    x = wide(x)
-    return x.clamp(min=torch.finfo(x.dtype).min / 4)  # a quarter of the range: their difference is 0, and no NaN
+    x, least = wide(x), torch.finfo(x.dtype).min / 4  # a quarter of the range: their difference is 0, and no NaN
+    if x.device.type == "cpu" and x.numel() and float(x.detach().min()) >= least:  # sooner than the way back of a clamp
+        return x
+    return x.clamp(min=least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +286,8 @@ class Mask:
     """How many tokens each position counts as in a mean, in the shape of `inside`, 0 outside it; None: as one."""
     dtype: torch.dtype
     """float32 or float64."""
+    whole: bool = False
+    """Every position counts, as far as that is known without waiting for a device: nothing need be left out."""
 
     @classmethod
     def of(cls, mask: Tensor, like: Tensor) -> Mask:
@@ -295,23 +300,32 @@ class Mask:
         """
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         inside = mask.bool()
-        return cls(inside, inside.sum().double(), mask.to(dtype) if mask.is_floating_point() else None, dtype)
+        number, weight = inside.sum(), mask.to(dtype) if mask.is_floating_point() else None
+        whole = number.device.type == "cpu" and int(number) == inside.numel()
+        return cls(inside, number.double(), weight, dtype, whole)
 
     def fill(self, x: Tensor) -> Tensor:
         """`x` where it counts, finite for -inf, and 0 elsewhere, also in gradients; a NaN that counts stays one."""
-        return finite(torch.where(self.inside, x.to(self.dtype), 0.0))
+        return finite(x.to(self.dtype) if self.whole else torch.where(self.inside, x.to(self.dtype), 0.0))
 
     def watch(self, metrics: Mapping[str, Tensor]) -> dict[str, Metric]:
         """Averages of numbers, without gradient, over what counts; of names that end in /max, maxima."""
-        return {
-            name: max_of(x, self.inside) if name.endswith("/max") else Mean(self.sum(x), self.number)
-            for name, x in metrics.items()
+        watched = {name: x for name, x in metrics.items() if not name.endswith("/max")}
+        means = {
+            name: Mean(total, self.number) for name, total in zip(watched, self.sums(watched.values()), strict=True)
         }
+        inside = None if self.whole else self.inside
+        return {name: means[name] if name in means else max_of(x, inside) for name, x in metrics.items()}
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Sum of `x` over what counts, without gradient, [], float64."""
-        counted = x & self.inside if x.dtype == torch.bool else torch.where(self.inside, x.detach(), 0.0)
-        return counted.sum().double()
+    def sums(self, parts: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Sums over what counts, without gradient, [] each, float64: together, since each operation on a few numbers
+        costs as much as on a thousand."""
+        rows = [wide(x.detach()) for x in parts]
+        if not rows:
+            return ()
+        table = torch.stack(rows)
+        counted = table if self.whole else torch.where(self.inside, table, 0.0)
+        return counted.flatten(1).sum(1).double().unbind()
 
 
 _NUMBERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -873,13 +873,15 @@ def _clipped(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate of each token, see `policy`, and what to watch about it."""
     r = log_r.exp()
-    plain, clipped = -A * r, -A * r.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss = torch.maximum(plain, clipped)
-    metrics = {"clip_frac": clipped > plain, **_ratio_metrics(r, log_r)}
+    plain, clipped = -A * r, -A * r.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
+    cut = clipped > plain.detach()  # there r is outside, where the clip has no slope: nothing goes back through it
+    loss = torch.where(cut, clipped, plain)
+    metrics = {"clip_frac": cut, **_ratio_metrics(r, log_r)}
     if dual_clip is not None:
         bound = torch.where(A < 0, -dual_clip * A, math.inf)
-        metrics["dual_clip_frac"] = loss > bound
-        loss = torch.minimum(loss, bound)
+        beyond = loss.detach() > bound
+        metrics["dual_clip_frac"] = beyond
+        loss = torch.where(beyond, bound, loss)
     return loss, metrics
 
 

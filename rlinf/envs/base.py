@@ -109,6 +109,8 @@ class ActionSpec:
     number in the k-th of n equal parts of [-1, 1]. None where numbers are real."""
     _line: tuple[Tensor, Tensor, Tensor] = field(init=False, repr=False)
     """Middle and half of the bounds, and where there are bounds, [A] each."""
+    _plain: bool = field(init=False, repr=False)
+    """All bounds are -1 and 1."""
 
     def __post_init__(self) -> None:
         if self.low.ndim != 1 or self.low.shape != self.high.shape:
@@ -117,6 +119,7 @@ class ActionSpec:
             raise ValueError(f"choices={self.choices} must be as many as the numbers of an action, {self.low.numel()}")
         bounded = torch.isfinite(self.low) & torch.isfinite(self.high)
         object.__setattr__(self, "_line", ((self.low + self.high) / 2, (self.high - self.low) / 2, bounded))
+        object.__setattr__(self, "_plain", bool((self.low == -1).all() and (self.high == 1).all()))
 
     @property
     def size(self) -> int:
@@ -133,6 +136,8 @@ class ActionSpec:
         Args:
             actions: float32 [..., A].
         """
+        if self._plain:
+            return actions.clamp(-1.0, 1.0)
         middle, half, bounded = (each.to(actions.device) for each in self._line)
         return torch.where(bounded, middle + half * actions.clamp(-1.0, 1.0), actions)
 
@@ -353,8 +358,9 @@ class ReplayedSimulator(Simulator):
         ]
 
     def _stacked(self, envs: Iterable[int]) -> Observation:
+        rows = [self._rows[env] for env in envs]
         return {
-            name: torch.from_numpy(np.stack([self._rows[env][name] for env in envs])) for name in self.observation_spec
+            name: torch.from_numpy(np.concatenate([row[name][None] for row in rows])) for name in self.observation_spec
         }
 
 
@@ -371,6 +377,10 @@ class Moved(NamedTuple):
     """The simulation stopped for a reason outside the task."""
     success: bool | None
     """True if the task is solved; None where that is not said."""
+
+
+_STAYED = Moved({}, 0.0, False, False, None)
+"""Of an environment that waits for its reset."""
 
 
 class SerialSimulator(ReplayedSimulator):
@@ -390,19 +400,18 @@ class SerialSimulator(ReplayedSimulator):
         return self._stacked(env_ids.tolist())
 
     def step(self, actions: Tensor, active: Tensor) -> Transition:
-        reward = np.zeros(self.num_envs, np.float32)
-        terminated, truncated, solved = (np.zeros(self.num_envs, np.bool_) for _ in range(3))
-        tells, numbers = False, actions.numpy()
-        for env in active.nonzero().flatten().tolist():
-            _, reward[env], terminated[env], truncated[env], success = self._advance(env, numbers[env])
-            if success is not None:
-                tells, solved[env] = True, success
+        numbers = actions.numpy()
+        done = [
+            self._advance(env, numbers[env]) if moves else _STAYED for env, moves in enumerate(active.numpy().tolist())
+        ]
+        _, reward, terminated, truncated, solved = zip(*done, strict=True)
+        tells = any(success is not None for success in solved)
         return Transition(
             observation=self._stacked(range(self.num_envs)),
-            reward=torch.from_numpy(reward),
-            terminated=torch.from_numpy(terminated),
-            truncated=torch.from_numpy(truncated),
-            success=torch.from_numpy(solved) if tells else None,
+            reward=torch.tensor(reward, dtype=torch.float32),
+            terminated=torch.tensor(terminated, dtype=torch.bool),
+            truncated=torch.tensor(truncated, dtype=torch.bool),
+            success=torch.tensor([bool(success) for success in solved]) if tells else None,
         )
 
     def restore(self, states: Sequence[State], env_ids: Tensor) -> None:

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -378,6 +378,11 @@ class InvalidEpisodes:
         """A chunk begins; `running`, bool [N], are the environments that have an episode."""
         self.rows = torch.zeros_like(running)
 
+    @property
+    def noted(self) -> bool:
+        """There is a remark that nobody has had yet."""
+        return bool(self._remarks)
+
     def left(self, active: Tensor, arrays: Mapping[str, Tensor]) -> Tensor:
         """The active environments, bool [N], whose numbers are finite; the others are noted.
 
@@ -470,6 +475,19 @@ MOST_STARTS = 5
 """Starts in a row whose observation is not finite, after which a simulator is given up."""
 
 
+class _Done(NamedTuple):
+    """One step of N environments."""
+
+    reward: Tensor
+    """float32 [N]; 0 where not active."""
+    active: Tensor
+    """Environments that did it, bool [N]."""
+    over: Tensor | None
+    """Those of them whose episode it ended, bool [N]; None if it ended none."""
+    terminated: Tensor | None
+    """Where the task is over, bool [N], which counts where the episode is; None: nowhere."""
+
+
 class Environment:
     """N environments that are acted on in chunks. Its calls block; `workers.py` makes them awaitable.
 
@@ -542,24 +560,39 @@ class Environment:
         self._check(actions)
         self._done += 1
         actions = self.simulator.action_spec.scaled(actions.to(self.simulator.device))
+        active = self._running
+        everyone = bool(active.all())  # as in most steps, which then need no operation to leave anybody out
+        spoiled = self._invalid
+        spoiled.begin(active)
+        done: list[_Done] = []
+        for index in range(actions.shape[1]):
+            able = spoiled.left(active, {"action": actions[:, index]})
+            if not (everyone and able is active or able.any()):
+                break
+            moved = self.simulator.step(actions[:, index], able)
+            active = spoiled.left(able, {"reward": moved.reward, **moved.observation})
+            everyone = everyone and active is able is self._running
+            done.append(step := self._account(moved, active, everyone))
+            if step.over is not None:
+                everyone, active = False, active & ~step.over
+        if everyone and done and len(done) == actions.shape[1] and not spoiled.noted:
+            rewards = torch.stack([step.reward for step in done], 1).float()
+            return of_steps(rewards, self._observation, self._episode.clone(), self._instructions())
+        return self._eventful(done, actions)
+
+    def _eventful(self, done: Sequence[_Done], actions: Tensor) -> Chunk:
+        """The chunk of some steps, of which not all were done by everyone, or which episodes ended in."""
         shape = actions.shape[:2]
         rewards = torch.zeros(shape, device=actions.device)
         terminated, truncated, valid = (torch.zeros(shape, dtype=torch.bool, device=actions.device) for _ in range(3))
-        active = self._running.clone()
-        spoiled = self._invalid
-        spoiled.begin(active)
-        for index in range(shape[1]):
-            active = spoiled.left(active, {"action": actions[:, index]})
-            if not active.any():
-                break
-            moved = self.simulator.step(actions[:, index], active)
-            active = spoiled.left(active, {"reward": moved.reward, **moved.observation})
-            rewards[:, index] = torch.where(active, moved.reward, 0.0)
-            valid[:, index] = active
-            terminated[:, index], truncated[:, index] = self._account(moved, active)
-            active = active & ~(terminated[:, index] | truncated[:, index])
+        for index, step in enumerate(done):
+            rewards[:, index], valid[:, index] = step.reward, step.active
+            if step.over is not None and step.terminated is not None:
+                terminated[:, index] = step.over & step.terminated
+            if step.over is not None:
+                truncated[:, index] = step.over & ~terminated[:, index]
         episode = self._episode.clone()
-        lost = self._drop(spoiled.rows, rewards, terminated, truncated, valid)
+        lost = self._drop(self._invalid.rows, rewards, terminated, truncated, valid)
         return self._close_chunk(rewards, terminated, truncated, valid, lost, episode)
 
     def state_dict(self) -> dict[str, Any]:
@@ -699,22 +732,27 @@ class Environment:
             self._next(rows)
         return lost
 
-    def _account(self, moved: Transition, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Enter one step of the active environments; says where it ended the task and where it was cut off."""
-        self._observation = (
-            dict(moved.observation) if bool(active.all()) else rows_where(active, moved.observation, self._observation)
-        )
-        self._steps += active
-        self._total += torch.where(active, moved.reward, 0.0)
+    def _account(self, moved: Transition, active: Tensor, everyone: bool) -> _Done:
+        """Enter one step of the active environments, which may be known to be all."""
+        if everyone:
+            self._observation, reward = dict(moved.observation), moved.reward
+            self._steps += 1
+        else:
+            self._observation = rows_where(active, moved.observation, self._observation)
+            reward = torch.where(active, moved.reward, 0.0)
+            self._steps += active
+        self._total += reward
         if moved.success is not None:
             self._tells_success = True
             self._solved = torch.where(active, moved.success, self._solved)
             self._once |= active & moved.success
-        late = moved.truncated if self.max_steps is None else moved.truncated | (self._steps >= self.max_steps)
-        ended = active & moved.terminated if not self.rules.ignore_terminations else torch.zeros_like(active)
+        over = moved.truncated if self.max_steps is None else moved.truncated | (self._steps >= self.max_steps)
+        terminated = None if self.rules.ignore_terminations else moved.terminated
+        over = over if terminated is None else over | terminated
+        over = over if everyone else over & active
         if self._recorder is not None:
             self._recorder.add(self.simulator, active)
-        return ended, active & late & ~ended
+        return _Done(reward, active, over if bool(over.any()) else None, terminated)
 
     def _close_chunk(
         self, rewards: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor, lost: Tensor, episode: Tensor
@@ -729,10 +767,6 @@ class Environment:
             self._running &= ~over
             if self.rules.auto_reset and self._done != self.rules.chunks:
                 self._next(ended)
-        remarks = self._invalid.remarks()
-        # where an episode is over or lost, some step is not done
-        if not len(ended) and valid.numel() and bool(valid.all()) and not remarks:
-            return of_steps(rewards, self._observation, episode, words)
         return Chunk(
             rewards=rewards,
             terminated=terminated,
@@ -748,7 +782,7 @@ class Environment:
             episodes=episodes,
             instructions=self._instructions(),
             final_instructions=None if words is None else tuple(words[env] for env in ended.tolist()),
-            remarks=remarks,
+            remarks=self._invalid.remarks(),
         )
 
     def _finished(self, ended: Tensor, truncated: Tensor) -> tuple[Episode, ...]:

@@ -94,6 +94,13 @@ def observations_of(space: spaces.Space[Any], name: str) -> tuple[dict[str, Arra
     if pictures:
         spec["rgb"] = ArraySpec((*sizes[0][:2], sum(size[2] for size in sizes)), torch.uint8)
 
+    if isinstance(space, spaces.Box) and space.dtype.kind == "f" and not pictures:  # sooner than by `flatten`
+
+        def read_box(observed: Any) -> dict[str, np.ndarray]:
+            return {"state": np.array(observed, np.float32).ravel()}
+
+        return spec, read_box
+
     def read(observed: Any) -> dict[str, np.ndarray]:
         row = {}
         if numbers:

@@ -84,7 +84,7 @@ def algorithm_of(algorithm: Algorithm, *, acting: bool = False) -> AlgorithmSpec
     unknown = sorted(set(algorithm) - {"name", "overrides"})
     if unknown or "name" not in algorithm:
         raise ValueError(f"algorithm: a mapping has the keys name and overrides, not {sorted(algorithm)}")
-    return recipes.get(algorithm["name"], algorithm.get("overrides"), resolve=resolve)
+    return recipes.get(algorithm["name"], algorithm.get("overrides"), resolve=resolve, acting=acting)
 
 
 def own_columns(spec: AlgorithmSpec, *, minibatches: int, own: Collection[str] = ()) -> OwnColumns:

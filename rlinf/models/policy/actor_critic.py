@@ -32,6 +32,7 @@ from rlinf.algos.loss_sum import one_of
 from rlinf.models.policy.base import Drawn, Evaluated, Observation, Policy, PolicyConfig, Stored, looked_at, normals
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
+T = TypeVar("T")
 
 GAIN = math.sqrt(2.0)
 """Gain of hidden layers (Saxe et al., arXiv:1312.6120; usual in PPO, arXiv:2005.12729 section 3)."""
@@ -84,6 +85,29 @@ class Exact(nn.Module):
         return super()._apply(moved, recurse)
 
 
+class Derived:
+    """What follows from some tensors, computed once for as long as nobody replaces them or writes to them."""
+
+    def __init__(self) -> None:
+        self._of: list[tuple[Tensor, int]] = []
+        self._value: Any = None
+
+    def of(self, tensors: Sequence[Tensor], compute: Callable[[], T]) -> T:
+        """The value as it is by now.
+
+        Args:
+            tensors: from which it follows.
+            compute: makes it.
+        """
+        alike = len(self._of) == len(tensors) and all(
+            before is now and version == now._version for (before, version), now in zip(self._of, tensors, strict=True)
+        )
+        if not alike:
+            self._of, self._value = [(each, each._version) for each in tensors], compute()
+        value: T = self._value
+        return value
+
+
 class RunningNorm(Exact):
     """(x - mean) / sqrt(max(variance, 1e-8)), cut off at +-limit. Before the first update: x, cut off.
 
@@ -105,11 +129,17 @@ class RunningNorm(Exact):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("squares", torch.zeros(size, dtype=torch.float64))
+        self._scale = Derived()
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise rows, float32 [N, size]."""
-        scale = self.variance.clamp(min=_LEAST_VARIANCE).rsqrt()
+        scale = self._scale.of(self.statistics, lambda: self.variance.clamp(min=_LEAST_VARIANCE).rsqrt())
         return ((x - self.mean.to(x.dtype)) * scale.to(x.dtype)).clamp(-self.limit, self.limit)
+
+    @property
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All that it knows: `count`, `mean` and `squares`."""
+        return self.count, self.mean, self.squares
 
     @property
     def variance(self) -> Tensor:
@@ -208,11 +238,14 @@ class Categorical(Distribution):
     Args:
         logits: [N, C, A, K], K being the largest n; those of choices that a number does not have are not looked at.
         counts: n of each number, int64 [A].
+        even: all have K choices.
     """
 
-    def __init__(self, logits: Tensor, counts: Tensor):
-        there = torch.arange(logits.shape[-1], device=logits.device) < counts[:, None]
-        self._log = torch.where(there, logits, _IMPOSSIBLE).log_softmax(-1)
+    def __init__(self, logits: Tensor, counts: Tensor, *, even: bool = False):
+        if not even:
+            there = torch.arange(logits.shape[-1], device=logits.device) < counts[:, None]
+            logits = torch.where(there, logits, _IMPOSSIBLE)
+        self._log = logits.log_softmax(-1)
         self._counts = counts
 
     def likeliest(self) -> Tensor:
@@ -396,6 +429,7 @@ class ActorCritic(Policy):
             self.register_buffer("counts", torch.tensor(config.choices), persistent=False)
         self.critic: nn.Sequential | None = None
         self.returns = RunningNorm(1) if config.normalise_values and config.value_level is not None else None
+        self._scale = Derived()
         if config.value_level is not None:
             levels = config.chunk if config.value_level == "action" else 1
             # All values 0 at first: until it has learned something, a critic should not make advantages worse.
@@ -460,8 +494,12 @@ class ActorCritic(Policy):
 
     def _scale_of_returns(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation, float32 []."""
-        assert self.returns is not None
-        return self.returns.mean[0].float(), self.returns.variance[0].clamp(min=_LEAST_SPREAD).sqrt().float()
+        returns = self.returns
+        assert returns is not None
+        return self._scale.of(
+            returns.statistics,
+            lambda: (returns.mean[0].float(), returns.variance[0].clamp(min=_LEAST_SPREAD).sqrt().float()),
+        )
 
     def scaled(self, state: Tensor) -> Tensor:
         """The state at a scale that layers like, float32 [N, state_size]."""
@@ -504,7 +542,7 @@ class ActorCritic(Policy):
             mean = output.view(-1, config.chunk, config.action_size)
             return Normal(mean, self.log_std.clamp(*_LOG_STD)), self._values(hidden)
         logits = output.view(-1, config.chunk, config.action_size, max(config.choices))
-        return Categorical(logits, self.counts), self._values(hidden)
+        return Categorical(logits, self.counts, even=len(set(config.choices)) == 1), self._values(hidden)
 
     def _values(self, hidden: Tensor) -> Tensor | None:
         if self.critic is None:

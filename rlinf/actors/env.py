@@ -17,7 +17,7 @@ from rlinf.data.rng import mix, mixed
 from rlinf.envs.base import Observation
 from rlinf.envs.environment import Decision, EnvOutput, Rules, remembered
 from rlinf.envs.video import Recording
-from rlinf.envs.workers import EnvironmentPool, Processes, told_by
+from rlinf.envs.workers import EnvironmentPool, Processes, SimulatorThread, told_by
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.errors import RuntimeFault
 
@@ -88,6 +88,11 @@ class EnvActor(Actor):
         self._epochs = [0] * settings.slices
         self._times = [0] * settings.slices
         self._now: list[tuple[Observation, tuple[str, ...] | None] | None] = [None] * settings.slices
+
+    @property
+    def thread(self) -> SimulatorThread | None:
+        """Where it simulates, if that is a thread of this process: its endpoints wait for nothing there."""
+        return self._pool.thread
 
     async def close(self) -> None:
         """End the workers."""

@@ -1,7 +1,8 @@
 """The policy that acts: decides on actions for environments, and collects trajectories until the trainer asks for them.
 
 Consumes what a slice of environments shows, produces its next actions; unblocked by the compute thread, which small
-policies do without. Everything that happens to a slice passes here, so its trajectory is put together here, and
+policies do without; or, where a small policy and its simulators lie in one process, by nothing: `live` acts for a whole
+step there. Everything that happens to a slice passes here, so its trajectory is put together here, and
 observations need not travel twice. New weights arrive through `load`. `Scripted` acts without weights: by a function of
 what is observed, in the place of a policy. `DaggerPolicy` asks an expert about everything that it observes.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,13 @@ import torch
 from torch import Tensor
 
 from rlinf.actors.base import ModelActor
+from rlinf.actors.env import EnvActor
 from rlinf.algos.chunk_advantages import Chunks, without_lost
 from rlinf.config.importing import resolve
 from rlinf.data.rng import uniforms
 from rlinf.data.weights import Weights, misfits
 from rlinf.envs.environment import Chunk, Decision, EnvOutput, Episode
+from rlinf.envs.workers import at_once
 from rlinf.models.policy.base import Act, Policy, Stored
 from rlinf.models.policy.build import load_policy, make_policy
 from rlinf.runtime.actor.actor import Actor, endpoint
@@ -81,6 +85,12 @@ class _History:
     chunks: list[Chunk] = field(default_factory=list)
     finals: list[Tensor | None] = field(default_factory=list)
     """Values of the last observations of episodes that were cut, [N], elsewhere 0; None without a critic."""
+    last: EnvOutput | None = None
+    """Output of the slice behind the last of `chunks`, where `live` put it here."""
+
+
+_STRETCH = 0.1
+"""Seconds for which `live` acts at a time, between which it can be cancelled, and others can ask for decisions."""
 
 
 class PolicyActor(ModelActor, Receiver):
@@ -134,13 +144,61 @@ class PolicyActor(ModelActor, Receiver):
         """
         return await self.compute_briefly(self._needing(self._act), key, output, greedy, keep)
 
+    @endpoint(device=True, late=True)
+    async def live(self, key: Key, simulation: Any, epoch: int, decisions: int, *, fresh: bool) -> bool:
+        """Act in a slice without messages, which would take longer than a small policy and its simulators do: where
+        these are in a thread of this process, and the last decision took no longer than a message.
+
+        Args:
+            key: which slice.
+            simulation: handle of the environments' actor.
+            epoch: of new episodes.
+            decisions: how many.
+            fresh: new episodes begin; otherwise those that are under way go on.
+
+        Returns:
+            True if it did: `trajectory` without an output returns what happened. False: nothing was done, and `act` is
+            to be asked for each decision.
+
+        Raises:
+            EnvironmentLost: see `EnvActor.step`.
+        """
+        env = self.beside(simulation)
+        if type(env) is not EnvActor or type(self).act is not PolicyActor.act:  # somebody's own must be asked
+            return False
+        if (thread := env.thread) is None or not self.is_brief(self._act):
+            return False
+        begin = partial(env.reset if fresh else env.observe, key[1], epoch)
+        output = await self.compute(thread.within, lambda: at_once(begin()))
+        while decisions:
+            stretch = partial(self._needing(self._stretch), key, env, output, decisions)
+            output, decisions = await self.compute(thread.within, stretch)
+        self._histories[key].last = output
+        return True
+
+    def _stretch(self, key: Key, env: EnvActor, output: EnvOutput, decisions: int) -> tuple[EnvOutput, int]:
+        """Act for a while in the simulators' thread, while this actor's waits for it: what is shown then, and how many
+        decisions are left."""
+        host, actors = self._cell.host, (self.group.names[self.rank], env.group.names[env.rank])
+        record, caller = host.tracer.record, f"{actors[0]}.live"
+        now = began = host.now()
+        while decisions and now - began < _STRETCH:
+            decisions, start = decisions - 1, now
+            actions = self._act(key, output, False, True)
+            decided = host.now()
+            output = at_once(env.step(key[1], actions))
+            now = host.now()
+            record(("call", actors[0], "act", caller, start, decided, 0))
+            record(("call", actors[1], "step", caller, decided, now, 0))
+        return output, decisions
+
     @endpoint(device=True)
-    async def trajectory(self, key: Key, output: EnvOutput) -> Trajectory:
+    async def trajectory(self, key: Key, output: EnvOutput | None = None) -> Trajectory:
         """Return the trajectory of a slice since the last call.
 
         Args:
             key: which slice.
-            output: what it shows now: values after the last chunk are predicted from it.
+            output: what it shows now: values after the last chunk are predicted from it; None: as `live` left it.
 
         Raises:
             ValueError: nothing was decided for it.
@@ -235,11 +293,14 @@ class PolicyActor(ModelActor, Receiver):
         return {name: array.to(self.device) for name, array in observation.items()}
 
     @torch.no_grad()
-    def _trajectory(self, key: Key, output: EnvOutput) -> Trajectory:
-        if output.chunk is not None:
+    def _trajectory(self, key: Key, output: EnvOutput | None) -> Trajectory:
+        history = self._histories.get(key)
+        if output is None and history is not None:
+            output = history.last
+        if output is not None and output.chunk is not None:
             self._record(key, output.chunk)
         history = self._histories.pop(key, None)
-        if history is None or not history.chunks:
+        if output is None or history is None or not history.chunks:
             raise ValueError(f"policy: nothing was done in slice {key[1]} of env[{key[0]}] yet")
         next_values = None
         if self._has_critic:

@@ -567,11 +567,12 @@ class Environment:
         done: list[_Done] = []
         for index in range(actions.shape[1]):
             able = spoiled.left(active, {"action": actions[:, index]})
-            if not (everyone and able is active or able.any()):
+            everyone = everyone and able is active
+            if not (everyone or able.any()):
                 break
             moved = self.simulator.step(actions[:, index], able)
             active = spoiled.left(able, {"reward": moved.reward, **moved.observation})
-            everyone = everyone and active is able is self._running
+            everyone = everyone and active is able
             done.append(step := self._account(moved, active, everyone))
             if step.over is not None:
                 everyone, active = False, active & ~step.over

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -433,6 +434,8 @@ class EnvironmentPool:
         rules, how = rules or Rules(), processes or Processes()
         _check(simulator, num_envs, workers, slices, rules)
         self.num_envs = num_envs
+        self.thread: SimulatorThread | None = None
+        """Where all is simulated, if that is a thread of this process."""
         self._workers: list[Caller] = []
         parts: list[list[WorkerSlice]] = [[] for _ in range(slices)]
         count = max(workers, 1)
@@ -450,7 +453,7 @@ class EnvironmentPool:
                 arguments["device"] = own_device().index  # a child does not inherit which GPU is ours
                 worker = _process(arguments, f"{how.name}.{index}", how.start_timeout)
             else:
-                worker = _Thread(arguments, name=how.name)
+                worker = self.thread = SimulatorThread(arguments, name=how.name)
             self._workers.append(worker)
             for part, span in enumerate(ranges):
                 parts[part].append(WorkerSlice(worker, part, span, rules, how))
@@ -568,7 +571,7 @@ def _process(arguments: Mapping[str, Any], name: str, start_timeout: float) -> C
     )
 
 
-class _Thread:
+class SimulatorThread:
     """A program in a thread of this process, for simulators that cannot harm it."""
 
     def __init__(self, arguments: Mapping[str, Any], *, name: str):
@@ -577,9 +580,10 @@ class _Thread:
         # one: simulators may be tied to their thread
         self._pool = ThreadPoolExecutor(1, name, initializer=work_on, initargs=(device_of_threads(),))
         self._program: Program | None = None
+        self._thread: int | None = None
 
     async def start(self) -> None:
-        self._program = await self._run(lambda: Program(**self._arguments))
+        self._program, self._thread = await self._run(lambda: (Program(**self._arguments), threading.get_ident()))
 
     async def stop(self) -> None:
         program, self._program = self._program, None
@@ -591,7 +595,13 @@ class _Thread:
         if self._program is None:
             raise UserError(f"environments {self.name!r} were not started, or were stopped: await the pool's start()")
         function = getattr(self._program, method)
+        if threading.get_ident() == self._thread:
+            return function(*args)
         return await self._run(lambda: function(*args))  # a thread cannot be ended, so the timeout means nothing
+
+    def within(self, function: Callable[[], T]) -> T:
+        """Run a function in the thread, and wait for it: what it calls of the program is done at once."""
+        return self._pool.submit(function).result()
 
     async def _run(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
@@ -611,6 +621,17 @@ def _check(simulator: str | type[Simulator], num_envs: int, workers: int, slices
             f"simulator {getattr(simulator, '__name__', simulator)} of the main program cannot be run in a child "
             f"process: define it at the top of a module file and name it by its dotted path, or set workers to 0"
         )
+
+
+def at_once(work: Coroutine[Any, Any, T]) -> T:
+    """Result of a coroutine that has nothing to wait for, such as a call of a slice in its `SimulatorThread`."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    work.close()
+    raise RuntimeError(f"{work} waits for something, and there is no loop here that would go on with it")
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -86,7 +86,7 @@ class Exact(nn.Module):
 
 
 class Derived:
-    """What follows from some tensors, computed once for as long as nobody replaces them or writes to them."""
+    """A value that follows from some tensors, computed once for as long as nobody replaces them or writes to them."""
 
     def __init__(self) -> None:
         self._of: list[tuple[Tensor, int]] = []

@@ -184,6 +184,16 @@ class Actor:
         """
         return await self._cell.compute(True, fn, *args, **kwargs)
 
+    def is_brief(self, fn: Callable[..., Any]) -> bool:
+        """True if the last run of `fn` by `compute_briefly` took no longer than a message."""
+        thread = self._cell.thread
+        return thread is not None and thread.is_brief(fn.__name__)
+
+    def beside(self, handle: Any) -> Actor | None:
+        """The actor of a handle, where it lives on this host and takes turns on no device; None elsewhere."""
+        cell = self._cell.host.cells.get(handle._actor) if getattr(handle, "_host", None) == self.host else None
+        return None if cell is None or cell.leased else cell.actor
+
     def working(self) -> contextlib.AbstractAsyncContextManager[None]:
         """In it others work for the running call: a server, a child process. `async with self.working():` holds the
         actor's devices as `compute` does, and the time counts as the endpoint's own; times that overlap count once."""
@@ -220,7 +230,8 @@ class Cell:
         self.under_way: dict[object, tuple[Kind, str, str, float]] = {}
         """Computations and mapped items, by what has no other: kind, endpoint, what, and since when."""
         self._context: Context | None = None
-        self._thread: ComputeThread | None = None
+        self.thread: ComputeThread | None = None
+        """Where it computes, once it has."""
         actor._cell = self
 
     def context(self) -> Context:
@@ -231,8 +242,8 @@ class Cell:
         return self._context
 
     async def compute(self, briefly: bool, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
-        if self._thread is None:
-            self._thread = ComputeThread(self.name, self.host.loop)
+        if self.thread is None:
+            self.thread = ComputeThread(self.name, self.host.loop)
         call = current_call.get()
         name = getattr(fn, "__name__", type(fn).__name__)
         lease = lease_here()
@@ -245,8 +256,8 @@ class Cell:
                 call.moves += 1
             try:
                 if briefly:
-                    return await self._thread.run_briefly(name, fn, *args, **kwargs)
-                return await self._thread.run(fn, *args, **kwargs)
+                    return await self.thread.run_briefly(name, fn, *args, **kwargs)
+                return await self.thread.run(fn, *args, **kwargs)
             finally:
                 del self.under_way[entry]
                 if call is not None:
@@ -273,11 +284,11 @@ class Cell:
 
     def processor_seconds(self) -> float:
         """Return the processor seconds that its computations have used."""
-        return 0.0 if self._thread is None else self._thread.processor_seconds()
+        return 0.0 if self.thread is None else self.thread.processor_seconds()
 
     def stop_computing(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
+        if self.thread is not None:
+            self.thread.close()
 
 
 SHOWN_WAIT = 1e-3

@@ -459,11 +459,15 @@ class ComputeThread:
             finally:
                 self._took[name] = time.thread_time() - began
 
-        if self._works or self._closed or self._took.get(name, BRIEF) >= BRIEF:
+        if self._works or self._closed or not self.is_brief(name):
             return await self.run(measured)
         result = contextvars.copy_context().run(measured)
         await asyncio.sleep(0)  # who computes again and again must not keep the loop for itself
         return result
+
+    def is_brief(self, name: str) -> bool:
+        """True if the last run of a function that `run_briefly` ran took no longer than `BRIEF`."""
+        return self._took.get(name, BRIEF) < BRIEF
 
     async def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run `fn` in the thread and return its result.

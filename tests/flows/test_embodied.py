@@ -97,6 +97,31 @@ async def test_what_was_learned_arrives_at_the_policy_with_its_running_statistic
     assert metrics["staleness/mean"] == 0
 
 
+@pytest.mark.parametrize("fresh", [True, False])
+async def test_acting_without_messages_changes_nothing_but_how_many_calls_there_are(fresh):
+    counts, found = [], []
+    for brief in (True, False):
+        with patch.object(PolicyActor, "is_brief", lambda self, fn, brief=brief: brief):
+            async with ActorSystem.local() as system:
+                with patch.object(system._host, "call", wraps=system._host.call) as calls:
+                    found.append(await steps(system, 2, fresh=fresh))
+                counts.append(sum(call.args[2] in ("act", "step") for call in calls.call_args_list))
+    (alone, weights), (asked, same) = found
+    assert counts == [0, 16]
+    assert alone == asked
+    equal(weights, same)
+
+
+async def test_a_simulator_that_fails_beside_the_policy_is_named():
+    async with ActorSystem.local() as system:
+        group = await roles(system)
+        fails = patch("rlinf.envs.toy.Reach.step", side_effect=ZeroDivisionError("by nothing"))
+        named = pytest.raises(EnvironmentLost, match=r"env\[0\].*ZeroDivisionError: by nothing")
+        with fails, patch.object(PolicyActor, "is_brief", return_value=True), named:
+            await embodied(EmbodiedStep(0, 4), **group)
+        assert (await embodied(EmbodiedStep(1, 4), **group))["decisions"] == 32
+
+
 # Overlap -------------------------------------------------------------------------------------------------------------
 
 

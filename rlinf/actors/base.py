@@ -40,7 +40,7 @@ from rlinf.models.offload import Parking
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.calls import Gang, current_call, lease_here
 from rlinf.runtime.base.errors import RuntimeFault, UserError
-from rlinf.runtime.base.tasks import finish
+from rlinf.runtime.base.tasks import finish, mark_seen
 from rlinf.runtime.base.tensors import own_device
 from rlinf.runtime.observe.stalls import Lock
 from rlinf.training.checkpoint import (
@@ -304,13 +304,14 @@ class SpmdActor(Actor):
             things = inputs() if inputs is not None else [None] * self.world_size
         except BaseException:
             for peer in peers:
-                peer.joint_start(gang, False, False)
+                peer.joint_start(gang, False, False).add_done_callback(mark_seen)
             raise
         part.settled = True
         if gang is not None and inputs is not None:
             self._given.update({(gang, rank): thing for rank, thing in enumerate(things) if rank})
         for peer in peers:
-            peer.joint_start(gang, True, inputs is not None)
+            # a rank that has died is told of by what waits for it
+            peer.joint_start(gang, True, inputs is not None).add_done_callback(mark_seen)
         return things[0]
 
     @endpoint

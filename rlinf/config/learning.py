@@ -272,8 +272,9 @@ class ForwardConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation; weights, gradients and the optimizer stay in float32."""
     order: Literal["prompt", "arrival", "free"] = "prompt"
-    """`prompt` cuts micro-batches in the order of the prompts, so that a run repeats bit for bit; `arrival` takes
-    groups as they finish, which is faster where a few answers are much longer than the others. `free` does too, and
+    """`prompt` cuts micro-batches in the order of the prompts, which several rollouts answer in turn, so that a run
+    repeats bit for bit; `arrival` takes groups as they finish, and rollouts take prompts as they have room, which is
+    faster where a few answers are much longer than the others. `free` does too, and
     with `sharding` replicate or hybrid each copy of the model learns on its own as its devices become free, so that
     those whose answers are done train while others still generate; docs/training.md."""
     logprob_chunk: int = Field(default=1024, ge=1)

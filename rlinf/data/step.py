@@ -65,6 +65,9 @@ class Step:
     """Scored groups that are there already: they are learned from, and no prompt is answered."""
     publishes: bool = True
     """The rollout gets the new weights at the end of the step; otherwise whoever called the flow sees to it."""
+    deal: Sequence[Prompt] | None = None
+    """`prompts` as a list, to be dealt to the rollouts in turn: who answers which follows from their order alone, so
+    that the run repeats bit for bit. None: rollouts share `prompts`, and each takes the next when it has room."""
 
 
 @dataclass(frozen=True, slots=True)

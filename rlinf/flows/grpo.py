@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlinf.data.step import Step
-from rlinf.flows.text import annotate, next_batch, publish_weights
+from rlinf.flows.text import annotate, generate, next_batch, publish_weights
 
 
 async def grpo(
@@ -32,7 +32,7 @@ async def grpo(
     """
 
     def answers(prompts: Any) -> Any:
-        groups = rollout.generate(prompts, n=step.group_size)
+        groups = generate(step, rollout, prompts)
         return annotate(judge.score.map(groups), reward_model=reward_model)
 
     batch = next_batch(step, answers, rollout)

@@ -10,7 +10,7 @@ at in the order in which their prompts were drawn.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import chain
@@ -36,6 +36,20 @@ class Batch:
     """How they were found, complete once `groups` has ended: `sampling/rounds`, `sampling/drawn` (prompts),
     `sampling/dropped` and `sampling/kept` (groups), `sampling/reward/mean` (of dropped ones too, which the trainer does
     not see). Nothing without dynamic sampling."""
+
+
+def generate(step: Step, rollout: Any, prompts: Any) -> Any:
+    """Groups of answers as they come, by ranks that share the prompts, or that they are dealt to in turn.
+
+    Args:
+        step: says which, and how many answers a group has.
+        rollout: the role.
+        prompts: to answer; to be dealt, a list.
+    """
+    if step.deal is None:
+        return rollout.generate(prompts, n=step.group_size)
+    ranks = len(rollout)
+    return rollout.generate.each([prompts[rank::ranks] for rank in range(ranks)], n=[step.group_size] * ranks)
 
 
 def next_batch(step: Step, answer: Answer, rollout: Any) -> Any:
@@ -70,7 +84,7 @@ def filled(step: Step, answer: Answer) -> Batch:
     if step.batch is not None:
         return Batch(step.batch)
     if step.sampling is None:
-        return Batch(answer(step.prompts))
+        return Batch(answer(step.prompts if step.deal is None else step.deal))
     if step.prompts_per_step < 1:
         raise ValueError(
             f"step {step.index} has sampling, but prompts_per_step={step.prompts_per_step}: give Step the number of "
@@ -88,9 +102,10 @@ async def _kept(step: Step, answer: Answer, filling: Filling, metrics: dict[str,
     even: list[Group] = []  # of the first round
     kept_ids: set[int] = set()
     while count := filling.next_round():
-        prompts = step.prompts if filling.rounds == 1 else await step.draw(count)
+        first = step.prompts if step.deal is None else step.deal
+        prompts = first if filling.rounds == 1 else await step.draw(count)
         prompt_ids: list[int] = []
-        async with aclosing(_in_turn(prompts, answer, prompt_ids)) as groups:
+        async with aclosing(_in_turn(step, prompts, answer, prompt_ids)) as groups:
             async for group in groups:
                 rewards += group.rewards
                 if filling.offer(step.teaches(group)):
@@ -123,12 +138,11 @@ async def _kept(step: Step, answer: Answer, filling: Filling, metrics: dict[str,
         metrics["sampling/reward/mean"] = sum(rewards) / len(rewards)
 
 
-async def _in_turn(
-    prompts: Iterable[Prompt] | AsyncIterable[Prompt], answer: Answer, prompt_ids: list[int]
-) -> AsyncGenerator[Group, None]:
+async def _in_turn(step: Step, prompts: Any, answer: Answer, prompt_ids: list[int]) -> AsyncGenerator[Group, None]:
     """The groups of one round, each as soon as all whose prompts were drawn before it have come.
 
     Args:
+        step: says how ranks come by them.
         prompts: of the round.
         answer: has them answered and scored.
         prompt_ids: gets the ids of the prompts, as they are taken.
@@ -141,7 +155,11 @@ async def _in_turn(
 
     waiting: dict[int, Group] = {}
     turn = 0
-    answers = answer(Stream.of(noted(), name="prompts"))
+    if step.deal is None:
+        answers = answer(Stream.of(noted(), name="prompts"))
+    else:
+        prompt_ids += (prompt.id for prompt in prompts)
+        answers = answer(prompts) if prompts else Stream.of(())
     try:
         async for group in answers:
             waiting[group.prompt.id] = group

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import (
-    AsyncIterable,
     AsyncIterator,
     Awaitable,
     Callable,
@@ -254,13 +253,14 @@ class TextWorkload(Workload[Evaluation]):
 
     async def draw(self, index: int) -> Step:
         count = self.config.algorithm.prompts_per_step
-        return self._step(index, () if self.ahead else Stream.of(await self._drawn(count)))
+        return self._step(index, () if self.ahead else await self._drawn(count))
 
-    def _step(self, index: int, prompts: Iterable[Prompt] | AsyncIterable[Prompt]) -> Step:
+    def _step(self, index: int, prompts: Sequence[Prompt]) -> Step:
         return Step(
             index,
-            prompts,
+            Stream.of(prompts),
             self.config.algorithm.group_size,
+            deal=None if self.ahead or self.config.trainer.order != "prompt" else prompts,
             prompts_per_step=self.config.algorithm.prompts_per_step,
             sampling=None if self.ahead else self.algorithm.sampling,
             teaches=partial(teaches, self.algorithm),

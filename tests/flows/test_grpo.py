@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from rlinf.data.datasets.toy_tasks import PromptStream, make_task
 from rlinf.data.step import Step
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.flows.grpo import grpo
-from rlinf.flows.text import filled
+from rlinf.flows.text import filled, generate
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.clock import run_virtual
 from tests.actors import toys
@@ -80,6 +82,16 @@ async def slowly(groups):
     async for group in groups:
         await asyncio.sleep(1.0)
         yield group
+
+
+class Answering(Scripted):
+    """Writes its rank into the versions of what it answers."""
+
+    @endpoint
+    async def generate(self, prompts, n=2):
+        async for made in super().generate(prompts, n):
+            own = [dataclasses.replace(one, versions=np.array([self.rank], np.int32)) for one in made.samples]
+            yield dataclasses.replace(made, samples=tuple(own))
 
 
 def play(scene, rewards, *, hosts=1):
@@ -188,3 +200,25 @@ async def test_steps_repeat_bit_for_bit_however_far_generation_had_come_when_it_
     assert len(expected) == 2 * (8 * 4 + 1)
     for pause in (0.003, 0.01):
         assert await two_steps(pause) == expected
+
+
+@pytest.mark.parametrize("sampling", [None, DynamicSampling(max_rounds=3)])
+def test_dealt_prompts_are_answered_by_the_rank_whose_turn_they_are_however_long_it_takes(sampling):
+    async def who_answers(seconds):
+        rewards = [UNEVEN, EVEN, UNEVEN, UNEVEN, UNEVEN, EVEN]
+        numbers = iter(range(6))
+
+        async def draw(count):
+            return [prompt(number) for number in itertools.islice(numbers, count)]
+
+        async with ActorSystem.local(2, serialize=True) as system:
+            rollout = await system.spawn(Answering, name="rollout", seconds=seconds, rewards=rewards)
+            deal = await draw(4)
+            more = {"prompts_per_step": 4, "sampling": sampling, "draw": draw}
+            step = Step(0, Stream.of(deal), 2, deal=deal, **more)
+            batch = filled(step, functools.partial(generate, step, rollout))
+            return {group.id: group.samples[0].versions[0] for group in await batch.groups.collect()}
+
+    dealt = {0: 0, 2: 0, 3: 1, 4: 0} if sampling else {0: 0, 1: 1, 2: 0, 3: 1}
+    for seconds in ([1.0] * 6, [9.0, 1.0, 9.0, 1.0, 9.0, 1.0], [1.0, 9.0, 1.0, 1.0, 2.0, 3.0]):
+        assert run_virtual(who_answers(seconds))[0] == dealt

@@ -14,7 +14,7 @@ LEARNING = (
 """Some answers are right and some wrong from the first step on, so that every step changes the model."""
 SHARDED = ("--config", QUICKSTART, *TINY, *LEARNING, f"steps={STEPS}", "evaluation.every=0", "checkpoint.every=10")
 GRPO = (*SHARDED, "placement.trainer=0-1")
-"""Process 0 answers and scores; both train."""
+"""Both answer and train; process 0 scores."""
 
 
 def steps_noted(output: Path) -> int:

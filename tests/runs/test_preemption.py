@@ -66,9 +66,11 @@ def test_it_ends_after_the_step_under_way_and_goes_on_bit_for_bit(uninterrupted,
 @pytest.mark.torchrun
 def test_a_signal_to_another_rank_ends_the_whole_job_in_order(uninterrupted, tmp_path):
     assert "told to end by SIGTERM" in told_after(
-        3, tmp_path, signal.SIGTERM, "placement.trainer=1", processes=2, rank=1
+        3, tmp_path, signal.SIGTERM, "placement.trainer=1", "placement.rollout=0", processes=2, rank=1
     )
-    launch(*RUN, f"output_dir={tmp_path}", "--resume", "auto", "placement.trainer=1", processes=2)
+    launch(
+        *RUN, f"output_dir={tmp_path}", "--resume", "auto", "placement.trainer=1", "placement.rollout=0", processes=2
+    )
     equal(uninterrupted, tmp_path / "quickstart")
 
 
@@ -128,7 +130,7 @@ def torchrun(*arguments: str, more: tuple[str, ...] = ()) -> subprocess.Popen[st
 def test_torchrun_restarts_what_was_killed_and_passes_a_signal_on_and_waits(uninterrupted, tmp_path):
     """What it restarts goes on by itself; a signal that it is told to pass on ends the job in order."""
     run, lock = tmp_path / "quickstart", tmp_path / ".quickstart.lock"
-    here = (*RUN, f"output_dir={tmp_path}", "placement.trainer=1", "checkpoint.every=2")
+    here = (*RUN, f"output_dir={tmp_path}", "placement.trainer=1", "placement.rollout=0", "checkpoint.every=2")
     passes_on = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     job = torchrun(*here, more=("--max-restarts", "1", *passes_on))
     try:

@@ -51,7 +51,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(uninterrupted, tmp_path, aft
 @pytest.mark.torchrun
 def test_a_killed_run_on_two_hosts_goes_on_in_one_process(uninterrupted, tmp_path):
     run = killed_after(
-        tmp_path, 5, "placement.trainer=1", processes=2
+        tmp_path, 5, "placement.trainer=1", "placement.rollout=0", processes=2
     )  # two trainers' sums would be rounded differently
     launch(*RUN, f"output_dir={tmp_path}", "--resume", "auto")
     equal(uninterrupted, run)

@@ -276,3 +276,36 @@ async def test_an_actor_may_end_itself(system: ActorSystem) -> None:
         await worker[0].end_myself()
     await until(lambda: closings(log))
     assert await closings(log) == ["worker[0]"]
+
+
+class _Collector:
+    """Stands in for `gc`: how many objects are frozen."""
+
+    def __init__(self, frozen: int):
+        self.frozen = frozen
+
+    def get_freeze_count(self) -> int:
+        return self.frozen
+
+    def freeze(self) -> None:
+        self.frozen += 1000
+
+    def unfreeze(self) -> None:
+        self.frozen = 0
+
+
+@pytest.mark.parametrize(("before", "within"), [(0, 1000), (7, 7)])
+async def test_what_lives_before_a_system_is_frozen_until_the_last_one_closes_unless_the_program_froze(
+    monkeypatch: pytest.MonkeyPatch, before: int, within: int
+) -> None:
+    monkeypatch.setattr("rlinf.runtime.system.system.gc", collector := _Collector(before))
+    async with ActorSystem.local():
+        assert collector.frozen == within
+        async with ActorSystem.local():
+            assert collector.frozen == within
+        assert collector.frozen == within
+    assert collector.frozen == before
+    with pytest.raises(RuntimeError, match="stop"):
+        async with ActorSystem.local():
+            raise RuntimeError("stop")
+    assert collector.frozen == before

@@ -302,7 +302,7 @@ class Host:
             self.values.give_back(sent.lends)
         if sent.ref is not None:
             sent.ref._load -= 1
-        return sent.promise() if isinstance(sent, Sent) else sent
+        return promise_of(sent)
 
     def _settle(self, number: int, status: int, payload: Payload) -> None:
         sent = self.sent.get(number)

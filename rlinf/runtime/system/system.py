@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import os
 import socket
 import weakref
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -277,7 +278,8 @@ class ActorSystem:
             watch.add_done_callback(lambda watch: watch.cancelled() or task.cancel())
         failed = True
         try:
-            yield system
+            with _collector_frozen():
+                yield system
             failed = False
         except asyncio.CancelledError:
             if watch is not None and watch.done() and not watch.cancelled():
@@ -513,6 +515,27 @@ class ActorSystem:
     def living(self) -> list[int]:
         """The hosts that are not lost."""
         return [number for number in range(self.hosts) if number not in self._host.lost_hosts]
+
+
+_opened = 0
+"""Systems for which the garbage collector is frozen."""
+
+
+@contextlib.contextmanager
+def _collector_frozen() -> Iterator[None]:
+    """Spare what lives before a system from the garbage collector until the last system is closed: to scan all that a
+    program has imported, at every full collection, stalls the loop. A program that froze by itself is left alone."""
+    global _opened
+    freezes = _opened > 0 or gc.get_freeze_count() == 0
+    if freezes and not _opened:
+        gc.freeze()
+    _opened += freezes
+    try:
+        yield
+    finally:
+        _opened -= freezes
+        if freezes and not _opened:
+            gc.unfreeze()
 
 
 # Many hosts in one process --------------------------------------------------------------------------------------------

@@ -106,10 +106,11 @@ def run(
 def switching_often() -> Iterator[None]:
     """For a system in a program that is not ours to set up: the switch interval of `run`, and afterwards its own.
 
-    Of what `run` does besides, `gc.freeze` is left to the program: what it froze would never be given back.
+    What the program has dropped is collected before the system freezes what there is: a model lies in cycles.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH_INTERVAL))
+    gc.collect()
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from rlinf.runtime.actor.dispatch import FirstSteps, serve, serve_local
 from rlinf.runtime.base.calls import FLOW, SERVICE, ActorId, Call, Gang, Key, current_call, task_of
 from rlinf.runtime.base.clock import is_virtual
 from rlinf.runtime.base.errors import ActorDied, RemoteError
-from rlinf.runtime.base.tasks import cancel_all
+from rlinf.runtime.base.tasks import cancel_all, mark_seen
 from rlinf.runtime.observe.dataflow import FlowBook
 from rlinf.runtime.observe.spans import Tracer
 from rlinf.runtime.transport.link import (
@@ -213,8 +213,7 @@ class Host:
 
         def brought(done: asyncio.Future[Any]) -> None:
             if promise.done():
-                if not done.cancelled():
-                    done.exception()
+                mark_seen(done)
             elif done.cancelled():
                 promise.cancel()
             elif (error := done.exception()) is not None:
@@ -380,12 +379,8 @@ class Host:
     # The loop and its thread -------------------------------------------------------------------------------------
 
     def post_safely(self, host: int, message: Message) -> None:
-        if host in self.lost_hosts:
-            return
-        if threading.get_ident() == self.thread:
-            self.link(host).post(message)
-        else:
-            self.soon(lambda: self.link(host).post(message))
+        if host not in self.lost_hosts:
+            self.on_loop(lambda: self.link(host).post(message))
 
     def soon(self, fn: Callable[[], object]) -> None:
         if self.loop.is_closed():

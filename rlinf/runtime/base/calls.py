@@ -138,8 +138,7 @@ else:  # there it is written in Python, and every call asks it
 
 def current_task() -> asyncio.Task[Any] | None:
     """The running task."""
-    loop = cast(asyncio.AbstractEventLoop, _get_running_loop())
-    return task_of(loop)
+    return task_of(cast(asyncio.AbstractEventLoop, _get_running_loop()))
 
 
 def lease_here() -> DeviceLease | None:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf.runtime.actor.actor import show_wait
 from rlinf.runtime.actor.dispatch import travelling
-from rlinf.runtime.base.calls import SERVICE, Key, current_scope, waiter
+from rlinf.runtime.base.calls import SERVICE, Key, current_scope
 from rlinf.runtime.base.errors import QueueClosed
 from rlinf.runtime.observe.dataflow import Origin
 from rlinf.runtime.streams.item_queue import ItemQueue, Pairs, Token
 from rlinf.runtime.values.codec import ValueRef, reading_codec
-from rlinf.runtime.values.promise import Promise, holds_promise, resolve
+from rlinf.runtime.values.promise import ATOMS, Promise, holds_promise, resolve
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.calls import Host
@@ -96,9 +96,11 @@ class QueueRegistry:
         if scoped and (scope := current_scope.get()) is not None:
             scope.adopt(queue)
 
-    def get(self, id: Key) -> ItemQueue | None:
-        """The queue of this id, if it still exists."""
-        return self.queues.get(id)
+    def tell(self, id: Key, method: str, *args: Any) -> None:
+        """Call a method of the queue of this id, if it still exists."""
+        queue = self.queues.get(id)
+        if queue is not None:
+            getattr(queue, method)(*args)
 
     def find(self, id: Key, name: str = "the channel or stream") -> ItemQueue:
         """The queue of this id.
@@ -193,12 +195,6 @@ class QueueRegistry:
         return list(self.queues.values())
 
 
-def queues_of(host: Host) -> QueueRegistry:
-    """The registry of a host."""
-    registry: QueueRegistry = host.system.queues
-    return registry
-
-
 class QueueHandle:
     """Reaches one `ItemQueue` from one host, which may or may not be the queue's own.
 
@@ -224,7 +220,8 @@ class QueueHandle:
         """The queue itself, where it lives on this host."""
         if self.owner != self.host.rank:
             return None
-        return queues_of(self.host).find(self.id, self.name)
+        registry: QueueRegistry = self.host.system.queues
+        return registry.queues.get(self.id) or registry.find(self.id, self.name)
 
     def rebind(self, host: Host) -> QueueHandle:
         """Return a handle of the same queue, seen from another host of this process."""
@@ -242,10 +239,10 @@ class QueueHandle:
             value = await resolve(value)
         queue = self.local()
         if queue is not None:
-            await queue.put(value, key=key, weight=weight, name=waiter())
+            await queue.put(value, key=key, weight=weight)
             return
         item = (None, *self.seal(value), weight, key)
-        if self.capacity is None and queues_of(self.host).may_feed(self.id):
+        if self.capacity is None and self.host.system.queues.may_feed(self.id):
             self.host.cast(self.owner, SERVICE, "queue_feed", self.id, item, self.plain)
         else:
             await self._call("queue_put_one", self.id, item, self.plain)
@@ -272,8 +269,8 @@ class QueueHandle:
         queue = self.local()
         if queue is None:
             return await self.open(await self.ask(token, most, **wishes))
-        pairs = await queue.take(token, most, name=waiter(), **wishes)
-        return pairs if unread else await self.open(pairs)
+        pairs = await queue.take(token, most, **wishes)
+        return pairs if unread or all(type(value) in ATOMS for _, value in pairs) else await self.open(pairs)
 
     def ask(self, token: Token, most: int, **wishes: Any) -> Promise[Pairs]:
         """Ask a queue on another host for items; they come unopened."""
@@ -283,11 +280,7 @@ class QueueHandle:
 
     async def at_hand(self, token: Token, least: int) -> None:
         """Wait until so many items are there for whoever has this token, or all that will ever be; take nothing."""
-        queue = self.local()
-        if queue is None:
-            await self.ask(token, 0, least=least, peek=True)
-        else:
-            await queue.take(token, 0, least=least, peek=True, name=waiter())
+        await self.take(token, 0, least=least, peek=True)
 
     async def open(self, pairs: Pairs) -> Pairs:
         """Open what was taken, wherever its values are."""
@@ -306,18 +299,15 @@ class QueueHandle:
 
     def hold(self, change: int) -> None:
         """One more handle that was sent away keeps the queue, or one fewer; the last to go stops the producers."""
-        if self.owner == self.host.rank:
-            queues_of(self.host).hold(self.id, change)
-        else:
-            self.host.cast(self.owner, SERVICE, "tell_queues", "hold", (self.id, change))
+        self._tell("hold", self.id, change)
 
-    def ack(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
+    def ack(self, token: Token, ids: list[Hashable] | None = None) -> None:
         """These items are done (default: all held under the token)."""
-        self._cast("ack", token, None if ids is None else list(ids))
+        self._cast("ack", token, ids)
 
-    def requeue(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
+    def requeue(self, token: Token, ids: list[Hashable] | None = None) -> None:
         """Give these items back (default: all held under the token)."""
-        self._cast("requeue", token, None if ids is None else list(ids))
+        self._cast("requeue", token, ids)
 
     def insist(self, token: Token, more: bool = False) -> None:
         """Tell the queue that what was asked for as spare is needed now."""
@@ -325,10 +315,7 @@ class QueueHandle:
 
     def close(self) -> None:
         """No more items will come."""
-        if self.owner == self.host.rank:
-            queues_of(self.host).close(self.id)
-        else:
-            self.host.cast(self.owner, SERVICE, "tell_queues", "close", (self.id,))
+        self._tell("close", self.id)
 
     def fail(self, error: BaseException) -> None:
         """End the queue with an error."""
@@ -339,12 +326,14 @@ class QueueHandle:
         self._cast("abandon")
 
     def _cast(self, method: str, *args: Any) -> None:
+        self._tell("tell", self.id, method, *args)
+
+    def _tell(self, method: str, *args: Any) -> None:
+        """Tell the registry of the queue's host."""
         if self.owner == self.host.rank:
-            queue = queues_of(self.host).get(self.id)
-            if queue is not None:
-                getattr(queue, method)(*args)
+            getattr(self.host.system.queues, method)(*args)
         else:
-            self.host.cast(self.owner, SERVICE, "queue_cast", self.id, method, args)
+            self.host.cast(self.owner, SERVICE, "tell_queues", method, args)
 
     def _call(self, method: str, *args: Any) -> Any:
         return self.host.call(self.owner, SERVICE, method, f"{self.name}.{method[6:]}", args, {})

@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Unpack
 
+from rlinf.runtime.base.calls import waiter
 from rlinf.runtime.base.errors import QueueClosed, again
 from rlinf.runtime.observe.dataflow import Counter
 from rlinf.runtime.streams.queue_state import Item, Items, Pairs, PutIds, Putter, Running, Taker, Token, Waiting, Wishes
@@ -86,7 +87,7 @@ class ItemQueue:
         self._append(value, id, key, weight)
         return True
 
-    def put_late(self, value: Any, *, key: Hashable, weight: float) -> None:
+    def put_late(self, value: Any, key: Hashable, weight: float) -> None:
         """Queue an item that was put before the queue began to close; dropped if the queue has failed."""
         if not self.closed:
             self._append(value, None, key, weight)
@@ -96,9 +97,10 @@ class ItemQueue:
             id = next(self._ids)
         else:
             self._seen.add(id)
-        if key not in self._queued:
-            self._queued[key] = Items()
-        self._queued[key].append(Item(id, value, weight, key, self.put_count))
+        queued = self._queued.get(key)
+        if queued is None:
+            queued = self._queued[key] = Items()
+        queued.append(Item(id, value, weight, key, self.put_count))
         self._size += 1
         self.put_count += 1
         if self.counter is not None:
@@ -112,9 +114,14 @@ class ItemQueue:
         self._seen.forget(ids)
 
     async def put(
-        self, value: Any, *, id: Hashable = None, key: Hashable = None, weight: float = 1.0, name: str = "?"
+        self, value: Any, *, id: Hashable = None, key: Hashable = None, weight: float = 1.0, name: str | None = None
     ) -> None:
-        """Queue an item, waiting for space, after those who wait already. Cancelled, it has not been queued."""
+        """Queue an item, waiting for space, after those who wait already. Cancelled, it has not been queued.
+
+        Args:
+            id, key, weight: see `put_nowait`.
+            name: who waits, if not the running code.
+        """
         if self._waiting.putters or not self.put_nowait(value, id=id, key=key, weight=weight):
             await self._reserve(key, name)
             self._reserved -= 1
@@ -126,7 +133,7 @@ class ItemQueue:
         """True if `put` would not wait."""
         return not self._waiting.putters and self._space_for(None)
 
-    async def space(self, name: str = "?") -> None:
+    async def space(self, name: str | None = None) -> None:
         """Wait until an item may be queued."""
         self._check_open()
         if not self.has_space:
@@ -140,9 +147,9 @@ class ItemQueue:
     def _has_room(self) -> bool:
         return self.capacity is None or self.unbounded or self._size + self._reserved < self.capacity
 
-    async def _reserve(self, key: Hashable, name: str) -> None:
+    async def _reserve(self, key: Hashable, name: str | None) -> None:
         """Wait for a place; it counts as taken until `_reserved` is lowered again."""
-        putter = Putter(key, name)
+        putter = Putter(key, name or waiter())
         self._waiting.add_putter(putter)
         self._wake_putters()
         try:
@@ -220,8 +227,9 @@ class ItemQueue:
             return [] if self._at_hand(token, least, key) else None
         queued = self._queued.get(key)
         if queued:
-            count = self._grant(token, queued, most, least, weight, spare)
-            if count:
+            if not spare and weight is None and len(queued) >= least:  # as nearly always
+                return self._hand_out(token, queued, most, key)
+            if count := self._grant(token, queued, most, least, weight, spare):
                 return self._hand_out(token, queued, count, key)
         elif self._at_end(key) or (more and self.closed):
             return []
@@ -243,7 +251,7 @@ class ItemQueue:
         return there >= least or (self.closed and (there > 0 or token in self._running or self._at_end(key)))
 
     def _hand_out(self, token: Token, queued: Items, count: int, key: Hashable) -> Pairs:
-        items = queued.next(count)
+        items = queued.next(min(count, len(queued)))
         self._running.add(token, key, items)
         if not queued:
             del self._queued[key]
@@ -253,27 +261,32 @@ class ItemQueue:
                     self._offer(taker)
         return [(item.id, item.value) for item in items]
 
-    async def take(self, token: Token, most: int = 1, *, name: str = "?", **wishes: Unpack[Wishes]) -> Pairs:
-        """Like `take_nowait`, waiting. Cancelled, it has taken nothing."""
-        pairs = self.take_nowait(token, most, **wishes)  # nobody waits for what is there
-        if pairs is not None:
-            return self._note(token, name, pairs)
-        taker = Taker(token, most, wishes, name)
-        self._waiting.add_taker(taker)
-        self._wake_putters()  # for a taker that needs more than may be queued
-        try:
-            return self._note(token, name, await taker.future)
-        except asyncio.CancelledError:
-            if not self._waiting.remove_taker(taker) and taker.served:
-                self.requeue(token, [id for id, _ in taker.future.result()])
-            raise
-        finally:
-            del taker  # it leads to the error, and the error's traceback here
+    async def take(self, token: Token, most: int = 1, *, name: str | None = None, **wishes: Unpack[Wishes]) -> Pairs:
+        """Like `take_nowait`, waiting. Cancelled, it has taken nothing.
 
-    def _note(self, token: Token, name: str, pairs: Pairs) -> Pairs:
+        Args:
+            token, most, wishes: see `take_nowait`.
+            name: who takes, if not the running code.
+        """
+        pairs, name = self.take_nowait(token, most, **wishes), name or waiter()
+        if pairs is None:  # nobody waits for what is there
+            pairs = await self._taken(Taker(token, most, wishes, name))
         if pairs:
             self._running.holders[token] = name
         return pairs
+
+    async def _taken(self, taker: Taker) -> Pairs:
+        self._waiting.add_taker(taker)
+        self._wake_putters()  # for a taker that needs more than may be queued
+        try:
+            pairs: Pairs = await taker.future
+            return pairs
+        except asyncio.CancelledError:
+            if not self._waiting.remove_taker(taker) and taker.served:
+                self.requeue(taker.token, [id for id, _ in taker.future.result()])
+            raise
+        finally:
+            del taker  # it leads to the error, and the error's traceback here
 
     def ack(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
         """The consumer is done with these items (default: all that it holds): they are gone."""
@@ -281,12 +294,12 @@ class ItemQueue:
             done = self._running.remove(token, ids)
             self._size -= len(done)
             self.done_count += len(done)
-            # somebody may wait to hear that a key ends with these items
-            ended = [key for key in dict.fromkeys(item.key for item in done) if self._at_end(key)]
-            self._serve_after(token, ended)
+            if self._waiting.takers:  # who may wait to hear that a key ends with these items
+                self._serve_after(token, [key for key in {item.key: None for item in done} if self._at_end(key)])
             if self._waiting.putters:
                 self._wake_putters()
-            self._check_end()
+            if self.closed:
+                self._check_end()
 
     def requeue(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
         """The consumer gives these items back (default: all that it holds): they take their old places."""

@@ -41,7 +41,7 @@ class Items(deque[Item]):
     def next(self, count: int) -> list[Item]:
         """Take so many."""
         self._weighed = (0, 0.0)
-        return [self.popleft() for _ in range(count)]
+        return [self.popleft()] if count == 1 else [self.popleft() for _ in range(count)]
 
     def put_back(self, items: list[Item]) -> None:
         """Items that were taken, to their old places."""
@@ -89,7 +89,9 @@ class Running:
 
     def add(self, token: Token, key: Hashable, items: list[Item]) -> None:
         """The holder of a token took these items of one key, at least one."""
-        self.by_token.setdefault(token, {}).update((item.id, item) for item in items)
+        own = self.by_token.setdefault(token, {})
+        for item in items:
+            own[item.id] = item
         self._counts[key] = self._counts.get(key, 0) + len(items)
 
     def remove(self, token: Token, ids: Iterable[Hashable] | None = None) -> list[Item]:
@@ -97,9 +99,10 @@ class Running:
         own = self.by_token[token]
         items = [item for id in (list(own) if ids is None else ids) if (item := own.pop(id, None)) is not None]
         for item in items:
-            self._counts[item.key] -= 1
-            if not self._counts[item.key]:
+            if self._counts[item.key] == 1:
                 del self._counts[item.key]
+            else:
+                self._counts[item.key] -= 1
         if not own:
             del self.by_token[token]
             self.holders.pop(token, None)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlinf.runtime.actor.actor import Cell, show_wait
-from rlinf.runtime.base.calls import Call, DeviceLease, waiter
+from rlinf.runtime.base.calls import Call, DeviceLease
 from rlinf.runtime.base.errors import ActorDied, QueueClosed, UserError
 from rlinf.runtime.streams.channel import QueueHandle
 from rlinf.runtime.streams.stream import Consumer, Stream
@@ -78,7 +78,7 @@ class Emitter:
         self._window = min(capacity or 1024, 1024)
         self._gathered: deque[tuple[tuple[Any, ...], Callable[[], None] | None]] = deque()
         self._sending: Promise[Any] | None = None
-        self._moved: asyncio.Future[None] | None = None
+        self._moved = asyncio.Event()
         self._error: BaseException | None = None
         self._forgotten: list[Hashable] = []
         self.unbounded = False
@@ -93,13 +93,14 @@ class Emitter:
             value = await resolve(value)
         sink = self._sink
         queue = sink.local()
+        if queue is not None and queue.has_space:  # as nearly always
+            queue.put_nowait(value, id=id, force=True)
+            return None if done is None else done()
         start = sink.host.now()
         if queue is not None:
-            await queue.put(value, id=id, name=waiter())
+            await queue.put(value, id=id)
             show_wait(sink.host, f"space in {sink.name}", start)
-            if done is not None:
-                done()
-            return
+            return None if done is None else done()
         while len(self._gathered) >= self._window and not self.unbounded and self._error is None:
             await self._wait()
         show_wait(sink.host, f"space in {sink.name}", start)
@@ -136,8 +137,7 @@ class Emitter:
                     done()
             if self._gathered:
                 self._send()
-        if self._moved is not None and not self._moved.done():
-            self._moved.set_result(None)
+        self._moved.set()
 
     def stop(self) -> None:
         """Send nothing more: what has gathered is dropped. What is on its way arrives."""
@@ -152,9 +152,8 @@ class Emitter:
         self._gathered.clear()
 
     async def _wait(self) -> None:
-        if self._moved is None or self._moved.done():
-            self._moved = asyncio.get_running_loop().create_future()
-        await self._moved
+        self._moved.clear()
+        await self._moved.wait()
 
     async def flush(self) -> None:
         """Wait until the sink has everything."""
@@ -167,8 +166,7 @@ class Emitter:
         """Others wait for the device this stage holds: do not wait for the sink any more."""
         self.unbounded = True
         self._sink._cast("release_bound")
-        if self._moved is not None and not self._moved.done():
-            self._moved.set_result(None)
+        self._moved.set()
 
 
 async def generate(
@@ -203,8 +201,12 @@ class MapWorker:
         consumer: Consumer[Any] = Consumer(self.source, prefetch=True, most=self.batch or 1)
         try:
             while batch := await consumer.take(acknowledge=False):
-                self.emitter.forget(consumer.forgotten())
-                async with call.lease.use(len(batch), consumer.look) if call.lease is not None else nullcontext():
+                if ids := consumer.forgotten():
+                    self.emitter.forget(ids)
+                if call.lease is None:
+                    await self._one(call, consumer, batch)
+                    continue
+                async with call.lease.use(len(batch), consumer.look):
                     await self._one(call, consumer, batch)
         except BaseException:
             self.emitter.stop()  # before others get what is given back here

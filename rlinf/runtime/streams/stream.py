@@ -21,16 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterable,
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Hashable,
-    Iterable,
-    Sequence,
-)
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Hashable, Iterable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -39,7 +30,7 @@ from rlinf.runtime.base.calls import SERVICE, Call, DeviceLease, current_call, c
 from rlinf.runtime.base.errors import QueueClosed
 from rlinf.runtime.base.tasks import mark_seen
 from rlinf.runtime.observe.dataflow import Counter, Origin, amount
-from rlinf.runtime.streams.channel import QueueHandle, queues_of
+from rlinf.runtime.streams.channel import QueueHandle
 from rlinf.runtime.streams.item_queue import ItemQueue, Pairs, Token
 from rlinf.runtime.transport.link import CAST, Message
 
@@ -117,7 +108,7 @@ class Stream(Generic[T]):
         if not isinstance(origin, tuple):
             origin = (origin or here(current_call.get()), key, 0)
             queue.counter = host.flows.counter(origin)
-        queues_of(host).add(key, queue, scoped=True)
+        host.system.queues.add(key, queue, scoped=True)
         queue.hold(1)
         return Stream(QueueHandle(host, host.rank, key, queue.name, capacity, origin), queue)
 
@@ -308,7 +299,7 @@ class Consumer(AsyncIterator[T]):
             self._depth = origin[2]
         self._ready: deque[tuple[Hashable, T]] = deque()
         self._last: list[Hashable] = []
-        self._prefetch = prefetch
+        self._prefetch = prefetch and stream.handle.owner != stream.handle.host.rank
         self._unread = unread
         self.most = most
         self._ahead: asyncio.Task[Pairs] | None = None
@@ -340,10 +331,11 @@ class Consumer(AsyncIterator[T]):
         Args:
             acknowledge: what was taken before is done. Otherwise the caller acknowledges each by `ack`.
         """
-        if self._given is not None:
-            self._busy = self._handle.host.now() - self._given
+        if self._prefetch:
+            now = self._handle.host.now()
+            self._busy = None if self._given is None else now - self._given
         done = len(self._last)
-        if acknowledge and self._last:
+        if acknowledge and done:
             self.ack(self._last)
             self._last = []
         call = current_call.get()
@@ -356,15 +348,19 @@ class Consumer(AsyncIterator[T]):
         elif lease is not None and lease.released and not lease.stage:
             async with lease.waiting():
                 await lease.enough(0, self.look)
-        pairs = [self._ready.popleft() for _ in range(min(self.most, len(self._ready)))]
+        if len(self._ready) <= self.most:
+            pairs, self._ready = list(self._ready), deque()
+        else:
+            pairs = [self._ready.popleft() for _ in range(self.most)]
         if acknowledge:
             self._last = [id for id, _ in pairs]
         self._in_hand += len(pairs)
         if self._counter is not None and pairs:
             depth = self._depth
             self._counter.add(amount((value for _, value in pairs), depth) if depth else len(pairs))
-        self._given = self._handle.host.now()
-        self._look_ahead()
+        if self._prefetch:
+            self._given = self._handle.host.now()
+            self._look_ahead()
         return pairs
 
     async def _offer(self, call: Call | None, done: int) -> None:
@@ -398,10 +394,13 @@ class Consumer(AsyncIterator[T]):
         handle = self._handle
         start = handle.host.now()
         try:
-            async with lease.waiting() if lease is not None else contextlib.nullcontext():
+            if not works:
                 opened = await self._next()
-                if works and opened and (over := self._lease_over(current_call.get())) is not None:
-                    await over.enough(len(opened), self.look)
+            else:
+                async with lease.waiting() if lease is not None else contextlib.nullcontext():
+                    opened = await self._next()
+                    if opened and (over := self._lease_over(current_call.get())) is not None:
+                        await over.enough(len(opened), self.look)
         except BaseException:  # cancelled, or an item cannot be opened here: perhaps another consumer can
             self._ready.clear()
             handle.requeue(self._token)
@@ -428,9 +427,9 @@ class Consumer(AsyncIterator[T]):
         self._handle.host.loop.call_soon(self._handle.insist, self._token, more)
 
     def _look_ahead(self) -> None:
-        """Ask for more while working on what there is, if the stream lives elsewhere and has items to spare."""
+        """Ask for more while working on what there is, if the stream has items to spare."""
         handle = self._handle
-        if not self._prefetch or self._ended or self._ahead is not None or handle.owner == handle.host.rank:
+        if self._ended or self._ahead is not None:
             return
         if self._busy is None or self._busy > NOT_AHEAD_SECONDS:
             return
@@ -447,10 +446,14 @@ class Consumer(AsyncIterator[T]):
             outputs: ids of what was made of them, for `forgotten`.
         """
         self._in_hand -= len(ids)
-        capacity = self._handle.capacity
+        self._made += outputs
+        handle = self._handle
+        if handle.owner == handle.host.rank:
+            handle.host.system.queues.tell(handle.id, "ack", self._token, ids)
+            return
+        capacity = handle.capacity
         busy = self._in_hand > 0 or bool(self._ready)  # so nobody waits for the end of the stream yet
         self._acks.add(ids, lazily=busy and (capacity is None or capacity >= LAZY_FROM))
-        self._made += outputs
 
     def forgotten(self) -> list[Hashable]:
         """Ids, each told once, that nobody will put any more: of what was made of items that are gone for good.
@@ -495,9 +498,7 @@ class Consumer(AsyncIterator[T]):
 
 
 class Acks:
-    """Word of what one consumer is done with. To another host, one message takes along all that is done until it
-    leaves.
-    """
+    """Word to another host of what a consumer is done with: a message takes along all that is done until it leaves."""
 
     __slots__ = ("_handle", "_ids", "_token")
 
@@ -507,13 +508,9 @@ class Acks:
 
     def add(self, ids: list[Hashable], *, lazily: bool) -> None:
         """These are done; `lazily`: it need not be told at once."""
-        handle = self._handle
-        if handle.owner == handle.host.rank:
-            handle.ack(self._token, ids)
-            return
         waiting = bool(self._ids)
         self._ids += ids
-        link = handle.host.link(handle.owner)
+        link = self._handle.host.link(self._handle.owner)
         if not lazily:
             link.post(self)
         elif not waiting:
@@ -521,7 +518,7 @@ class Acks:
 
     def message(self) -> Message:
         ids, self._ids = self._ids, []
-        return (CAST, SERVICE, "queue_cast", (self._handle.id, "ack", (self._token, ids)))
+        return (CAST, SERVICE, "tell_queues", ("tell", (self._handle.id, "ack", self._token, ids)))
 
 
 async def _take_ahead(
@@ -593,21 +590,16 @@ def run(
 
 
 async def feed(items: Any, sink: ItemQueue) -> None:
-    if not isinstance(items, AsyncIterable):
-        for item in items:
-            await sink.put(item, name=waiter())
-        return
-    async with contextlib.AsyncExitStack() as stack:
-        if isinstance(items, AsyncGenerator):
-            await stack.enter_async_context(aclosing(items))
-        async for item in items:
-            await sink.put(item, name=waiter())
+    source: Any = each(items)
+    async with aclosing(source) if hasattr(source, "aclose") else contextlib.nullcontext():
+        async for item in source:
+            await sink.put(item)
 
 
 async def batch(source: Consumer[Any], sink: ItemQueue, n: int) -> None:
     source.most = n
     while pairs := await source.take():
-        await sink.put([value for _, value in pairs], name=waiter())
+        await sink.put([value for _, value in pairs])
 
 
 async def batch_by_weight(source: Consumer[Any], sink: ItemQueue, weight: Callable[[Any], float], limit: float) -> None:
@@ -617,12 +609,12 @@ async def batch_by_weight(source: Consumer[Any], sink: ItemQueue, weight: Callab
         item = pairs[0][1]
         heavy = weight(item)
         if gathered and total + heavy > limit:
-            await sink.put(gathered, name=waiter())
+            await sink.put(gathered)
             gathered, total = [], 0.0
         gathered.append(item)
         total += heavy
     if gathered:
-        await sink.put(gathered, name=waiter())
+        await sink.put(gathered)
 
 
 async def take(source: Consumer[Any], sink: ItemQueue, n: int) -> None:
@@ -630,7 +622,7 @@ async def take(source: Consumer[Any], sink: ItemQueue, n: int) -> None:
         pairs = await source.take()
         if not pairs:
             return
-        await sink.put(pairs[0][1], name=waiter())
+        await sink.put(pairs[0][1])
     source.leave()
     source.abandon()  # whoever else holds the stream
 
@@ -673,7 +665,7 @@ async def _space_in_any(sinks: Sequence[ItemQueue]) -> None:
     used = [sink for sink in sinks if sink.error is None]
     if not used or any(sink.has_space for sink in used):
         return
-    waits = [asyncio.ensure_future(sink.space(waiter())) for sink in used]
+    waits = [asyncio.ensure_future(sink.space()) for sink in used]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:

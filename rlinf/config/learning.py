@@ -159,7 +159,7 @@ class TeacherConfig:
 class NamedTeacher:
     """One of several teachers: an entry of `teachers`."""
 
-    model: str
+    model: Place
     """Hugging Face directory (or hub name); its tokens must be those of the policy."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False, strict=True)
     """Its share in the mixture, relative to the others'."""

@@ -205,6 +205,8 @@ def advice(error: ErrorDetails, leaf: Leaf) -> str:
     if leaf.is_mapping and len(error["loc"]) > leaf.key.count(".") + 1:
         unknown = error["type"] in ("extra_forbidden", "unexpected_keyword_argument")
         return "there is no such key" if unknown else error["msg"].replace("Input should be", "expected")
+    if error["type"] == "value_error":
+        return error["msg"].removeprefix("Value error, ")
     too_large = "this is too large a number; " if error["type"] == "int_parsing_size" else ""
     return f"{too_large}expected {leaf.expectation}"
 

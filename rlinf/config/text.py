@@ -80,7 +80,8 @@ class ModelConfig:
     """The policy: a saved Hugging Face model, or a small one made from nothing."""
 
     path: Place | None = None
-    """Hugging Face directory (or hub name) to start from; null makes a new model from `model.config`."""
+    """Hugging Face directory (or hub name) to start from, or a GGUF file; null makes a new model from
+    `model.config`."""
     config: dict[str, Any] = field(default_factory=lambda: {"model_type": "qwen2"})
     """Hugging Face configuration of a new model: `model_type` and that type's own keys. The vocabulary comes from the
     tokenizer."""
@@ -477,9 +478,9 @@ class RunConfig(CommonConfig):
             if not isinstance(entry, Mapping):
                 yield key, "write {model: DIR}, and weight, dtype or devices if they differ"
                 continue
-            yield from ((key, f"{inner}: {advice}") for inner, advice in entry_mistakes(NamedTeacher, entry))
-            model = entry.get("model")
-            if isinstance(model, str) and looks_local(model) and not os.path.isdir(os.path.expanduser(model)):
+            if wrong := [*entry_mistakes(NamedTeacher, entry)]:
+                yield from ((key, f"{inner}: {advice}") for inner, advice in wrong)
+            elif looks_local(model := NamedTeacher(**entry).model) and not os.path.isdir(model):
                 yield key, f"model: {_NO_MODEL}"
         if self.teachers and self.teacher.model is not None:
             yield "teacher.model", "there are several, in `teachers`: make it one of them, or remove it"
@@ -494,7 +495,4 @@ class RunConfig(CommonConfig):
     @property
     def named_teachers(self) -> dict[str, NamedTeacher]:
         """Several teachers by the names of their roles: `teacher_math` of `math`."""
-        return {
-            f"teacher_{name}": NamedTeacher(**{**entry, "model": os.path.expanduser(entry["model"])})
-            for name, entry in self.teachers.items()
-        }
+        return {f"teacher_{name}": NamedTeacher(**entry) for name, entry in self.teachers.items()}

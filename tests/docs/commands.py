@@ -26,7 +26,7 @@ from rlinf.config.load import ConfigError
 from rlinf.runs.rules import load_any
 from tests.docs.snippets import ROOT
 
-TARGETS = frozenset(re.findall(r"^([a-z-]+):(?!=).*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+TARGETS = frozenset(re.findall(r"^([a-z0-9-]+):(?!=).*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
 """Those that `make help` lists."""
 EXTRAS = frozenset(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 _TORCHRUN = {"--nproc-per-node": 1, "--nnodes": 1}

@@ -71,10 +71,10 @@ class Row:
         )
 
     @staticmethod
-    def made_up(prompt: int, response: int) -> Row:
-        """A sequence of so many tokens each, for trials."""
+    def made_up(prompt: int, response: int, number: int = 0) -> Row:
+        """A sequence of so many tokens each, for trials; those of other numbers have other answers."""
         ids = np.arange(prompt + response, dtype=np.int64) * 7919 + prompt
-        return Row(ids[:prompt], ids[prompt:])
+        return Row(ids[:prompt], ids[prompt:] + 31 * number)
 
     @property
     def size(self) -> int:

@@ -35,7 +35,7 @@ from torch import Tensor
 from rlinf.config.importing import mistake_in, resolve
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers.batch import BandedRows, DecodeState, PrefillJob, Sampled, Slots
-from rlinf.engines.transformers.model import Block, LeanForward, ModelForward, tolerance
+from rlinf.engines.transformers.model import Block, LeanForward, ModelForward
 from rlinf.engines.transformers.paged_attention import (
     PAGE,
     PagedCache,
@@ -44,6 +44,7 @@ from rlinf.engines.transformers.paged_attention import (
     turn_and_keep,
 )
 from rlinf.engines.transformers.sampling import Rules, choose
+from rlinf.models.language.truth import Results
 
 _TOKENS = 8192
 """Tokens read at once: enough to keep a GPU busy, and a bound on the memory it takes."""
@@ -557,6 +558,8 @@ def row_sizes(max_rows: int) -> list[int]:
     return sizes[: next(number for number, size in enumerate(sizes) if size >= max_rows) + 1]
 
 
+_TEXTS, _STEPS = 8, 24
+"""Made-up texts by which recorded steps are tried, and steps: enough numbers for one in a hundred to be no accident."""
 Graphs = str | Literal[False]
 """Recording of steps as CUDA graphs: `auto`, where that is possible; `off`, never, which YAML reads as False; or the
 dotted path of a `Recorder` that stands in for them on a CPU."""
@@ -597,7 +600,7 @@ def rows_for(
     if graphs in ("off", False) or forward.device.type != "cuda":
         return BandedRows(forward), f"step by step on {forward.device.type}"
     if not isinstance(forward, LeanForward):
-        return BandedRows(forward), "step by step: the model is not of the kind that is recorded"
+        return BandedRows(forward), f"step by step: {forward.slower}"
     if importlib.util.find_spec("triton") is None:
         return BandedRows(forward), "step by step: Triton, whose kernels recorded steps need, is not installed"
     recorder = CudaRecorder(forward.device)
@@ -607,29 +610,33 @@ def rows_for(
 def _graphed(
     forward: LeanForward, recorder: Recorder, max_rows: int, page: int, max_tokens: int | None, name: str
 ) -> tuple[DecodeState, str]:
-    tried = GraphedRows(forward, recorder, 2, page)
-    if (far := difference(forward, tried)) > 2 * tolerance(forward.dtype):  # of log-probs, which differ by two logits
-        return BandedRows(forward), f"step by step: recorded steps are off by {far:.1%} of the largest logit"
+    if (why := unlike_whole(forward, GraphedRows(forward, recorder, _TEXTS, page))) is not None:
+        return BandedRows(forward), f"step by step: recorded steps are not taken, {why}"
     return GraphedRows(forward, recorder, max_rows, page, max_tokens), name
 
 
 @torch.inference_mode()
-def difference(forward: LeanForward, rows: GraphedRows) -> float:
-    """How far log-probs of a recorded step are from those of texts that are read whole, as a share of the largest
-    logit. The rows are empty again afterwards."""
-    texts = [(np.arange(length) * 7919 + length) % forward.vocabulary for length in (9, 6)]
+def unlike_whole(forward: LeanForward, rows: GraphedRows) -> str | None:
+    """How far off the log-probs of recorded steps are beside what `Truth` allows; None if they are not. The rows are
+    empty again afterwards."""
+    texts = [(np.arange(60 - 3 * n) * 7919 + 31 * n) % forward.vocabulary for n in range(_TEXTS)]
     records = Slots(len(texts), None)
-    slots = records.open([Request(slot, text[:-1], Sampling(3), seed=slot) for slot, text in enumerate(texts)])
+    slots = records.open([Request(n, text[:-1], Sampling(_STEPS + 1), seed=n) for n, text in enumerate(texts)])
     records.lengths[slots], records.last[slots] = 1, [text[-1] for text in texts]
     jobs = [PrefillJob(text[:-1], text[:-1], [slot], None) for slot, text in zip(slots.tolist(), texts, strict=True)]
     for _ in rows.read(jobs, records):
         pass
-    rows.step(records)
-    sampled = rows.settle()
+    tokens, logprobs = np.empty((2, len(texts), _STEPS))
+    for number in range(_STEPS):
+        while (sampled := rows.step(records) or rows.settle()) is None:
+            pass
+        order = np.argsort(sampled.slots)[np.argsort(np.argsort(slots))]
+        tokens[:, number], logprobs[:, number] = sampled.tokens[order], sampled.logprobs[order]
+        records.lengths[sampled.slots] += 1
+        records.last[sampled.slots] = sampled.tokens
     rows.park()
-    assert sampled is not None
-    whole = [forward.read(torch.from_numpy(text[None]).to(forward.device), None)[0] for text in texts]
-    logits = torch.cat(whole).float().cpu()
-    order = [sampled.slots.tolist().index(slot) for slot in slots.tolist()]
-    expected = logits.log_softmax(-1).gather(1, torch.from_numpy(sampled.tokens[order])[:, None])[:, 0]
-    return float((torch.from_numpy(sampled.logprobs[order]) - expected).abs().max() / logits.abs().max())
+    answers = tokens.astype(np.int64)
+    whole = [np.concatenate(both) for both in zip(texts, answers, strict=True)]
+    at = torch.from_numpy(answers)[..., None]
+    truth = forward.truth(lambda: forward.whole(whole, _STEPS)[:, :-1].cpu().gather(2, at).squeeze(2))
+    return truth.refuses(Results(torch.from_numpy(logprobs)))

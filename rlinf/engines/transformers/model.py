@@ -13,7 +13,7 @@ what it gains.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -37,12 +37,17 @@ from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights, misfits
 from rlinf.engines.transformers.cache import Band, BandCache, Layers, Place
 from rlinf.models.language.moe import Routers, watch
+from rlinf.models.language.truth import Results, Truth, blocks
 from rlinf.models.offload import Parking
 
 _TOKENS = 8192
 """Tokens read at once, padding included: bounds the memory it takes."""
 _PADDING = 256
 """Padded tokens that cost less than reading some texts apart from the others."""
+
+_RAGGED, _ALIKE, _STEPS, _REST = (47, 31, 16, 4), (24, 24), 6, 3
+"""Tokens of made-up texts that are read, together and with padding, and without; tokens by which they are then stepped;
+and those of the end that are read on from the rest."""
 
 _REFUSALS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """Exceptions that a model may raise that cannot be read token by token."""
@@ -64,6 +69,9 @@ class ModelForward:
 
     continues = False
     """It reads texts on from what it read of their beginnings, as if it read them whole; see `continues`."""
+
+    slower: str | None = None
+    """Why it is not the lean forward; None if it is."""
 
     def __init__(self, model: PreTrainedModel, version: int, pictures: Pictures | None = None):
         self.device: torch.device = model.device
@@ -174,7 +182,7 @@ class ModelForward:
         """Have `routes` told from now on; False where the model has no experts, or chooses them in an unknown way."""
         self._routers = watch(self._model)
         if self._routers is not None:
-            self._whole(np.arange(2), 1)
+            self._model(input_ids=torch.arange(2, device=self.device)[None], use_cache=False)
             self._routers = self._routers if self._routers.understood else None
         return self._routers is not None
 
@@ -190,47 +198,53 @@ class ModelForward:
         return len(cast(nn.Embedding, self._model.get_input_embeddings()).weight)
 
     @torch.inference_mode()
-    def prove(self) -> None:
-        """Read and step made-up texts of several lengths, and compare with the model's reading of each as a whole.
+    def whole(self, texts: Sequence[np.ndarray], steps: int) -> Tensor:
+        """Log-probs after the last `steps` + 1 tokens of texts that the model reads whole, without a cache, float32
+        [texts, steps + 1, vocabulary]."""
+        longest = max(map(len, texts))  # what stands behind a text changes nothing in it
+        ids = torch.from_numpy(np.stack([np.pad(text, (0, longest - len(text)), "edge") for text in texts]))
+        logits: Tensor = self._model(input_ids=ids.to(self.device), use_cache=False).logits
+        ends = [logits[row, len(text) - steps - 1 : len(text)] for row, text in enumerate(texts)]
+        return torch.stack(ends).float().log_softmax(-1)
 
-        Raises:
-            ValueError: it gives something else, or fails; says which model.
+    @torch.inference_mode()
+    def stepped(self) -> Results:
+        """Log-probs after the last tokens of made-up texts, that are read but for these tokens and then stepped."""
+        texts = self._texts()
+        ragged, alike = texts[: len(_RAGGED)], texts[len(_RAGGED) :]
+        return Results(torch.cat([self._stepped(ragged), self._stepped(alike)]).log_softmax(-1))
+
+    def truth(self, compute: Callable[[], Tensor] | None = None) -> Truth:
+        """Right numbers, by default those for `stepped`.
+
+        Args:
+            compute: gives it by `whole`.
         """
-        name = f"{type(self._model).__name__} (model_type {self._model.config.model_type})"
-        steps = 2
-        texts = [(np.arange(length + steps) * 7919 + length) % self.vocabulary for length in (6, 5, 3, 2)]
-        try:
-            expected = torch.stack([self._whole(text, steps) for text in texts])
-            actual = self._stepped(texts, steps)
-        except _REFUSALS as error:
-            raise ValueError(f"{name} cannot be read token by token: {type(error).__name__}: {error}") from error
-        far = (actual - expected).abs().amax(dim=(1, 2)) > tolerance(self.dtype) * expected.abs().max()
-        if far.float().mean() >= 0.5:  # of one text alone, rounding may have chosen other experts
-            raise ValueError(f"{name} does not give the same token by token as it gives for whole texts")
+        numbers = compute or (lambda: self.whole(self._texts(), _STEPS))
+        return Truth.of(lambda: Results(numbers()), self._model, blocks(self._model), self.dtype)
 
-    def _whole(self, text: np.ndarray, steps: int) -> Tensor:
-        """Logits after the last `steps` + 1 tokens of a text, without a cache, float32 [steps + 1, vocabulary]."""
-        logits: Tensor = self._model(input_ids=torch.from_numpy(text[None]).to(self.device), use_cache=False).logits
-        return logits[0, -steps - 1 :].float()
+    def _texts(self) -> list[np.ndarray]:
+        longest = (getattr(self._model.config, "max_position_embeddings", None) or _RAGGED[0] + _STEPS) - _STEPS
+        lengths = [max(1, min(length, longest)) for length in (*_RAGGED, *_ALIKE)]
+        return [(np.arange(length + _STEPS) * 7919 + 31 * n) % self.vocabulary for n, length in enumerate(lengths)]
 
-    def _stepped(self, texts: Sequence[np.ndarray], steps: int) -> Tensor:
-        """The logits that `_whole` gives, for texts, longest first, that are read but for their last tokens and then
-        stepped together, float32 [texts, steps + 1, vocabulary]."""
-        every, lengths = np.arange(len(texts)), np.array([len(text) - steps for text in texts])
+    def _stepped(self, texts: Sequence[np.ndarray]) -> Tensor:
+        """Logits after the last tokens of texts, longest first, that are read and stepped together."""
+        every, lengths = np.arange(len(texts)), np.array([len(text) - _STEPS for text in texts])
         band, first = None, []
         for run in [every] if self.pads else np.split(every, len(every)):
-            logits, layers = self.read(*pad_left([texts[row][:-steps] for row in run.tolist()], self.device))
-            band = band or Band(layers, steps)
+            logits, layers = self.read(*pad_left([texts[row][:-_STEPS] for row in run.tolist()], self.device))
+            band = band or Band(layers, _STEPS)
             band.place(run, lengths[run], layers, torch.arange(len(run), device=self.device))
             first.append(logits)
         assert band is not None
-        logprobs = [torch.cat(first)]
-        for number in range(steps):
-            tokens = torch.from_numpy(np.stack([text[number - steps] for text in texts])).to(self.device)
+        logits_of_steps = [torch.cat(first)]
+        for number in range(_STEPS):
+            tokens = torch.from_numpy(np.stack([text[number - _STEPS] for text in texts])).to(self.device)
             band.reserve()
-            logprobs.append(self.step(tokens, torch.from_numpy(lengths + number).to(self.device), [band]))
+            logits_of_steps.append(self.step(tokens, torch.from_numpy(lengths + number).to(self.device), [band]))
             band.advance()
-        return torch.stack(logprobs, dim=1).float()
+        return torch.stack(logits_of_steps, dim=1).float()
 
     def _step(self, ids: Tensor, positions: Tensor, band: Band) -> Tensor:
         real = band.real() if self._attends else None
@@ -298,26 +312,19 @@ class ModelForward:
 
 
 @torch.inference_mode()
-def continues(forward: ModelForward) -> bool:
-    """True if made-up texts give the same logits when their beginnings are read first and the rest later."""
+def continues(forward: ModelForward, truth: Truth) -> bool:
+    """True if made-up texts give what is right when their beginnings are read first and the rest later."""
     if not forward.pads:  # a state of fixed size is that of the whole text, and cannot be cut
         return False
-    ids = (torch.arange(12, device=forward.device).view(2, 6) * 7919) % forward.vocabulary
-    real = torch.ones((2, 6), dtype=torch.bool, device=forward.device)
-    real[0, :2] = False
+    ids, real = pad_left([text[:-_STEPS] for text in forward._texts()[: len(_RAGGED)]], forward.device)
+    assert real is not None
     try:
-        whole, _ = forward.read(ids, real)
-        _, past = forward.read(ids[:, :4], real[:, :4])
-        parts, _ = forward.read(ids[:, 4:], real, (), past)
+        _, past = forward.read(ids[:, :-_REST], real[:, :-_REST])
+        logits, _ = forward.read(ids[:, -_REST:], real, (), past)
     except Exception:  # of a model that cannot: then every turn is read whole
         return False
-    far = tolerance(forward.dtype) * whole.float().abs().max()
-    return whole.shape == parts.shape and bool(((whole - parts).float().abs() <= far).all())
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """How far logits of two ways to compute them may be apart, as a share of the largest."""
-    return float(torch.finfo(dtype).eps ** 0.5 / 3)  # 1e-4 in float32, 0.03 in bfloat16
+    texts = slice(0, len(ids))
+    return truth.at(texts, 0).refuses(Results(logits.float().log_softmax(-1))) is None
 
 
 def positions_of(ids: Tensor, real: Tensor | None) -> Tensor:
@@ -394,7 +401,7 @@ def pad_left(texts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor,
 
 
 class LeanForward(ModelForward):
-    """A faster `ModelForward` with the same answers, for models for which `fits` is true.
+    """A faster `ModelForward` with the same answers, for models that are not `unlike` a Llama.
 
     Args:
         model: in place on its device, in evaluation mode; only `park` may take it from there: moving the module would
@@ -612,7 +619,7 @@ _WINDOWED = {"mistral", "ministral", "qwen2", "qwen3", "smollm3", "cwm"}
 
 
 def fastest(model: PreTrainedModel, version: int, pictures: Pictures | None = None) -> ModelForward:
-    """The lean forward if it does what the model does, else the model's own.
+    """The lean forward if it is as near to the truth as the model's own, else that.
 
     Args:
         model: in place on its device, in evaluation mode.
@@ -623,14 +630,28 @@ def fastest(model: PreTrainedModel, version: int, pictures: Pictures | None = No
         ValueError: the model does not give the same token by token as for a whole text.
     """
     own = ModelForward(model, version, pictures)
-    forward = own
-    if fits(model):
-        lean = LeanForward(model, version)
-        forward = lean if _agree(own, lean) else own
-    if forward is own:
-        own.prove()
-    forward.continues = continues(forward)
+    try:
+        forward, truth = _nearest(own, model)
+    except _REFUSALS as error:
+        name = f"{type(model).__name__} (model_type {model.config.model_type})"
+        raise ValueError(f"{name} cannot be read token by token: {type(error).__name__}: {error}") from error
+    forward.continues = continues(forward, truth)
     return forward
+
+
+def _nearest(own: ModelForward, model: PreTrainedModel) -> tuple[ModelForward, Truth]:
+    """The lean forward, or else the model's own, which decodes as the model reads whole texts; and what is right."""
+    truth = own.truth()
+    own.slower = unlike(model)
+    if own.slower is None:
+        lean = LeanForward(model, own.version)
+        own.slower = truth.refuses(lean.stepped())
+        if own.slower is None:
+            return lean, truth
+    why = truth.refuses(own.stepped(), torch.arange(len(_RAGGED) + len(_ALIKE)))
+    if why is not None:
+        raise ValueError(f"it does not give the same token by token as it gives for whole texts: {why}")
+    return own, truth
 
 
 def windows_of(model: PreTrainedModel) -> list[int | None]:
@@ -641,23 +662,21 @@ def windows_of(model: PreTrainedModel) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def fits(model: PreTrainedModel) -> bool:
-    """True if the model has the parts of a Llama and no others."""
+def unlike(model: PreTrainedModel) -> str | None:
+    """In what a model differs from a Llama; None if it has the parts of one and no others."""
     trunk, head = getattr(model, "model", None), getattr(model, "lm_head", None)
-    if type(head) is not nn.Linear or {name for name, _ in getattr(trunk, "named_children", list)()} != {
-        "embed_tokens",
-        "layers",
-        "norm",
-        "rotary_emb",
-    }:
-        return False
+    parts = {name for name, _ in getattr(trunk, "named_children", list)()}
+    if type(head) is not nn.Linear or parts != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        return f"{type(model).__name__} has other parts than a Llama"
     assert isinstance(trunk, nn.Module)
-    return (
-        str(getattr(trunk.rotary_emb, "rope_type", None)) in _ROTATIONS  # models with several have a dict
-        and hasattr(trunk.norm, "variance_epsilon")
-        and (model.config.model_type in _WINDOWED or not any(windows_of(model)))
-        and all(_layer_fits(layer) for layer in trunk.layers)  # type: ignore[union-attr]
-    )
+    if str(getattr(trunk.rotary_emb, "rope_type", None)) not in _ROTATIONS:  # models with several have a dict
+        return f"{type(model).__name__} turns queries and keys in another way than a Llama"
+    if model.config.model_type not in _WINDOWED and any(windows_of(model)):
+        return f"the windows of model_type {model.config.model_type} are not known"
+    layers: Any = trunk.layers
+    if not hasattr(trunk.norm, "variance_epsilon") or not all(_layer_fits(layer) for layer in layers):
+        return f"the layers of {type(model).__name__} are not those of a Llama"
+    return None
 
 
 def _layer_fits(layer: nn.Module) -> bool:
@@ -676,26 +695,3 @@ def _layer_fits(layer: nn.Module) -> bool:
     return (
         all(hasattr(norm, "variance_epsilon") for norm in norms) and "silu" in type(mlp.get("act_fn")).__name__.lower()
     )
-
-
-@torch.inference_mode()
-def _agree(own: ModelForward, lean: LeanForward) -> bool:
-    """True if both give the same logits for made-up texts, reading and then stepping, with padding and without."""
-    device = own.device
-    vocabulary = lean.vocabulary
-    ids = (torch.arange(14, device=device).view(2, 7) * 7919) % vocabulary
-    ragged = torch.ones((2, 6), dtype=torch.bool, device=device)
-    ragged[0, :2] = False
-    for real in (ragged, None):
-        lengths = np.array([4, 6] if real is not None else [6, 6])
-        results = []
-        for forward in (own, lean):
-            first, layers = forward.read(ids[:, :6], real)
-            band = Band(layers, 1)
-            band.place(np.arange(2), lengths, layers, torch.arange(2, device=device))
-            second = forward.step(ids[:, 6], torch.from_numpy(lengths).to(device), [band])
-            results.append(torch.stack([first, second]).float())
-        theirs, ours = results
-        if not bool(((theirs - ours).abs() <= tolerance(own.dtype) * theirs.abs().max()).all()):
-            return False
-    return True

@@ -480,6 +480,7 @@ def _checkpointed(inner: Callable[..., Any]) -> Callable[..., Any]:
             inner, *arguments, use_reentrant=False, preserve_rng_state=False, early_stop=False, **keywords
         )
 
+    forward.uncheckpointed = inner  # type: ignore[attr-defined]  # for `truth.wide`, which has its own way
     return forward
 
 

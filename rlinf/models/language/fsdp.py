@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, Literal, get_args
 
@@ -26,8 +26,9 @@ from transformers import PreTrainedModel
 
 from rlinf.config.learning import ParallelConfig
 from rlinf.models.language.moe import experts_of
-from rlinf.models.language.policy_model import PolicyModel, blocks
+from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.language.tensor_parallel import Division, plan_of
+from rlinf.models.language.truth import blocks
 
 Sharding = Literal["shard", "replicate", "hybrid"]
 """One copy in slices over all ranks (FSDP2); a whole copy on every rank (data parallel), or on those that compute
@@ -210,7 +211,10 @@ def shard(
     policy.computes_in = dtype
     placed = _placement(elsewhere) if elsewhere else None
     for block in blocks(policy.model):
-        fully_shard(block, mesh=mesh, mp_policy=precision, shard_placement_fn=placed)
+        # what a block gets is in its dtype already, but where `truth.wide` has it otherwise
+        fully_shard(
+            block, mesh=mesh, mp_policy=replace(precision, cast_forward_inputs=False), shard_placement_fn=placed
+        )
     fully_shard(policy, mesh=mesh, mp_policy=precision, shard_placement_fn=placed)
     sum_gradients(policy)
 

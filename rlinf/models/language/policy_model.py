@@ -19,9 +19,9 @@ classification: what `save_pretrained` would write,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,10 +36,12 @@ from rlinf.data.images import Pictures
 from rlinf.data.packing import Packed, Row, pack, padded
 from rlinf.models.language.attention import ARGUMENT, NAME, REFUSALS, CompiledBlocks, Layout, checkpoint_blocks
 from rlinf.models.language.kernels import HALF, FusedHead, Kernel, KernelName, device_at_fault, kernel_of
-from rlinf.models.language.moe import Mixture, ModelOutputs, Replay
+from rlinf.models.language.moe import Mixture, ModelOutputs, Replay, routers_of
 from rlinf.models.language.pictures import in_rows, never, picture_inputs, with_blank, without
 from rlinf.models.language.tensor_parallel import Division, Share, TensorRanks
+from rlinf.models.language.truth import Results, Truth, blocks, sampled_gradient
 
+T = TypeVar("T")
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Keys of configurations by which models change their logits after the output embedding."""
 
@@ -235,7 +237,7 @@ Attention = Literal["auto", "packed", "padded", "flash", "any"]
 """How sequences may be computed: see `ForwardConfig.attention`. "any" is "auto" that pads on accelerators, too."""
 Compile = Literal["auto", True, False]
 """See `ForwardConfig.compile`."""
-_PROBE = ((2, 3), (5, 1), (1, 4), (2, 5), (5, 2))
+_PROBE = ((21, 34), (40, 15), (5, 47), (21, 36), (40, 18))
 """Tokens of prompts and answers that a model is tried with; some share their prompt."""
 _SPOILT = 2
 """Index in `_PROBE` of the sequence that shares no prompt."""
@@ -402,30 +404,29 @@ class PolicyModel(nn.Module):
         Raises:
             ValueError: it can be run in no way that `attention` permits, or not be compiled though it must.
         """
-        parameter = next(self.parameters())
-        device = parameter.device
-        probe = pack([Row.made_up(prompt, answer) for prompt, answer in _PROBE]).to(device)
+        device = next(self.parameters()).device
+        probe = pack([Row.made_up(*lengths, number) for number, lengths in enumerate(_PROBE)]).to(device)
         vocabulary = self.model.get_input_embeddings().num_embeddings
         probe.ids.remainder_(vocabulary)
         probe.targets.remainder_(vocabulary)
         without(self.pictures, probe, vocabulary)
         refused: list[str] = []
-        with torch.no_grad():
-            self._use(packs=False, plain_head=False)
-            expected = self(probe)
-            for kernel, packs, plain_head in self._ways(device):
-                choice = self._at_hand(kernel, device, refused)
-                if not _agreed(choice is not None, ranks, device):
-                    continue
-                self.kernel = choice
-                self._use(packs=packs, plain_head=plain_head)
-                # each trial is a collective where the model lies in slices, so all ranks must go on to the next
-                if not _agreed(self._agrees(probe, expected, refused), ranks, device):
-                    continue
-                if not packs or _agreed(self._keeps_apart(probe, refused), ranks, device):
-                    break
-            else:
-                raise ValueError(_no_way(type(self.model).__name__, self._attention, device, refused))
+        self._use(packs=False, plain_head=False)
+        compiles = self._compile is True or (self._compile == "auto" and device.type == "cuda")
+        truth = self._truth(probe, learns=compiles or device.type != "cpu")
+        for kernel, packs, plain_head in self._ways(device):
+            choice = self._at_hand(kernel, device, refused)
+            if not _agreed(choice is not None, ranks, device):
+                continue
+            self.kernel = choice
+            self._use(packs=packs, plain_head=plain_head)
+            # each trial is a collective where the model lies in slices, so all ranks must go on to the next
+            if not _agreed(self._agrees(probe, truth, refused), ranks, device):
+                continue
+            if not packs or _agreed(self._keeps_apart(probe, refused), ranks, device):
+                break
+        else:
+            raise ValueError(_no_way(type(self.model).__name__, self._attention, device, refused))
         if self.mixture is not None:
             if (why := self.mixture.settle(self, probe, lambda mine: _agreed(mine, ranks, device))) is not None:
                 refused.append(why)
@@ -433,30 +434,36 @@ class PolicyModel(nn.Module):
                 self.mixture = None
         if self._division is not None and self._compile is True:
             raise ValueError("trainer.compile=true: a model that is split over processes (trainer.parallel) is not")
-        if self._division is None and (self._compile is True or (self._compile == "auto" and device.type == "cuda")):
-            self._compile_it(probe, expected, ranks, refused)
+        if self._division is None and compiles:
+            self._compile_it(probe, truth, ranks, refused)
         self.refused = tuple(dict.fromkeys(refused))
         reshard = getattr(self, "reshard", None)
         if reshard is not None:
             reshard()  # without a backward pass the whole weights would stay, and grow old
 
-    def _compile_it(self, probe: Packed, expected: ModelOutputs, ranks: DeviceMesh | None, refused: list[str]) -> None:
+    def _truth(self, probe: Packed, *, learns: bool) -> Truth:
+        """Outputs of the model's own forward, and in float32; with gradients, where any of its weights learns."""
+        learns &= any(parameter.requires_grad for parameter in self.parameters())
+        return Truth.of(lambda: self._results(probe, learns=learns), self.model, self._layers, self.computes_in)
+
+    def _results(self, probe: Packed, *, learns: bool) -> Results:
+        """Its outputs as it is run now, with a gradient of log-probs if it learns."""
+        with torch.set_grad_enabled(learns):
+            outputs = self(probe)[:2]
+        gradient = None
+        if learns:
+            # squared, for slopes that lie as those of a loss do: others are compiled for anew
+            outputs[0].square().sum().backward()  # type: ignore[no-untyped-call]
+            gradient = sampled_gradient(self)
+        return Results(torch.cat([each.detach().float().reshape(len(each), -1) for each in outputs], dim=1), gradient)
+
+    def _compile_it(self, probe: Packed, truth: Truth, ranks: DeviceMesh | None, refused: list[str]) -> None:
         """Have the blocks compiled on all ranks or on none, and the head likewise."""
         device = probe.ids.device
         self._blocks = CompiledBlocks(self._layers, self.compiler, checkpointed=self._checkpointed)
         self._fused = FusedHead.make(self.compiler)
         self._blocks.prepare()
-        learns = any(parameter.requires_grad for parameter in self.parameters())
-        with torch.set_grad_enabled(learns):
-            outputs = self(probe)
-            if learns:
-                # Compiled, too; squared, for slopes that lie as those of a loss do: others are compiled for anew.
-                outputs[0].square().sum().backward()  # type: ignore[no-untyped-call]
-        for parameter in self.parameters():
-            parameter.grad = None
-        tolerance = 1e-4 if self.computes_in == torch.float32 else 0.1
-        same = torch.allclose(outputs[0], expected[0], atol=tolerance, rtol=tolerance)
-        odd = None if same else "other log-probs than uncompiled"
+        odd = truth.refuses(self._results(probe, learns=truth.exact.gradient is not None))
         empty = None if self._blocks.graphs else "the compiler found nothing in them that it can compile"
         reasons = {"blocks": self._blocks.refused or empty or odd, "head": self._fused.refused or odd}
         for part, why in reasons.items():
@@ -527,11 +534,11 @@ class PolicyModel(nn.Module):
         # what reads pictures sees all of them at once, and keeps its own attention
         self.model.set_attn_implementation(name if self.pictures is None else {"text_config": name})
 
-    def _tried(self, probe: Packed, refused: list[str]) -> ModelOutputs | None:
-        """The model's outputs, computed in a way that it may refuse: then None, and the reason in `refused`."""
+    def _tried(self, compute: Callable[[], T], refused: list[str]) -> T | None:
+        """Something computed in a way that the model may refuse: then None, and the reason in `refused`."""
         self._refusals = refusals = []
         try:
-            outputs = self(probe)
+            result = compute()
         except REFUSALS as error:
             if device_at_fault(error):
                 raise
@@ -539,21 +546,18 @@ class PolicyModel(nn.Module):
         finally:
             self._refusals = None
         refused += refusals[:1]
-        return None if refusals else outputs
+        return None if refusals else result
 
-    def _agrees(self, probe: Packed, expected: ModelOutputs, refused: list[str]) -> bool:
-        outputs = self._tried(probe, refused)
-        if outputs is None:
+    def _agrees(self, probe: Packed, truth: Truth, refused: list[str]) -> bool:
+        results = self._tried(lambda: self._results(probe, learns=truth.exact.gradient is not None), refused)
+        if results is None:
             return False
-        tolerance = 1e-4 if self.computes_in == torch.float32 else 0.1
-        same = all(
-            bool(torch.allclose(one, other, atol=tolerance, rtol=tolerance))
-            for one, other in zip(outputs[:2], expected[:2], strict=True)
-        )
-        if not same:
-            refused.append(f"{self.words}: other log-probs than by its own forward")
-        return same
+        sequences = probe.sequences if routers_of(self.model) else None
+        if (why := truth.refuses(results, sequences)) is not None:
+            refused.append(f"{self.words}: {why}")
+        return why is None
 
+    @torch.no_grad()
     def _keeps_apart(self, probe: Packed, refused: list[str]) -> bool:
         """True if one sequence's contents, here NaN, reach no other sequence: a state that runs on over the end of a
         sequence may change the log-probs of a new model by less than rounding."""
@@ -570,19 +574,13 @@ class PolicyModel(nn.Module):
 
         hook = self.model.get_input_embeddings().register_forward_hook(spoil)
         try:
-            outputs = self._tried(probe, refused)
+            outputs = self._tried(lambda: self(probe), refused)
         finally:
             hook.remove()
         apart = outputs is not None and bool(outputs[0][probe.sequences != _SPOILT].isfinite().all())
         if outputs is not None and not apart:
             refused.append(f"{type(self.model).__name__}: a sequence changes others that lie behind it")
         return apart
-
-
-def blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's layers, each of which is spread, gathered and checkpointed as a whole."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _agreed(mine: bool, ranks: DeviceMesh | None, device: torch.device) -> bool:

@@ -208,5 +208,6 @@ def test_a_model_that_does_not_read_on_as_it_reads_whole_texts_keeps_nothing(fai
                 raise TypeError("no past")
             return super().read(ids, None if past is not None else real, images)
 
-    assert not continues(Forgetful(tiny(), 0))
-    assert continues(ModelForward(tiny(), 0))
+    right = ModelForward(tiny(), 0)
+    assert not continues(Forgetful(tiny(), 0), right.truth())
+    assert continues(right, right.truth())

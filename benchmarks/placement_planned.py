@@ -77,16 +77,28 @@ def workload(flow: tuple[tuple[tuple[str, float, float], ...], tuple[tuple[str, 
     return Workload(made, tuple(Edge(*ends) for ends in edges), {"gpu": count})
 
 
-def uneven(seed: int, count: int) -> Workload:
-    """The seven stages with drawn work, each scaling by a power law of its own: no near ties, harder to plan."""
+def uneven(seed: int, count: int, kinds: int = 1) -> Workload:
+    """The seven stages with drawn work, each scaling by a power law of its own: no near ties, harder to plan.
+
+    Args:
+        seed: of what is drawn.
+        count: devices in all.
+        kinds: of devices, as many of each; each 0.7 times as quick again as the first.
+    """
     rng = random.Random(seed)
     stages, edges = PPO
+    each = count // kinds
+    speeds = {f"gpu{number}" if number else "gpu": 1 + 0.7 * number for number in range(kinds)}
     made = []
     for number, (name, work, _) in enumerate(stages):
         seconds, power = work * rng.uniform(0.5, 2.0), rng.uniform(0.6, 0.95)
-        options = tuple(Option(n, seconds * (64 / n) ** power) for n in range(8, count + 1, 8))
+        options = tuple(
+            Option(n, seconds * (64 / n) ** power / speed, kind)
+            for kind, speed in speeds.items()
+            for n in range(8, each + 1, 8)
+        )
         made.append(Stage(name, options, None if number else TAIL))
-    return Workload(tuple(made), tuple(Edge(*ends) for ends in edges), {"gpu": count})
+    return Workload(tuple(made), tuple(Edge(*ends) for ends in edges), dict.fromkeys(speeds, each))
 
 
 def plan_times(rounds: int) -> Iterator[Row]:
@@ -95,12 +107,14 @@ def plan_times(rounds: int) -> Iterator[Row]:
     Args:
         rounds: times that each plan is made.
     """
-    for count, bar in ((1024, 0.5), (4096, 10.0)):
+    for count, bar in ((256, 0.3), (1024, 0.5), (4096, 10.0)):
         flows = {
             "3 stages": lambda count=count: workload(GRPO, count),
             "7 stages": lambda count=count: workload(PPO, count),
             "7 stages, uneven": lambda count=count: uneven(0, count),
         }
+        if count == 256:
+            flows = {f"7 stages, uneven, {kinds} kinds": lambda kinds=kinds: uneven(0, 256, kinds) for kinds in (2, 3)}
         for what, make in flows.items():
             wall, cpu = [], []
             for _ in range(rounds):

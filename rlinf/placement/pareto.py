@@ -15,10 +15,31 @@ everything between, and devices and memory by kind: one row of an array `[labels
 a set of stages on all devices of their kind, each just large enough to take no longer than the slowest: that time is
 found by bisection. The best sequence is the shortest way from no stage done to all done. It leaves out memory and
 switches, links, tails that overlap with what follows; so its sizes start a search and its seconds are not used.
+
+`Remainder` tells by the sizes of all stages which labels of a part may be within a plan that beats the best so far.
+A part runs through its phases, and others can join the first and the last of them only, on devices that it leaves
+free. A stage X outside of it that joins one makes it longer by at least d(X), the seconds of its quickest size on free
+devices less those of the phase; otherwise it has a phase elsewhere, which takes at least u(X), the seconds of its
+quickest size. So stages add at least
+
+    a = min over z >= 0 of  z + the largest u(X) of those with d(X) > z
+
+What comes before the part can join its first phase only, what comes after it the last, and their phases elsewhere are
+different ones. If first and last are two, what both sides add are different seconds, too:
+
+    T >= s + a(before) + a(after)
+
+And devices have no more seconds than there are. Let a second of a device of kind k cost w_k / N_k, with weights w that
+add up to 1, so that all devices cost T in a step of T seconds. With e the seconds of the phases that can be joined, f
+the cost of a second of all devices that are free in them, and b_k the fewest device-seconds of X on kind k among sizes
+that are quick enough, whatever w is,
+
+    T >= s - f e + sum over X of min over k of b_k w_k / N_k
 """
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -529,3 +550,126 @@ def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def _turn(a: tuple[int, float], b: tuple[int, float], c: tuple[int, float]) -> float:
     return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+
+
+_ROUNDING = 1e-9
+"""Relative seconds by which sums may be off."""
+_NEVER = 1e300
+"""Seconds of what does not fit."""
+
+
+class Remainder:
+    """Tables of the least that stages take.
+
+    Args:
+        sizes: of each stage: seconds alone, number of the kind, devices.
+        before: per stage the bit set of all that it needs.
+        capacity: devices of each kind.
+        limit: seconds that a plan must beat.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[Sequence[tuple[float, int, int]]],
+        before: Sequence[int],
+        capacity: Array,
+        limit: float,
+    ) -> None:
+        self.before, self.capacity, self.limit = before, capacity, limit * (1 + _ROUNDING)
+        kinds = len(capacity)
+        every = [(*size, stage) for stage, own in enumerate(sizes) for size in own]
+        self.times = np.unique([seconds for seconds, *_ in every])
+        self.counts = np.unique([0, *(devices for _, _, devices, _ in every)])
+        # by kind, stage, and number of the shortest times: the least share of all devices' seconds
+        self.areas = np.full((kinds, len(sizes), len(self.times) + 1), _NEVER)
+        # by kind, stage, and number of the smallest counts: the least seconds
+        self.quickest = np.full((kinds, len(sizes), len(self.counts)), _NEVER)
+        for seconds, kind, devices, stage in every:
+            at = kind, stage, int(np.searchsorted(self.times, seconds)) + 1
+            self.areas[at] = min(self.areas[at], seconds * devices / max(capacity[kind], 1))
+            at = kind, stage, int(np.searchsorted(self.counts, devices))
+            self.quickest[at] = min(self.quickest[at], seconds)
+        np.minimum.accumulate(self.areas, axis=2, out=self.areas)
+        np.minimum.accumulate(self.quickest, axis=2, out=self.quickest)
+        self.alone = self.quickest[:, :, -1].min(axis=0)
+        self.weights = [np.full(kinds, 1 / kinds), *(np.eye(kinds) if kinds > 1 else ())]
+
+    def open(self, block: Block, members: int) -> NDArray[np.bool_]:
+        """Tell which labels of a part may be within a plan that beats the limit.
+
+        Args:
+            block: labels of it.
+            members: bit set of its stages.
+        """
+        seconds, single = block.seconds(), block.shape.single
+        left = self.limit - seconds
+        good: NDArray[np.bool_] = left >= 0
+        before, after, either = self._sides(members)
+        others = np.array([*before, *after, *either], dtype=np.int64)
+        if not len(others) or self._is_fed(block.shape.head_curve, members):
+            return good
+        head = cost(block.rows[:, HEAD])
+        tail = head if single else cost(block.rows[:, TAIL])
+        both = np.maximum(head, tail)
+        ends = np.stack([head] * len(before) + [tail] * len(after) + [both] * len(either))
+        free = self.capacity[:, None] - block.rows[:, KINDS::3].T
+        at = np.searchsorted(self.counts, free, side="right") - 1
+        by_kind = (own[others][:, column] for own, column in zip(self.quickest, at, strict=True))
+        quickest = functools.reduce(np.minimum, by_kind)
+        longer, alone = np.maximum(quickest - ends, 0.0), self.alone[others]
+        first, last = slice(len(before)), slice(len(before), len(before) + len(after))
+        groups = [(longer[part], alone[part]) for part in (first, last)]
+        added = _added(groups) if single else _added(groups[:1]) + _added(groups[1:])
+        good &= added <= left
+        rest = slice(last.stop, None)
+        good &= _added([(longer[rest], alone[rest])]) <= left
+        labels = np.flatnonzero(good)
+        joinable = head if single else head + tail
+        good[labels] = self._have_room(others, left[labels], ends[:, labels], free[:, labels] * joinable[labels])
+        return good
+
+    def _have_room(self, others: NDArray[np.int64], left: Array, ends: Array, unused: Array) -> NDArray[np.bool_]:
+        """Tell where the device-seconds of other stages fit into what is left and the device-seconds that are unused.
+
+        Args:
+            others: stages.
+            left: `[labels]` seconds.
+            ends: `[stages, labels]` seconds of the phases that they can join.
+            unused: `[kinds, labels]` device-seconds there.
+        """
+        quick = np.searchsorted(self.times, left + ends, side="right")
+        areas = [np.stack([own[other][at] for other, at in zip(others, quick, strict=True)]) for own in self.areas]
+        good = np.ones(len(left), dtype=bool)
+        for weights in self.weights:
+            least = functools.reduce(np.minimum, (own * weight for own, weight in zip(areas, weights, strict=True)))
+            good &= least.sum(axis=0) - (weights / np.maximum(self.capacity, 1)) @ unused <= left
+        return good
+
+    def _sides(self, members: int) -> tuple[list[int], list[int], list[int]]:
+        """Stages outside of a part: those that it needs, those that need it, and the others."""
+        needed = 0
+        for stage, needs in enumerate(self.before):
+            needed |= needs if members >> stage & 1 else 0
+        others = [stage for stage in range(len(self.before)) if not members >> stage & 1]
+        after = [stage for stage in others if self.before[stage] & members]
+        before = [stage for stage in others if needed >> stage & 1]
+        return before, after, [stage for stage in others if stage not in before and stage not in after]
+
+    def _is_fed(self, curve: int, members: int) -> bool:
+        """True if a first phase is driven by a stage that may yet be fed: it would count as even then, and quicker."""
+        return curve != EVEN and bool(self.before[curve] & ~members)
+
+
+def _added(groups: Sequence[tuple[Array, Array]]) -> Array:
+    """Seconds that stages add at least, each group in phases of its own or all in one that grows.
+
+    Args:
+        groups: `[stages, labels]` by how much each makes that phase longer, and `[stages]` what it takes elsewhere.
+    """
+    growths = np.concatenate([np.zeros((1, groups[0][0].shape[1])), *(longer for longer, _ in groups)])
+    total = growths.copy()
+    for longer, alone in groups:
+        if len(alone):
+            total += ((longer[None] > growths[:, None]) * alone[:, None]).max(axis=1)
+    least: Array = total.min(axis=0)
+    return least

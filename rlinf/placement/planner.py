@@ -9,8 +9,7 @@ of the first part and the first of the second become one phase, unless a barrier
 A `Search` goes over all structures with given sizes per stage, as sets of stages, smallest first. A set is cut into a
 part that needs nothing of the rest (an order ideal) and the rest, in every possible way; the parts follow each other on
 the same devices or stand side by side on disjoint ones. Of each set only labels are kept that no other is better than
-in every respect (`pareto.py`). A label is dropped as soon as its own seconds, or the device-seconds that must still be
-spent elsewhere, exceed the best so far.
+in every respect, and that may still be within a plan that beats the best so far (`pareto.py`).
 
 `plan` gives searches their sizes: all of them if they are few; otherwise those that balance stages, then a thinned set,
 and round by round those around the best so far, which bounds the next search.
@@ -40,6 +39,7 @@ from rlinf.placement.pareto import (
     Block,
     Curves,
     Junction,
+    Remainder,
     Shape,
     balance,
     best_of,
@@ -297,9 +297,12 @@ class Search:
         curves = {i: s.release.chunks(chunks) for i, s in enumerate(workload.stages) if s.release is not None}
         self.curves = Curves.of(chunks, dict(curves))
         self.representatives: dict[Any, int] = {}
-        self.elsewhere: dict[int, float] = {}
         self.crowded = self._crowded()
-        self.least_area = self._least_areas()
+        sizes = [
+            [(stage.alone(one, chunks), self.kinds.index(one.kind), one.devices) for one in own]
+            for stage, own in zip(workload.stages, options, strict=True)
+        ]
+        self.remainder = Remainder(sizes, self.before, self.capacity, self.limit)
         self.cuts = _all_cuts(self.everything, self.before)
 
     def run(self) -> Candidate | None:
@@ -318,11 +321,11 @@ class Search:
 
         for part in sorted(cuts, key=lambda part: (part.bit_count(), part)):
             if part.bit_count() == 1:
-                table[part] = units[part] = _pruned(settled([self._leaf(part)], part), slack, self.chunks)
+                table[part] = units[part] = self._pruned(settled([self._leaf(part)], part), part, slack)
                 continue
-            units[part] = _pruned(settled(self._side_by_side(part, cuts[part], table), part), slack, self.chunks)
-            turns = list(settled(self._in_turns(part, cuts[part], units, table), part))
-            table[part] = _pruned([*units[part], *turns], slack, self.chunks) if turns else units[part]
+            units[part] = self._pruned(settled(self._side_by_side(part, cuts[part], table), part), part, slack)
+            turns = self._in_turns(part, cuts[part], units, table)
+            table[part] = self._pruned(itertools.chain(units[part], settled(turns, part)), part, slack)
         return self._best(table[self.everything])
 
     def _best(self, blocks: Sequence[Block]) -> Candidate | None:
@@ -355,7 +358,7 @@ class Search:
         origin[:, 0] = range(len(labels))
         curve = EVEN if stage.release is None else index
         table = np.array(rows) if rows else np.zeros((0, KINDS + 3 * len(self.kinds)))
-        return self._within(Block(Shape(True, part, part, curve, curve), table, origin, list(labels)), part)
+        return self._within(Block(Shape(True, part, part, curve, curve), table, origin, list(labels)))
 
     def _leaf_row(self, leaf: Leaf) -> Array:
         row = np.zeros(KINDS + 3 * len(self.kinds))
@@ -406,7 +409,7 @@ class Search:
             [e for s, t, e in self.edges if tails >> s & 1 and second_block.shape.head >> t & 1] if spatial else []
         )
         barred = any(edge.barrier for edge in meeting)
-        pairs = self._promising(part, first_block, second_block, spatial, barred)
+        pairs = self._promising(first_block, second_block, spatial, barred)
         if not len(pairs[0]):
             return
         ways = (
@@ -415,9 +418,9 @@ class Search:
         link = max((edge.seconds for edge in meeting), default=0.0) / self.chunks if meeting else None
         feeds = any(tails >> s & 1 and t == second_block.shape.head_curve for s, t, _ in self.edges)
         junction = Junction(spatial, link, feeds, barred, self._published(first, second, spatial))
-        yield self._within(compose(first_block, second_block, pairs, junction, self.curves, ways), part)
+        yield self._within(compose(first_block, second_block, pairs, junction, self.curves, ways))
 
-    def _promising(self, part: int, first: Block, second: Block, spatial: bool, barred: bool) -> tuple[Any, Any]:
+    def _promising(self, first: Block, second: Block, spatial: bool, barred: bool) -> tuple[Any, Any]:
         """Numbers of the labels whose pairs may be worth composing: enough devices, and not surely too slow."""
         one, two = first.seconds()[:, None], second.seconds()[None, :]
         seconds = np.maximum(one, two) if spatial and not barred else one + two
@@ -427,22 +430,30 @@ class Search:
             column = KINDS + 3 * at
             count = join(first.rows[:, column][:, None], second.rows[:, column][None, :])
             good &= count <= self.capacity[at]
-            if len(self.kinds) == 1 and self.limit < np.inf:
-                good &= count * seconds + self._elsewhere(part) <= self.capacity[at] * self.limit
         lefts, rights = np.nonzero(good)
         return lefts, rights
 
-    def _within(self, block: Block, part: int) -> Block:
+    def _within(self, block: Block) -> Block:
         """Keep the labels that fit into memory and may still beat the limit."""
-        seconds = block.seconds()
-        good = seconds <= self.limit
+        good = block.seconds() <= self.limit
         for at in range(len(self.kinds)):
             column = KINDS + 3 * at
             good &= (block.rows[:, column] <= self.capacity[at]) & (block.rows[:, column + 2] <= self.memory[at])
-        if len(self.kinds) == 1 and self.limit < np.inf:
-            # While this part runs nothing else has its devices; the others' work must fit into what is left.
-            good &= block.rows[:, KINDS] * seconds + self._elsewhere(part) <= self.capacity[0] * self.limit
         return block.take(np.flatnonzero(good))
+
+    def _pruned(self, blocks: Iterable[Block], part: int, slack: float) -> list[Block]:
+        """The labels worth keeping, those of one shape in one block."""
+        by_shape: dict[Shape, list[Block]] = {}
+        for block in blocks:
+            by_shape.setdefault(block.shape, []).append(block)
+        kept = []
+        for own in by_shape.values():
+            block = joined(own)
+            if self.limit < np.inf:
+                block = block.take(np.flatnonzero(self.remainder.open(block, part)))
+            if len(block.rows):
+                kept.append(best_of(block, slack, self.chunks))
+        return kept
 
     def _typical(self, block: Block, part: int) -> Block:
         """Name ends by what they are connected to outside: labels whose ends differ in nothing else are comparable."""
@@ -470,12 +481,6 @@ class Search:
         self.representatives[part, outgoing, end] = first
         return first
 
-    def _elsewhere(self, part: int) -> float:
-        if part not in self.elsewhere:
-            rest = (area for index, area in enumerate(self.least_area) if not part >> index & 1)
-            self.elsewhere[part] = sum(rest)
-        return self.elsewhere[part]
-
     def _published(self, first: int, second: int, spatial: bool) -> float:
         return sum(
             sync.apart if spatial else sync.together
@@ -490,22 +495,6 @@ class Search:
             if most > self.workload.memory.get(kind, np.inf):
                 return True
         return False
-
-    def _least_areas(self) -> list[float]:
-        """Per stage the fewest device-seconds of any size that is fast enough."""
-        least = []
-        for stage, own in zip(self.workload.stages, self.options, strict=True):
-            times = [(option.devices, stage.alone(option, self.chunks)) for option in own]
-            least.append(min((devices * time for devices, time in times if time <= self.limit), default=0.0))
-        return least
-
-
-def _pruned(blocks: Iterable[Block], slack: float, chunks: int) -> list[Block]:
-    """The labels worth keeping, those of one shape in one block."""
-    by_shape: dict[Shape, list[Block]] = {}
-    for block in blocks:
-        by_shape.setdefault(block.shape, []).append(block)
-    return [best_of(joined(own), slack, chunks) for own in by_shape.values()]
 
 
 def _ancestors(count: int, edges: Sequence[tuple[int, int, Any]]) -> list[int]:
@@ -588,7 +577,7 @@ def plan(
     everything = [list(workload.usable(stage)) for stage in workload.stages]
     options = [_thinned(own, workload, sizes) for own in everything]
     whole = all(len(some) == len(own) for some, own in zip(options, everything, strict=True))
-    best = None if whole else _first_plan(workload, everything, mode, tolerance)
+    best = _first_plan(workload, everything, mode, tolerance)
     if best is None and mode == "any":  # a first limit for next to nothing: everything in turns
         coarse = [_thinned(own, workload, _COARSE) for own in everything]
         best = Search(workload, coarse, workload.chunks[0], "collocated", None, 0.0).run()

@@ -7,13 +7,28 @@ import time
 import pytest
 
 from benchmarks.placement_planned import uneven
+from rlinf.placement import planner
 from rlinf.placement.bound import bound
 from rlinf.placement.devices import Cluster
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.hardware import Devices
-from rlinf.placement.pareto import balance
+from rlinf.placement.pareto import balance, best_of
 from rlinf.placement.plan import complaints
-from rlinf.placement.planner import Leaf, Pair, best_of_each_mode, ideals, layout, leaves, phases, plan, replay, to_plan
+from rlinf.placement.planner import (
+    TOLERANCE,
+    Candidate,
+    Leaf,
+    Pair,
+    Search,
+    best_of_each_mode,
+    ideals,
+    layout,
+    leaves,
+    phases,
+    plan,
+    replay,
+    to_plan,
+)
 from rlinf.placement.profile import Footprint, Profile, Release, StageProfile, Timing
 from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload, workload
 from tests.placement.exhaustive import all_plans, judge, random_workload
@@ -35,6 +50,35 @@ def test_the_optimum_equals_exhaustive_enumeration_and_no_bound_is_above_it(bloc
         assert (math.inf if found is None else found.estimate) == pytest.approx(best, rel=1e-9), f"seed {seed}"
         if found is not None:
             assert found.seconds <= found.estimate + 1e-9, f"seed {seed}: replay is slower than the formula"
+
+
+@pytest.mark.parametrize("seeds", some(600, 660, 860))
+def test_a_search_that_knows_a_plan_hardly_worse_than_the_best_finds_the_best(seeds):
+    """What it drops as hopeless are then nearly all of the labels."""
+    for seed in seeds:
+        workload = random_workload(seed, budget=2500)
+        chunks = workload.chunks[0]
+        best = min(judge(tree, workload, chunks) for tree in all_plans(workload))
+        if best < math.inf:
+            known = Candidate(None, chunks, best, best * (1 + 1e-6))
+            found = Search(
+                workload, [[*workload.usable(one)] for one in workload.stages], chunks, "any", known, 0.0
+            ).run()
+            assert found is not None, f"seed {seed}"
+            assert found.estimate == pytest.approx(best, rel=1e-9), f"seed {seed}"
+
+
+def test_two_kinds_of_device_leave_few_labels_to_compare(monkeypatch):
+    """Before what others must still do was counted, these were 1.4 million."""
+    compared = []
+
+    def counted(block, *rest):
+        compared.append(len(block.rows))
+        return best_of(block, *rest)
+
+    monkeypatch.setattr(planner, "best_of", counted)
+    assert plan(uneven(0, 256, 2)).seconds == pytest.approx(444.2, rel=TOLERANCE)
+    assert sum(compared) < 100_000
 
 
 @pytest.mark.parametrize("seeds", some(9000, 9012, 9040))

@@ -9,6 +9,7 @@ SHELL := /bin/bash
 VENV := .venv
 PEERS := .venv-peers
 TRL := .venv-trl
+SB3 := .venv-sb3
 SGLANG := .venv-sglang
 VLLM := .venv-vllm
 BIN := $(VENV)/bin
@@ -181,9 +182,9 @@ $(SGLANG)/.installed: constraints-sglang.txt tests/stand_ins/sglang_on_cpu.py | 
 
 # The peers have pins of their own, so they get environments of their own.
 .PHONY: bench-peers
-bench-peers: $(PEERS)/.installed $(TRL)/.installed  ## create .venv-peers and .venv-trl with what the benchmarks compare with
+bench-peers: $(PEERS)/.installed $(TRL)/.installed $(SB3)/.installed  ## create .venv-peers, .venv-trl and .venv-sb3 with what the benchmarks compare with
 
-$(PEERS)/bin/python $(TRL)/bin/python $(SGLANG)/bin/python: %/bin/python:
+$(PEERS)/bin/python $(TRL)/bin/python $(SB3)/bin/python $(SGLANG)/bin/python: %/bin/python:
 	@python="$$($(FIND_PYTHON))" && "$$python" -m venv $*
 
 $(PEERS)/.installed: benchmarks/peers/requirements.txt | $(PEERS)/bin/python
@@ -196,6 +197,12 @@ $(TRL)/.installed: benchmarks/peers/requirements-trl.txt constraints.txt | $(TRL
 	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -r benchmarks/peers/requirements-trl.txt
 	$(TRL)/bin/python -c 'import importlib.metadata as m; print("trl", m.version("trl"), "torch", m.version("torch"))'
+	touch $@
+
+$(SB3)/.installed: benchmarks/peers/requirements-sb3.txt constraints.txt | $(SB3)/bin/python
+	$(SB3)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(SB3)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -r benchmarks/peers/requirements-sb3.txt
+	$(SB3)/bin/python -c 'import importlib.metadata as m; print("stable-baselines3", m.version("stable-baselines3"))'
 	touch $@
 
 # An inference server's pins exclude ours, so each has an environment of its own. Nothing is resolved: the file has it all.
@@ -212,5 +219,5 @@ $(VLLM)/.installed: constraints-vllm.txt | $(VLLM)/bin/python
 
 .PHONY: clean
 clean:  ## remove the environments and everything that tools left here; outputs/ stays
-	rm -rf $(VENV) $(PEERS) $(TRL) $(SGLANG) $(VLLM) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(TRL) $(SB3) $(SGLANG) $(VLLM) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,6 +6,9 @@
                Two processes that each do everything, with half of the environments, take turns with them
     cartpole   configs/embodied/cartpole_ppo.yaml: what it comes to on three seeds, and how long a step takes beside a
                plain loop with the hyperparameters of cleanrl's ppo.py
+    equal      environment steps/s of CartPole and InvertedPendulum at equal batches (16 environments x 64, 4 epochs of
+               8 minibatches), one process and one thread each, beside that loop and beside stable-baselines3 (which
+               `make bench-peers` brings); and the processor time of a step
     overlap    of simulation and inference, modelled, under the virtual clock: how near to the bound
     overhead   of the runtime per environment step, around a simulator and a policy that do nothing
 
@@ -63,7 +66,9 @@ ONE, TWO = "rlinf, 1 slice", "rlinf, two processes that each do everything"
 CARTPOLE = ROOT / "configs" / "embodied" / "cartpole_ppo.yaml"
 SEEDS, SOLVED, ENV_STEPS = (21, 22, 23), 475.0, 60_000
 PLAIN_CARTPOLE = (sys.executable, "-m", "benchmarks.embodied_cartpole")
-PARTS = ("speed", "cartpole", "overlap", "overhead")
+PARTS = ("speed", "cartpole", "equal", "overlap", "overhead")
+TASKS = ("CartPole-v1", "InvertedPendulum-v5")
+SB3 = ROOT / ".venv-sb3" / "bin" / "python"
 WARM_UP = 1
 """Turns that are not counted: the first steps of an episode load meshes and code."""
 
@@ -139,6 +144,32 @@ def cartpole(seeds: Sequence[int], turns: int) -> Iterator[Line]:
     mine, theirs = (run.seconds[WARM_UP:] for run in _heard(names, outcomes).values())
     alike = [env_steps / STEP * seconds for seconds in theirs]  # for as many environment steps as our step has
     yield _compared("env steps/s, CartPole", (names[0], mine), (names[1], alike), env_steps, NO_SLOWER)
+
+
+def equal(turns: int) -> Iterator[Line]:
+    """Environment steps per second at equal batches, beside the plain loop and stable-baselines3.
+
+    Raises:
+        TurnFailed: a run failed.
+    """
+    config = load_embodied(CARTPOLE)
+    env_steps = config.env.num_envs * config.policy.horizon
+    for task in TASKS:
+        how = ["--task", task, "--turns", str(turns)]
+        others = {"plain loop in cleanrl's structure": Command([*PLAIN_CARTPOLE, "--equal", "--steps", "58", *how], {})}
+        if SB3.exists():
+            others["stable-baselines3"] = Command([str(SB3), "-m", "benchmarks.peers.sb3_ppo", *how], {})
+        else:
+            yield Line(f"env steps/s, {task}", "", "stable-baselines3 is not here: make bench-peers", "", "", "skipped")
+        with tempfile.TemporaryDirectory() as directory:
+            ours = _ours(Path(directory), FLOW, 1, turns, config=CARTPOLE, **{"env.options": f"{{id: {task}}}"})
+            found = _heard(("rlinf", *others), in_turn([ours, *others.values()]))
+        mine = found.pop("rlinf")
+        for name, run in found.items():
+            sides = (("rlinf", mine), (name, run))
+            for what, of in (("env steps/s", "seconds"), ("env steps per processor second", "cpu")):
+                timed = [(who, getattr(each, of)[WARM_UP:]) for who, each in sides]
+                yield _compared(f"{what}, {task}", *timed, env_steps, NO_SLOWER)
 
 
 def agreement(found: Mapping[str, Result]) -> Line:
@@ -305,6 +336,7 @@ def main() -> None:
 
     told("speed", race())
     told("cartpole", cartpole(SEEDS[:1] if options.quick else SEEDS, 2 * steps))
+    told("equal", equal(3 * steps))
     told("overlap", overlaps(50))
     told("overhead", overheads(rounds, 5))
     after = os.getloadavg()[0]

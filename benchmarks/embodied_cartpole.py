@@ -3,14 +3,17 @@
 `python -m benchmarks.embodied_cartpole --seed 1`. The structure, the sizes and the hyperparameters are those that
 cleanrl publishes for `ppo.py`: 4 environments in this process, 128 steps each, then 4 epochs of 4 minibatches with
 Adam, whose learning rate falls to 0; separate networks of two layers of 64 for actor and critic. Only the steps in all
-are fewer, so that the learning rate falls within them. In: a seed. Out: one JSON line, see `peers.grpo_job`, whose
-rewards are mean returns of the episodes that ended in each step.
+are fewer, so that the learning rate falls within them. `--equal` takes the batches of our configuration instead: 16
+environments, 64 steps, 4 epochs of 8 minibatches; `--task` another task, of choices or, as cleanrl's
+`ppo_continuous_action.py`, of real numbers. In: a seed. Out: one JSON line, see `peers.grpo_job`, whose rewards are
+mean returns of the episodes that ended in each step.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -18,21 +21,43 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor, nn
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from benchmarks.peers.grpo_job import Result, Stopwatch
 
-ENVS, HORIZON, EPOCHS, MINIBATCHES = 4, 128, 4, 4
-LR, ADAM_EPS, GRAD_CLIP = 2.5e-4, 1e-5, 0.5
+EPOCHS = 4
+ADAM_EPS, GRAD_CLIP = 1e-5, 0.5
 GAMMA, LAM, CLIP, ENTROPY_COEF, VALUE_COEF = 0.99, 0.95, 0.2, 0.01, 0.5
-STEP = ENVS * HORIZON
-"""Environment steps of a step of the loop."""
 TASK = "CartPole-v1"
 
 
-def layers(outputs: int, gain: float) -> nn.Sequential:
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is collected, and learned at a time."""
+
+    envs: int = 4
+    horizon: int = 128
+    """Steps of each environment in a step of the loop."""
+    minibatches: int = 4
+    """In each epoch."""
+    lr: float = 2.5e-4
+    """First learning rate."""
+    task: str = TASK
+
+    @property
+    def step(self) -> int:
+        """Environment steps of a step of the loop."""
+        return self.envs * self.horizon
+
+
+STEP = Sizes().step
+EQUAL = Sizes(envs=16, horizon=64, minibatches=8, lr=1e-3)
+"""Those of configs/embodied/cartpole_ppo.yaml."""
+
+
+def layers(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     """Two hidden layers of 64, with orthogonal first weights; `gain` is the last layer's."""
-    found = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
+    found = nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
     for layer, scale in ((found[0], 2**0.5), (found[2], 2**0.5), (found[4], gain)):
         nn.init.orthogonal_(layer.weight, scale)
         nn.init.zeros_(layer.bias)
@@ -41,7 +66,7 @@ def layers(outputs: int, gain: float) -> nn.Sequential:
 
 @dataclass(frozen=True, slots=True)
 class Horizon:
-    """What one step collected, [HORIZON, ENVS] each, observations [HORIZON, ENVS, 4]."""
+    """What one step collected, [horizon, envs] each, observations [horizon, envs, S]."""
 
     observations: Tensor
     actions: Tensor
@@ -62,22 +87,34 @@ class Loop:
     Args:
         seed: of everything that is drawn.
         steps: after which the learning rate is 0.
+        sizes: of the batches.
     """
 
-    def __init__(self, seed: int, steps: int) -> None:
+    def __init__(self, seed: int, steps: int, sizes: Sizes) -> None:
         torch.manual_seed(seed)
         self._order = np.random.default_rng(seed)
-        self._steps = steps
-        self.actor, self.critic = layers(2, 0.01), layers(1, 1.0)
-        self._parameters = [*self.actor.parameters(), *self.critic.parameters()]
-        self._optimizer = torch.optim.Adam(self._parameters, lr=LR, eps=ADAM_EPS)
-        self._envs = SyncVectorEnv([_made] * ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
-        first, _ = self._envs.reset(seed=[seed * ENVS + number for number in range(ENVS)])
-        self._seen, self._begins = torch.from_numpy(first), torch.ones(ENVS)
+        self._steps, self._sizes = steps, sizes
+        self._envs = SyncVectorEnv([partial(_made, sizes.task)] * sizes.envs, autoreset_mode=AutoresetMode.SAME_STEP)
+        space = self._envs.single_action_space
+        self._real = isinstance(space, gymnasium.spaces.Box)
+        (inputs,), outputs = self._envs.single_observation_space.shape, space.shape[0] if self._real else int(space.n)
+        self.actor, self.critic = layers(inputs, outputs, 0.01), layers(inputs, 1, 1.0)
+        self.log_std = nn.Parameter(torch.zeros(outputs))
+        own = [self.log_std] if self._real else []
+        self._parameters = [*self.actor.parameters(), *self.critic.parameters(), *own]
+        self._optimizer = torch.optim.Adam(self._parameters, lr=sizes.lr, eps=ADAM_EPS)
+        first, _ = self._envs.reset(seed=[seed * sizes.envs + number for number in range(sizes.envs)])
+        self._seen, self._begins = torch.from_numpy(first).float(), torch.ones(sizes.envs)
+
+    def drawn(self, seen: Tensor) -> Distribution:
+        """The distributions of actions."""
+        if self._real:
+            return Independent(Normal(self.actor(seen), self.log_std.exp()), 1)
+        return Categorical(logits=self.actor(seen))
 
     def step(self, index: int) -> float:
         """One step; the mean return of the episodes that ended in it, 0 if none did."""
-        self._optimizer.param_groups[0]["lr"] = LR * (1 - index / self._steps)
+        self._optimizer.param_groups[0]["lr"] = self._sizes.lr * (1 - index / self._steps)
         found, ended = self._collect()
         advantages = self._advantages(found)
         self._learn(found, advantages)
@@ -87,8 +124,8 @@ class Loop:
     def _collect(self) -> tuple[Horizon, list[float]]:
         rows: list[tuple[Tensor, ...]] = []
         ended: list[float] = []
-        for _ in range(HORIZON):
-            drawn = Categorical(logits=self.actor(self._seen))
+        for _ in range(self._sizes.horizon):
+            drawn = self.drawn(self._seen)
             action, value = drawn.sample(), self.critic(self._seen)[:, 0]
             seen, reward, terminated, truncated, info = self._envs.step(action.numpy())
             given = torch.from_numpy(reward).float()
@@ -96,15 +133,15 @@ class Loop:
             over = terminated | truncated
             if over.any():
                 ended += info["final_info"]["episode"]["r"][over].tolist()
-            self._seen, self._begins = torch.from_numpy(seen.copy()), torch.from_numpy(over).float()
+            self._seen, self._begins = torch.from_numpy(seen.astype(np.float32)), torch.from_numpy(over).float()
         return Horizon(*(torch.stack(each) for each in zip(*rows, strict=True))), ended
 
     @torch.no_grad()
     def _advantages(self, found: Horizon) -> Tensor:
         """Generalised advantages (arXiv:1506.02438, eq. 16); an episode that its time limit cuts counts as over."""
         advantages = torch.zeros_like(found.rewards)
-        value, goes_on, after = self.critic(self._seen)[:, 0], 1 - self._begins, torch.zeros(ENVS)
-        for time in reversed(range(HORIZON)):
+        value, goes_on, after = self.critic(self._seen)[:, 0], 1 - self._begins, torch.zeros(self._sizes.envs)
+        for time in reversed(range(self._sizes.horizon)):
             error = found.rewards[time] + GAMMA * value * goes_on - found.values[time]
             advantages[time] = after = error + GAMMA * LAM * goes_on * after
             value, goes_on = found.values[time], 1 - found.begins[time]
@@ -115,8 +152,8 @@ class Loop:
         advantages = advantages.flatten()
         returns = advantages + values
         for _ in range(EPOCHS):
-            for rows in np.split(self._order.permutation(STEP), MINIBATCHES):
-                drawn, new = Categorical(logits=self.actor(observations[rows])), self.critic(observations[rows])[:, 0]
+            for rows in np.split(self._order.permutation(self._sizes.step), self._sizes.minibatches):
+                drawn, new = self.drawn(observations[rows]), self.critic(observations[rows])[:, 0]
                 ratio = (drawn.log_prob(actions[rows]) - logprobs[rows]).exp()
                 gain = advantages[rows]
                 gain = (gain - gain.mean()) / (gain.std() + 1e-8)
@@ -133,7 +170,7 @@ class Loop:
 @torch.no_grad()
 def judged(loop: Loop, episodes: int, seed: int) -> float:
     """Mean return of the likeliest actions over some episodes of other starts."""
-    envs = SyncVectorEnv([_made] * episodes, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs = SyncVectorEnv([partial(_made, TASK)] * episodes, autoreset_mode=AutoresetMode.SAME_STEP)
     seen, _ = envs.reset(seed=[seed + 1_000_000 + number for number in range(episodes)])
     total, going = np.zeros(episodes), np.ones(episodes, bool)
     while going.any():
@@ -143,20 +180,23 @@ def judged(loop: Loop, episodes: int, seed: int) -> float:
     return float(total.mean())
 
 
-def _made() -> gymnasium.Env[Any, Any]:
-    return gymnasium.wrappers.RecordEpisodeStatistics(gymnasium.make(TASK))
+def _made(task: str) -> gymnasium.Env[Any, Any]:
+    return gymnasium.wrappers.RecordEpisodeStatistics(gymnasium.make(task))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=117, help=f"of {STEP} environment steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=117, help="of the loop (default: %(default)s)")
     parser.add_argument("--turns", type=int, help="end after so many of them (default: all)")
     parser.add_argument("--judge", type=int, default=0, help="episodes of the likeliest actions at the end")
+    parser.add_argument("--equal", action="store_true", help="batches as in cartpole_ppo.yaml")
+    parser.add_argument("--task", default=TASK, help="gymnasium's name (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     result = Result(version=f"torch {torch.__version__}")
-    loop, watch = Loop(options.seed, options.steps), Stopwatch(result)
+    sizes = replace(EQUAL if options.equal else Sizes(), task=options.task)
+    loop, watch = Loop(options.seed, options.steps, sizes), Stopwatch(result)
     for index in range(options.turns or options.steps):
         watch.next_step()
         result.rewards.append(loop.step(index))

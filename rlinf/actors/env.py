@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from rlinf.actors.base import configured
@@ -22,6 +23,8 @@ from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.errors import RuntimeFault
 
 T = TypeVar("T")
+_TIMES = 64
+"""Times for which seeds are made at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class EnvActor(Actor):
         await self._pool.start()
         self._epochs = [0] * settings.slices
         self._times = [0] * settings.slices
+        self._drawn: list[tuple[tuple[int, int] | None, Tensor]] = [(None, torch.empty(0))] * settings.slices
         self._now: list[tuple[Observation, tuple[str, ...] | None] | None] = [None] * settings.slices
 
     @property
@@ -230,6 +234,16 @@ class EnvActor(Actor):
     def _output(self, number: int, observation: Observation, instructions: Any, chunk: Any) -> EnvOutput:
         self._now[number] = (observation, instructions)
         part = self._pool.slices[number]
-        envs = range(part.first, part.first + part.num_envs)
-        seeds = mixed(self._seed, self._epochs[number], envs, self._times[number])
-        return EnvOutput(observation, instructions, chunk, seeds, part.first)
+        return EnvOutput(observation, instructions, chunk, self._seeds(number), part.first)
+
+    def _seeds(self, number: int) -> Tensor:
+        """Seeds of a slice's next draw of actions, by epoch, environment and time; made for many times at once."""
+        part, epoch = self._pool.slices[number], self._epochs[number]
+        block, index = divmod(self._times[number], _TIMES)
+        which, seeds = self._drawn[number]
+        if which != (epoch, block):
+            envs, first = range(part.first, part.first + part.num_envs), block * _TIMES
+            times = [time for time in range(first, first + _TIMES) for _ in envs]
+            seeds = mixed(self._seed, epoch, [*envs] * _TIMES, times).view(_TIMES, -1)
+            self._drawn[number] = (epoch, block), seeds
+        return seeds[index]

@@ -269,7 +269,8 @@ def wide(x: Tensor) -> Tensor:
 def finite(x: Tensor) -> Tensor:
     """In float32 (float64 stays), with a number for -inf, so that two impossible tokens are equally likely."""
     x, least = wide(x), torch.finfo(x.dtype).min / 4  # a quarter of the range: their difference is 0, and no NaN
-    if x.device.type == "cpu" and x.numel() and float(x.detach().min()) >= least:  # sooner than the way back of a clamp
+    # on a CPU the way back through a clamp takes longer than to see that there is nothing to do
+    if x.requires_grad and x.device.type == "cpu" and x.numel() and float(x.detach().min()) >= least:
         return x
     return x.clamp(min=least)
 

@@ -408,10 +408,10 @@ class SerialSimulator(ReplayedSimulator):
         tells = any(success is not None for success in solved)
         return Transition(
             observation=self._stacked(range(self.num_envs)),
-            reward=torch.tensor(reward, dtype=torch.float32),
-            terminated=torch.tensor(terminated, dtype=torch.bool),
-            truncated=torch.tensor(truncated, dtype=torch.bool),
-            success=torch.tensor([bool(success) for success in solved]) if tells else None,
+            reward=torch.from_numpy(np.array(reward, np.float32)),
+            terminated=torch.from_numpy(np.array(terminated, np.bool_)),
+            truncated=torch.from_numpy(np.array(truncated, np.bool_)),
+            success=torch.from_numpy(np.array(solved, np.bool_)) if tells else None,
         )
 
     def restore(self, states: Sequence[State], env_ids: Tensor) -> None:

@@ -150,11 +150,12 @@ def actions_of(space: spaces.Space[Any], name: str) -> tuple[ActionSpec, Write]:
         return number.reshape(shape).astype(space.dtype)
 
     if isinstance(space, spaces.Discrete):  # in plain numbers, a tenth of the time
-        start, count = np.int64(space.start), int(space.n)
+        count = int(space.n)
+        elements = [space.start + np.int64(number) for number in range(count)]
 
         def write_one(numbers: np.ndarray) -> np.int64:
             part = math.floor((float(numbers[0]) + 1) / 2 * count)
-            return start + np.int64(min(max(part, 0), count - 1))
+            return elements[min(max(part, 0), count - 1)]
 
         return ActionSpec(-ones, ones, choices), write_one
     return ActionSpec(-ones, ones, choices), write

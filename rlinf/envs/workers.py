@@ -100,6 +100,7 @@ class Program:
         ranges: one per slice.
         recording: which episodes become videos.
         device: number of the GPU that its simulators take, if they take one; None: that of this process, as here.
+        travels: what it returns goes to another process.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Program:
         ranges: tuple[SliceRange, ...],
         recording: Recording | None,
         device: int | None = None,
+        travels: bool = True,
     ):
         if device is not None:
             choose_device(device)  # a simulator that computes on it enters it: others must not take memory of it
@@ -124,6 +126,7 @@ class Program:
             for span in ranges
         ]
         self._begun = [False for _ in ranges]
+        self._travels = travels or self._environments[0].simulator.device.type != "cpu"
 
     def specs(self) -> tuple[dict[str, ArraySpec], ActionSpec, int | None]:
         """Specifications of the simulator: observations, actions, and steps in an episode at most."""
@@ -138,7 +141,12 @@ class Program:
 
     def step(self, part: int, actions: np.ndarray) -> Any:
         """`Environment.step` of one slice; a text says why it has no episodes."""
-        return self._or_lost(part, lambda: _packed_chunk(self._environments[part].step(torch.from_numpy(actions))))
+
+        def step() -> Any:
+            chunk = self._environments[part].step(torch.from_numpy(actions))
+            return _packed_chunk(chunk) if self._travels else chunk
+
+        return self._or_lost(part, step)
 
     def save(self, part: int) -> Any:
         """`Environment.state_dict` of one slice; a text says why it has no episodes."""
@@ -277,8 +285,9 @@ class WorkerSlice:
             observation = unpacked(packed.observation)
             chunk = of_steps(unpacked(packed.rewards), observation, self._episode, packed.instructions)
         else:
-            chunk = unpacked(packed)
-            self._count_dropped(chunk)
+            chunk = packed if isinstance(packed.rewards, Tensor) else unpacked(packed)
+            if not chunk.uneventful:
+                self._count_dropped(chunk)
         self._owed = None
         self._episode, self._running = chunk.next_episode, chunk.running
         if chunk.episodes:
@@ -453,7 +462,7 @@ class EnvironmentPool:
                 arguments["device"] = own_device().index  # a child does not inherit which GPU is ours
                 worker = _process(arguments, f"{how.name}.{index}", how.start_timeout)
             else:
-                worker = self.thread = SimulatorThread(arguments, name=how.name)
+                worker = self.thread = SimulatorThread({**arguments, "travels": False}, name=how.name)
             self._workers.append(worker)
             for part, span in enumerate(ranges):
                 parts[part].append(WorkerSlice(worker, part, span, rules, how))

@@ -146,17 +146,11 @@ class Host:
                 with self.values.lending_to(promise):
                     payload = self.codec.encode((args, kwargs), host)
             endpoint = (actor, method, name)
-            index = link.numbers.get(endpoint)
+            known: Any = link.numbers.get(endpoint)
+            if known is None:
+                known = link.introduce(endpoint)
             promise.state = QUEUED
-            promise.message = message = [
-                CALL,
-                number,
-                link.introduce(endpoint) if index is None else index,
-                payload,
-                flags,
-                parent,
-                gang,
-            ]
+            promise.message = message = [CALL, number, known, payload, flags, parent, gang]
             self.sent[number] = promise
             link.post(message)
         return promise
@@ -188,11 +182,10 @@ class Host:
 
     def cancel(self, promise: Promise[Any]) -> None:
         """The caller no longer wants it: stop the call wherever it runs."""
-        if promise.state == LOCAL:
-            if promise.task is not None:
-                promise.task.cancel()
-        else:
+        if promise.state != LOCAL:
             self.post_safely(promise.target, (CANCEL, promise.number))
+        elif promise.task is not None:
+            promise.task.cancel()
 
     def drop(self, owner: int, key: Key) -> None:
         """The last handle of a kept value is gone. May be called by the garbage collector on any thread."""
@@ -383,12 +376,9 @@ class Host:
             self.on_loop(lambda: self.link(host).post(message))
 
     def soon(self, fn: Callable[[], object]) -> None:
-        if self.loop.is_closed():
-            return
-        if threading.get_ident() == self.thread:
-            self.loop.call_soon(fn)  # without waking the loop, which is awake
-        else:
-            self.loop.call_soon_threadsafe(fn)
+        if not self.loop.is_closed():
+            awake = threading.get_ident() == self.thread  # the loop need not be woken
+            (self.loop.call_soon if awake else self.loop.call_soon_threadsafe)(fn)
 
     def on_loop(self, fn: Callable[[], object]) -> None:
         """Run `fn` on the loop's thread: now if that is this thread, else soon. For the garbage collector's calls."""
@@ -408,10 +398,8 @@ class Host:
 
     def _log_unseen(self, name: str, error: BaseException) -> None:
         """A call that nobody awaits has failed: say so, as asyncio does for its own futures."""
-        if isinstance(error, ActorDied):
-            return  # calls that run for as long as their actor lives end like this
-        context = {"message": f"{name} failed and nobody awaited it", "exception": error}
-        self.loop.call_exception_handler(context)
+        if not isinstance(error, ActorDied):  # calls that run for as long as their actor lives end like this
+            self.complain(f"{name} failed and nobody awaited it", error)
 
     def complain(self, message: str, error: BaseException | None = None) -> None:
         """Say what cannot be raised anywhere, as asyncio does."""

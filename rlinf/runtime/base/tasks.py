@@ -409,20 +409,24 @@ def computing() -> bool:
     return bool(_at_work)
 
 
-class _Work:
-    __slots__ = ("args", "context", "fn", "future", "kwargs", "turn")
+class _Work(asyncio.Future[Any]):
+    """Outcome of a function that a thread runs. Cancelled before that begins, it never does; afterwards it cannot be,
+    so that a task which awaits it is cancelled once the function has returned."""
 
-    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any, future: asyncio.Future[Any]):
-        self.fn, self.args, self.kwargs, self.future = fn, args, kwargs, future
-        self.context = contextvars.copy_context()
-        self.turn = [True]
+    def __init__(self, run: Callable[[], Any], loop: asyncio.AbstractEventLoop):
+        super().__init__(loop=loop)
+        self.run = run
+        self._turn = [True]
 
     def claim(self) -> bool:
         """True if the caller, on whatever thread, is the first to decide what becomes of it: run, or cancelled."""
         try:
-            return self.turn.pop()
+            return self._turn.pop()
         except IndexError:
             return False
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        return self.claim() and super().cancel(msg)
 
 
 class ComputeThread:
@@ -482,16 +486,13 @@ class ComputeThread:
             raise ActorDied(f"{self.name} was closed before it could compute {getattr(fn, '__name__', fn)}")
         if self._thread is None:
             self._thread = start_thread(self._serve, self.name)
-        work = _Work(fn, args, kwargs, self._loop.create_future())
+        work = _Work(functools.partial(contextvars.copy_context().run, fn, *args, **kwargs), self._loop)
         with external():  # holds virtual time still meanwhile
             self._works.add(work)
             self._queue.put(work)
             try:
-                return await asyncio.shield(work.future)
-            except asyncio.CancelledError:
-                if not work.claim():
-                    await finish(work.future)
-                raise
+                value: T = await work
+                return value
             finally:
                 self._works.discard(work)
 
@@ -501,7 +502,7 @@ class ComputeThread:
         self._queue.put(None)
         for work in self._works:
             work.claim()
-            work.future.cancel()
+            asyncio.Future.cancel(work)  # also where it has begun
 
     def processor_seconds(self) -> float:
         """Processor time that the thread has used: while it grows, a function that has not returned is at work."""
@@ -516,11 +517,11 @@ class ComputeThread:
                 continue
             _at_work.add(self)
             try:
-                result, error = work.context.run(work.fn, *work.args, **work.kwargs), None
+                result, error = work.run(), None
             except BaseException as caught:  # it belongs to whoever awaits, whatever it is
                 result, error = None, caught
             finally:
                 _at_work.discard(self)
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self._loop.call_soon_threadsafe(settle, work.future, result, error)
+                self._loop.call_soon_threadsafe(settle, work, result, error)
             del work, result, error

@@ -77,7 +77,7 @@ class Emitter:
         self._sink = sink
         self._window = min(capacity or 1024, 1024)
         self._gathered: deque[tuple[tuple[Any, ...], Callable[[], None] | None]] = deque()
-        self._sending: Promise[Any] | None = None
+        self._sending = False
         self._moved = asyncio.Event()
         self._error: BaseException | None = None
         self._forgotten: list[Hashable] = []
@@ -107,8 +107,9 @@ class Emitter:
         if self._error is not None:
             raise self._error
         self._gathered.append(((id, *sink.seal(value), 1.0, None), done))
-        if self._sending is None:
-            self._send()
+        if not self._sending:
+            self._sending = True
+            sink.host.loop.call_soon(self._send)  # once whoever makes the items has begun with the next
 
     def forget(self, ids: list[Hashable]) -> None:
         """These ids will not be put again. The sink hears of it with the next items."""
@@ -119,14 +120,16 @@ class Emitter:
             self._forgotten += ids
 
     def _send(self) -> None:
+        if self._error is not None:
+            return
         forgotten, self._forgotten = self._forgotten, []
         gathered, self._gathered = list(self._gathered), deque()
         sink = self._sink
-        self._sending = sink._call("queue_put", sink.id, [item for item, _ in gathered], sink.plain, forgotten)
-        self._sending.add_done_callback(lambda sent: self._sent(sent, [done for _, done in gathered]))
+        sending = sink._call("queue_put", sink.id, [item for item, _ in gathered], sink.plain, forgotten)
+        sending.add_done_callback(lambda sent: self._sent(sent, [done for _, done in gathered]))
 
     def _sent(self, sent: Promise[Any], dones: list[Callable[[], None] | None]) -> None:
-        self._sending = None
+        self._sending = False
         if sent.cancelled():
             self._fail(QueueClosed(f"{self._sink.name} was not reached: {sent.name} was cancelled"))
         elif (error := sent.exception()) is not None:
@@ -136,6 +139,7 @@ class Emitter:
                 if done is not None:
                     done()
             if self._gathered:
+                self._sending = True
                 self._send()
         self._moved.set()
 
@@ -157,7 +161,7 @@ class Emitter:
 
     async def flush(self) -> None:
         """Wait until the sink has everything."""
-        while self._sending is not None and self._error is None:
+        while self._sending and self._error is None:
             await self._wait()
         if self._error is not None:
             raise self._error

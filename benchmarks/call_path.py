@@ -1,6 +1,9 @@
 """How many Python functions an awaited call takes, on either side of a lane and within a process, and what it costs.
 
     torchrun --nproc-per-node 2 -m benchmarks.call_path
+    python -m benchmarks.call_path
+
+Without torchrun, in a program's own loop: calls gathered beside all that transformers imports, and an item of a map.
 
 Functions are counted by a profiler, one call after the other, and are the same on every machine; those that a call
 enters now and then (a message that has to be confirmed) count by their share. Busy waiting is left out of the count: it
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import cProfile
+import importlib
 import os
 import pstats
 import time
@@ -20,10 +24,11 @@ from typing import Any
 import torch
 
 import rlinf
-from rlinf import Actor, endpoint
+from rlinf import Actor, ActorSystem, Stream, endpoint
 
 CALLS = 2000
 BURST = 256
+TURNS = 12
 WAITING = ("_turn", "computing")
 """Functions of busy waiting."""
 
@@ -62,7 +67,7 @@ def functions(profile: cProfile.Profile) -> list[tuple[float, str]]:
 
 
 def table(side: str, rows: list[tuple[float, str]]) -> None:
-    print(f"{side}: {sum(count for count, _ in rows):.0f} Python functions a call")
+    print(f"{side}: {sum(count for count, _ in rows):.0f} Python functions")
     for count, name in rows:
         print(f"    {count:4.1f}  {name}")
 
@@ -93,9 +98,41 @@ async def cost(title: str, near: Any, far: Any, value: Any, at_once: int) -> Non
     )
 
 
+def in_process(title: str, seconds: list[float], count: int) -> None:
+    each = sorted(1e6 * one / count for one in seconds)
+    print(f"{title:40s} processor {each[len(each) // 2]:6.2f} us each, worst of {len(each)} turns {each[-1]:6.2f} us")
+
+
+async def in_own_loop() -> None:
+    """Measure in a loop that is not the runtime's own, whose program has not frozen what it imported."""
+    importlib.import_module("transformers.models.auto.modeling_auto")
+    async with ActorSystem.local() as system:
+        (actor,) = await system.spawn(Counted)
+
+        async def gathered() -> None:
+            await asyncio.gather(*[actor.ping(number) for number in range(CALLS)])
+
+        async def mapped() -> None:
+            assert len(await actor.ping.map(Stream.of(list(range(CALLS)))).collect()) == CALLS
+
+        for title, work in (
+            (f"{CALLS} calls gathered", gathered),
+            (f"an item of {CALLS}, mapped and collected", mapped),
+        ):
+            turns = []
+            for _ in range(TURNS):
+                start = time.process_time()
+                await work()
+                turns.append(time.process_time() - start)
+            in_process(title, turns[1:], CALLS)
+        profile = cProfile.Profile()
+        profile.enable()
+        await mapped()
+        profile.disable()
+        table("mapped and collected, an item", functions(profile))
+
+
 async def main(system: Any) -> None:
-    if system.hosts < 2:
-        raise SystemExit("start it with torchrun --nproc-per-node 2")
     (near,), (far,) = (
         await system.spawn(Counted, hosts=[0], name="near"),
         await system.spawn(Counted, hosts=[1], name="far"),
@@ -120,4 +157,7 @@ async def main(system: Any) -> None:
 
 
 if __name__ == "__main__":
-    rlinf.run(main)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        rlinf.run(main)
+    else:
+        asyncio.run(in_own_loop())

@@ -47,10 +47,12 @@ class Contestant:
     version: str = ""
     rows: dict[str, list[float]] = field(default_factory=dict)
     """One number per round."""
+    latest: dict[str, float] = field(default_factory=dict)
+    """Numbers of the last turn."""
 
     def measure(self, group: str) -> None:
-        self.version, rows = self.turn(group)
-        for row, value in rows.items():
+        self.version, self.latest = self.turn(group)
+        for row, value in self.latest.items():
             self.rows.setdefault(row, []).append(value)
 
 

@@ -188,6 +188,10 @@ def measure(entered: list[Contestant], groups: list[str], rounds: int) -> None:
                     contestant.missing = f"failed: {error}"
                 took = time.perf_counter() - start
                 print(f"round {round_ + 1}/{rounds} {group}: {contestant.name} {took:.1f} s", file=sys.stderr)
+                for row in rows():
+                    numbers = _numbers(row, contestant)
+                    if row.key in contestant.latest and numbers:
+                        print(f"    {row.what}: {show(numbers[-1:], row.unit)}", file=sys.stderr)
 
 
 def table(result: list[Line]) -> Table:

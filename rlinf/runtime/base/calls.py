@@ -138,7 +138,7 @@ else:  # there it is written in Python, and every call asks it
 
 def current_task() -> asyncio.Task[Any] | None:
     """The running task."""
-    return task_of(cast(asyncio.AbstractEventLoop, _get_running_loop()))
+    return task_of(_get_running_loop())  # type: ignore[arg-type]  # one runs
 
 
 def lease_here() -> DeviceLease | None:
@@ -205,7 +205,7 @@ def waiter() -> str:
     call's own."""
     call = current_call.get()
     if call is not None:
-        name, own = call.label, call.task
+        name, own = call._label or call.label, call.task
     else:
         host = _current_host.get()
         name, own = FLOW, None if host is None else host.flow

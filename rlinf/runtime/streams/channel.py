@@ -270,7 +270,7 @@ class QueueHandle:
         if queue is None:
             return await self.open(await self.ask(token, most, **wishes))
         pairs = await queue.take(token, most, **wishes)
-        return pairs if unread or all(type(value) in ATOMS for _, value in pairs) else await self.open(pairs)
+        return pairs if unread or (len(pairs) == 1 and type(pairs[0][1]) in ATOMS) else await self.open(pairs)
 
     def ask(self, token: Token, most: int, **wishes: Any) -> Promise[Pairs]:
         """Ask a queue on another host for items; they come unopened."""

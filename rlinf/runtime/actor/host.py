@@ -146,11 +146,11 @@ class Host:
                 with self.values.lending_to(promise):
                     payload = self.codec.encode((args, kwargs), host)
             endpoint = (actor, method, name)
-            known: Any = link.numbers.get(endpoint)
-            if known is None:
-                known = link.introduce(endpoint)
+            index: Any = link.numbers.get(endpoint)
+            if index is None:
+                index = link.introduce(endpoint)
             promise.state = QUEUED
-            promise.message = message = [CALL, number, known, payload, flags, parent, gang]
+            promise.message = message = [CALL, number, index, payload, flags, parent, gang]
             self.sent[number] = promise
             link.post(message)
         return promise

@@ -96,6 +96,10 @@ test-nodes: install  ## runs over two machines made of network namespaces; needs
 test-servers: install sglang vllm  ## what every engine must do, on real SGLang and vLLM servers; makes their environments, 5 GB
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m servers --durations=10 $(PYTEST_ARGS)
 
+.PHONY: test-real
+test-real: install  ## what SmolLM2, a real chat model, answers and learns, beside transformers; brings the model first
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m real tests/real --durations=0 $(PYTEST_ARGS)
+
 .PHONY: lint
 lint: install  ## style, formatting, types, layers
 	$(BIN)/ruff check .

@@ -56,12 +56,11 @@ def pytest_collection() -> Iterator[Any]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out repetitions, but where `-m` names them."""
-    if "repeated" not in config.option.markexpr:
-        again = [item for item in items if item.get_closest_marker("repeated")]
-        config.hook.pytest_deselected(items=again)
-        left_out = set(again)
-        items[:] = [item for item in items if item not in left_out]
+    """Leave out repetitions and real models, but where `-m` names them."""
+    unasked = [marker for marker in ("repeated", "real") if marker not in config.option.markexpr]
+    left_out = {item for item in items if any(map(item.get_closest_marker, unasked))}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
     if settings.default.derandomize:
         for test in {item.obj for item in items if item.get_closest_marker("hypothesis")}:
             _try_fewer(test)

@@ -20,7 +20,7 @@ import yaml
 from benchmarks.peers.grpo_job import Result, Stopwatch, peak_memory
 from rlinf import __version__
 from rlinf.cli.main import main
-from rlinf.data.step import Step
+from rlinf.data.step import Step, alternates
 from rlinf.flows.grpo import grpo
 from rlinf.placement.grammar import parse
 
@@ -33,6 +33,7 @@ result = Result(version=f"rlinf {__version__}")
 _watch = Stopwatch(result)
 
 
+@alternates
 async def timed(step: Step, rollout: Any, judge: Any, trainer: Any) -> dict[str, float]:
     """`rlinf.flows.grpo`, when it is our turn."""
     _watch.over()

@@ -364,7 +364,8 @@ class _Towards(Weights):
 
     @staticmethod
     def of(weights: Weights) -> _Towards:
-        return _Towards(weights.version, weights.layout, weights.buckets, weights.checksums)
+        buckets, now = weights.buckets, weights.version_now
+        return _Towards(weights.version, weights.layout, buckets, weights.checksums, version_now=now)
 
     @property
     def key(self) -> tuple[int, tuple[int, ...]]:

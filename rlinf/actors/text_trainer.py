@@ -191,6 +191,8 @@ class TextTrainer(BaseTrainer):
 
     _publishes = torch.float32
     """Precision in which those compute who take its weights over."""
+    _lends = False
+    """The rollout computes on its tensors."""
     _runner: CommandRunner
     _back: BackEnd
 
@@ -332,6 +334,9 @@ class TextTrainer(BaseTrainer):
     # Checkpoints and devices -------------------------------------------------------------------------------------
 
     async def _published(self, exact: bool, whole: bool) -> Weights | None:
+        if self._lends and not exact:
+            named = ((name, each.make()) for name, each in self._back.export())  # type: ignore[union-attr]
+            return Weights.lent(named, lambda: self.version)
         dtype = None if exact or self._publishes == torch.float32 else self._publishes
         size = sum(map(prod, self._back.shapes().values())) * (dtype or torch.float32).itemsize
         in_host = not has_room(self.device, size)

@@ -100,6 +100,11 @@ class Trainer(TextTrainer):
         )
         await self._make(spec, tokenizer, chat_template)
         self._publishes, self._load_of = dtype_of(settings.publishes), self._loads(settings)
+        self._lends = settings.lends
+        if self._lends:
+            from rlinf.engines.transformers.model import join_parts
+
+            await self.compute(join_parts, self._back.model)  # type: ignore[attr-defined]  # fsdp's
         self._batch: BatchSchedule | None = None
         self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
 

@@ -397,6 +397,8 @@ class TrainerSettings(BatchSettings):
     apart."""
     publishes: Literal["float32", "bfloat16"] = "float32"
     """Precision in which weights leave the trainer: the widest of those who take them over."""
+    lends: bool = False
+    """The rollout, in the trainer's process, computes on the trainer's own tensors."""
 
 
 @dataclass(config=CLOSED)

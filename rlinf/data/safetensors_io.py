@@ -59,8 +59,7 @@ class LateCopy:
         """Files that it is still to be written into."""
         self._flat, self._own = tensor.detach().view(-1), False
         self._changing = threading.Lock()
-        with _registering:
-            _copies.add(self)
+        _copies[id(self)] = self
 
     def settle(self) -> None:
         """Copy it unless it is written: from now on the tensor may change."""
@@ -96,18 +95,16 @@ class LateCopy:
                 self._flat = torch.empty(0)
 
 
-_copies: weakref.WeakSet[LateCopy] = weakref.WeakSet()
-"""Late copies of this process."""
-_registering = threading.Lock()
+_copies: weakref.WeakValueDictionary[int, LateCopy] = weakref.WeakValueDictionary()
+"""Late copies of this process, by their ids."""
 
 
 def settle() -> None:
     """Make every copy that has not been made and is still to be written: tensors are about to change, or to leave their
     memory."""
-    with _registering:
-        unwritten = tuple(_copies)
-    for copy in unwritten:
-        copy.settle()
+    for reference in _copies.valuerefs():
+        if (copy := reference()) is not None:
+            copy.settle()
 
 
 register_optimizer_step_pre_hook(lambda *_: settle())

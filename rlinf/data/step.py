@@ -24,6 +24,13 @@ def ahead(flow: F) -> F:
     return flow
 
 
+def alternates(flow: F) -> F:
+    """Marks a flow in which nobody generates between a training and the publishing of its weights: in one process both
+    may compute on the same tensors."""
+    flow.alternates = True  # type: ignore[attr-defined]  # as above
+    return flow
+
+
 def works_ahead(flow: Any) -> bool:
     """True if a flow is marked by `ahead`."""
     return bool(getattr(flow, "ahead", False))

@@ -74,6 +74,9 @@ class Weights:
     """Names of the tensors that nothing changes and that are not here, for a receiver that has them already."""
     origin: str = ""
     """Says which values the tensors that nothing changes have: those of two models of equal origins are equal."""
+    version_now: Callable[[], int] | None = None
+    """The version that the buckets have by now, where they are the trainer's own tensors, for receivers in its process;
+    they have no checksums."""
 
     @staticmethod
     def pack(
@@ -125,6 +128,19 @@ class Weights:
         """Shape of each tensor, by name."""
         return {slot.name: slot.shape for slot in self.layout}
 
+    @staticmethod
+    def lent(named: Iterable[tuple[str, Tensor]], version_now: Callable[[], int]) -> Weights:
+        """A trainer's own contiguous tensors, which it goes on changing.
+
+        Args:
+            named: names and tensors.
+            version_now: says which version they have.
+        """
+        tensors = dict(named)
+        layout = tuple(Slot(name, tuple(each.shape), number, 0) for number, (name, each) in enumerate(tensors.items()))
+        buckets = tuple(each.detach().view(-1) for each in tensors.values())
+        return Weights(version_now(), layout, buckets, (), version_now=version_now)
+
     def in_host_memory(self) -> Weights:
         """Copy with all buckets in host memory; itself if they are there. Blocking."""
         if all(bucket.device.type == "cpu" for bucket in self.buckets):
@@ -137,6 +153,8 @@ class Weights:
         Raises:
             WeightsDamaged: one does not; the text names bucket, version and the tensors in it.
         """
+        if self.version_now is not None:
+            return
         pairs = zip(self.buckets, self.checksums, checksums(self.buckets), strict=True)
         for number, (bucket, expected, actual) in enumerate(pairs):
             if actual != expected:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlinf.data.step import Step
+from rlinf.data.step import Step, alternates
 from rlinf.flows.text import annotate, generate, next_batch, publish_weights
 
 
+@alternates
 async def grpo(
     step: Step,
     rollout: Any,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rlinf.data.step import Step
+from rlinf.data.step import Step, alternates
 from rlinf.flows.text import annotate, generate, next_batch, publish_weights
 
 
+@alternates
 async def ppo(
     step: Step, rollout: Any, judge: Any, critic: Any, trainer: Any, reference: Any = None, reward_model: Any = None
 ) -> dict[str, float]:

@@ -63,6 +63,7 @@ from rlinf.rewards.base import RewardSource, ScoreCounts
 from rlinf.runs.callbacks import AlarmRule, Observer, RunState
 from rlinf.runs.data import check_reward, load_data_of, no_end_token, reward_is_default, scores_alone
 from rlinf.runs.dry_run.footprint import spread_of
+from rlinf.runs.dry_run.transformer import device_kind
 from rlinf.runs.evaluation import (
     answers_of,
     compared_named,
@@ -233,7 +234,10 @@ class TextWorkload(Workload[Evaluation]):
         directory = str(self.run.directory.path)
         roles = roles_to_start(self.config, self.data, self.plan, rescue=directory, sharding=spread.sharding)
         say = report.line
-        return await spawn_roles(self.run.system, placed, only(roles, names), lambda words: say(f"{name}: {words}"))
+        started = await spawn_roles(self.run.system, placed, only(roles, names), lambda words: say(f"{name}: {words}"))
+        if share_tensors(self.config, self.plan):
+            await self.publish(started)
+        return started
 
     async def warm_up(self) -> bool:
         settings, roles = self.config.sft, self.run.roles
@@ -497,6 +501,7 @@ def roles_to_start(
             sharding=sharding,
             rescue_dir=rescue,
             staleness=config.staleness.max if ahead else 0,
+            lends=share_tensors(config, prepared),
         ),
         "algorithm": prepared.algorithm,
         "chat_template": template,
@@ -520,6 +525,15 @@ def roles_to_start(
         for name, (actor, settings) in roles.items()
     }
     return {**ours, **own_roles(config)}
+
+
+def share_tensors(config: RunConfig, prepared: RunPlan) -> bool:
+    """True if the rollout can compute on the trainer's own tensors: in one process, on a CPU, in one precision, and
+    where the flow generates and trains in turn."""
+    placed, flow, how = prepared.placed, prepared.flow, (config.rollout.engine, config.trainer.backend)
+    one = placed.devices == 1 and not placed.turns and device_kind(config.placement) == "cpu"
+    alike = how == ("transformers", "fsdp") and config.rollout.dtype == config.trainer.dtype == "float32"
+    return one and alike and not config.model.lora.on and getattr(flow, "alternates", False) and not works_ahead(flow)
 
 
 def _judge(config: RunConfig, data: Data, passed: RewardSource | None) -> Settings:

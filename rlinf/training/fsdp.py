@@ -158,16 +158,12 @@ class FsdpBackEnd:
         extra: Mapping[str, Any],
         tokenizer: PreTrainedTokenizerBase,
     ) -> Mapping[str, HostCopy]:
-        first, state = self.layout.first_copy, self.state(optimization, version, extra)
-        lead = self._rank == 0
-        at_hand = state.copies if lead else None
-        whole = alone = None
-        if first:
-            how: dict[str, Any] = {"dtype": self._saved_dtype, "at_hand": at_hand, "pictures": self.module.pictures}
-            whole = copy_model(self.model, tokenizer, lead=lead, **how)
-        if first and self._adapted:
-            alone = copy_adapter(self.model, self._base, lead=lead)
-        parts = {STATE: state, MODEL: whole, ADAPTER: alone}
+        state, lead = self.state(optimization, version, extra), self._rank == 0
+        parts: dict[str, HostCopy | None] = {STATE: state}
+        if self.layout.first_copy:
+            how: dict[str, Any] = {"at_hand": state.copies, "pictures": self.module.pictures}
+            parts[MODEL] = copy_model(self.model, tokenizer, lead=lead, dtype=self._saved_dtype, **how)
+            parts[ADAPTER] = copy_adapter(self.model, self._base, lead=lead) if self._adapted else None
         return {name: part for name, part in parts.items() if part is not None}
 
     def state(self, optimization: Optimization, version: int, extra: Mapping[str, Any]) -> StateCopy:

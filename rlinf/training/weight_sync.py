@@ -726,7 +726,8 @@ class Receiver(Actor):
                 if any(bucket.is_cuda for bucket in offer.weights.buckets):
                     await self.compute(_copied, offer.weights)
         clock.tell(self)
-        tell_bytes(self, offer.weights.buckets, through_host=self.through_host)
+        if offer.weights.version_now is None:
+            tell_bytes(self, offer.weights.buckets, through_host=self.through_host)
         self._offers.remove(offer)
         if not offer.outcome.done():
             offer.outcome.set_result(offer.weights.version)

@@ -89,6 +89,9 @@ class Scripted:
     def check(self, weights):
         pass
 
+    def check_current(self):
+        pass
+
     def load(self, weights):
         self.version = weights.version
 

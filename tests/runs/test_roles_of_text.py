@@ -10,7 +10,7 @@ from rlinf.placement.simulate import trial
 from rlinf.runs.prepare import prepare
 from rlinf.runs.roles import Teachers, collected, with_teachers
 from rlinf.runs.rules import load_config
-from rlinf.runs.text import rollout_settings, trainer_settings
+from rlinf.runs.text import rollout_settings, share_tensors, trainer_settings
 from tests.models.scoring.saved import saved_classifier, saved_language_model
 
 OWN = ("flow=tests.own_roles.with_index", "roles.verifier.class=tests.own_roles.Verifier")
@@ -174,6 +174,25 @@ def test_a_flow_that_takes_a_teacher_gets_several_as_one_also_in_a_rehearsal():
 def test_weights_leave_the_trainer_in_the_widest_dtype_of_those_who_take_them_over(overrides, published):
     prepared = prepare(load_config(None, overrides, 1), 1)
     assert trainer_settings(prepared.config, prepared.algorithm, sharding="shard").publishes == published
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hosts", "shared"),
+    [
+        ((), 1, True),
+        (("algorithm=ppo",), 1, True),
+        (("rollout.dtype=bfloat16",), 1, False),
+        (("trainer.dtype=bfloat16",), 1, False),
+        (("flow=rlinf.flows.grpo_async",), 1, False),
+        (("flow=benchmarks.grpo_ours.timed",), 1, True),
+        (("flow=rlinf.flows.agentic",), 1, False),
+        (("model.lora.r=4",), 1, False),
+        ((), 2, False),
+    ],
+)
+def test_the_rollout_computes_on_the_trainers_tensors_where_nobody_can_tell(overrides, hosts, shared):
+    plan = prepare(load_config(None, ("placement.device_kind=cpu", *overrides), hosts), hosts)
+    assert share_tensors(plan.config, plan) is shared
 
 
 @pytest.mark.parametrize(

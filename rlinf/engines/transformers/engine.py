@@ -232,6 +232,7 @@ class TransformersEngine(Engine):
             batch.newcomers.extend(scheduler.take(free, tokens, running))
         if not batch.live and not batch.newcomers:
             return False
+        self._forward.check_current()
         self._driving = True
         try:
             # Asleep or not: for an actor, to compute is to ask for its device, and then it is woken.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -85,6 +86,7 @@ class ModelForward:
         self._model = model
         self._parking: Parking | None = None  # kept once it was parked, with its host memory
         self._arrived: Weights | None = None
+        self._version_now: Callable[[], int] | None = None  # of weights that are a trainer's own tensors
         self._routers: Routers | None = None
         self._routes: list[Tensor] = []  # of the passes since somebody asked
         self._takes = set(inspect.signature(type(model).forward).parameters)
@@ -290,8 +292,29 @@ class ModelForward:
     @torch.no_grad()
     def _take(self, weights: Weights) -> None:
         parameters = dict(self._model.named_parameters())
+        if weights.version_now is not None and self._version_now is None:
+            for name, tensor in weights.named():
+                parameters[name].data = tensor.to(self.device, self.dtype)
+            self._join()
+        self._version_now = weights.version_now
         for name, tensor in weights.named():
-            parameters[name].copy_(tensor)
+            if parameters[name].data_ptr() != tensor.data_ptr():
+                parameters[name].copy_(tensor)
+
+    def _join(self) -> None:
+        """Find the parameters again, which have other memory."""
+
+    def check_current(self) -> None:
+        """See that the weights are those that were loaded.
+
+        Raises:
+            RuntimeError: they are a trainer's own tensors, and it has learned since.
+        """
+        if self._version_now is not None and self._version_now() != self.version:
+            raise RuntimeError(
+                f"the engine was to answer by version {self.version} of the trainer's own tensors, and they are of "
+                f"version {self._version_now()} by now: call rollout.load(trainer.weights()) after trainer.train"
+            )
 
     def park(self) -> None:
         """Give the memory of all weights back; `read` and `step` need them again."""
@@ -604,10 +627,24 @@ def _joined(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 
 def _join(parameters: Sequence[Tensor]) -> Tensor:
+    first, storages = parameters[0].detach(), {each.untyped_storage().data_ptr() for each in parameters}
+    starts = accumulate((each.nbytes for each in parameters[:-1]), initial=first.data_ptr())
+    if len(storages) == 1 and [*starts] == [each.data_ptr() for each in parameters]:  # they lie so already
+        return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
     joined = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, joined.split([len(parameter) for parameter in parameters]), strict=True):
         parameter.data = part
     return joined
+
+
+@torch.no_grad()
+def join_parts(model: PreTrainedModel) -> None:
+    """Lay the parameters that `LeanForward` reads in one next to one another, so that an engine can compute on them."""
+    for parameter in model.parameters():  # off the file that they may be mapped from, which would stay in memory
+        parameter.data = parameter.clone()
+    if unlike(model) is None:
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            Block(layer, None)
 
 
 _ROTATIONS = {"default", "linear", "llama3", "yarn"}  # those whose angles do not depend on how long the text is

@@ -11,7 +11,7 @@ from rlinf.data.weights import Weights
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers import engine as engines
 from rlinf.engines.transformers.engine import TransformersEngine
-from rlinf.engines.transformers.model import LeanForward, ModelForward, fastest
+from rlinf.engines.transformers.model import LeanForward, ModelForward, fastest, join_parts
 
 VOCABULARY = 23
 SHAPES = {
@@ -147,6 +147,33 @@ async def test_tied_weights_travel_once_and_arrive(tie):
     await engine.load(packed(new, 1))
     for theirs, ours in zip(new.state_dict().values(), old.state_dict().values(), strict=True):
         assert torch.equal(theirs, ours)
+
+
+@pytest.mark.parametrize("laid", [True, False], ids=["laid out", "as they came"])
+@pytest.mark.parametrize(("kind", "settings"), [("qwen2", {}), ("llama", {}), ("llama", {"tie_word_embeddings": True})])
+async def test_an_engine_answers_by_a_trainers_own_tensors_as_by_copies_of_them(kind, settings, laid):
+    engine, trained = TransformersEngine(tiny(kind, **settings)), tiny(kind, seed=1, **settings)
+    if laid:
+        join_parts(trained)
+    asked, versions = ragged(4, Sampling(6)), [1]
+    for _ in range(3):
+        await engine.load(Weights.lent(trained.named_parameters(), lambda: versions[-1]))
+        copied = TransformersEngine(tiny(kind, **settings))
+        await copied.load(packed(trained, versions[-1]))
+        ours, theirs = await answers(engine, asked), await answers(copied, asked)
+        for number in range(4):
+            assert ours[number].response_ids.tolist() == theirs[number].response_ids.tolist()
+            assert ours[number].logprobs.tolist() == theirs[number].logprobs.tolist()
+            assert ours[number].versions.tolist() == theirs[number].versions.tolist()
+        versions.append(versions[-1] + 1)
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.mul_(1.1)
+        with pytest.raises(RuntimeError, match=f"version {versions[-1]} by now"):
+            await answers(engine, asked)
+    inside = dict(engine._forward._model.named_parameters())
+    shared = {name for name, each in trained.named_parameters() if inside[name].data_ptr() == each.data_ptr()}
+    assert (shared == inside.keys()) is laid
 
 
 async def test_weights_of_another_type_are_cast():

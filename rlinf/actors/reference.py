@@ -35,6 +35,7 @@ from rlinf.data.weights import Weights, misfits
 from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, pictures_of
 from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.policy_model import PolicyModel
+from rlinf.models.language.truth import Way
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
 from rlinf.runtime.streams.stream import each
@@ -228,9 +229,9 @@ class Reference(ModelActor, Receiver):
         ]
 
     @endpoint
-    async def computes(self) -> str:
-        """How the model is run, for people; empty where that is as usual."""
-        return self.policy.unusual
+    async def computes(self) -> Way:
+        """How the model is run."""
+        return self.policy.way
 
     # Weights -----------------------------------------------------------------------------------------------------
 

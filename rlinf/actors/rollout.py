@@ -29,6 +29,7 @@ from rlinf.data.tokenizer import TokenizerSource, load_tokenizer, padding_ids
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Engine, EngineSetup, PartialAnswer, Request, Sampling, make
 from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, limits, pictures_of
+from rlinf.models.language.truth import Way
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.tensors import own_device
 from rlinf.runtime.streams.stream import Consumer, Stream, each
@@ -113,6 +114,11 @@ class Rollout(Receiver):
         self._ids = itertools.count()  # of requests and groups, unique among calls that overlap
         self._calls: list[GenerateCall] = []  # in progress
         self._answer_names: dict[int, str] = {}  # of calls of `answer` in progress, by the id of their request
+
+    @endpoint
+    async def computes(self) -> Way:
+        """How the engine decodes, if it says it."""
+        return self._engine.way
 
     async def close(self) -> None:
         """End what the engine started."""

@@ -50,6 +50,7 @@ from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
 from rlinf.metrics.explain import MICRO_BATCH
 from rlinf.models.language.build import ModelSpec
+from rlinf.models.language.truth import Way
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import Gang
 from rlinf.runtime.base.tasks import finish
@@ -327,9 +328,10 @@ class TextTrainer(BaseTrainer):
         return self._optimizer_steps
 
     @endpoint
-    async def computes(self) -> str:
-        """How the model is run, for people; empty where that is as usual, or the back end does not say."""
-        return str(getattr(self._back, "words", ""))
+    async def computes(self) -> Way:
+        """How the model is run, if the back end says it."""
+        way: Way = getattr(self._back, "way", Way())
+        return way
 
     # Checkpoints and devices -------------------------------------------------------------------------------------
 

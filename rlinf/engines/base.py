@@ -40,6 +40,7 @@ from rlinf.data.images import Pictures
 from rlinf.data.sample import ImageRef, PrefixKey, prefix_key
 from rlinf.data.weights import Weights
 from rlinf.engines import ENGINES
+from rlinf.models.language.truth import Way
 from rlinf.runtime.base.tasks import InThreads
 from rlinf.runtime.streams.stream import each
 
@@ -275,6 +276,8 @@ class Engine(ABC):
     """It tells to which experts of its model tokens went."""
     reads_images: bool = False
     """Its model reads the pictures of a prompt."""
+    way: Way = Way()
+    """How it decodes."""
     stats: StepStats = StepStats()
     """How fast it is, as far as it measures that; may be read at any moment."""
 

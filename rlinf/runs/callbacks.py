@@ -23,6 +23,7 @@ from rlinf.config.schema import nearest
 from rlinf.metrics.alarms import Alarm
 from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.report import Report
+from rlinf.models.language.truth import Way
 from rlinf.runs.roles import RAISED, problem
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.storage.directory import RunDirectory
@@ -38,6 +39,11 @@ steps done; `metrics`, of the step, by name; `samples`, rows as in samples.jsonl
 `path`, of a whole checkpoint; `run`, the `Run`."""
 
 
+_RECORDED = (
+    "The GPU waits for Python in every step, where recorded ones (CUDA graphs) do not: take a model that is decoded "
+    "so, or let SGLang or vLLM decode this one (rollout.engine)"
+)
+"""Advice to those whose GPU decodes step by step."""
 Status = Literal["starting", "warming up", "running", "evaluating", "saving", "paused", "stopping", "ended"]
 
 
@@ -77,6 +83,8 @@ class RunState:
     """The last step was taken, before there were as many as planned."""
     status: Status = "starting"
     """Where the run is in its life."""
+    ways: dict[str, Way] = field(default_factory=dict)
+    """How roles compute that say it."""
     on_change: list[Callable[[], None]] = field(default_factory=list)
     """Called when its status or its roles have changed."""
 
@@ -106,6 +114,19 @@ class RunState:
         """
         self.report.line(warning)
         self.recorder.alarm(self.done if step is None else step, warning.text, warning.do)
+
+    def computes(self, role: str, way: Way) -> None:
+        """Tell people how a role computes, where that is unusual."""
+        if way.words:
+            self.ways[role] = way
+        if not way.usual:
+            self.report.line(f"{self.config.name}: {role}: {way.words}")
+
+    def alarm_of_slow_ways(self) -> None:
+        """Warn of GPUs that a role does not put to use."""
+        for role, way in self.ways.items():
+            if way.slow:
+                self.alarm(Alarm("start", f"{role} decodes {way.slow}", _RECORDED), 0)
 
     def set_roles(self, roles: Mapping[str, Any]) -> None:
         """Go on with these roles."""

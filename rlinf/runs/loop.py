@@ -382,10 +382,12 @@ class TrainingLoop:
             tracking_of(state.config, state.directory, checkpoint, state.report),
             state.system.hosts,
             self.placement.ledger,
-            about={"data": list(notes), "steps": state.steps},
+            about={"data": list(notes), "steps": state.steps}
+            | {f"{role} computes": way.words for role, way in state.ways.items()},
             explainer=Explainer(self.placement.changes(state.config), plan.staleness),
         )
         async with state.report, recorder as state.recorder:
+            state.alarm_of_slow_ways()
             try:
                 await (self._begin() if checkpoint is None else self.saver.restore(checkpoint))
                 yield

@@ -38,6 +38,7 @@ from rlinf.engines.base import Completion, PartialAnswer, Request, Sampling
 from rlinf.flows.session import Running, RunSession
 from rlinf.flows.text import Teachers
 from rlinf.models.language.build import context_length
+from rlinf.models.language.truth import Way
 from rlinf.models.scoring import mistakes_in_saved, unreadable
 from rlinf.placement.plan import GB
 from rlinf.placement.seats import TEXT, Placed, RoleKind, own_kinds, teacher_kinds
@@ -329,7 +330,7 @@ class Role:
 
 
 async def spawn_roles(
-    system: ActorSystem, placed: Placed, roles: Mapping[str, Role], say: Callable[[str], None] | None = None
+    system: ActorSystem, placed: Placed, roles: Mapping[str, Role], tell: Callable[[str, Way], None] | None = None
 ) -> Roles:
     """Start roles, all or none of them.
 
@@ -337,7 +338,7 @@ async def spawn_roles(
         system: where.
         placed: on which host and devices.
         roles: by name.
-        say: is told how roles compute that do so in an unusual way.
+        tell: is told how roles compute, by name.
 
     Returns:
         Their handles, in the same order.
@@ -353,8 +354,8 @@ async def spawn_roles(
             if role.lease_items is not None and "devices" in where:
                 where.setdefault("lease_items", role.lease_items)
             group = groups[name] = await system.spawn(role.actor, name=name, **where, **role.settings)
-            if say is not None and "computes" in group.endpoints and (words := await group[0].computes()):
-                say(f"{name}: {words}")
+            if tell is not None and "computes" in group.endpoints:
+                tell(name, await group[0].computes())
             starting.advance()
 
     # Each of these makes its model on all its ranks together, with a lock held in every process: two at once could wait

@@ -58,11 +58,7 @@ class SupervisedWorkload(Workload[Numbers]):
         for line in (*((spread.words,) if spread.words is not None else ()), *self.data.notes):
             self.run.report.line(f"{self.config.name}: {line}")
         roles = roles_to_start(self.config, self.data, self.plan, spread.sharding)
-
-        def say(words: str) -> None:
-            self.run.report.line(f"{self.config.name}: {words}")
-
-        return await spawn_roles(self.run.system, placed, only(roles, names), say)
+        return await spawn_roles(self.run.system, placed, only(roles, names), self.run.computes)
 
     async def draw(self, index: int) -> SupervisedStep:
         return SupervisedStep(index, await self.data.train.draw(self.config.supervised.batch_size))

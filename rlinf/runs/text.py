@@ -233,8 +233,7 @@ class TextWorkload(Workload[Evaluation]):
                 report.line(f"{name}: {line}")
         directory = str(self.run.directory.path)
         roles = roles_to_start(self.config, self.data, self.plan, rescue=directory, sharding=spread.sharding)
-        say = report.line
-        started = await spawn_roles(self.run.system, placed, only(roles, names), lambda words: say(f"{name}: {words}"))
+        started = await spawn_roles(self.run.system, placed, only(roles, names), self.run.computes)
         if share_tensors(self.config, self.plan):
             await self.publish(started)
         return started

@@ -27,6 +27,7 @@ from rlinf.models.language.lora import POLICY, using
 from rlinf.models.language.moe import Mixture
 from rlinf.models.language.policy_model import HEAD, PolicyModel
 from rlinf.models.language.tensor_parallel import Division
+from rlinf.models.language.truth import Way
 from rlinf.training.backend import HostCopy, Loss, Optimization, Outputs, Ranks
 from rlinf.training.checkpoint import STATE, Restored, Source, StateCopy, copy_state, held, load_state
 from rlinf.training.export import ADAPTER, MODEL, copy_adapter, copy_model
@@ -109,9 +110,9 @@ class FsdpBackEnd:
     """Makes the module; blocking, and a collective where it lies in slices."""
 
     @property
-    def words(self) -> str:
-        """Words for people on how the model is run; empty where that is as usual."""
-        return self.module.unusual
+    def way(self) -> Way:
+        """How the model is run."""
+        return self.module.way
 
     @property
     def model(self) -> PreTrainedModel:

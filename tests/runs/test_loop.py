@@ -19,8 +19,9 @@ from rlinf.config.load import InputError, Problem, RunFailure
 from rlinf.data.in_flight import Completed, InFlight, Rules
 from rlinf.data.step import EmbodiedStep
 from rlinf.metrics.alarms import Alarm
+from rlinf.models.language.truth import Way
 from rlinf.placement.seats import RoleKind, place
-from rlinf.runs.callbacks import Alarms, Callbacks, Observer
+from rlinf.runs.callbacks import Alarms, Callbacks, Observer, RunState
 from rlinf.runs.loop import Described, TrainingLoop, Workload, out_of_memory
 from rlinf.runs.prepare import RunPlan
 from rlinf.runs.roles import Role, only, spawn_roles
@@ -517,3 +518,19 @@ def test_an_alarm_is_a_line_and_a_row_of_its_step(tmp_path, monkeypatch, capsys)
     (row,) = map(json.loads, (tmp_path / "toy" / "alarms.jsonl").read_text().splitlines())
     assert row["step"] == 2
     assert "too good" in capsys.readouterr().out
+
+
+def test_how_roles_compute_is_told_where_it_is_unusual_and_an_idle_gpu_is_an_alarm():
+    lines, alarms = [], []
+    state = RunState(None, SimpleNamespace(name="a run"), None, None, steps=1)
+    state.report = SimpleNamespace(line=lines.append)
+    state.recorder = SimpleNamespace(alarm=lambda step, text, do: alarms.append((step, text, do)))
+    state.computes("rollout", Way("decodes step by step: an error of 0.3", False, "step by step: an error of 0.3"))
+    state.computes("trainer", Way("packed"))
+    state.computes("judge", Way())
+    assert lines == ["a run: rollout: decodes step by step: an error of 0.3"]
+    assert list(state.ways) == ["rollout", "trainer"]
+    state.alarm_of_slow_ways()
+    ((step, text, do),) = alarms
+    assert (step, "rollout" in text, "an error of 0.3" in text) == (0, True, True)
+    assert "rollout.engine" in do

@@ -17,6 +17,9 @@ def test_the_quickstarts_first_steps_teach_what_the_warm_up_left(tmp_path):
     assert before["evaluation/accuracy"] < 0.86, "there was something to learn"
     assert after["evaluation/accuracy"] >= before["evaluation/accuracy"] + 0.04
     assert "500 held-out problems" in done.stdout
+    environment = json.loads((tmp_path / "quickstart" / "environment.json").read_text())
+    assert "lean forward" in environment["rollout computes"]
+    assert "packed" in environment["trainer computes"]
 
 
 @pytest.mark.repeated

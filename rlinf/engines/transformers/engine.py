@@ -22,7 +22,8 @@ from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Compute, Engine, EngineSetup, Request, Scheduler, StepStats, StopTexts, named
 from rlinf.engines.transformers.batch import Batch
 from rlinf.engines.transformers.graphs import Graphs, rows_for, unknown
-from rlinf.engines.transformers.model import fastest
+from rlinf.engines.transformers.model import ModelForward, fastest
+from rlinf.models.language.truth import Way
 from rlinf.runtime.base.tasks import InThreads
 
 logger = logging.getLogger(__name__)
@@ -145,6 +146,7 @@ class TransformersEngine(Engine):
         reusable = how.keep_tokens if self._forward.continues else 0
         self.keeps_conversations = reusable != 0
         rows, self.decoding = rows_for(self._forward, how.max_rows, how.graphs, how.max_tokens)
+        self.way = _way(self.decoding, self._forward, how.graphs)
         self._batch = Batch(self._forward, rows, how.max_rows, StopTexts.of(tokenizer), how.max_tokens, reusable)
         self._scheduler = Scheduler(how.max_rows, how.max_tokens, self.check_request)
         self._driving = False
@@ -281,6 +283,14 @@ class TransformersEngine(Engine):
             if (call := self._scheduler.left(request)) is not None:
                 call.failed(request, error)
                 self._told = error
+
+
+def _way(decoding: str, forward: ModelForward, graphs: Graphs) -> Way:
+    """How an engine decodes, and what keeps a GPU from recorded steps where its user wants them."""
+    slower, on_cpu = forward.slower, forward.device.type == "cpu"
+    by = "by the lean forward" if slower is None else f"by the forward of transformers ({slower})"
+    slow = decoding if not on_cpu and graphs == "auto" and decoding.startswith("step by step") else ""
+    return Way(f"decodes {decoding}, {by}", on_cpu and slower is None, slow)
 
 
 ENGINE = TransformersEngine

@@ -38,7 +38,7 @@ from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights, misfits
 from rlinf.engines.transformers.cache import Band, BandCache, Layers, Place
 from rlinf.models.language.moe import Routers, watch
-from rlinf.models.language.truth import Results, Truth, blocks
+from rlinf.models.language.truth import Results, Truth, blocks, length_of_text
 from rlinf.models.offload import Parking
 
 _TOKENS = 8192
@@ -46,7 +46,7 @@ _TOKENS = 8192
 _PADDING = 256
 """Padded tokens that cost less than reading some texts apart from the others."""
 
-_RAGGED, _ALIKE, _STEPS, _REST = (47, 31, 16, 4), (24, 24), 6, 3
+_RAGGED, _ALIKE, _STEPS, _REST = (47, 31, 16, 6), (24, 24), 6, 2
 """Tokens of made-up texts that are read, together and with padding, and without; tokens by which they are then stepped;
 and those of the end that are read on from the rest."""
 
@@ -227,7 +227,8 @@ class ModelForward:
 
     def _texts(self) -> list[np.ndarray]:
         longest = (getattr(self._model.config, "max_position_embeddings", None) or _RAGGED[0] + _STEPS) - _STEPS
-        lengths = [max(1, min(length, longest)) for length in (*_RAGGED, *_ALIKE)]
+        wanted = [length_of_text(length, self.dtype) for length in (*_RAGGED, *_ALIKE)]
+        lengths = [max(1, min(length, longest)) for length in wanted]
         return [(np.arange(length + _STEPS) * 7919 + 31 * n) % self.vocabulary for n, length in enumerate(lengths)]
 
     def _stepped(self, texts: Sequence[np.ndarray]) -> Tensor:

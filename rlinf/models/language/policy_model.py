@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -39,7 +40,7 @@ from rlinf.models.language.kernels import HALF, FusedHead, Kernel, KernelName, d
 from rlinf.models.language.moe import Mixture, ModelOutputs, Replay, routers_of
 from rlinf.models.language.pictures import in_rows, never, picture_inputs, with_blank, without
 from rlinf.models.language.tensor_parallel import Division, Share, TensorRanks
-from rlinf.models.language.truth import Results, Truth, blocks, sampled_gradient
+from rlinf.models.language.truth import Results, Truth, Way, blocks, length_of_text, sampled_gradient
 
 T = TypeVar("T")
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -405,7 +406,9 @@ class PolicyModel(nn.Module):
             ValueError: it can be run in no way that `attention` permits, or not be compiled though it must.
         """
         device = next(self.parameters()).device
-        probe = pack([Row.made_up(*lengths, number) for number, lengths in enumerate(_PROBE)]).to(device)
+        scaled = partial(length_of_text, dtype=self.computes_in)
+        rows = [Row.made_up(scaled(prompt), scaled(answer), n) for n, (prompt, answer) in enumerate(_PROBE)]
+        probe = pack(rows).to(device)
         vocabulary = self.model.get_input_embeddings().num_embeddings
         probe.ids.remainder_(vocabulary)
         probe.targets.remainder_(vocabulary)
@@ -494,10 +497,10 @@ class PolicyModel(nn.Module):
         return {} if self._blocks is None else {"compile/graphs": float(self._blocks.graphs)}
 
     @property
-    def unusual(self) -> str:
-        """`words`, and why not otherwise; empty on a CPU that packs, as nearly all models let it."""
+    def way(self) -> Way:
+        """`words`, and why not otherwise; usual on a CPU that packs, as nearly all models let it."""
         usual = self.packs and self._blocks is None and next(self.parameters()).device.type == "cpu"
-        return "" if usual else "; ".join([self.words, *self.refused])
+        return Way("; ".join([self.words, *self.refused]), usual)
 
     def _ways(self, device: torch.device) -> Iterator[tuple[KernelName | None, bool, bool]]:
         """Kernel, whether sequences are packed, whether the head is plain; the best first, the same on all ranks."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 RATIO = 1.5
 """By which a way may be further from the truth than transformers."""
@@ -36,8 +35,19 @@ _TURNED = 2e-5
 """1 - cosine below which two gradients are the same: that of float32 is rounded to bfloat16 where the weights are."""
 
 
-def blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's layers, each of which is spread, gathered and checkpointed as a whole."""
+class Way(NamedTuple):
+    """How a model is run."""
+
+    words: str = ""
+    """For people, with why it is not run in a faster way; empty where nobody says."""
+    usual: bool = True
+    """It is the fastest way that there is on a CPU, on one."""
+    slow: str = ""
+    """What a person should know who has a GPU, which is not put to use; empty where it is."""
+
+
+def blocks(model: Any) -> list[nn.Module]:
+    """The layers of a Hugging Face model, each of which is spread, gathered and checkpointed as a whole."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -61,6 +71,11 @@ class _Wide(TorchFunctionMode):
 
 
 _HALF = (torch.bfloat16, torch.float16)
+
+
+def length_of_text(tokens: int, dtype: torch.dtype) -> int:
+    """Tokens of a made-up text: without half precision, where faults stand out from no rounding, half as many."""
+    return tokens if dtype in _HALF else max(1, tokens // 2)
 
 
 def _widened(value: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlinf.engines.transformers import model as forwards
+from rlinf.engines.transformers.engine import TransformersEngine, _way
 from rlinf.engines.transformers.model import LeanForward, ModelForward, fastest
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -52,6 +53,7 @@ def test_a_right_model_decodes_by_the_lean_forward_where_it_has_one(kind, dtype)
         assert forward.continues
         if kind == "gemma":
             assert "Gemma" in forward.slower
+            assert "Gemma" in TransformersEngine(forward._model).way.words
         else:
             assert (type(forward), forward.slower) == (LeanForward, None)
 
@@ -158,3 +160,20 @@ def test_a_fault_is_refused_and_how_far_it_is_off_is_told(fault, kind, dtype):
         forward = fastest(made(kind, dtype), 0)
     assert type(forward) is ModelForward
     assert "off by" in forward.slower
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "graphs", "usual", "slow"),
+    [
+        ("qwen2", "cpu", "auto", True, False),
+        ("gemma", "cpu", "auto", False, False),
+        ("qwen2", "cuda", "auto", False, True),
+        ("qwen2", "cuda", "off", False, False),
+    ],
+)
+def test_how_an_engine_decodes_is_told_and_that_a_gpu_goes_step_by_step(kind, device, graphs, usual, slow):
+    forward = fastest(made(kind, torch.float32, num_hidden_layers=1), 0)
+    forward.device = torch.device(device)
+    way = _way("step by step: of a reason", forward, graphs)
+    assert (way.usual, bool(way.slow)) == (usual, slow)
+    assert "of a reason" in way.words

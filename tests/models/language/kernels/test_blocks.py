@@ -190,4 +190,4 @@ def probe_of(policy):
 def test_nothing_is_compiled_on_a_cpu_unless_asked_for():
     policy = PolicyModel(model(), compiled="auto")
     policy.settle()
-    assert (policy.numbers, policy.unusual) == ({}, "")
+    assert (policy.numbers, policy.way.usual) == ({}, True)

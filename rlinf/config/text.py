@@ -23,7 +23,7 @@ from rlinf.config.common import (
     PlacementConfig,
     best_mistakes,
 )
-from rlinf.config.importing import looks_local, mistake_in
+from rlinf.config.importing import looks_local, mistake_in, shipped_file
 from rlinf.config.learning import (
     SUPERVISED,
     AlgorithmConfig,
@@ -138,8 +138,10 @@ class DataConfig:
 
 def is_lacking(source: str | None) -> bool:
     """True if data can only be a file or directory here, and there is none; opening a pattern tells of it."""
-    here = source is not None and (looks_local(source) or source.endswith((".jsonl", ".json", ".csv", ".parquet")))
-    return here and not set(source or "") & set("*?[") and not os.path.exists(os.path.expanduser(source or ""))
+    if source is None or set(source) & set("*?["):
+        return False
+    here = looks_local(source) or source.endswith((".jsonl", ".json", ".csv", ".parquet"))
+    return here and not os.path.exists(os.path.expanduser(shipped_file(source)))
 
 
 @dataclass(config=CLOSED)

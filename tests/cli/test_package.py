@@ -65,7 +65,7 @@ def test_the_wheel_has_all_that_is_read_at_run_time_and_no_tests(built):
     configs = {
         f"rlinf/config/shipped/{path.relative_to(ROOT / 'configs')}"
         for path in (ROOT / "configs").rglob("*")
-        if path.suffix in (".yaml", ".npz")
+        if path.suffix in (".yaml", ".npz", ".jsonl")
     }
     tables = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlinf_convert/conversions").iterdir()}
     assert there | pages | configs | tables | {"rlinf/py.typed"} <= names

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlinf.config.importing import looks_local, resolve
+from rlinf.config.importing import looks_local, resolve, shipped_file
 from rlinf.config.reading import parse_json
 from rlinf.data.library_progress import fold_datasets
 from rlinf.data.rng import permutation
@@ -783,7 +783,7 @@ def _made(name: str, make: Callable[[], Any]) -> Rows | Iterated:
 
 
 def _named(source: str, split: str) -> Rows | Iterated:
-    path = Path(source).expanduser()
+    path = Path(shipped_file(source)).expanduser()
     if path.is_dir():
         return _directory(path, split)
     if path.is_file():

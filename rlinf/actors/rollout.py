@@ -555,33 +555,26 @@ def groups_of(answered: Sequence[PartialGroup], tokenizer: PreTrainedTokenizerBa
         answered: all answers of each have ended.
         tokenizer: decodes them.
     """
+    answers = [[each for each in sorted(group.done.items()) if len(each[1].response_ids)] for group in answered]
+    visible = [one.response_ids.tolist()[: -1 if one.finish == "stop" else None] for some in answers for _, one in some]
+    # Special tokens inside the answer stay visible: a reward must not take "12<pad>34" for "1234".
+    texts = iter(tokenizer.batch_decode(visible, skip_special_tokens=False) if visible else ())
     return [
-        Group(
-            group.prompt,
-            tuple(
-                _sample(group.prompt, index, completion, group.temperature, tokenizer)
-                for index, completion in sorted(group.done.items())
-                if len(completion.response_ids)
-            ),
-        )
-        for group in answered
+        Group(group.prompt, tuple(_sample(group, *each, next(texts)) for each in some))
+        for group, some in zip(answered, answers, strict=True)
     ]
 
 
-def _sample(
-    prompt: Prompt, index: int, completion: Completion, temperature: float, tokenizer: PreTrainedTokenizerBase
-) -> Sample:
-    response_ids = completion.response_ids[:-1] if completion.finish == "stop" else completion.response_ids
+def _sample(group: PartialGroup, index: int, completion: Completion, text: str) -> Sample:
     return Sample(
-        prompt=prompt,
-        index=index,
-        response_ids=read_only(completion.response_ids),  # of whoever takes it: what is learned is what was sampled
-        logprobs=read_only(completion.logprobs),
-        versions=read_only(completion.versions),
-        # Special tokens inside the answer stay visible: a reward must not take "12<pad>34" for "1234".
-        text=str(tokenizer.decode(response_ids, skip_special_tokens=False)),
+        group.prompt,
+        index,
+        read_only(completion.response_ids),  # of whoever takes it: what is learned is what was sampled
+        read_only(completion.logprobs),
+        read_only(completion.versions),
+        text,
         truncated=completion.finish in ("length", "abort"),
-        temperature=temperature,
+        temperature=group.temperature,
         routes=completion.routes,
     )
 

@@ -9,6 +9,7 @@ sample's loss mask.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -321,7 +322,8 @@ def _scored(groups: Sequence[Group]) -> tuple[list[tuple[Sample, ...]], list[Sam
     scored = [group.scored for group in groups]
     samples = [sample for some in scored for sample in some]
     for sample in samples:
-        _check_finite(sample)
+        if sample.reward is None or REWARDS in sample.per_token or not math.isfinite(sample.reward):
+            _check_finite(sample)
     return scored, samples
 
 

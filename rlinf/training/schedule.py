@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlinf.data.packing import Packed, Row, cut, pack
+from rlinf.data.packing import Packed, Parcel, Row, cut, pack
 from rlinf.data.rng import permutation
 from rlinf.data.sample import Example, Group, NotScored
 from rlinf.runtime.streams.stream import Stream, each
@@ -86,7 +86,8 @@ class ForwardBackward:
         return self._packed
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ForwardBackward, tuple(getattr(self, each.name) for each in fields(self) if each.init)
+        rest = (getattr(self, each.name) for each in fields(self)[1:] if each.init)
+        return ForwardBackward, (Parcel(self.rows), *rest)
 
     def once_more(self, columns: dict[str, np.ndarray]) -> ForwardBackward:
         """This command for a later epoch, with the columns that its first computation gave."""
@@ -130,7 +131,7 @@ class Forward:
             self.on_scores(scores)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Forward, (self.rows, self.columns, self.tokens)
+        return Forward, (Parcel(self.rows), self.columns, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

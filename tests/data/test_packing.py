@@ -1,6 +1,7 @@
 """Laying sequences one behind another, and cutting them into pieces."""
 
 import itertools
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.packing import Row, cut, pack
+from rlinf.data.packing import Parcel, Row, cut, pack
 from rlinf.data.sample import ImageRef, Prompt, Sample, prefix_key
 
 
@@ -28,6 +29,35 @@ def sample(prompt, response, temperature=1.0):
         truncated=False,
         temperature=temperature,
     )
+
+
+def plain(row):
+    def bare(value):
+        if isinstance(value, dict):
+            return {name: bare(each) for name, each in value.items()}
+        return (value.dtype, value.tolist()) if isinstance(value, np.ndarray) else value
+
+    return [bare(getattr(row, name)) for name in Row.__slots__]
+
+
+COLUMNS = st.sampled_from([(), ("versions",), ("values", "versions")])
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.booleans(), st.booleans()), max_size=6), COLUMNS)
+def test_rows_arrive_as_they_left_and_share_what_they_shared(kinds, names):
+    shared, picture, rows = ids(5, 6), ImageRef("digest"), []
+    for number, (length, masked, by_token, odd) in enumerate(kinds):
+        mask = np.arange(length) % 2 == 0 if masked else None
+        learned = np.arange(length, dtype=np.float32)[: int(mask.sum()) if masked else length] - number
+        columns = {name: learned.astype(np.int32) for name in (*names, *(("more",) if odd else ()))}
+        old, gain = (None if odd else learned), (learned if by_token else 0.5 * number)
+        images = (picture,) if masked else ()
+        prompt = ids(number) if odd else shared
+        rows.append(Row(prompt, np.arange(length), old, gain, 0.5, columns, images, mask, 1.0 + number, None))
+    arrived = pickle.loads(pickle.dumps(Parcel(rows), 5))
+    assert isinstance(arrived, tuple)
+    assert [plain(row) for row in arrived] == [plain(row) for row in rows]
+    assert len({id(row.prompt_ids) for row in arrived}) == len({id(row.prompt_ids) for row in rows})
 
 
 def test_sequences_lie_one_behind_another_and_positions_begin_anew():

@@ -400,10 +400,8 @@ class SerialSimulator(ReplayedSimulator):
         return self._stacked(env_ids.tolist())
 
     def step(self, actions: Tensor, active: Tensor) -> Transition:
-        numbers = actions.numpy()
-        done = [
-            self._advance(env, numbers[env]) if moves else _STAYED for env, moves in enumerate(active.numpy().tolist())
-        ]
+        each = enumerate(zip(active.tolist(), actions.numpy().copy(), strict=True))  # histories keep the actions
+        done = [self._advance(env, action) if moves else _STAYED for env, (moves, action) in each]
         _, reward, terminated, truncated, solved = zip(*done, strict=True)
         tells = any(success is not None for success in solved)
         return Transition(
@@ -417,7 +415,7 @@ class SerialSimulator(ReplayedSimulator):
     def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
         for env, state in zip(env_ids.tolist(), states, strict=True):
             self._restart(env, state["seed"])
-            for action in state["actions"].numpy():
+            for action in state["actions"].numpy().copy():
                 self._advance(env, action)
 
     def _restart(self, env: int, seed: int) -> None:
@@ -427,5 +425,5 @@ class SerialSimulator(ReplayedSimulator):
     def _advance(self, env: int, action: np.ndarray) -> Moved:
         moved = self._move(env, action)
         self._rows[env] = moved.row
-        self._history[env].append(action.copy())
+        self._history[env].append(action)
         return moved

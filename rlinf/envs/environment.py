@@ -821,8 +821,8 @@ class Environment:
         self._episode[ended] += 1
         rows = ended.to(self.simulator.device)
         for counter in (self._steps, self._total, self._once, self._solved):
-            counter[rows] = 0
-        self._running[rows] = True
+            counter.index_fill_(0, rows, 0)
+        self._running.index_fill_(0, rows, True)
         self._observation = with_rows(self._observation, ended, self._begin(ended))
 
     def _instructions(self) -> tuple[str, ...] | None:

@@ -154,7 +154,7 @@ def actions_of(space: spaces.Space[Any], name: str) -> tuple[ActionSpec, Write]:
         elements = [space.start + np.int64(number) for number in range(count)]
 
         def write_one(numbers: np.ndarray) -> np.int64:
-            part = math.floor((float(numbers[0]) + 1) / 2 * count)
+            part = math.floor((numbers.item(0) + 1) / 2 * count)
             return elements[min(max(part, 0), count - 1)]
 
         return ActionSpec(-ones, ones, choices), write_one

@@ -24,7 +24,8 @@ def interactions(step: EmbodiedStep, env: Any, policy: Any) -> list[Coroutine[An
     async def interact(rank: int, number: int) -> Any:
         simulation, decider, key = env[rank], policy[(rank * step.slices + number) % len(policy)], (rank, number)
         live = getattr(decider, "live", None)  # which a role of one's own need not have
-        if live is not None and await live(key, simulation, step.index, step.horizon, fresh=step.fresh):
+        # a rehearsal's actors answer with something else: there every decision is to be counted
+        if live is not None and await live(key, simulation, step.index, step.horizon, fresh=step.fresh) is True:
             return decider.trajectory(key)
         output = simulation.reset(number, step.index) if step.fresh else simulation.observe(number, step.index)
         for _ in range(step.horizon):

@@ -60,11 +60,11 @@ MOVING = frozenset(("onload", "offload"))
 """Calls of the lease manager, whose time is in a lap's moves."""
 ASIDE = frozenset(
     "save restore export_state import_state state samples shapes version scored learned optimizer_steps computes "  # noqa: SIM905
-    "load_decided weigh watch ask in_flight answering settled drop split forget abort pause resume work_next "
+    "load_decided weigh watch ask live in_flight answering settled drop split forget abort pause resume work_next "
     "work_drained work_take joint_ready joint_over joint_start joint_given".split()
 )
-"""Endpoints of our roles that do no stage's work: checkpoints, what people read, and ranks that wait for each other.
-Where a device does nothing else, it idles."""
+"""Endpoints of our roles that do no stage's work: checkpoints, what people read, ranks that wait for each other, and
+what tells of its parts as other endpoints. Where a device does nothing else, it idles."""
 THE_FLOW = "flow"
 """Name of the flow function as source or target of a flow."""
 
@@ -461,7 +461,7 @@ def _median(batch: int, devices: int, samples: Sequence[Timing]) -> Timing:
         batch,
         devices,
         middle,
-        statistics.pstdev(seconds),
+        float(np.std(seconds)),
         len(samples),
         min(middle, statistics.median(busy)) if busy else None,
     )

@@ -31,7 +31,9 @@ from rlinf.runtime.streams.stream import Consumer, Stream
 
 WEIGHTS = frozenset({"load", "follow"})
 """Endpoints that take new weights: their time is that of the weight synchronisation."""
-FREE = frozenset({"weights", "observe", "trajectory", "remember", "version", "reset", "shapes", "save", "restore"})
+FREE = frozenset(
+    {"weights", "observe", "trajectory", "live", "remember", "version", "reset", "shapes", "save", "restore"}
+)
 """Endpoints whose time is not worth telling apart from that of the others of their role."""
 HEAVY = {"train": 3.0}
 """Work of an endpoint relative to others of its role: to learn is a forward and a backward pass, about three times a

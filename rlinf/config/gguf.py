@@ -84,7 +84,7 @@ def _write(file: Path, directory: Path) -> None:
         about = {name: fields[name].contents() for name in _ABOUT if name in fields}
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
         kind = transformers.AutoModelForCausalLM
-        model = kind.from_pretrained(str(file.parent), gguf_file=file.name, dtype="float32", **whole)
+        model: Any = kind.from_pretrained(str(file.parent), gguf_file=file.name, dtype="float32", **whole)
     except Exception as error:  # of whatever the bytes made the two libraries do
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"transformers cannot read this GGUF file: {reason}") from error

@@ -51,7 +51,7 @@ class Modelled(SpmdActor):
     async def setup(self, seconds: float) -> None:  # type: ignore[override]
         """Make it with the seconds that an item takes."""
         self._seconds = seconds
-        self._cell._thread = Asleep()  # type: ignore[assignment]
+        self._cell.thread = Asleep()  # type: ignore[assignment]
 
     async def onload(self) -> None:
         await asyncio.sleep(1.0)

@@ -137,7 +137,6 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int, *, whole: bool = Fa
         ConfigError: it could not run; the text says what does not fit, and what would.
     """
     from rlinf.runs.data import look_at_data  # torch comes with these, which takes seconds
-    from rlinf.runs.dry_run.embodied import held_by
     from rlinf.runs.dry_run.transformer import device_kind, elsewhere
     from rlinf.runs.prepare import prepare, refuse_idle
 
@@ -146,12 +145,17 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int, *, whole: bool = Fa
     prepared = prepare(config, hosts)
     refuse_idle(config.placement, prepared)
     placed = prepared.placed
-    memory = prepared.held if isinstance(config, RunConfig) else held_by(config, placed)
+    memory: Mapping[str, tuple[int, int]] = prepared.held
+    lacking: Iterator[str] = iter(())
+    if isinstance(config, EmbodiedConfig):
+        from rlinf.runs.dry_run.embodied import held_by
+
+        memory, lacking = held_by(config, placed), _to_be_named(config)
     lines = [
         *_roles(config, placed),
         *(f"Left to the devices: {line}" for line in prepared.became),
         *(f"Warning: {line}" for line in prepared.warnings),
-        *_to_be_named(config),
+        *lacking,
         *_memory(placed, memory, cuda=isinstance(config, RunConfig) and device_kind(config.placement) == "cuda"),
         *_prediction(prepared, config),
     ]
@@ -162,13 +166,13 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int, *, whole: bool = Fa
     return "\n".join([*lines, _ALL_KEYS])
 
 
-def _to_be_named(config: RunConfig | EmbodiedConfig) -> Iterator[str]:
+def _to_be_named(config: EmbodiedConfig) -> Iterator[str]:
     """Yield warnings of things that a run needs, though the configuration can be checked without."""
     from rlinf.runs.dry_run.embodied import expected_horizon_warning, without_path
 
-    if isinstance(config, EmbodiedConfig) and (missing := without_path(config)) is not None:
+    if (missing := without_path(config)) is not None:
         yield f"Warning: a run is refused as it is: {missing.key}: {missing.advice}"
-    if isinstance(config, EmbodiedConfig) and (cut := expected_horizon_warning(config)) is not None:
+    if (cut := expected_horizon_warning(config)) is not None:
         yield f"Warning: {cut}"
 
 
@@ -203,22 +207,26 @@ def _memory(placed: Placed, footprints: Mapping[str, tuple[int, int]], *, cuda: 
 
 
 def _prediction(prepared: RunPlan, config: RunConfig | EmbodiedConfig) -> Iterator[str]:
-    from rlinf.runs.dry_run.embodied import seconds_of
-    from rlinf.runs.dry_run.estimate import plans, step_lines
-
     choice, placed = prepared.chosen, prepared.placed
     if choice is None and isinstance(config, RunConfig) and prepared.algorithm is not None and placed.fleet.hardware:
+        from rlinf.runs.dry_run.estimate import step_lines  # a model of the hardware
+
         again, roles = prepared.algorithm.needs_recomputed_logprobs, prepared.roles
         yield from step_lines(prepared.config, prepared.model_config, placed, prepared.flow, roles, recomputes=again)
         return
-    if choice is None and isinstance(config, EmbodiedConfig) and (lines := [*seconds_of(config, placed)]):
-        yield from lines
-        return
+    if choice is None and isinstance(config, EmbodiedConfig):
+        from rlinf.runs.dry_run.embodied import seconds_of
+
+        if lines := [*seconds_of(config, placed)]:
+            yield from lines
+            return
     if choice is None:
         modelled_by_card = isinstance(config, RunConfig) and config.placement.device_kind == "cuda"
         card = "; placement.devices={gpu: h100} has it modelled" if modelled_by_card else ""
         yield f"Time: not known without a profile; every run leaves a profile.json, for placement.profile{card}"
         return
+    from rlinf.runs.dry_run.estimate import plans
+
     predicted = placed.plan.predicted
     assert predicted is not None  # of every plan that was chosen
     yield (

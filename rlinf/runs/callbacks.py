@@ -14,19 +14,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlinf.config.common import CommonConfig
 from rlinf.config.importing import resolve
 from rlinf.config.load import Problem, RunFailure
 from rlinf.config.schema import nearest
-from rlinf.metrics.alarms import Alarm
-from rlinf.metrics.recorder import Recorder
-from rlinf.metrics.report import Report
-from rlinf.models.language.truth import Way
 from rlinf.runs.roles import RAISED, problem
-from rlinf.runtime.system.system import ActorSystem
-from rlinf.storage.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from rlinf.metrics.alarms import Alarm
+    from rlinf.metrics.recorder import Recorder
+    from rlinf.metrics.report import Report
+    from rlinf.models.language.truth import Way
+    from rlinf.runtime.system.system import ActorSystem
+    from rlinf.storage.directory import RunDirectory
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_step": ("step", "metrics", "run"),

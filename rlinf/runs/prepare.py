@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -29,16 +29,13 @@ from rlinf.config.text import RewardConfig, RunConfig
 from rlinf.data.datasets.source import Source
 from rlinf.data.step import works_ahead
 from rlinf.engines.base import lacking, unable
-from rlinf.flows.sac import sac
 from rlinf.metrics.machine import machine
 from rlinf.metrics.trackers import missing, wanted_trackers
-from rlinf.placement.auto import Choice, choose
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.profile import load
 from rlinf.placement.seats import CONTROL, TEXT, Placed, RoleKind, place, placed_by, split_complaint
 from rlinf.rewards.base import Reward, RewardSource
 from rlinf.runs.callbacks import Callbacks
-from rlinf.runs.dry_run.embodied import check_memory, unusable
 from rlinf.runs.dry_run.footprint import Fitted, fit
 from rlinf.runs.dry_run.models import other_models, policy_model, split_mistakes
 from rlinf.runs.dry_run.transformer import device_kind, elsewhere
@@ -60,6 +57,9 @@ from rlinf.runs.roles import (
 )
 from rlinf.runtime.base.tensors import own_device
 from rlinf.training.supervised import Likelihood, Objective, Preference, Scores
+
+if TYPE_CHECKING:
+    from rlinf.placement.auto import Choice
 
 PLACES = tuple(place.name for place in fields(AlgorithmSpec) if place.name != "name")
 """Keys of `algorithm` that change a part of the recipe."""
@@ -500,6 +500,8 @@ def _planned(
     placed = _placed(wanted, kinds, hosts)
     if wanted.profile is None or wanted.plan is not None or hosts == 1:
         return placed, None
+    from rlinf.placement.auto import choose  # the planner comes with it
+
     try:
         profile = load(Path(wanted.profile).expanduser())
         if problems := profile.mismatch(step.model, machine(), step.path):
@@ -617,6 +619,9 @@ def prepare_embodied(config: EmbodiedConfig, hosts: int) -> RunPlan:
     Raises:
         ConfigError: with every mistake.
     """
+    from rlinf.flows.sac import sac
+    from rlinf.runs.dry_run.embodied import check_memory, unusable  # simulators come with it
+
     algorithm, path = _algorithm(config.algorithm.name, lambda: control_algorithm_of(config)), acting_flow_of(config)
     flow, model, items = _imported(path), _described(config), config.env.num_envs
     in_flow = _flow_problems(path, flow, tuple(kind.name for kind in CONTROL))

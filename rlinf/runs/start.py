@@ -88,7 +88,6 @@ def _train(config: RunConfig | EmbodiedConfig, rank: int, resume: str, starting:
         if starting is not None:
             starting.begins()  # and it is over
         return
-    from rlinf.runs.dry_run.embodied import without_path
     from rlinf.runs.dry_run.transformer import refuse_other_kind  # torch comes with them, which takes seconds
     from rlinf.runs.prepare import prepare, refuse_idle
 
@@ -97,8 +96,11 @@ def _train(config: RunConfig | EmbodiedConfig, rank: int, resume: str, starting:
     refuse_idle(config.placement, plan)
     if isinstance(config, RunConfig):
         refuse_other_kind(config.placement)
-    elif (missing := without_path(config)) is not None:
-        raise ConfigError([missing])
+    else:
+        from rlinf.runs.dry_run.embodied import without_path
+
+        if (missing := without_path(config)) is not None:
+            raise ConfigError([missing])
     with locked(path.absolute()) as lock:
         checkpoint = checkpoint_to_resume(resume, path.absolute())
         if checkpoint is None and resume == "auto":

@@ -142,6 +142,13 @@ def test_help_and_mistakes_are_answered_without_importing_torch(arguments):
     )
 
 
+def test_a_dry_run_on_text_imports_no_planner_no_simulators_and_nothing_of_policies_that_act():
+    code = "import sys; from rlinf.cli.main import main; main(sys.argv[1:]); sys.exit([*filter({}, sys.modules)] or 0)"
+    unneeded = ("rlinf.placement.planner", "rlinf.placement.simulate", "rlinf.models.policy", "rlinf.training.embodied")
+    arguments = [code.format(f"lambda name: name.startswith({unneeded})"), "--config", QUICKSTART, "--dry-run"]
+    subprocess.run([sys.executable, "-c", *arguments], cwd=ROOT, check=True, capture_output=True, timeout=110)
+
+
 # What a run writes ---------------------------------------------------------------------------------------------------
 
 

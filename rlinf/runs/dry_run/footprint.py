@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -30,7 +30,6 @@ from rlinf.config.load import Problem
 from rlinf.config.text import RunConfig
 from rlinf.models.language.build import context_length
 from rlinf.models.language.fsdp import Sharding, arranged
-from rlinf.models.policy.base import Policy
 from rlinf.placement.hardware import cluster_of
 from rlinf.placement.seats import Placed
 from rlinf.runs.dry_run.transformer import (
@@ -49,9 +48,12 @@ from rlinf.runs.dry_run.transformer import (
     splits_whole,
     tokens_of,
 )
-from rlinf.training.embodied.ppo import Preparation, choose, plain
 from rlinf.training.megatron.layout import misfits, mistakes
 from rlinf.training.weight_sync import publishing_bytes
+
+if TYPE_CHECKING:
+    from rlinf.models.policy.base import Policy
+    from rlinf.training.embodied.ppo import Preparation
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 GB = 1e9
@@ -607,6 +609,8 @@ def control_footprints(
     Raises:
         ValueError: it cannot be made ready so.
     """
+    from rlinf.training.embodied.ppo import Preparation, choose, plain  # which runs on text do without
+
     how = Preparation() if how is None else how
     dtype = how.computes_in
     buffers = float(sum(buffer.numel() * buffer.element_size() for buffer in policy.buffers()))

@@ -91,14 +91,14 @@ async def test_named_parts_of_the_judge_stay(system, saved):
 
 async def test_scores_are_normalized_within_their_group_or_squeezed(system, saved):
     groups = [answered(), answered(1, texts=("5", "5"))]
-    raw = await scored(system, groups, saved[0])
-    by_group = await scored(system, groups, saved[0], normalize="group")
-    values = np.array(raw[0].rewards)
-    np.testing.assert_allclose(by_group[0].rewards, (values - values.mean()) / values.std(), atol=1e-9)
-    assert by_group[1].rewards == [0, 0]
-    assert by_group[0].samples[0].scores == {"reward_model": values[0]}
-    squeezed = await scored(system, groups, saved[0], normalize="sigmoid")
-    np.testing.assert_allclose(squeezed[0].rewards, 1 / (1 + np.exp(-values)), atol=1e-9)
+    (by_group, even) = await scored(system, groups, saved[0], normalize="group")
+    values = np.array([sample.scores["reward_model"] for sample in by_group.samples])
+    np.testing.assert_allclose(values, expected(saved[0], groups[:1]), atol=2e-6)
+    np.testing.assert_allclose(by_group.rewards, (values - values.mean()) / values.std(), atol=1e-9)
+    assert even.rewards == [0, 0]
+    (squeezed, _) = await scored(system, groups, saved[0], normalize="sigmoid")
+    values = np.array([sample.scores["reward_model"] for sample in squeezed.samples])
+    np.testing.assert_allclose(squeezed.rewards, 1 / (1 + np.exp(-values)), atol=1e-9)
 
 
 async def test_answers_whose_judging_failed_are_left_alone(system, saved):

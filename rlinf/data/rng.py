@@ -77,16 +77,19 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     Returns:
         float64, multiples of 2^-53.
     """
-    if seeds.device.type == "cpu":  # in half as many operations, which are quicker on few numbers
-        with np.errstate(over="ignore"):
-            counted = (positions.numpy() + 1).astype(np.uint64) * np.uint64(GAMMA)
-            word = _finalised(seeds.numpy().astype(np.uint64) + counted)
-        return torch.from_numpy(np.asarray((word >> np.uint64(11)) * 2.0**-53))
     z = seeds + (positions + 1) * _GAMMA
     z = (z ^ _shift(z, 30)) * _FIRST
     z = (z ^ _shift(z, 27)) * _SECOND
     z = z ^ _shift(z, 31)
     return _shift(z, 11).double() * 2.0**-53
+
+
+def uniforms_by_numpy(seeds: Tensor, positions: Tensor) -> Tensor:
+    """`uniforms` on a CPU in half as many operations, quicker on few numbers, which torch sees nothing of."""
+    with np.errstate(over="ignore"):
+        counted = (positions.numpy() + 1).astype(np.uint64) * np.uint64(GAMMA)
+        word = _finalised(seeds.numpy().astype(np.uint64) + counted)
+    return torch.from_numpy(np.asarray((word >> np.uint64(11)) * 2.0**-53))
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from rlinf.algos.advantages import Reduce
 from rlinf.algos.loss_sum import LossSum, one_of
 from rlinf.algos.losses import supervised
+from rlinf.data import rng
 from rlinf.data.demonstrations.statistics import FeatureStatistics
-from rlinf.data.rng import uniforms as counted
 from rlinf.models.policy.published import matches, read_tensors, tensor_files, write_sharded
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def uniforms(generator: Generator, rows: int, count: int, device: torch.device) 
             raise ValueError(
                 f"seeds must be int64 [{rows}], one per row, not {generator.dtype} {list(generator.shape)}"
             )
-        return counted(generator.to(device)[:, None], torch.arange(count, device=device))
+        count_from = rng.uniforms_by_numpy if device.type == "cpu" else rng.uniforms
+        return count_from(generator.to(device)[:, None], torch.arange(count, device=device))
     source = device if generator is None else generator.device
     return torch.rand(rows, count, generator=generator, dtype=torch.float64, device=source).to(device)
 

@@ -76,15 +76,16 @@ def _write(file: Path, directory: Path) -> None:
         raise ValueError("GGUF files are read by the package gguf: pip install 'rlinf[gguf]'") from None
     import transformers
 
+    how: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
     of_blocks = getattr(transformers, "GgufConfig", None)  # versions that have it may leave the weights quantised
     whole = {} if of_blocks is None else {"quantization_config": of_blocks(dequantize=True)}
 
     try:
         fields = gguf.GGUFReader(file).fields
         about = {name: fields[name].contents() for name in _ABOUT if name in fields}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), **how)
         kind = transformers.AutoModelForCausalLM
-        model: Any = kind.from_pretrained(str(file.parent), gguf_file=file.name, dtype="float32", **whole)
+        model: Any = kind.from_pretrained(str(file.parent), dtype="float32", **how, **whole)
     except Exception as error:  # of whatever the bytes made the two libraries do
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"transformers cannot read this GGUF file: {reason}") from error

@@ -126,6 +126,8 @@ class RunState:
 
     def alarm_of_slow_ways(self) -> None:
         """Warn of GPUs that a role does not put to use."""
+        from rlinf.metrics.alarms import Alarm
+
         for role, way in self.ways.items():
             if way.slow:
                 self.alarm(Alarm("start", f"{role} decodes {way.slow}", _RECORDED), 0)

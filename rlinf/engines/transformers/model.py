@@ -299,7 +299,7 @@ class ModelForward:
             self._join()
         self._version_now = weights.version_now
         for name, tensor in weights.named():
-            if parameters[name].data_ptr() != tensor.data_ptr():
+            if weights.version_now is None or parameters[name].data_ptr() != tensor.data_ptr():
                 parameters[name].copy_(tensor)
 
     def _join(self) -> None:
@@ -341,7 +341,8 @@ def continues(forward: ModelForward, truth: Truth) -> bool:
     if not forward.pads:  # a state of fixed size is that of the whole text, and cannot be cut
         return False
     ids, real = pad_left([text[:-_STEPS] for text in forward._texts()[: len(_RAGGED)]], forward.device)
-    assert real is not None
+    if real is None:  # a model of so short a context that all texts fill it
+        real = torch.ones_like(ids, dtype=torch.bool)
     try:
         _, past = forward.read(ids[:, :-_REST], real[:, :-_REST])
         logits, _ = forward.read(ids[:, -_REST:], real, (), past)

@@ -28,6 +28,9 @@ class Terminal:
             while piece := os.read(self._ours, 65536):
                 self._read += piece
 
+    def so_far(self) -> str:
+        return self._read.decode(errors="ignore")
+
     def text(self) -> str:
         self.out.close()
         self._thread.join(5)

@@ -284,7 +284,8 @@ async def test_cancelling_a_run_ends_the_view(directory, monkeypatch):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(run())
-    await asyncio.sleep(0.3)
+    while "step 1 of 6" not in plain(terminal.so_far()):
+        await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -57,16 +57,16 @@ EQUAL = Sizes(envs=16, horizon=64, minibatches=8, lr=1e-3)
 
 def layers(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     """Two hidden layers of 64, with orthogonal first weights; `gain` is the last layer's."""
-    found = nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
-    for layer, scale in ((found[0], 2**0.5), (found[2], 2**0.5), (found[4], gain)):
+    network = nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
+    for layer, scale in ((network[0], 2**0.5), (network[2], 2**0.5), (network[4], gain)):
         nn.init.orthogonal_(layer.weight, scale)
         nn.init.zeros_(layer.bias)
-    return found
+    return network
 
 
 @dataclass(frozen=True, slots=True)
 class Horizon:
-    """What one step collected, [horizon, envs] each, observations [horizon, envs, S]."""
+    """Rollout of one step, [horizon, envs] each, observations [horizon, envs, S]."""
 
     observations: Tensor
     actions: Tensor

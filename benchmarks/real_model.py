@@ -43,7 +43,7 @@ PROMPTS, ANSWERS, TOKENS = 2, 4, 16
 
 
 def job_of(model: Path) -> Job:
-    """What both train."""
+    """The model, data and sizes that both contestants train."""
     steps = [QUESTIONS[start : start + PROMPTS] for start in range(0, len(QUESTIONS), PROMPTS)]
     numbers = {"lr": 1e-6, "warmup_steps": 0, "betas": (0.9, 0.99), "weight_decay": 0.0, "grad_clip": 1.0}
     clip = {"clip_low": 0.2, "clip_high": 0.28, "advantage_scale": "std"}
@@ -51,7 +51,7 @@ def job_of(model: Path) -> Job:
 
 
 def run(words: list[str]) -> Result:
-    """What a command measured."""
+    """Figures of one command."""
     done = subprocess.run(words, cwd=ROOT, env=os.environ | ONE_THREAD, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(words)} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")

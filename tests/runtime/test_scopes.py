@@ -298,6 +298,7 @@ class _Collector:
 async def test_what_lives_before_a_system_is_frozen_until_the_last_one_closes_unless_the_program_froze(
     monkeypatch: pytest.MonkeyPatch, before: int, within: int
 ) -> None:
+    monkeypatch.setattr("rlinf.runtime.system.system._left_alone", False)
     monkeypatch.setattr("rlinf.runtime.system.system.gc", collector := _Collector(before))
     async with ActorSystem.local():
         assert collector.frozen == within

@@ -43,7 +43,7 @@ class Way(NamedTuple):
     usual: bool = True
     """It is the fastest way that there is on a CPU, on one."""
     slow: str = ""
-    """What a person should know who has a GPU, which is not put to use; empty where it is."""
+    """Reason why a GPU is not put to use, for an alarm; empty where it is."""
 
 
 def blocks(model: Any) -> list[nn.Module]:

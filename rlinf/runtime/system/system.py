@@ -519,14 +519,17 @@ class ActorSystem:
 
 _opened = 0
 """Systems for which the garbage collector is frozen."""
+_left_alone = False
+"""The program froze by itself. It is asked no more then: to count what is frozen takes 40 ms and longer."""
 
 
 @contextlib.contextmanager
 def _collector_frozen() -> Iterator[None]:
     """Spare what lives before a system from the garbage collector until the last system is closed: to scan all that a
     program has imported, at every full collection, stalls the loop. A program that froze by itself is left alone."""
-    global _opened
-    freezes = _opened > 0 or gc.get_freeze_count() == 0
+    global _opened, _left_alone
+    _left_alone = _left_alone or (not _opened and gc.get_freeze_count() > 0)
+    freezes = not _left_alone
     if freezes and not _opened:
         gc.freeze()
     _opened += freezes

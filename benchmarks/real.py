@@ -1,4 +1,4 @@
-"""`python -m benchmarks.real_model --model DIR`: a real model on one thread of a CPU, such as SmolLM2-135M-Instruct.
+"""`python -m benchmarks.real --model DIR`: a real model on one thread of a CPU, such as SmolLM2-135M-Instruct.
 
 `grpo`: three steps of 2 prompts x 4 answers x 16 tokens, beside TRL's trainer: peak memory of the process, with our
 last checkpoint written, and processor seconds of a step after the first. `decode`: tokens per processor second of the

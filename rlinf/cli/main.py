@@ -122,6 +122,7 @@ def _is_unread() -> bool:
     return True
 
 
+_ON_CPU = "runs on the CPU, as placement.device_kind=cpu says; placement.device_kind=cuda would take GPUs"
 _ALL_KEYS = "Configuration: --dry-run --verbose prints every key, as YAML that --config takes"
 
 
@@ -397,6 +398,8 @@ def _serve(request: Request, starting: Starting) -> int:
                 print(describe(config, hosts, whole=request.verbose))
         return 0
     _say(f"{config.name}: results go to {Path(config.output_dir).expanduser() / config.name}", rank)
+    if isinstance(config, RunConfig) and config.placement.device_kind == "cpu":
+        _say(f"{config.name}: {_ON_CPU}", rank)
     train(config, rank, request.resume, starting)
     return 0
 

@@ -226,9 +226,9 @@ class PlacementConfig(Placing):
     process all share it."""
 
     device_kind: Literal["auto", "cpu", "cuda"] = "auto"
-    """`cpu` leaves GPUs alone. `cuda` is for `--dry-run`, which takes the devices to be GPUs, for defaults and memory
-    that depend on it: with device_memory_gb, it tells on a laptop what a cluster would run. `auto` is what this machine
-    has."""
+    """`cpu` leaves GPUs alone. `cuda` takes them; `--dry-run` takes the devices to be GPUs where there are none, for
+    defaults and memory that depend on it: with device_memory_gb, it tells on a laptop what a cluster would run. `auto`
+    is what this machine has."""
     rollout: Any = None
     """Devices that generate answers."""
     trainer: Any = None

@@ -37,6 +37,10 @@ class PlacementError(ValueError):
         self.complaints = tuple(complaints)
 
 
+class TooFewGpus(PlacementError):
+    """More processes were started on a machine than it has GPUs, for roles that need one each."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A part of a placement string between two commas, as it is written."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from rlinf.config.common import Placing
 from rlinf.placement.devices import Cluster, first_on_same, refused
-from rlinf.placement.grammar import Assignment, PlacementError, assign
+from rlinf.placement.grammar import Assignment, PlacementError, TooFewGpus, assign
 from rlinf.placement.hardware import KIND, Fleet, cluster_of, fleet_of, least
 from rlinf.placement.plan import GB, Mode, Plan, RolePlan, complaints
 from rlinf.placement.plan import load as load_plan
@@ -263,8 +263,10 @@ def place(
     seats = {kind.name: _seat(kind, by_hand[kind.name], plans.get(kind.name)) for kind in kinds}
     first = first_on_same(hosts, gpus)
     together = {kind.name: seats[kind.name].hosts for kind in kinds if kind.learns}
-    if problems := [*_doubled(seats, kinds), *refused(wanted, together, first, gpus)]:
+    if problems := [*_doubled(seats, kinds)]:
         raise PlacementError(problems)
+    if problems := [*refused(wanted, together, first, gpus)]:
+        raise TooFewGpus(problems[:1])  # there is one way out of all of them
     turns = memory is not None or wanted.mode is not None or wanted.plan is not None
     return Placed(seats, hosts, turns, memory, plan or _as_plan(seats, kinds), first, fleet)
 

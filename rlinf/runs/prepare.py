@@ -24,14 +24,14 @@ from rlinf.config.common import Placing, TrackingConfig
 from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig
 from rlinf.config.importing import mistake_in, resolve
 from rlinf.config.learning import DPO, REWARD_MODEL, SFT, SUPERVISED
-from rlinf.config.load import ConfigError, Problem
+from rlinf.config.load import ConfigError, InputError, Problem
 from rlinf.config.text import RewardConfig, RunConfig
 from rlinf.data.datasets.source import Source
 from rlinf.data.step import works_ahead
 from rlinf.engines.base import lacking, unable
 from rlinf.metrics.machine import machine
 from rlinf.metrics.trackers import missing, wanted_trackers
-from rlinf.placement.grammar import PlacementError
+from rlinf.placement.grammar import PlacementError, TooFewGpus
 from rlinf.placement.profile import load
 from rlinf.placement.seats import CONTROL, TEXT, Placed, RoleKind, place, placed_by, split_complaint
 from rlinf.rewards.base import Reward, RewardSource
@@ -540,6 +540,8 @@ def _placed(wanted: Placing, kinds: Sequence[RoleKind], hosts: int) -> Placed:
     gpu_memory = None if own is None else int(_FILLED * torch.cuda.get_device_properties(own).total_memory)
     try:
         return place(wanted, kinds, hosts, gpu_memory=gpu_memory, gpus=gpus)
+    except TooFewGpus as error:
+        raise InputError(str(error)) from None
     except PlacementError as error:
         complaints = (split_complaint(complaint) for complaint in error.complaints)
         values = ((key, getattr(wanted, key.rpartition(".")[2], MISSING), advice) for key, advice in complaints)

@@ -83,7 +83,13 @@ def _train(config: RunConfig | EmbodiedConfig, rank: int, resume: str, starting:
 
     torch.manual_seed(config.seed)  # for code of the user's own: ours has generators of its own
     path = Path(config.output_dir).expanduser() / config.name
+    hosts = int(os.environ.get("WORLD_SIZE", "1"))
     if rank != 0:
+        first_here, here = os.environ.get("LOCAL_RANK") == "0", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if first_here and 0 < torch.cuda.device_count() < here:  # while rank 0 takes all machines to be like its own
+            from rlinf.runs.prepare import prepare
+
+            prepare(config, hosts)
         run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
         if starting is not None:
             starting.begins()  # and it is over
@@ -91,7 +97,6 @@ def _train(config: RunConfig | EmbodiedConfig, rank: int, resume: str, starting:
     from rlinf.runs.dry_run.transformer import refuse_other_kind  # torch comes with them, which takes seconds
     from rlinf.runs.prepare import prepare, refuse_idle
 
-    hosts = int(os.environ.get("WORLD_SIZE", "1"))
     plan = prepare(config, hosts)
     refuse_idle(config.placement, plan)
     if isinstance(config, RunConfig):

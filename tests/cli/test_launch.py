@@ -17,10 +17,12 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from rlinf.cli.main import describe, main, parse
+from rlinf.config.importing import shipped
 from rlinf.config.load import InputError
 from rlinf.config.text import RunConfig
 from rlinf.metrics import MetricsFile, ProgressTable
 from rlinf.runs.rules import load_config
+from rlinf.runs.start import train
 from tests.cards import pretend
 from tests.launching import QUICKSTART, ROOT, TINY, command, environment, launch, metrics_of, start, steps_noted, typed
 from tests.runtime.programs.jobs import descendants, patient, until
@@ -88,8 +90,7 @@ def test_a_dry_run_prints_a_config_that_loads_to_the_same_and_where_the_roles_ru
 @pytest.mark.parametrize(
     ("config", "cards"),
     [
-        (QUICKSTART, 1),
-        (QUICKSTART, 2),
+        *((QUICKSTART, cards) for cards in (0, 1, 2, 8)),
         ("configs/agents/calculator.yaml", 1),
         ("configs/embodied/toy.yaml", 0),
     ],
@@ -97,12 +98,55 @@ def test_a_dry_run_prints_a_config_that_loads_to_the_same_and_where_the_roles_ru
 def test_two_processes_of_what_the_pages_name_first_start_on_a_machine_with_any_number_of_gpus(
     monkeypatch, capsys, config, cards
 ):
-    pretend(monkeypatch, rank=0, cards=cards)
-    for name, value in {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "RANK": 0, "CUDA_VISIBLE_DEVICES": "0,1"}.items():
-        monkeypatch.setenv(name, str(value))
+    under_torchrun(monkeypatch, cards)
     assert main(["--config", str(ROOT / config), "--dry-run"]) == 0, capsys.readouterr().err
     assert "2 processes" in capsys.readouterr().out
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1", "a run leaves its process the GPUs that it had"
+
+
+def under_torchrun(monkeypatch, cards, **changed):
+    """This process is the first of two of a machine with so many GPUs, unless `changed` says otherwise."""
+    pretend(monkeypatch, rank=0, cards=cards)
+    told = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "RANK": 0, "CUDA_VISIBLE_DEVICES": "0,1"} | changed
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_commands_of_the_readme_name_what_runs_without_gpus():
+    """Each is started with as many processes as it is written with, and leaves GPUs alone where there are some."""
+    blocks = re.findall(r"(<!-- not run.*?-->\n)?```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = [line for unrun, text in blocks if not unrun for line in text.splitlines()]
+    named = [name for line in lines for name in re.findall(r"--config (\S+)", line)]
+    assert len(named) >= 3
+    for name in named:
+        assert load_config(shipped(name)).placement.device_kind == "cpu", name
+
+
+@pytest.mark.parametrize(("cards", "runs"), [(1, False), (2, True), (8, True)])
+def test_processes_beyond_the_gpus_are_refused_in_one_line(monkeypatch, capsys, cards, runs):
+    under_torchrun(monkeypatch, cards)
+    code = main(["--config", str(ROOT / QUICKSTART), "placement.device_kind=cuda", "--dry-run"])
+    told = capsys.readouterr().err
+    assert (code, told) == (0, "") if runs else code == 2
+    if not runs:
+        assert told.startswith("error: placement.trainer: ")
+        assert "--nproc-per-node 1" in told
+        assert told.count("\n") == 1
+
+
+def test_the_first_process_of_another_machine_refuses_what_is_beyond_its_own_gpus(monkeypatch):
+    under_torchrun(monkeypatch, cards=1, WORLD_SIZE=4, RANK=2)
+    config = load_config(ROOT / QUICKSTART, ["placement.device_kind=cuda", "placement.rollout,trainer=0-3"], 4)
+    with pytest.raises(InputError, match=r"placement\.trainer.*nproc-per-node 1"):
+        train(config, rank=2)
+
+
+def test_the_first_lines_of_a_run_that_leaves_gpus_alone_say_so(monkeypatch, capsys):
+    monkeypatch.setattr("rlinf.cli.main.train", lambda *_: None)
+    assert main(["--config", str(ROOT / QUICKSTART)]) == 0
+    assert "placement.device_kind=cpu" in "".join(capsys.readouterr().out.splitlines()[:2])
+    assert main(["--config", str(ROOT / QUICKSTART), "placement.device_kind=auto"]) == 0
+    assert "device_kind" not in capsys.readouterr().out
 
 
 def test_the_report_of_torchrun_ends_with_the_mistake(monkeypatch, capsys, tmp_path):

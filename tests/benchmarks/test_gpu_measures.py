@@ -1,4 +1,4 @@
-"""`make bench-gpu`: every measure runs in a rehearsal, and what it counts is counted right."""
+"""`make bench-gpu`: every measure runs in a rehearsal, within the time of one call."""
 
 from __future__ import annotations
 
@@ -6,26 +6,15 @@ import json
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks.gpu import harness
 from benchmarks.gpu.harness import BUDGET
 from benchmarks.gpu.measures import decode, training
 from benchmarks.gpu.measures.__main__ import MEASURES, measure
 from benchmarks.gpu.measuring.bars import BARS
-from benchmarks.gpu.measuring.flops import Shape
 from tests.launching import Forked
-
-TINY = Qwen2Config(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=160, tie_word_embeddings=True,
-)  # fmt: skip
-
 
 # The whole ------------------------------------------------------------------------------------------------------------
 
@@ -74,37 +63,3 @@ def full_scale(figure: str) -> bool:
 
 def test_all_limits_together_stay_within_the_time_of_one_call() -> None:
     assert sum(one.limit for one in MEASURES) <= BUDGET
-
-
-# What is counted ------------------------------------------------------------------------------------------------------
-
-
-def angles_of(model: Any, length: int) -> int:
-    """What torch counts for the angles of rotary embeddings: a product in some releases of transformers."""
-    with FlopCounterMode(display=False) as counter:
-        model.model.rotary_emb(torch.zeros(1), torch.arange(length)[None])
-    return counter.get_total_flops()
-
-
-def test_flops_are_those_that_torch_counts() -> None:
-    shape, lengths = Shape.of(TINY), [7, 19]
-    model = AutoModelForCausalLM.from_config(TINY, attn_implementation="eager")
-
-    forward, training, angles = 0, 0, 0
-    for length in lengths:  # each by itself: torch counts the products of padding too
-        ids = torch.randint(160, (1, length))
-        with FlopCounterMode(display=False) as counter:
-            loss = model(input_ids=ids).logits.sum()
-        forward += counter.get_total_flops()
-        angles += angles_of(model, length)
-        with FlopCounterMode(display=False) as counter:
-            loss.backward()
-        training += counter.get_total_flops()
-
-    ours = shape.forward_flops(lengths, sum(lengths), causal=False)
-    assert forward == ours + angles
-    assert training == 2 * ours
-    causal = ours - shape.forward_flops(lengths, sum(lengths))
-    above = sum(1 for length in lengths for row in range(length) for column in range(length) if column > row)
-    assert causal == shape.pairs_flops(above)
-    assert shape.training_flops(lengths, 5) == 3 * shape.forward_flops(lengths, 5)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.measuring.clock import Figures, Parts, settled, told, wall_seconds
-from benchmarks.gpu.measuring.flops import Shape
 from benchmarks.gpu.measuring.limits import Limits, limits_of
 from benchmarks.gpu.measuring.work import answered, engine_of, requests, since
 from benchmarks.gpu.scale import NotRun, Outcome, Scale
+from rlinf.models.language.cost import ModelCost
 
 CELLS = tuple(itertools.product((512, 4096), (256, 64, 8, 512)))
 """Tokens that a row attends to, and rows; the most asked for first."""
@@ -26,7 +26,7 @@ PROMPTS = 8
 def decode(scale: Scale) -> Outcome:
     """Of the 1.5B model; every number of rows with both contexts, the most asked for first."""
     parts, limits, model = Parts("decode", scale), limits_of(scale), scale.model("1.5B")
-    shape = Shape.of(model.config)
+    shape = ModelCost.of(model.config)
     cells = scale.of(CELLS, ((16, 4), (32, 2)))
     for path, expected in (("graphed", 3.0), ("plain", 2.5)):
         try:
@@ -50,7 +50,7 @@ def decode(scale: Scale) -> Outcome:
     return parts.outcome()
 
 
-def steps(engine: Any, shape: Shape, limits: Limits, scale: Scale, rows: int, context: int) -> Figures:
+def steps(engine: Any, shape: ModelCost, limits: Limits, scale: Scale, rows: int, context: int) -> Figures:
     """Seconds of a decode step of an engine, by its own account and by the clock of who waits for the answers.
 
     Args:
@@ -84,7 +84,7 @@ def steps(engine: Any, shape: Shape, limits: Limits, scale: Scale, rows: int, co
     }
 
 
-def generate(model: Any, shape: Shape, limits: Limits, scale: Scale, rows: int, context: int) -> Figures:
+def generate(model: Any, shape: ModelCost, limits: Limits, scale: Scale, rows: int, context: int) -> Figures:
     """The same of `model.generate` with its own cache, filled with noise, so that nothing has to be read before."""
     long = scale.of(16, 3)
     ids = torch.randint(3, shape.vocabulary, (rows, context + 1), device=scale.device)
@@ -93,12 +93,12 @@ def generate(model: Any, shape: Shape, limits: Limits, scale: Scale, rows: int, 
         torch.manual_seed(0)
         with torch.inference_mode():
             model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=filled(model, shape, rows, context),
+                ids, attention_mask=torch.ones_like(ids), past_key_values=filled(model, rows, context),
                 do_sample=True, top_k=0, max_new_tokens=long, eos_token_id=None, pad_token_id=0,
             )  # fmt: skip
 
     def fill() -> None:
-        filled(model, shape, rows, context)
+        filled(model, rows, context)
         settled(scale.device)
 
     run()
@@ -111,14 +111,15 @@ def generate(model: Any, shape: Shape, limits: Limits, scale: Scale, rows: int, 
     return {"tokens_per_s": rows / step, **found, "over_limit_ratio": step / limit}
 
 
-def filled(model: Any, shape: Shape, rows: int, context: int) -> Any:
+def filled(model: Any, rows: int, context: int) -> Any:
     """A cache of transformers' with `context` tokens of noise in every row."""
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config)
-    for layer in range(shape.layers):
+    config, cache = model.config, DynamicCache(config=model.config)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for layer in range(config.num_hidden_layers):
         one = torch.empty(
-            rows, shape.kv_heads, context, shape.head_width, dtype=model.dtype, device=model.device
+            rows, config.num_key_value_heads, context, head, dtype=model.dtype, device=model.device
         ).normal_(std=0.5)
         cache.update(one, one.clone(), layer)
     return cache

@@ -7,10 +7,10 @@ import importlib.util
 
 from benchmarks.gpu.measures import decode, training
 from benchmarks.gpu.measuring.clock import Figures, Parts
-from benchmarks.gpu.measuring.flops import Shape
 from benchmarks.gpu.measuring.limits import Limits, limits_of
 from benchmarks.gpu.measuring.work import PATHS, engine_of
 from benchmarks.gpu.scale import NotRun, Outcome, Scale
+from rlinf.models.language.cost import ModelCost
 
 LORA = {"r": 16, "alpha": 32.0, "target_modules": ["all-linear"]}
 
@@ -18,7 +18,7 @@ LORA = {"r": 16, "alpha": 32.0, "target_modules": ["all-linear"]}
 def large(scale: Scale) -> Outcome:
     """7B: 256 rows of 600 tokens. LoRA: batches as of `training`."""
     parts, limits, model = Parts("large", scale), limits_of(scale), scale.model("7B")
-    shape, (rows, context) = Shape.of(model.config), scale.of((256, 600), (4, 24))
+    shape, (rows, context) = ModelCost.of(model.config), scale.of((256, 600), (4, 24))
     for path in PATHS:
         try:
             engine = engine_of(model, scale, path, max_rows=rows)
@@ -45,5 +45,5 @@ async def adapters(scale: Scale, limits: Limits) -> Figures:
     if importlib.util.find_spec("peft") is None:
         raise NotRun("peft is not installed")
     async with training.trainer_of(scale, lora=LORA, compile=True) as trainer:
-        shape = Shape.of(scale.config("1.5B"))
+        shape = ModelCost.of(scale.config("1.5B"))
         return await training.steps(trainer, scale.of(16384, 1024), shape, limits, scale, frozen=True)

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.measuring.clock import Figures, Parts, told, wall_seconds
-from benchmarks.gpu.measuring.flops import Shape
 from benchmarks.gpu.measuring.limits import Limits, limits_of
 from benchmarks.gpu.measuring.work import PATHS, answered, engine_of, requests, since
 from benchmarks.gpu.scale import NotRun, Outcome, Scale
+from rlinf.models.language.cost import ModelCost
 
 
 def prefill(scale: Scale) -> Outcome:
     """Of the 1.5B model, as the engine reads by default, and with its plain path."""
     parts, limits, model = Parts("prefill", scale), limits_of(scale), scale.model("1.5B")
-    shape = Shape.of(model.config)
+    shape = ModelCost.of(model.config)
     lengths = ragged(scale.of(8192, 96), scale.of(32, 5))
     for path in PATHS:
         try:
@@ -37,7 +37,7 @@ def ragged(tokens: int, prompts: int) -> list[int]:
     return np.diff(ends, prepend=0).tolist()
 
 
-def reading(engine: Any, shape: Shape, limits: Limits, scale: Scale, lengths: list[int]) -> Figures:
+def reading(engine: Any, shape: ModelCost, limits: Limits, scale: Scale, lengths: list[int]) -> Figures:
     """The whole call is what counts, first tokens and bookkeeping included; beside it what the engine itself says."""
     asked = requests(lengths, 1, shape.vocabulary)
     before = engine.stats

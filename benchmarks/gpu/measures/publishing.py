@@ -16,7 +16,6 @@ from typing import Any
 import rlinf
 from benchmarks.gpu.measures.training import TOKENIZER
 from benchmarks.gpu.measuring.clock import Figures, Parts, freed, peak_gb, settled, told
-from benchmarks.gpu.measuring.flops import Shape
 from benchmarks.gpu.measuring.limits import limits_of
 from benchmarks.gpu.measuring.profiled import counts, watched
 from benchmarks.gpu.measuring.work import groups
@@ -25,6 +24,7 @@ from rlinf import ActorSystem, Stream
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
 from rlinf.metrics.timing import parts as parts_of
+from rlinf.models.language.cost import ModelCost
 from rlinf.runtime.system.observer import Watch
 
 ROOT = Path(__file__).parents[3]
@@ -120,7 +120,7 @@ async def published(system: ActorSystem, trainer: Any, rollout: Any, scale: Scal
     with watched(scale.device) as seen:
         await rollout.load(trainer.weights())
     crossed = counts(seen, scale.device)
-    weights = Shape.of(config).weights
+    weights = ModelCost.of(config).weights
     size = weights * (2 if dtype == "bfloat16" else 4)
     found = told("s", seconds)
     copied = crossed["to_host_bytes"] if crossed["to_host_bytes"] >= LEAST else 0

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.measuring.clock import Figures, Parts, told
-from benchmarks.gpu.measuring.flops import Shape
 from benchmarks.gpu.measuring.limits import Limits, limits_of
 from benchmarks.gpu.measuring.work import RESERVED
 from benchmarks.gpu.scale import Outcome, Scale
@@ -28,6 +27,7 @@ from rlinf.data.step import Step
 from rlinf.flows.grpo import grpo
 from rlinf.metrics.timing import parts as parts_of
 from rlinf.metrics.timing import timing
+from rlinf.models.language.cost import ModelCost
 from rlinf.runtime.system.observer import Watch
 
 PROMPTS, GROUP, ANSWER = 64, 8, 512
@@ -81,7 +81,7 @@ class Work:
 def step(scale: Scale) -> Outcome:
     """Of the 1.5B model. On a machine that cannot read configurations the roles are started by hand; a rehearsal does
     it either way. Where memory does not last, once more with activations that are computed again."""
-    parts, limits, shape = Parts("step", scale), limits_of(scale), Shape.of(scale.config("1.5B"))
+    parts, limits, shape = Parts("step", scale), limits_of(scale), ModelCost.of(scale.config("1.5B"))
     work = Work(scale, *scale.of((PROMPTS, GROUP, ANSWER), (4, 4, 8)), left=lambda: parts.left)
     whole = importlib.util.find_spec("omegaconf") is not None
 
@@ -167,7 +167,7 @@ def problems(count: int, scale: Scale) -> list[dict[str, str]]:
     return [{"prompt": "".join(rng.choice(list(LETTERS), length)), "answer": ""} for length in lengths]
 
 
-def figures(seen: list[Mapping[str, Any]], shape: Shape, limits: Limits, rows: int) -> Figures:
+def figures(seen: list[Mapping[str, Any]], shape: ModelCost, limits: Limits, rows: int) -> Figures:
     """Medians over the steps.
 
     Args:

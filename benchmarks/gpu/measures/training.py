@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu.measuring.clock import Figures, Parts, settled, told
-from benchmarks.gpu.measuring.flops import Shape
 from benchmarks.gpu.measuring.limits import Limits, limits_of
 from benchmarks.gpu.measuring.work import groups
 from benchmarks.gpu.scale import Outcome, Scale
 from rlinf import ActorSystem, Stream, endpoint
 from rlinf.actors.trainer import Trainer
+from rlinf.models.language.cost import ModelCost
 
 TOKENIZER = {"characters": "0123456789>"}
 PROMPT, ANSWER, GROUP = 32, 480, 8
@@ -66,7 +66,7 @@ async def trainer_of(scale: Scale, size: str = "1.5B", **settings: Any) -> Async
 def training(scale: Scale) -> Outcome:
     """Of the 1.5B model: micro-batches of 16k tokens first, in all four ways; then 2k and 32k."""
     parts, limits = Parts("training", scale), limits_of(scale)
-    shape = Shape.of(scale.config("1.5B"))
+    shape = ModelCost.of(scale.config("1.5B"))
     sizes = SIZES if not scale.rehearse else (1024, 512, 2048)
     for way, settings in WAYS.items():
         asyncio.run(
@@ -85,7 +85,7 @@ async def in_one_way(
     way: str,
     settings: Mapping[str, Any],
     sizes: Sequence[int],
-    shape: Shape,
+    shape: ModelCost,
     limits: Limits,
     scale: Scale,
 ) -> None:
@@ -106,7 +106,7 @@ async def in_one_way(
 
 
 async def steps(
-    trainer: Any, tokens: int, shape: Shape, limits: Limits, scale: Scale, *, frozen: bool = False
+    trainer: Any, tokens: int, shape: ModelCost, limits: Limits, scale: Scale, *, frozen: bool = False
 ) -> Figures:
     """Steps of a trainer on batches of four of the largest micro-batches.
 

@@ -1,1 +1,1 @@
-"""What measures share: clocks, limits of the card, FLOPs and bytes of a model, made-up work, bars."""
+"""What measures share: clocks, limits of the card, made-up work, bars."""

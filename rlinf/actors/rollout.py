@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,7 +28,9 @@ from rlinf.data.sample import Group, Prompt, Sample, read_only
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer, padding_ids
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Engine, EngineSetup, PartialAnswer, Request, Sampling, make
-from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, limits, pictures_of
+from rlinf.metrics.limits import BYTES, DECODE, READ
+from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, cost_of, limits, pictures_of
+from rlinf.models.language.cost import ModelCost
 from rlinf.models.language.truth import Way
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.tensors import own_device
@@ -111,6 +113,8 @@ class Rollout(Receiver):
                 "go: auto trains without it"
             )
         self.through_host = self._engine.through_host
+        cost = await self.compute(cost_of, model, self._tokenizer)
+        self._notes = None if cost is None else GenerationWork(self._engine, cost, dtype, self.note)
         self._ids = itertools.count()  # of requests and groups, unique among calls that overlap
         self._calls: list[GenerateCall] = []  # in progress
         self._answer_names: dict[int, str] = {}  # of calls of `answer` in progress, by the id of their request
@@ -184,6 +188,8 @@ class Rollout(Receiver):
         try:
             call.start(requests())
             async for complete in call.complete():
+                if complete and self._notes is not None:
+                    self._notes.note([(len(one.prompt.token_ids), one.done.values()) for one in complete])
                 for partial, group in zip(complete, await self._groups(complete), strict=True):
                     if group.samples and call.puts_out(partial):
                         yield group
@@ -234,13 +240,15 @@ class Rollout(Receiver):
         rules = _overridden("answer", self._sampling, **overrides)
         begun = begun if self._engine.hands_over else None
         request = Request(next(self._ids), ids, rules, seed, begun, images, conversation)
-        if name is None:
-            return await self._engine.answer(request)
-        self._answer_names[request.id] = name
+        if name is not None:
+            self._answer_names[request.id] = name
         try:
-            return await self._engine.answer(request)
+            completion = await self._engine.answer(request)
         finally:
-            del self._answer_names[request.id]
+            self._answer_names.pop(request.id, None)
+        if self._notes is not None:
+            self._notes.note([(len(ids), [completion])])
+        return completion
 
     @endpoint
     async def answering(self) -> dict[str, PartialAnswer]:
@@ -540,6 +548,52 @@ class GenerateCall:
         for number in dropped:
             del self._dropped[number]
         return dict(tokens)
+
+
+class GenerationWork:
+    """Notes what an engine computes and reads from its memory, as far as answers have ended.
+
+    Args:
+        engine: says how many steps it took.
+        cost: of its model.
+        dtype: that it computes in.
+        note: takes the name of a part of the work, its seconds, and its products or bytes.
+    """
+
+    def __init__(
+        self, engine: Engine, cost: ModelCost, dtype: torch.dtype, note: Callable[[str, float, int], object]
+    ) -> None:
+        self._engine, self._cost, self._dtype, self._note = engine, cost, dtype, note
+        self._stats = engine.stats
+        self._unread = 0.0  # tokens that were read of prompts whose answers have not ended
+
+    def note(self, ended: Iterable[tuple[int, Iterable[Completion]]]) -> None:
+        """Note the work since the last time.
+
+        Args:
+            ended: tokens of each prompt, and the answers to it.
+        """
+        cost, prompts, steps_of_rows, pairs = self._cost, list[int](), 0, 0
+        for prompt, answers in ended:
+            prompts.append(prompt)
+            for length in (len(answer.response_ids) for answer in answers):
+                steps_of_rows += max(
+                    0, length - 1
+                )  # the first is drawn when the prompt was read, the last is never read
+                pairs += cost.pairs(prompt + max(0, length - 1), prompt)
+        before, now = self._stats, self._engine.stats
+        self._stats, dtype, size = now, str(self._dtype).removeprefix("torch."), self._dtype.itemsize
+        if now.read_tokens:  # of kept conversations only what is new, of prompts that come again nothing
+            self._unread += now.read_tokens - before.read_tokens
+            tokens = min(self._unread, float(sum(prompts)))
+            self._unread -= tokens
+            flops = cost.forward_flops(prompts, len(prompts)) * tokens / max(1, sum(prompts))
+            self._note(READ + dtype, now.read_seconds - before.read_seconds, int(flops))
+        if (steps := now.steps - before.steps) > 0:
+            flops = 2 * (cost.block_weights + cost.head_weights) * steps_of_rows + cost.pair * pairs
+            moved = steps * cost.weight_bytes((now.rows - before.rows) / steps, size) + pairs * cost.cached * size
+            self._note(DECODE + dtype, 0.0, int(flops))
+            self._note(DECODE + BYTES, now.seconds - before.seconds, int(moved))
 
 
 def one_by_one(prompts: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:

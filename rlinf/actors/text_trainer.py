@@ -35,6 +35,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,7 +50,8 @@ from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
 from rlinf.metrics.explain import MICRO_BATCH
-from rlinf.models.language.build import ModelSpec
+from rlinf.metrics.limits import COMPUTE
+from rlinf.models.language.build import ModelSpec, cost_of
 from rlinf.models.language.truth import Way
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import Gang
@@ -216,6 +218,8 @@ class TextTrainer(BaseTrainer):
         await self._open_mesh()
         self._back = await kind.make(self, spec, self._tokenizer)
         self._learner = self._at_work = self._back.optimization(settings)
+        self._cost = await self.compute(cost_of, spec.source, self._tokenizer)
+        self._model_spec = spec
         self.version = 0
         self._optimizer_steps = 0
         self._in_order = InOrder() if settings.order == "prompt" else None
@@ -297,6 +301,24 @@ class TextTrainer(BaseTrainer):
     def _replicas(self) -> AsyncReplicas:
         assert isinstance(self._runner, AsyncReplicas)
         return self._runner
+
+    def _note_work(self, lengths: Sequence[int], predicted: int, tokens: int, *, learns: bool) -> None:
+        """Note the products of a micro-batch: this rank's part, where several compute it.
+
+        Args:
+            lengths: tokens of each sequence.
+            predicted: learned tokens of all.
+            tokens: that are read, fewer than those of all sequences where some share a prompt.
+            learns: there is a gradient.
+        """
+        if self._cost is None:
+            return
+        spec, shares = self._model_spec, self._back.data_ranks
+        count, predicted = self._cost.forward_flops, predicted if spec.head == "logprobs" else 0
+        if learns:
+            count = partial(self._cost.training_flops, frozen=spec.lora is not None)
+        flops = count(lengths, predicted, tokens=tokens) * len({*shares}) // len(shares)
+        self.note(COMPUTE + spec.compute.dtype, bytes=flops)
 
     async def _annotated(self, groups: Groups, columns: tuple[str, ...]) -> AsyncGenerator[Group, None]:
         """Groups with columns that this actor computes; to be called in a gang device endpoint, on every rank.
@@ -395,9 +417,16 @@ class _Handler:
 
     def learn(self, command: ForwardBackward, *, again: bool = False) -> None:
         self._trainer._learn(self._learner, command, again=again)
+        if command.rows:
+            batch = command.packed()
+            self._trainer._note_work(batch.lengths, len(batch.targets), len(batch.ids), learns=True)
 
     def score(self, command: Forward) -> Tensor:
-        return self._trainer._score(command)
+        scores, rows = self._trainer._score(command), command.rows
+        prompts = {id(row.prompt_ids): len(row.prompt_ids) for row in rows}  # what answers have in common is read once
+        tokens = sum(prompts.values()) + sum(len(row.response_ids) for row in rows)
+        self._trainer._note_work([row.size for row in rows], sum(row.learned for row in rows), tokens, learns=False)
+        return scores
 
     async def step(self, command: OptimizerStep) -> None:
         trainer = self._trainer

@@ -26,7 +26,7 @@ from rlinf.config.reading import open_regular, parse_json, parse_yaml, read_byte
 from rlinf.dashboard.lanes import Lanes, Stretch, Trace, actor_lanes
 from rlinf.metrics.tables import ACCURACY, GRADED, SuccessRow, success_rows
 from rlinf.metrics.timing import ACTIVITIES
-from rlinf.metrics.verdict import BINDING, MEANINGS, PARTS, binding, over, typical
+from rlinf.metrics.verdict import BINDING, FAMILIES, MEANINGS, PARTS, binding, of_the_device, over, typical
 from rlinf.storage.directory import flat
 from rlinf.storage.files import ALARMS, ENVIRONMENT, EXPLAINED, METRICS, SAMPLES
 from rlinf.storage.reading import Appended, MetricFile, MetricRows, objects
@@ -417,8 +417,9 @@ def possible(run: RunData) -> dict[str, Any]:
     """How far a step was from what is possible; empty where the run does not tell.
 
     Returns:
-        `step`, seconds, and `over`, as in `time`; `efficiency`, a share; `devices`; and `parts`: (name, seconds,
-        meaning), the least possible first, which add up to the step.
+        `step`, seconds, and `over`, as in `time`; `efficiency`, a share; `devices`; `device`, how much of them was
+        used, in words, "" where that is not known; and `parts`: (name, seconds, meaning), the least possible first,
+        which add up to the step.
     """
     means = _typical(run)
     if not means:
@@ -430,8 +431,17 @@ def possible(run: RunData) -> dict[str, Any]:
         "over": over(_steps(run)),
         "efficiency": means["bound/efficiency"],
         "devices": round(means["bound/devices"]),
+        "device": of_the_device(means, _device(run)),
         "parts": [least, *((part, means.get(f"lost/{part}", 0.0), MEANINGS[part]) for part in PARTS)],
     }
+
+
+def _device(run: RunData) -> str:
+    """Return the name of a run's devices: its first GPU, or the CPU."""
+    devices = run.environment.get("devices")
+    return (
+        str(devices[0]) if isinstance(devices, list) and devices else f"CPU, {run.environment.get('cpus', '?')} cores"
+    )
 
 
 def side_by_side(run: RunData) -> list[tuple[str, str]]:
@@ -458,7 +468,7 @@ def side_by_side(run: RunData) -> list[tuple[str, str]]:
 
 def _typical(run: RunData) -> dict[str, float]:
     """See `verdict.typical`, which needs these metrics alone: rows of all of them take long to make."""
-    names = [name for name in run.metrics.names if name.startswith(("bound/", "lost/"))]
+    names = [name for name in run.metrics.names if name.startswith(FAMILIES)]
     return typical(_steps(run, names)) if {"timing/step", "bound/seconds"} <= set(run.metrics.names) else {}
 
 
@@ -579,8 +589,8 @@ SECTIONS = {
     "Sampler against trainer": "mismatch/mean mismatch/max",
     "Staleness": "staleness/mean staleness/max staleness/ess",
     "Experts": "moe/load_max moe/dead_experts moe/aux_loss moe/route_drift",
-    "Speed": "tokens_per_s env_steps_per_s timing/step bound/efficiency timing/generation timing/simulation "
-    "timing/training timing/sync timing/other",
+    "Speed": "tokens_per_s env_steps_per_s timing/step bound/efficiency mfu/trainer mbu/rollout timing/generation "
+    "timing/simulation timing/training timing/sync timing/other",
 }
 """Curves that are shown at once, by heading; those of all other metrics unfold."""
 _OWN_KEYS = ("name", "output_dir")

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from rlinf.metrics.limits import Use, used
 from rlinf.placement.bound import Spans, in_turn, joined, length, spans
 from rlinf.placement.costs import ASIDE, MOVING, PUBLISHING, MeasuredStep, role_of
 from rlinf.runtime.observe.spans import Lap
@@ -110,6 +111,7 @@ def split_time(lap: Lap, devices: Mapping[str, frozenset[int]], measurements: Me
 
 
 Name = Literal[
+    "idle device",
     "tail",
     "slow host",
     "bound on staleness",
@@ -175,6 +177,7 @@ class Causes:
         where: TimeSplit,
         losses: Mapping[str, float],
         metrics: Mapping[str, float],
+        uses: Sequence[Use] = (),
     ) -> list[Cause]:
         """Return the causes of one step, the costliest first.
 
@@ -182,8 +185,10 @@ class Causes:
             lap, seen, where: the step.
             losses: seconds above the bound by `lost/...` without that prefix.
             metrics: of the step.
+            uses: of the devices' limits.
         """
         causes = [
+            *(_idle(use, len(measurements.lanes)) for use in uses if use.lost),
             *self._waits(measurements, where),
             *self._off_devices(where, metrics),
             *self._moves(where),
@@ -305,6 +310,13 @@ class Causes:
         return max(0.0, statistics.median(took - slope * size for size, took in zip(sizes, seconds, strict=True)))
 
 
+def _idle(use: Use, devices: int) -> Cause:
+    """A device that was at work, and did little of what it can do."""
+    text = used(use.role, use.resource, use.share)
+    rest = f"{1 - use.share:.0%} of its {_s(use.took / devices)} is launches, waiting and other work"
+    return Cause("idle device", use.lost / devices, f"{text}: {rest}", use.role)
+
+
 def _s(seconds: float) -> str:
     """`0.42 s`, with two digits that count."""
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
@@ -369,7 +381,12 @@ class Explainer:
         self._causes = Causes(staleness)
 
     def step(
-        self, lap: Lap, devices: Mapping[str, frozenset[int]], measurements: MeasuredStep, metrics: Mapping[str, float]
+        self,
+        lap: Lap,
+        devices: Mapping[str, frozenset[int]],
+        measurements: MeasuredStep,
+        metrics: Mapping[str, float],
+        uses: Sequence[Use] = (),
     ) -> Explanation | None:
         """Explain a step.
 
@@ -378,6 +395,7 @@ class Explainer:
             devices: of every actor.
             measurements: what was read off it.
             metrics: of the step, `lost/...` among them.
+            uses: of the devices' limits, where they are known and it is worth a word.
 
         Returns:
             None where no device worked.
@@ -385,16 +403,20 @@ class Explainer:
         if not measurements.lanes or measurements.seconds <= 0:
             return None
         losses = {name.removeprefix("lost/"): value for name, value in metrics.items() if name.startswith("lost/")}
-        causes = self._causes.find(lap, measurements, split_time(lap, devices, measurements), losses, metrics)
-        first = next((cause for cause in causes if cause.seconds >= WORTH * measurements.seconds), None)
-        if first is None:
+        where = split_time(lap, devices, measurements)
+        causes = self._causes.find(lap, measurements, where, losses, metrics, uses)
+        worth = [cause for cause in causes if cause.seconds >= WORTH * measurements.seconds]
+        if not worth:
             return Explanation("devices were at work nearly all the time", "none")
-        change = None if self._advice is None else self._advice.change(first, measurements.seconds)
+        first, step = worth[0], measurements.seconds
+        other = next((cause for cause in worth if cause.name != "idle device"), first)  # what a key may change
+        text = first.text if other is first else f"{first.text}; besides, {other.text}"
+        change = None if self._advice is None else self._advice.change(other, step)
         if change is None:
-            return Explanation(first.text, first.name, first.seconds)
-        saves = min(change.seconds, first.seconds) if change.seconds else 0.0
-        gain = f", which would save {saves / measurements.seconds:.0%}".replace("%", " %") if saves else ""
-        return Explanation(f"{first.text}; {change.text}{gain}", first.name, first.seconds, change.text, saves)
+            return Explanation(text, first.name, first.seconds)
+        saves = min(change.seconds, other.seconds) if change.seconds else 0.0
+        gain = f", which would save {saves / step:.0%}".replace("%", " %") if saves else ""
+        return Explanation(f"{text}; {change.text}{gain}", first.name, first.seconds, change.text, saves)
 
 
 def in_short(steps: Sequence[Explanation]) -> list[str]:

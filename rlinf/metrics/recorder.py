@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.metrics.explain import Explainer, Explanation
+from rlinf.metrics.limits import MEASURED_AFTER, OwnDevice, Use, Work, worth_a_word
 from rlinf.metrics.machine import environment
 from rlinf.metrics.timing import parts, timing
 from rlinf.metrics.trackers import Tracking
@@ -64,6 +65,7 @@ class Recorder:
         self.explained: list[Explanation] = []
         """Explanation of each step of this process."""
         self._directory, self._watch, self._tracking, self._ledger = directory, watch, tracking, ledger
+        self._device = OwnDevice()
         self._began = watch.now() - _elapsed(directory / METRICS)
         self._metrics, self._samples = MetricsFile(directory / METRICS), SamplesFile(directory / SAMPLES)
         self.files = (self._metrics, self._samples, self._explanations, self._alarms)
@@ -87,7 +89,8 @@ class Recorder:
             returned: what the flow returned.
 
         Returns:
-            The same with `timing/...`, seconds; with `bound/...` and `lost/...` if there is a ledger; with
+            The same with `timing/...`, seconds; with `bound/...` and `lost/...` if there is a ledger, and `mfu/...`,
+            `mbu/...` and `idle/...` where the limits of its devices are known; with
             `tokens_per_s` if it tells `response_tokens`, `env_steps_per_s` if it tells `env_steps`; and with `kl`, from
             the policy that sampled, if no reference model gave one.
         """
@@ -97,7 +100,8 @@ class Recorder:
             metrics |= timing(lap) | parts(lap)
             if self._ledger is not None:
                 metrics |= self._ledger.step(lap)
-                await self._explain(step, lap, metrics)
+                uses = await self._used(lap, metrics)
+                await self._explain(step, lap, metrics, uses)
         for counted, speed in (("response_tokens", "tokens_per_s"), ("env_steps", "env_steps_per_s")):
             if counted in metrics:
                 metrics[speed] = metrics[counted] / max(metrics["timing/step"], 1e-9)
@@ -105,10 +109,25 @@ class Recorder:
             metrics["kl"] = metrics.pop("approx_kl")
         return metrics
 
-    async def _explain(self, step: int, lap: Lap, metrics: Mapping[str, float]) -> None:
+    async def _used(self, lap: Lap, metrics: dict[str, float]) -> list[Use]:
+        """How much of the devices' limits the step used; those worth a word. Adds its metrics."""
+        assert self._ledger is not None
+        done, measured = Work(lap), self._ledger.measured_step
+        if not done.dtypes or measured is None or not measured.lanes or len({*self._ledger.kinds}) > 1:
+            return []
+        limits = self._device.limits(done.dtypes)
+        if limits is None:
+            if metrics["timing/elapsed"] > MEASURED_AFTER:  # for the steps to come, while nothing computes
+                await asyncio.to_thread(self._device.measure, done.dtypes)
+            return []
+        uses = done.uses(measured, limits)
+        metrics |= done.metrics(uses, limits, len(measured.lanes))
+        return uses if worth_a_word(metrics, self._device.kind) else []
+
+    async def _explain(self, step: int, lap: Lap, metrics: Mapping[str, float], uses: list[Use]) -> None:
         if self._explainer is None or self._ledger is None or self._ledger.measured_step is None:
             return
-        arguments = (lap, self._ledger.devices, self._ledger.measured_step, dict(metrics))
+        arguments = (lap, self._ledger.devices, self._ledger.measured_step, dict(metrics), uses)
         explained = await asyncio.to_thread(self._explainer.step, *arguments)  # it may ask the planner, which computes
         if explained is not None:
             self.explained.append(explained)

@@ -25,10 +25,11 @@ from rlinf.config.text import RunConfig
 from rlinf.data.sample import Evaluation, Group
 from rlinf.data.tokenizer import shown_prompt
 from rlinf.metrics.live import LiveView
+from rlinf.metrics.machine import machine
 from rlinf.metrics.tables import ProgressTable
 from rlinf.metrics.timing import sentence
 from rlinf.metrics.trackers import TrackedRun, Tracking, wanted_trackers
-from rlinf.metrics.verdict import over, tells, typical, verdict
+from rlinf.metrics.verdict import FAMILIES, over, tells, typical, verdict
 from rlinf.placement.plan import GB
 from rlinf.runtime.base.errors import ActorDied
 from rlinf.runtime.devices.memory import DeviceMemory
@@ -254,9 +255,7 @@ class Report:
 
     def stepped(self, step: int, metrics: Mapping[str, float], last: bool = False) -> None:
         """A step is over; the last one before its time, perhaps."""
-        self._steps_taken.append(
-            {name: metrics[name] for name in metrics if name.startswith(("bound/", "lost/", "timing/"))}
-        )
+        self._steps_taken.append({name: metrics[name] for name in metrics if name.startswith(FAMILIES)})
         if self._view is not None:
             self._view.stepped(step, metrics)
         else:
@@ -283,7 +282,7 @@ class Report:
         if timing_text := sentence(usual):
             which = over(self._steps_taken)
             self.line(f"a step took {timing_text}{f' ({which})' if which else ''}")
-        for line in [*(verdict(usual) if tells(self._steps_taken) else ()), *why, *fullest(memory or {})]:
+        for line in [*(verdict(usual, machine()) if tells(self._steps_taken) else ()), *why, *fullest(memory or {})]:
             self.line(line)
         self.line(f"done in {time.perf_counter() - self._start:.0f} s; results in {_short_path(self._directory.path)}:")
         results = {str(path.relative_to(self._directory.path)): what for path, what in self._results()}

@@ -1,6 +1,7 @@
 """Summary of a run's efficiency in two lines: step time, its lower bound, and where the difference went.
 
-In: the metrics `bound/...`, `lost/...` and `timing/step` of its steps. Out: their typical values, and two plain lines.
+In: the metrics `bound/...`, `lost/...` and `timing/step` of its steps, and how much of its devices they used. Out:
+their typical values, and two or three plain lines, the larger loss first.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from rlinf.metrics.limits import known, used, worth_a_word
 
 PARTS = ("imbalance", "tail", "switching", "sync", "scaling", "interference", "overhead")
 """Losses of a step, metrics `lost/...`: together all that lies above the bound."""
@@ -27,6 +30,10 @@ BINDING = {
     "network": "publishing weights",
 }
 """Constraints that can set the bound, metrics `bound/...`."""
+RESOURCES = {"mfu": "products", "mbu": "bandwidth"}
+"""Limits of a device, by the metrics that tell what share of them a role used."""
+FAMILIES = ("bound/", "lost/", "timing/", "mfu/", "mbu/", "idle/")
+"""Beginnings of the metrics that a verdict is made of."""
 READABLE = 0.005
 """Share of a step; less is not worth a word."""
 _OF_FIVE = 5
@@ -52,7 +59,7 @@ def typical(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     counted = _counted(steps)
     ordered = sorted(counted, key=lambda step: float(step["timing/step"]))
     middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
-    names = {name for step in middle for name in step if name.startswith(("bound/", "lost/", "timing/"))}
+    names = {name for step in middle for name in step if name.startswith(FAMILIES)}
     means = {name: statistics.fmean(float(step.get(name) or 0.0) for step in middle) for name in names}
     if "bound/seconds" in means:
         means["bound/efficiency"] = means["bound/seconds"] / means["timing/step"]
@@ -112,8 +119,13 @@ def binding(metrics: Mapping[str, float]) -> str:
     return max(BINDING, key=lambda name: metrics.get(f"bound/{name}", 0.0))
 
 
-def verdict(metrics: Mapping[str, float]) -> Sequence[str]:
-    """Typical metrics in one or two lines; none where they tell no bound."""
+def verdict(metrics: Mapping[str, float], device: str = "") -> Sequence[str]:
+    """Typical metrics in a few lines; none where they tell no bound.
+
+    Args:
+        metrics: see `typical`.
+        device: what the job's devices are, see `machine`.
+    """
     if "bound/seconds" not in metrics:
         return []
     devices = round(metrics["bound/devices"])
@@ -128,7 +140,41 @@ def verdict(metrics: Mapping[str, float]) -> Sequence[str]:
     if parts := lost(metrics):
         losses = ", ".join(f"{part} {_seconds(seconds, step)}" for part, seconds in parts)
         lines.append(f"lost per step: {losses} s")
+    if own := of_the_device(metrics, device):
+        larger = worth_a_word(metrics, _kind(device)) and sum(idle(metrics).values()) > step - least
+        lines.insert(0 if larger else len(lines), own)
     return lines
+
+
+def _kind(device: str) -> str:
+    return "cpu" if device.startswith("CPU") else "cuda"
+
+
+def idle(metrics: Mapping[str, float]) -> dict[str, float]:
+    """By role, the most first: seconds of a step in which its devices were its own and did little of what they can."""
+    roles = {name.removeprefix("idle/"): value for name, value in metrics.items() if name.startswith("idle/")}
+    return dict(sorted(roles.items(), key=lambda part: -part[1]))
+
+
+def of_the_device(metrics: Mapping[str, float], device: str = "") -> str:
+    """How much of what its devices can do a step used, in words; "" where their limits are not known.
+
+    Args:
+        metrics: see `typical`.
+        device: what the devices are.
+    """
+    if "bound/device" not in metrics:
+        return ""
+    shares = {role: {kind: metrics.get(f"{kind}/{role}", 0.0) for kind in RESOURCES} for role in idle(metrics)}
+    most = [(role, max(kinds, key=lambda kind: kinds[kind])) for role, kinds in shares.items()]
+    clauses = ", ".join(used(role, RESOURCES[kind], shares[role][kind], "its") for role, kind in most)
+    known_by = "" if known(device) else ", measured"
+    where = f"the device{'s' if metrics['bound/devices'] > 1 else ''}{f' ({device}{known_by})' if device else ''}"
+    if not worth_a_word(metrics, _kind(device)):
+        return f"too little work to fill {where}: {clauses}"
+    step, least = metrics["timing/step"], metrics["bound/device"]
+    share = f"{least / step:.{0 if least >= 0.095 * step else 1}%}"
+    return f"{share} of what {where} could do, whose own limit is {_seconds(least, step)} s a step: {clauses}"
 
 
 def _seconds(seconds: float, step: float) -> str:

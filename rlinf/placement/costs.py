@@ -360,6 +360,11 @@ class Ledger:
         """Reading of the newest step."""
 
     @property
+    def kinds(self) -> Sequence[str]:
+        """Kind of each device."""
+        return self._run.kinds
+
+    @property
     def profile(self) -> Profile | None:
         """The profile measured by this run; None before the first step."""
         return pool(self._steps) if self._steps else None

@@ -35,6 +35,10 @@ class Hardware:
     """GB a second from its own memory."""
     link: float | None = None
     """GB a second to other devices of its machine, one way."""
+    tflops_float32: float | None = None
+    """10^12 operations a second of float32 products at full precision, as torch computes them by default."""
+    tflops_fp8: float | None = None
+    """10^12 operations a second of dense products of 8-bit floats."""
 
     @property
     def memory(self) -> int | None:
@@ -43,19 +47,51 @@ class Hardware:
 
 
 KNOWN: Mapping[str, Hardware] = {
-    "b200": Hardware(176, 2250, 8000, 900),
-    "h200": Hardware(138, 989, 4800, 450),
-    "h100": Hardware(78, 989, 3350, 450),
-    "h800": Hardware(78, 989, 3350, 200),
-    "h20": Hardware(94, 148, 4000, 450),
-    "a100": Hardware(78, 312, 2039, 300),
-    "a800": Hardware(78, 312, 2039, 200),
-    "l40s": Hardware(43, 362, 864, 32),
-    "l20": Hardware(43, 119.5, 864, 32),
-    "rtx4090": Hardware(23, 165, 1008, 32),
+    "b200": Hardware(165, 2250, 7700, 900, 75, 4500),
+    "h200": Hardware(138, 989, 4800, 450, 67, 1979),
+    "h100": Hardware(78, 989, 3350, 450, 67, 1979),
+    "h100-pcie": Hardware(78, 756, 2039, 300, 51, 1513),
+    "h100-nvl": Hardware(92, 835, 3938, 300, 60, 1671),
+    "h800": Hardware(78, 989, 3350, 200, 67, 1979),
+    "h20": Hardware(94, 148, 4000, 450, 44, 296),
+    "a100": Hardware(78, 312, 2039, 300, 19.5),
+    "a100-40gb": Hardware(39, 312, 1555, 300, 19.5),
+    "a100-pcie": Hardware(78, 312, 1935, 300, 19.5),
+    "a800": Hardware(78, 312, 2039, 200, 19.5),
+    "l40s": Hardware(43, 362, 864, 32, 91.6, 733),
+    "l20": Hardware(43, 119.5, 864, 32, 59.8, 239),
+    "l4": Hardware(22, 121, 300, 32, 30.3, 242),
+    "a10": Hardware(22, 125, 600, 32, 31.2),
+    "rtx4090": Hardware(23, 165, 1008, 32, 82.6, 330),
+    "rtx5090": Hardware(30, 209.5, 1792, 64, 104.8, 419),
+    "mi300x": Hardware(188, 1307, 5300, 448, 163.4, 2615),
 }
-"""By the names that `node_groups` use: their makers' figures without sparsity, and what is left of their memory by
-`torch.cuda` for roles (92 %)."""
+"""By the names that `node_groups` use: their makers' figures without sparsity, those of products that are summed in
+float32, and what is left of their memory by `torch.cuda` for roles (92 %). From NVIDIA's data sheets of B200 (HGX),
+H200, H100 (SXM, PCIe and NVL), A100 (SXM and PCIe), L40S, L4 and A10, its white papers on Ada and Blackwell for the RTX
+cards, AMD's data sheet of MI300X; those of H800, A800, H20 and L20 from their vendors' lists."""
+NAMES: Mapping[str, str] = {
+    "NVIDIA B200": "b200",
+    "NVIDIA H200": "h200",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H100 NVL": "h100-nvl",
+    "NVIDIA H800": "h800",
+    "NVIDIA H20": "h20",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-PCIE-40GB": "a100-40gb",
+    "NVIDIA A100 80GB PCIe": "a100-pcie",
+    "NVIDIA A800-SXM4-80GB": "a800",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA L20": "l20",
+    "NVIDIA L4": "l4",
+    "NVIDIA A10": "a10",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "NVIDIA GeForce RTX 5090": "rtx5090",
+    "AMD Instinct MI300X": "mi300x",
+}
+"""Those cards by the names that torch gives them; a part of one (MIG) has another name, and other limits."""
 
 
 @dataclass(frozen=True, slots=True)

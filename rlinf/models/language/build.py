@@ -42,6 +42,7 @@ from rlinf.data.images import FAMILIES, Pictures, auto_class, picture_tokens
 from rlinf.data.library_progress import fold_transformers
 from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.data.tokenizer import pretrained, without_own_code
+from rlinf.models.language.cost import ModelCost
 from rlinf.models.language.fsdp import ALONE, Layout, dtype_of, shard
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
 from rlinf.models.language.moe import StackedExperts, split_experts
@@ -208,6 +209,15 @@ def new_config(source: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) ->
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
     tokens = {} if ids is None else dict(zip(names, ids, strict=True))
     return AutoConfig.for_model(**{**tokens, **special, **settings})
+
+
+def cost_of(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> ModelCost | None:
+    """Operations and bytes of a model by its configuration; None of one that is no transformer as we know them."""
+    config = pretrained(AutoConfig, source) if isinstance(source, str) else new_config(source, tokenizer)
+    try:
+        return ModelCost.of(config)
+    except AttributeError:
+        return None
 
 
 def pictures_of(source: ModelSource | None, tokenizer: PreTrainedTokenizerBase) -> Pictures | None:

@@ -232,7 +232,7 @@ def _prediction(prepared: RunPlan, config: RunConfig | EmbodiedConfig) -> Iterat
     assert predicted is not None  # of every plan that was chosen
     yield (
         f"Time, simulated from the profile: {predicted.step_seconds:.3g} s a step, {predicted.efficiency:.0%} of what "
-        f"is possible ({predicted.bound_seconds:.3g} s, {choice.bound.binding})"
+        f"is possible ({choice.bound.in_words()})"
     )
     yield from plans(choice)
 

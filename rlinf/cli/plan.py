@@ -211,7 +211,7 @@ def _show(choice: Choice, profile: Profile, devices: Mapping[str, int], options:
     for row in choice.best_of_modes:
         table.add_row(*_cells(row, choice))
     Console(width=max(120, Console().width)).print(table)
-    _tell(f"bound: {choice.bound.seconds:,.3f} s, set by {choice.bound.binding}")
+    _tell(f"bound: {choice.bound.in_words()}")
     _tell(choice.reason)
     wanted = options.rehearse is None or options.rehearse > 0
     if choice.staleness and wanted and choice.rows[0].rehearsed is None:

@@ -36,7 +36,7 @@ REACHABLE = {"products": 0.4, "bandwidth": 0.67}
 """Shares of a card's figures that published runs reach (RLinf, arXiv 2509.15965): no more is counted as lost."""
 MEASURED_AFTER = 30.0
 """Seconds of a run before it is worth a second to know what its device can do."""
-LITTLE = {"cpu": 0.1, "cuda": 0.002}
+LITTLE = {"cpu": 0.5, "cuda": 0.002}
 """Seconds of a step that a device must need at least before it is worth a word how well it is used: with less to do, as
 with a toy, no program could keep it busy."""
 _LABELS = {"trainer": "training", "rollout": "generation"}

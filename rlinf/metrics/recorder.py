@@ -121,6 +121,7 @@ class Recorder:
                 await asyncio.to_thread(self._device.measure, done.dtypes)
             return []
         uses = done.uses(measured, limits)
+        self._ledger.add_limits({use.role: use.least for use in uses})
         metrics |= done.metrics(uses, limits, len(measured.lanes))
         return uses if worth_a_word(metrics, self._device.kind) else []
 

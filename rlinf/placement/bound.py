@@ -126,6 +126,9 @@ class Bound:
     """B4: `area`, and the switches that are forced because not everything fits at once."""
     network: float
     """B5: publishing the weights."""
+    device: float | None = None
+    """Seconds of all products and bytes at the devices' own limit, however they are computed; None: unknown. The others
+    go by what stages were seen to cost."""
 
     @property
     def seconds(self) -> float:
@@ -137,6 +140,16 @@ class Bound:
         """Name of the largest part."""
         names = ("area", "saturation", "tail", "memory", "network")
         return max(names, key=lambda name: float(getattr(self, name)))
+
+    @property
+    def floor(self) -> float:
+        """The smaller of T_LB and the devices' own limit: what no program on these devices could beat."""
+        return self.seconds if self.device is None else min(self.seconds, self.device)
+
+    def in_words(self) -> str:
+        """T_LB and what sets it, and the devices' own limit where it is known."""
+        own = "" if self.device is None else f"; at the devices' own limit {self.floor:,.3g} s"
+        return f"{self.seconds:,.3f} s, set by {self.binding}{own}"
 
     def efficiency(self, seconds: float) -> float:
         """E = T_LB / T of a step that took so long."""
@@ -160,7 +173,13 @@ def bound(workload: Workload, *, source: str | None = None, longest_item: float 
         staleness: versions by which the weights that make an item may be older than those that learn from it.
     """
     batches = staleness + 1
-    area = _area(workload, early=staleness > 0)
+
+    def cost(stage: Stage, option: Option) -> float:
+        return option.devices * (quickest(workload, stage, option) - (option.longest if staleness else 0.0))
+
+    area = _area(workload, cost)
+    has_limit = any(option.least is not None for stage in workload.stages for option in stage.options)
+    device = _area(workload, lambda _, option: option.least or 0.0) if has_limit else None
     fastest = {
         stage.name: min(quickest(workload, stage, one) for one in workload.usable(stage)) for stage in workload.stages
     }
@@ -178,7 +197,7 @@ def bound(workload: Workload, *, source: str | None = None, longest_item: float 
         source, longest_item = (source, alone[source]) if alone[source] > 0 else (None, 0.0)
     if source is not None:
         tail = (longest_item + _after(workload, source) + network) / batches
-    return Bound(area, saturation, tail, area + _forced_switches(workload), network)
+    return Bound(area, saturation, tail, area + _forced_switches(workload), network, device)
 
 
 def quickest(workload: Workload, stage: Stage, option: Option) -> float:
@@ -211,7 +230,7 @@ def longest_row(seconds: Mapping[str, float], edges: Iterable[Edge]) -> float:
     return max((done(name) for name in seconds), default=0.0)
 
 
-def _area(workload: Workload, *, early: bool) -> float:
+def _area(workload: Workload, cost: Callable[[Stage, Option], float]) -> float:
     """Device-seconds over devices. Of several kinds, each stage needs those of one, and which is left to the plan.
 
     Let a second of a device of kind k cost w_k / N_k, with weights w that add up to 1. All devices cost T in a step of
@@ -229,9 +248,8 @@ def _area(workload: Workload, *, early: bool) -> float:
     for stage in workload.stages:
         own: dict[str, float] = {}
         for option in workload.usable(stage):
-            seconds = quickest(workload, stage, option) - (option.longest if early else 0.0)
             kind = option.kind if option.devices else BESIDE
-            own[kind] = min(own.get(kind, math.inf), option.devices * seconds)
+            own[kind] = min(own.get(kind, math.inf), cost(stage, option))
         if BESIDE not in own:  # what can run beside the devices takes none of them
             least.append({kind: area / counts[kind] for kind, area in own.items()})
 

@@ -382,6 +382,15 @@ class Ledger:
         self.last = efficiency(step, so_far, self._items) if so_far is not None else None
         return self.last.metrics() if self.last is not None else {}
 
+    def add_limits(self, least: Mapping[str, float]) -> None:
+        """Add to the newest step what its stages would take at the devices' own limit, device-seconds by role."""
+        last = self._steps[-1]
+        stages = {
+            name: replace(stage, timings=tuple(replace(one, least=least.get(name)) for one in stage.timings))
+            for name, stage in last.stages.items()
+        }
+        self._steps[-1] = replace(last, stages=stages)
+
     def save(self, directory: Path) -> None:
         """Write what was measured into a run's directory; nothing if no step is over."""
         if (profile := self.profile) is not None:
@@ -469,6 +478,7 @@ def _median(batch: int, devices: int, samples: Sequence[Timing]) -> Timing:
         float(np.std(seconds)),
         len(samples),
         min(middle, statistics.median(busy)) if busy else None,
+        statistics.median(least) if (least := [one.least for one in samples if one.least is not None]) else None,
     )
 
 

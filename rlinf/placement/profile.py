@@ -166,6 +166,8 @@ class Timing:
     """Number of measurements."""
     busy: float | None = None
     """Mean seconds that each of the devices worked, less than `seconds` if some are done earlier; None: the same."""
+    least: float | None = None
+    """Device-seconds that the batch would take at the devices' own limit, see `rlinf.metrics.limits`; None: unknown."""
 
     @property
     def work(self) -> float:
@@ -182,8 +184,8 @@ class Timing:
 
     def slowed(self, factor: float) -> Timing:
         """Return this timing as if everything took so many times as long."""
-        busy = None if self.busy is None else self.busy * factor
-        return replace(self, seconds=self.seconds * factor, spread=self.spread * factor, busy=busy)
+        busy, least = (None if each is None else each * factor for each in (self.busy, self.least))
+        return replace(self, seconds=self.seconds * factor, spread=self.spread * factor, busy=busy, least=least)
 
     def merged(self, other: Timing) -> Timing:
         """Pool two sets of measurements of the same batch and devices (Chan et al. 1979, equation 2.1)."""
@@ -195,7 +197,8 @@ class Timing:
         busy = None
         if self.busy is not None or other.busy is not None:
             busy = min(mean, (self.work * self.count + other.work * other.count) / count / self.devices)
-        return Timing(self.batch, self.devices, mean, math.sqrt(squares / count), count, busy)
+        least = min((each for each in (self.least, other.least) if each is not None), default=None)
+        return Timing(self.batch, self.devices, mean, math.sqrt(squares / count), count, busy, least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +313,12 @@ class StageProfile:
         """
         points = {(one.batch, one.devices): Point(one.seconds, one.spread) for one in self.timings}
         return interpolate(points, batch, devices, extrapolate=extrapolate)
+
+    def least(self, batch: int) -> float | None:
+        """Device-seconds that a batch would take at the devices' own limit, as an item of any measured batch; None:
+        unknown."""
+        shares = [one.least / one.batch for one in self.timings if one.least is not None]
+        return batch * min(shares) if shares else None
 
     def longest(self, batch: int) -> float:
         """Estimate the part of a batch's seconds that no number of devices shortens: its longest item alone.

@@ -43,6 +43,8 @@ class Option:
     longest: float = 0.0
     """Seconds that its longest item takes alone, a part of `seconds` that items of other steps can fill; 0: not known,
     or items leave evenly."""
+    least: float | None = None
+    """Device-seconds of all items at the devices' own limit; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +309,7 @@ def _options(
             footprint.offload_seconds,
             _chunk_seconds(stage, items, size, chunks),
             longest=min(longest, seconds),
+            least=stage.least(items),
         )
 
 

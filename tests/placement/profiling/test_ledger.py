@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
+from rlinf.placement.bound import bound
 from rlinf.placement.costs import PROFILE, WINDOW, Ledger, MeasuredRun
-from rlinf.placement.profile import Footprint, Release, load
+from rlinf.placement.hardware import Devices
+from rlinf.placement.profile import Footprint, Release, StageProfile, load
+from rlinf.placement.workload import workload
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.observe.spans import Busy
 from rlinf.runtime.system.observer import Flow, Lap, Watch
@@ -145,3 +148,20 @@ def test_of_roles_that_take_turns_the_switches_are_what_is_lost():
     assert profile.edges == (("rollout", "trainer", True),)
     assert profile.stages["trainer"].timings[0].seconds == pytest.approx(4.0)
     assert profile.stages["trainer"].footprints == (Footprint(1, 60, 5, pytest.approx(3.0), pytest.approx(2.0)),)
+
+
+def test_a_profile_keeps_what_a_step_would_take_at_its_devices_own_limit(tmp_path):
+    """What roles were seen to cost says nothing of devices that waited meanwhile."""
+    ledger = Ledger(TWO, 4, RUN)
+    for _ in range(3):
+        ledger.step(step(6, 2))
+        ledger.add_limits({"rollout": 0.5, "trainer": 0.1})
+    ledger.save(tmp_path)
+    profile = load(tmp_path / PROFILE)
+    assert [one.least for one in profile.stages["rollout"].timings] == [0.5]
+    limit = bound(workload(profile, Devices({"gpu": 2}), items=4))
+    assert (limit.device, limit.floor) == (pytest.approx(0.3), pytest.approx(0.3))
+    assert limit.seconds > 4.0
+    half = profile.stages["rollout"].timings[0].slowed(0.5)
+    assert (half.least, half.merged(half).least, StageProfile().least(4)) == (0.25, 0.25, None)
+    assert profile.stages["rollout"].least(8) == 1.0

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from rlinf.algos.loss_sum import EffectiveSize, Explained, LossSum, Max, Mean, Metric, MetricGroup
 from rlinf.config.learning import LearningSettings
-from rlinf.runtime.base.tensors import shard_of
+from rlinf.runtime.base.tensors import give_back_freed, shard_of
 
 Schedule = Literal["constant", "linear", "cosine"]
 """The course of the learning rate after the warm-up."""
@@ -414,10 +414,13 @@ class ScheduledOptimizer:
         """
         if self._sum is None:
             raise ValueError("there is nothing to learn from: no micro-batch came since the last step")
+        first = not self.optimizer.state
         try:
             gathered, norm = self._take_step(self._sum)
         finally:
             self.begin()
+        if first:  # its running means lie behind gradients, whose place the next ones would not fill
+            give_back_freed()
         if float(gathered.weight) == 0:
             raise ValueError("there is not one token to learn from: every response was empty")
         lr = float(self.schedule.get_last_lr()[0])

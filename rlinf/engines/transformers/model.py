@@ -40,6 +40,7 @@ from rlinf.engines.transformers.cache import Band, BandCache, Layers, Place
 from rlinf.models.language.moe import Routers, watch
 from rlinf.models.language.truth import Results, Truth, blocks, length_of_text
 from rlinf.models.offload import Parking
+from rlinf.runtime.base.tensors import give_back_freed
 
 _TOKENS = 8192
 """Tokens read at once, padding included: bounds the memory it takes."""
@@ -297,6 +298,7 @@ class ModelForward:
             for name, tensor in weights.named():
                 parameters[name].data = tensor.to(self.device, self.dtype)
             self._join()
+            give_back_freed()
         self._version_now = weights.version_now
         for name, tensor in weights.named():
             if weights.version_now is None or parameters[name].data_ptr() != tensor.data_ptr():

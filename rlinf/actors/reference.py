@@ -32,7 +32,8 @@ from rlinf.data.safetensors_io import make_room, write_tensors
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights, misfits
-from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, pictures_of
+from rlinf.metrics.limits import COMPUTE
+from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, cost_of, pictures_of
 from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.language.truth import Way
@@ -172,6 +173,7 @@ class Reference(ModelActor, Receiver):
         self._settings, self._blend = settings, blend
         loaded_tokenizer = await self.compute(load_tokenizer, tokenizer)
         self.policy = await self.compute(_policy, model, loaded_tokenizer, seed, self.device, settings)
+        self._cost = await self.compute(cost_of, model, loaded_tokenizer)
         self._exact: nn.Module = self.policy.model
         """The model whose weights count: the policy's own, or one in float32 of which that is the rounded copy."""
         if settings.decay is not None and settings.dtype != "float32":
@@ -220,8 +222,12 @@ class Reference(ModelActor, Receiver):
         rows = [Row.of(sample) for group in groups for sample in group.samples]
         parts = [np.empty(0, np.float32)]
         for some in cut(rows, [row.size for row in rows], self._settings.micro_batch_tokens):
-            logprobs, _ = self.policy(pack(some).to(self.device))
+            batch = pack(some)
+            logprobs, _ = self.policy(batch.to(self.device))
             parts.append(logprobs.cpu().numpy())
+            if self._cost is not None:
+                flops = self._cost.forward_flops(batch.lengths, len(batch.targets), tokens=len(batch.ids))
+                self.note(COMPUTE + self._settings.dtype, bytes=flops)
         ends = np.cumsum([row.learned for row in rows], dtype=np.int64)
         each_sample = iter(np.split(np.concatenate(parts), ends[:-1]))
         return [

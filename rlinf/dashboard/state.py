@@ -26,7 +26,7 @@ from rlinf.config.reading import open_regular, parse_json, parse_yaml, read_byte
 from rlinf.dashboard.lanes import Lanes, Stretch, Trace, actor_lanes
 from rlinf.metrics.tables import ACCURACY, GRADED, SuccessRow, success_rows
 from rlinf.metrics.timing import ACTIVITIES
-from rlinf.metrics.verdict import BINDING, FAMILIES, MEANINGS, PARTS, binding, of_the_device, over, typical
+from rlinf.metrics.verdict import BINDING, FAMILIES, MEANINGS, PARTS, binding, idles_most, of_the_device, over, typical
 from rlinf.storage.directory import flat
 from rlinf.storage.files import ALARMS, ENVIRONMENT, EXPLAINED, METRICS, SAMPLES
 from rlinf.storage.reading import Appended, MetricFile, MetricRows, objects
@@ -418,20 +418,21 @@ def possible(run: RunData) -> dict[str, Any]:
 
     Returns:
         `step`, seconds, and `over`, as in `time`; `efficiency`, a share; `devices`; `device`, how much of them was
-        used, in words, "" where that is not known; and `parts`: (name, seconds, meaning), the least possible first,
-        which add up to the step.
+        used, in words, "" where that is not known; `idles`, that this is the larger loss; and `parts`: (name, seconds,
+        meaning), the least possible first, which add up to the step.
     """
     means = _typical(run)
     if not means:
         return {}
-    which = binding(means)
+    which, device = binding(means), _device(run)
     least = ("the least possible", means["bound/seconds"], f"{which}: {BINDING[which]}")
     return {
         "step": means["timing/step"],
         "over": over(_steps(run)),
         "efficiency": means["bound/efficiency"],
         "devices": round(means["bound/devices"]),
-        "device": of_the_device(means, _device(run)),
+        "device": of_the_device(means, device).replace("%", " %"),
+        "idles": idles_most(means, device),
         "parts": [least, *((part, means.get(f"lost/{part}", 0.0), MEANINGS[part]) for part in PARTS)],
     }
 
@@ -461,6 +462,10 @@ def side_by_side(run: RunData) -> list[tuple[str, str]]:
             )
         ),
         ("of what is possible", f"{means['bound/efficiency']:.0%}" if means else ""),
+        (
+            "of what the devices could do",
+            f"{means['bound/device'] / step:.1%}" if "bound/device" in means and step else "",
+        ),
         ("seconds in all", f"{run.seconds:.0f}"),
     ]
     return [(what, value) for what, value in facts if value]

@@ -32,7 +32,8 @@ BINDING = {
 """Constraints that can set the bound, metrics `bound/...`."""
 RESOURCES = {"mfu": "products", "mbu": "bandwidth"}
 """Limits of a device, by the metrics that tell what share of them a role used."""
-FAMILIES = ("bound/", "lost/", "timing/", "mfu/", "mbu/", "idle/")
+_OF_DEVICES = ("mfu/", "mbu/", "idle/")
+FAMILIES = ("bound/", "lost/", "timing/", *_OF_DEVICES)
 """Beginnings of the metrics that a verdict is made of."""
 READABLE = 0.005
 """Share of a step; less is not worth a word."""
@@ -60,11 +61,17 @@ def typical(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     ordered = sorted(counted, key=lambda step: float(step["timing/step"]))
     middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
     names = {name for step in middle for name in step if name.startswith(FAMILIES)}
-    means = {name: statistics.fmean(float(step.get(name) or 0.0) for step in middle) for name in names}
+    means = {name: _mean(name, middle) for name in names}
     if "bound/seconds" in means:
         means["bound/efficiency"] = means["bound/seconds"] / means["timing/step"]
         means["bound/low"], means["bound/high"] = _four_of_five([float(step["bound/seconds"]) for step in ordered])
     return means
+
+
+def _mean(name: str, steps: Sequence[Mapping[str, Any]]) -> float:
+    """Mean of a metric; where it is missing it is 0, but of devices whose limits came to be known between two steps."""
+    known_later = name == "bound/device" or name.startswith(_OF_DEVICES)
+    return statistics.fmean(float(step.get(name) or 0.0) for step in steps if name in step or not known_later)
 
 
 def over(steps: Iterable[Mapping[str, Any]]) -> str:
@@ -141,9 +148,14 @@ def verdict(metrics: Mapping[str, float], device: str = "") -> Sequence[str]:
         losses = ", ".join(f"{part} {_seconds(seconds, step)}" for part, seconds in parts)
         lines.append(f"lost per step: {losses} s")
     if own := of_the_device(metrics, device):
-        larger = worth_a_word(metrics, _kind(device)) and sum(idle(metrics).values()) > step - least
-        lines.insert(0 if larger else len(lines), own)
+        lines.insert(0 if idles_most(metrics, device) else len(lines), own)
     return lines
+
+
+def idles_most(metrics: Mapping[str, float], device: str = "") -> bool:
+    """True if devices lost more while roles had them than all parts of `lost`; `metrics`, `device`: see `verdict`."""
+    above = metrics["timing/step"] - metrics["bound/seconds"]
+    return worth_a_word(metrics, _kind(device)) and sum(idle(metrics).values()) > above
 
 
 def _kind(device: str) -> str:

@@ -113,7 +113,9 @@ function possibleSection(place) {
   const list = el("div", { class: "card bars possible" }), about = el("p", { class: "about" });
   place.append(about, list);
   return ({ state: { possible } }) => {
-    say(about, `${percent(possible.efficiency)} of what is possible on ${many(possible.devices, "device")}, at what the roles cost in this run. The parts add up to the ${lasting(possible.step)} of a step${possible.over ? ` (${possible.over})` : ""}.${possible.device ? ` ${possible.device[0].toUpperCase()}${possible.device.slice(1)}.` : ""}`);
+    const ofRoles = `${percent(possible.efficiency)} of what is possible on ${many(possible.devices, "device")}, at what the roles cost in this run. The parts add up to the ${lasting(possible.step)} of a step${possible.over ? ` (${possible.over})` : ""}.`;
+    const ofDevices = possible.device ? `${possible.device[0].toUpperCase()}${possible.device.slice(1)}.` : "";
+    say(about, (possible.idles ? [ofDevices, ofRoles] : [ofRoles, ofDevices]).filter(Boolean).join(" "));
     let before = 0;
     list.replaceChildren(...possible.parts.flatMap(([name, seconds, meaning], i) => {
       const start = before / possible.step;

@@ -127,3 +127,16 @@ def test_success_is_told_before_and_after(tmp_path):
     ])  # fmt: skip
     (row,) = run_state(tmp_path)["success"]
     assert (row["before"], row["success"], row["low"], row["return"], row["episodes"]) == (0.2, 0.3, 0.1, 1.5, 20)
+
+
+def test_what_a_step_used_of_its_devices_stands_beside_what_its_roles_cost(tmp_path):
+    """And before it where it is the larger loss; steps before the limits were known do not count."""
+    run = run_directory(tmp_path / "run", steps=6)
+    own = {"bound/device": 1.0, "mfu/trainer": 0.05, "idle/trainer": 8.0}
+    costs = {"timing/step": 10.0, "bound/seconds": 9.5, "bound/area": 9.5, "bound/devices": 1.0}
+    found = [row | costs | (own if row["step"] > 4 else {}) for row in read_lines(run / METRICS)]
+    lines(run / METRICS, found)
+    possible = run_state(run)["possible"]
+    assert "training used 5.0 % of its products" in possible["device"]
+    assert possible["device"].startswith("10 % of")
+    assert possible["idles"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -219,7 +220,7 @@ class Reference(ModelActor, Receiver):
         return [scored for some in together for scored in self._told_together(some)]
 
     def _told_together(self, groups: Sequence[Group]) -> Iterable[Group]:
-        rows = [Row.of(sample) for group in groups for sample in group.samples]
+        rows, start = [Row.of(sample) for group in groups for sample in group.samples], time.perf_counter()
         parts = [np.empty(0, np.float32)]
         for some in cut(rows, [row.size for row in rows], self._settings.micro_batch_tokens):
             batch = pack(some)
@@ -228,6 +229,7 @@ class Reference(ModelActor, Receiver):
             if self._cost is not None:
                 flops = self._cost.forward_flops(batch.lengths, len(batch.targets), tokens=len(batch.ids))
                 self.note(COMPUTE + self._settings.dtype, bytes=flops)
+        self.policy.weigh_compiling(time.perf_counter() - start)
         ends = np.cumsum([row.learned for row in rows], dtype=np.int64)
         each_sample = iter(np.split(np.concatenate(parts), ends[:-1]))
         return [

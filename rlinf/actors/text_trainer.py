@@ -403,6 +403,8 @@ class _Handler:
         self.version = trainer.version
         """Version of the weights that the batch met."""
         self._makes_version = False
+        self._spent = 0.0
+        """Seconds that were computed since the last optimizer step."""
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -416,7 +418,9 @@ class _Handler:
             trainer.version += self._makes_version
 
     def learn(self, command: ForwardBackward, *, again: bool = False) -> None:
+        start = time.perf_counter()
         self._trainer._learn(self._learner, command, again=again)
+        self._spent += time.perf_counter() - start
         if command.rows:
             batch = command.packed()
             self._trainer._note_work(batch.lengths, len(batch.targets), len(batch.ids), learns=True)
@@ -428,10 +432,19 @@ class _Handler:
         self._trainer._note_work([row.size for row in rows], sum(row.learned for row in rows), tokens, learns=False)
         return scores
 
+    def _step(self) -> StepResult:
+        start = time.perf_counter()
+        result = self._learner.step()  # which waits for what a GPU still computes of the micro-batches
+        spent, self._spent = self._spent + time.perf_counter() - start, 0.0
+        weigh = getattr(self._trainer._back, "weigh_compiling", None)  # of back ends that can
+        if weigh is not None and self._learner is self._trainer._learner:
+            weigh(self._learner, spent)
+        return result
+
     async def step(self, command: OptimizerStep) -> None:
         trainer = self._trainer
         if not command.empty:
-            self.steps.append(await trainer.computed(self._learner.step))
+            self.steps.append(await trainer.computed(self._step))
             trainer._optimizer_steps += 1
         if command.left_out:
             self._learner.pass_over(command.left_out)

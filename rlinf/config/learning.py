@@ -285,9 +285,9 @@ class ForwardConfig:
     installed and else by torch's own kernel, and pads models that cannot be packed on the CPU alone; on a GPU those are
     an error, unless `padded` is asked for."""
     compile: Literal["auto", True, False] = "auto"
-    """Have torch.compile fuse what lies between products of matrices, block by block and in the head, which takes time
-    at the start. `auto` does on GPUs, and says so where it cannot; true does on CPUs, too, and is an error where it
-    cannot."""
+    """Have torch.compile fuse what lies between products of matrices, block by block and in the head, which takes time.
+    `auto` does on GPUs, once the first steps have shown that it saves more than that in the steps that are left, and
+    says what it decided; true does at the start, on CPUs, too, and is an error where it cannot."""
 
 
 @dataclass(config=CLOSED)

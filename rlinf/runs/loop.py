@@ -280,6 +280,7 @@ class TrainingLoop:
         workload: Callable[[RunState], Workload[Any]],
     ) -> None:
         self.state = state = RunState(system, config, plan, directory, config.steps)
+        self._graphs: Mapping[str, float] = {}  # that were compiled, when roles last said how they compute
         self.workload = workload(state)
         state.config = config = self.workload.config
         state.steps = config.steps
@@ -414,6 +415,15 @@ class TrainingLoop:
 
     # Steps -------------------------------------------------------------------------------------------------------
 
+    async def _tell_ways(self, graphs: Mapping[str, float]) -> None:
+        """Say how roles compute where that has changed, as it may with their compiled graphs."""
+        if graphs != self._graphs:
+            self._graphs = graphs
+            for role, before in [*self.state.ways.items()]:
+                way = await self.state.roles[role][0].computes()
+                if way.words != before.words:
+                    self.state.computes(role, way)
+
     def step_begins(self) -> None:
         """Count what follows, until `step_ended`, as one step."""
         self.state.set_status("running")
@@ -434,6 +444,7 @@ class TrainingLoop:
         state.done += 1
         in_flight.learned()
         metrics = await state.recorder.step_ends(state.done, returned)
+        await self._tell_ways({name: value for name, value in metrics.items() if name.endswith("compile/graphs")})
         samples = await self.workload.samples()
         await self._tell("on_step", metrics=dict(metrics))
         await self._tell("on_samples", samples=samples)

@@ -51,6 +51,12 @@ class Learner(ScheduledOptimizer):
         super().__init__(module, settings)
         self._layout = layout
 
+    @property
+    def remaining(self) -> int | None:
+        """Steps to come; None: nobody knows how many."""
+        total = self._settings.total_steps
+        return None if total is None else max(0, total - self.schedule.last_epoch)
+
     def accumulate(self, batches: Sequence[Packed], loss: Loss, *, entropy_slope: bool = False) -> None:
         """Add the gradients of some micro-batches, one after the other; each rank must, for as many.
 
@@ -126,6 +132,10 @@ class FsdpBackEnd:
 
     def optimization(self, settings: LearningSettings) -> Learner:
         return Learner(self.module, settings, self.layout)
+
+    def weigh_compiling(self, optimization: Optimization, seconds: float) -> None:
+        """Compile the model from here on if that pays, after a step that computed so long."""
+        self.module.weigh_compiling(seconds, _ours(optimization).remaining)
 
     @torch.no_grad()
     def outputs(self, batch: Packed, *, adapter: str | None = POLICY) -> Outputs:

@@ -18,17 +18,24 @@ of their size beside the slope itself; one after the other, torch's own operatio
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal, TypeVar
+from statistics import median
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlinf.algos.loss_sum import wide
+from rlinf.config.gguf import CACHE
+from rlinf.storage.files import replace_text
 
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes that the kernels compute in."""
@@ -171,6 +178,81 @@ class Compiled:
                     raise
                 self.refused = first_line(error)
         return self.function(*arguments)
+
+
+class Payoff(NamedTuple):
+    """Decision for or against compiling, once some steps have run without."""
+
+    pays: bool
+    """It saves more seconds than it takes."""
+    words: str
+    """Why, for people."""
+
+
+_SAVED = 0.2
+"""Share of the seconds of a step that compiled blocks are taken to save. No card has shown it yet: it is the lower end
+of what others report of fusing what lies between products."""
+_USUAL = 40.0
+"""Seconds that compiling takes on a machine that has compiled no such model: what an H100's machine took."""
+_WARM_UP = 1
+"""Steps that say nothing of those after them."""
+_FIRST = 4
+"""Steps after which it is decided for the first time, then after twice as many each time."""
+
+
+class CompileTime:
+    """Weighs the seconds that compiling takes against those that it saves in the steps that are left of a run.
+
+    Args:
+        what: is compiled, and on what; models of which this is the same take as long.
+    """
+
+    def __init__(self, what: str):
+        self._what, self._seconds = what, list[float]()
+
+    def weigh(self, seconds: float, remaining: int | None) -> Payoff | None:
+        """Take in one more step, and decide; None: there is nothing to decide yet.
+
+        Args:
+            seconds: that the step computed, uncompiled.
+            remaining: such steps to come; None: nobody knows, and as many are expected as there were.
+        """
+        self._seconds.append(seconds)
+        count = len(self._seconds)
+        if count < _FIRST or count & (count - 1):
+            return None
+        remaining = count if remaining is None else remaining
+        saved, takes = _SAVED * median(self._seconds[_WARM_UP:]) * remaining, _known_times().get(self._what, _USUAL)
+        pays = saved > takes
+        verb = "as it saves" if pays else "as it would save"
+        return Payoff(pays, f"{verb} about {saved:.0f} s in {remaining:,} steps and takes {takes:.0f} s")
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Remember for later runs how long it takes to compile what is compiled inside."""
+        began = time.perf_counter()
+        yield
+        times = _known_times() | {self._what: round(time.perf_counter() - began, 1)}
+        with suppress(OSError):  # a home that cannot be written to costs later runs their knowledge
+            _TIMES.expanduser().parent.mkdir(parents=True, exist_ok=True)
+            replace_text(_TIMES.expanduser(), json.dumps(times, indent=1))
+
+
+_TIMES = CACHE / "compiling.json"
+"""Seconds that compiling took, by what was compiled."""
+
+
+def _known_times() -> dict[str, float]:
+    try:
+        times: dict[str, float] = json.loads(_TIMES.expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return times
+
+
+def keep_compiled() -> None:
+    """Have torch keep what it compiles in the user's cache, for later runs, unless the user says where."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((CACHE / "inductor").expanduser()))
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -36,7 +36,16 @@ from rlinf.algos.loss_sum import wide
 from rlinf.data.images import Pictures
 from rlinf.data.packing import Packed, Row, pack, padded
 from rlinf.models.language.attention import ARGUMENT, NAME, REFUSALS, CompiledBlocks, Layout, checkpoint_blocks
-from rlinf.models.language.kernels import HALF, FusedHead, Kernel, KernelName, device_at_fault, kernel_of
+from rlinf.models.language.kernels import (
+    HALF,
+    CompileTime,
+    FusedHead,
+    Kernel,
+    KernelName,
+    device_at_fault,
+    keep_compiled,
+    kernel_of,
+)
 from rlinf.models.language.moe import Mixture, ModelOutputs, Replay, routers_of
 from rlinf.models.language.pictures import in_rows, never, picture_inputs, with_blank, without
 from rlinf.models.language.tensor_parallel import Division, Share, TensorRanks
@@ -254,8 +263,8 @@ class PolicyModel(nn.Module):
         chunk: response tokens whose logits exist at a time.
         gradient_checkpointing: keep only the input of each layer, and compute the rest again for the gradient.
         attention: among which ways to compute attention `settle` chooses.
-        compiled: whether `settle` compiles the blocks, and what the head does beside products of matrices; "auto" does
-            on CUDA, and goes on without where it cannot.
+        compiled: whether `settle` compiles the blocks, and what the head does beside products of matrices; "auto"
+            leaves it to `weigh_compiling`, and goes on without where it cannot.
         router_replay: see `Mixture`.
         division: ranks with which it computes every micro-batch together; None for none, as with pictures.
         pictures: reads those of prompts; None if the model reads text alone.
@@ -300,6 +309,9 @@ class PolicyModel(nn.Module):
         """Why `settle` did not take ways that would be better."""
         self._refusals: list[str] | None = None
         self._compile, self._checkpointed = compiled, gradient_checkpointing
+        self._undecided: tuple[CompileTime, Packed, DeviceMesh | None] | None = None
+        self.payoff = ""
+        """Reason for compiling, or for not doing so; empty while nothing is decided."""
         self._layers = blocks(model)  # found by their classes' names, which FSDP2 changes
         self._blocks: CompiledBlocks | None = None
         self._fused: FusedHead | None = None
@@ -415,8 +427,8 @@ class PolicyModel(nn.Module):
         without(self.pictures, probe, vocabulary)
         refused: list[str] = []
         self._use(packs=False, plain_head=False)
-        compiles = self._compile is True or (self._compile == "auto" and device.type == "cuda")
-        truth = self._truth(probe, learns=compiles or device.type != "cpu")
+        waits = self._compile == "auto" and self._division is None and self._may_pay(device)
+        truth = self._truth(probe, learns=self._compile is True or device.type != "cpu")
         for kernel, packs, plain_head in self._ways(device):
             choice = self._at_hand(kernel, device, refused)
             if not _agreed(choice is not None, ranks, device):
@@ -437,12 +449,48 @@ class PolicyModel(nn.Module):
                 self.mixture = None
         if self._division is not None and self._compile is True:
             raise ValueError("trainer.compile=true: a model that is split over processes (trainer.parallel) is not")
-        if self._division is None and compiles:
+        if waits:
+            what = (
+                f"{type(self.model).__name__} {self.model.config.get_text_config().hidden_size} x {len(self._layers)}"
+            )
+            self._undecided = CompileTime(f"{what}, {self.computes_in} on {_card(device)}"), probe, ranks
+        elif self._division is None and self._compile is True:
             self._compile_it(probe, truth, ranks, refused)
         self.refused = tuple(dict.fromkeys(refused))
         reshard = getattr(self, "reshard", None)
         if reshard is not None:
             reshard()  # without a backward pass the whole weights would stay, and grow old
+
+    @staticmethod
+    def _may_pay(device: torch.device) -> bool:
+        """Compiling may pay on such a device."""
+        return device.type == "cuda"
+
+    def weigh_compiling(self, seconds: float, remaining: int | None = None) -> None:
+        """Compile from here on, where that was left open and pays. On all ranks together, between optimizer steps.
+
+        Args:
+            seconds: that the last step computed.
+            remaining: such steps to come; None: nobody knows.
+        """
+        if self._undecided is None:
+            return
+        compile_time, probe, ranks = self._undecided
+        device = probe.ids.device
+        if (payoff := compile_time.weigh(seconds, remaining)) is None:
+            return
+        if not _agreed(payoff.pays, ranks, device):
+            self.payoff = f"not compiled, {payoff.words}"
+            return
+        self._undecided, self.payoff = None, payoff.words
+        refused, packs, plain_head = [*self.refused], self.packs, self.plain_head
+        self._use(packs=False, plain_head=False)
+        truth = self._truth(probe, learns=True)
+        self._use(packs=packs, plain_head=plain_head)
+        with compile_time.measure():
+            self._compile_it(probe, truth, ranks, refused)
+        self.refused = tuple(refused)
+        getattr(self, "reshard", lambda: None)()
 
     def _truth(self, probe: Packed, *, learns: bool) -> Truth:
         """Outputs of the model's own forward, and in float32; with gradients, where any of its weights learns."""
@@ -463,6 +511,7 @@ class PolicyModel(nn.Module):
     def _compile_it(self, probe: Packed, truth: Truth, ranks: DeviceMesh | None, refused: list[str]) -> None:
         """Have the blocks compiled on all ranks or on none, and the head likewise."""
         device = probe.ids.device
+        keep_compiled()
         self._blocks = CompiledBlocks(self._layers, self.compiler, checkpointed=self._checkpointed)
         self._fused = FusedHead.make(self.compiler)
         self._blocks.prepare()
@@ -489,12 +538,14 @@ class PolicyModel(nn.Module):
             text = "sequences packed, attention by " + (self.kernel.words if self.kernel else "rectangles")
         parts = {"blocks": self._blocks is not None and self._blocks.on, "head": self._fused is not None}
         compiled = " and ".join(part for part, on in parts.items() if on)
-        return text + (f", {compiled} compiled" if compiled else "")
+        text += f", {compiled} compiled" if compiled else ""
+        return text + (f", {self.payoff}" if self.payoff else "")
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Metrics of how it is run: graphs that were compiled so far, where it is compiled."""
-        return {} if self._blocks is None else {"compile/graphs": float(self._blocks.graphs)}
+        """Metrics of how it is run: graphs that were compiled so far, once it is decided whether any are."""
+        graphs = 0 if self._blocks is None else self._blocks.graphs
+        return {} if self._blocks is None and not self.payoff else {"compile/graphs": float(graphs)}
 
     @property
     def way(self) -> Way:
@@ -593,6 +644,10 @@ def _agreed(mine: bool, ranks: DeviceMesh | None, device: torch.device) -> bool:
     least = torch.tensor(float(mine), device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=ranks.get_group())
     return bool(least)
+
+
+def _card(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _no_way(model: str, wanted: Attention, device: torch.device, refused: list[str]) -> str:

@@ -1,5 +1,8 @@
 """Blocks compiled one by one: the gradients of uncompiled ones, by few graphs, whatever the lengths."""
 
+import json
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +10,11 @@ from torch import Tensor
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from rlinf.data.packing import Row, pack
-from rlinf.models.language.kernels import Kernel, scores, slopes_alone
+from rlinf.models.language import kernels
+from rlinf.models.language.kernels import CompileTime, Kernel, scores, slopes_alone
 from rlinf.models.language.lora import add_adapters, start_adapters
 from rlinf.models.language.policy_model import PolicyModel, ValueModel
+from rlinf.models.language.truth import Truth
 from tests.actors.toys import VOCABULARY, furthest, gradients, model
 
 
@@ -191,3 +196,97 @@ def test_nothing_is_compiled_on_a_cpu_unless_asked_for():
     policy = PolicyModel(model(), compiled="auto")
     policy.settle()
     assert (policy.numbers, policy.way.usual) == ({}, True)
+
+
+# Left open until it is known to pay -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def times(monkeypatch, tmp_path):
+    """The file of how long compiling took, in an empty cache; and this CPU is one that may be compiled for."""
+    monkeypatch.setattr(kernels, "_TIMES", tmp_path / "cache" / "times.json")
+    monkeypatch.setattr(PolicyModel, "_may_pay", staticmethod(lambda device: True))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    return tmp_path / "cache" / "times.json"
+
+
+@pytest.mark.parametrize(
+    ("known", "seconds", "left", "pays"),
+    [
+        ({}, 1.0, 10_000, True),
+        ({}, 1.0, 4, False),
+        ({}, 1.0, 0, False),
+        ({"toy": 1.0}, 1.0, 10, True),
+        ({"toy": 3.0}, 1.0, 10, False),
+        ({"another": 1.0}, 1.0, 10, False),
+        ({"toy": 1.0}, 100.0, None, True),  # as many are expected as there were: 4
+        ({"toy": 1.0}, 1.0, None, False),
+    ],
+)
+def test_compiling_pays_where_a_fifth_of_the_seconds_that_are_left_is_more_than_it_took_before(
+    times, known, seconds, left, pays
+):
+    times.parent.mkdir()
+    times.write_text(json.dumps(known))
+    time = CompileTime("toy")
+    decided = [time.weigh(each, left) for each in (50 * seconds, *[seconds] * 3)]  # the first says nothing
+    assert decided[:3] == [None] * 3
+    assert decided[3].pays is pays
+    assert time.weigh(seconds, left) is None
+    assert time._seconds[1:] == [seconds] * 4
+
+
+def test_what_was_not_worth_compiling_is_weighed_again_after_twice_as_many_steps(times):
+    time = CompileTime("toy")
+    asked = [number for number in range(1, 40) if time.weigh(1.0, 1) is not None]
+    assert asked == [4, 8, 16, 32]
+
+
+def test_a_model_is_compiled_after_its_first_steps_if_that_pays_and_computes_the_same(times):
+    policy = PolicyModel(model(num_hidden_layers=1), compiled="auto")
+    policy.settle()
+    expected = learned(policy, BATCHES[:2])
+    for _ in range(3):
+        policy.weigh_compiling(100.0, 50)
+        assert (policy.numbers, policy.payoff) == ({}, "")
+    policy.weigh_compiling(100.0, 50)
+    assert "blocks and head compiled" in policy.words
+    assert policy.words.endswith("1000 s in 50 steps and takes 40 s")
+    assert policy.refused == ()
+    graphs = policy.numbers["compile/graphs"]
+    assert graphs > 0
+    assert all(parameter.grad is None for parameter in policy.parameters())
+    assert furthest(learned(policy, BATCHES[:2]), expected) < 1e-5
+    (seconds,) = json.loads(times.read_text()).values()
+    assert 0 < seconds < 600
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"].endswith(".cache/rlinf/inductor")
+    policy.weigh_compiling(100.0, 50)
+    assert len(policy.words.split("compiled")) == 2, "it is decided once"
+
+
+def test_a_run_too_short_for_it_goes_on_uncompiled_and_says_why(times):
+    policy = PolicyModel(model(num_hidden_layers=1), compiled="auto")
+    policy.settle()
+    for left in (6, 5, 4, 3):
+        policy.weigh_compiling(1.0, left)
+    assert policy.way.words.endswith("not compiled, as it would save about 1 s in 3 steps and takes 40 s")
+    assert policy.numbers == {"compile/graphs": 0.0}
+    assert not times.exists()
+
+
+def test_weights_that_went_on_are_judged_as_they_are_when_it_is_compiled(times, monkeypatch):
+    policy = PolicyModel(model(num_hidden_layers=1), compiled="auto")
+    policy.settle()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    for _ in range(4):
+        policy.weigh_compiling(100.0, 50)
+    assert (policy.refused, policy._blocks.on) == ((), True)
+    wrong = PolicyModel(model(num_hidden_layers=1), compiled="auto")
+    wrong.settle()
+    monkeypatch.setattr(Truth, "refuses", lambda *_: "it is off")
+    for _ in range(4):
+        wrong.weigh_compiling(100.0, 50)
+    assert "blocks not compiled: it is off" in wrong.way.words
+    assert not wrong._blocks.on

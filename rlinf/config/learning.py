@@ -335,6 +335,11 @@ class TrainerConfig(ForwardConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # type: ignore[assignment]  # the same
     """Precision of the computation; weights, gradients and the optimizer stay in float32. `auto` is bfloat16 on GPUs
     and float32 on CPUs."""
+    working_copy: Literal["auto", True, False] = "auto"
+    """In bfloat16 a process with a whole copy of the model keeps its weights in bfloat16 too, cast once per optimizer
+    step, which takes 2 bytes per weight; with false FSDP casts a layer whenever it is computed, which takes the
+    processor a third longer. `auto` keeps them unless only without them the estimate of `--dry-run` fits the devices,
+    and says so then."""
     router_replay: Literal["auto", True, False] = "auto"
     """In a mixture of experts, compute on the experts that the engine chose for each token, with the gate's weights of
     now: docs/models.md. `auto` does where the engine tells them; true is an error where it does not."""

@@ -1,5 +1,7 @@
 """Training of Hugging Face models as they are: in slices by FSDP2, in whole copies, or in copies of slices.
 
+A whole copy is a plain module that knows nothing of FSDP2; in bfloat16 it computes with a `WorkingCopy`.
+
 `Learner` gathers the gradients of micro-batches and takes optimizer steps; `FsdpBackEnd` is the model on the ranks that
 train it. All of it blocks and knows no actor. Ranks must call the same methods in the same order: each is a collective.
 """
@@ -47,9 +49,9 @@ class Learner(ScheduledOptimizer):
         ValueError: an unknown schedule, or one that falls without knowing when it ends.
     """
 
-    def __init__(self, module: nn.Module, settings: LearningSettings, layout: Layout = ALONE):
+    def __init__(self, module: PolicyModel, settings: LearningSettings, layout: Layout = ALONE):
         super().__init__(module, settings)
-        self._layout = layout
+        self._policy, self._layout = module, layout
 
     @property
     def remaining(self) -> int | None:
@@ -66,15 +68,17 @@ class Learner(ScheduledOptimizer):
             entropy_slope: it differentiates entropies too.
         """
         device = next(self.module.parameters()).device
-        for batch in (batch.to(device) for batch in batches):
-            total = loss(batch, self.module(batch, entropy_slope=True) if entropy_slope else self.module(batch))
-            total.total.backward()  # type: ignore[no-untyped-call]
-            self._add(total)
+        with self._policy.computing():
+            for batch in (batch.to(device) for batch in batches):
+                total = loss(batch, self.module(batch, entropy_slope=True) if entropy_slope else self.module(batch))
+                total.total.backward()  # type: ignore[no-untyped-call]
+                self._add(total)
 
     def _take_step(self, mine: LossSum) -> tuple[LossSum, float]:
         layout = self._layout
         if layout.copies is not None:
             sum_over_copies(self._parameters, layout.copies)
+        self._policy.invalidate()
         return optimizer_step(
             mine if layout.owns_metrics else mine.zeros_like(),
             self._parameters,
@@ -104,9 +108,8 @@ class FsdpBackEnd:
         compute = spec.compute
         if refused := "; ".join(stages_refused(compute.parallel)):
             raise ValueError(refused)
-        layout = await laid_out(
-            ranks, compute.sharding, compute.parallel, mixed=dtype_of(compute.dtype) != torch.float32
-        )
+        casts = dtype_of(compute.dtype) != torch.float32 and compute.working_copy is False
+        layout = await laid_out(ranks, compute.sharding, compute.parallel, casts=casts)
         module = await ranks.compute(cls.build, spec, tokenizer, ranks.device, layout)
         auto = compute.saved_dtype == "auto"
         saved = await ranks.compute(own_dtype, spec.source) if auto else dtype_of(compute.saved_dtype)
@@ -156,6 +159,7 @@ class FsdpBackEnd:
     def take(self, named: Mapping[str, Tensor]) -> None:
         settle()
         reshard(self.module)
+        self.module.invalidate()
         for name, parameter in self._layers():
             place(parameter, named[name])
 
@@ -192,23 +196,25 @@ class FsdpBackEnd:
 
     def restore(self, optimization: Optimization, source: Path | Source) -> Restored:
         learner = _ours(optimization)
+        self.module.invalidate()
         restored = load_state(self.model, learner.optimizer, learner.schedule, source, rank=self._rank)
         learner.resumed()
         return restored
 
     def held(self, *optimizations: Optimization) -> Iterator[Tensor]:
         reshard(self.module)  # a forward that failed leaves whole weights behind
+        self.module.invalidate(free=True)
         return held(self.module, *(_ours(optimization).optimizer for optimization in optimizations))
 
 
-async def laid_out(ranks: Ranks, sharding: Sharding, parallel: ParallelConfig | None = None, *, mixed: bool) -> Layout:
+async def laid_out(ranks: Ranks, sharding: Sharding, parallel: ParallelConfig | None = None, *, casts: bool) -> Layout:
     """Make the layout of a model on its ranks; a collective.
 
     Args:
         ranks: the ranks; each calls this.
         sharding: as it was configured.
         parallel: how one copy is split; None for not.
-        mixed: the model computes in another dtype than its weights': FSDP2's work, on a single rank too.
+        casts: FSDP2 casts layers, on a single rank too.
 
     Raises:
         ValueError: see `arranged`.
@@ -238,7 +244,7 @@ async def laid_out(ranks: Ranks, sharding: Sharding, parallel: ParallelConfig | 
         )
     return Layout(
         ranks.mesh,
-        await mesh(own, "slices") if len(own) > 1 or mixed else None,
+        await mesh(own, "slices") if len(own) > 1 or casts else None,
         await some(alike, "copies"),
         division,
         await parts(split.tensor, "matrices"),

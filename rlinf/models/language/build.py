@@ -5,9 +5,10 @@ and returns a `PolicyModel` or a subclass on its device, with its weights. The h
 `build_model` makes the plain model of transformers, saved or new. `unsupported`, `limits` and `unreadable_weights` read
 a model's configuration and the headers of its files, so that mistakes show before anything is loaded.
 
-A saved model that is spread is never whole anywhere: it is built without memory (on the meta device), spread, given
-memory for its slices, and each rank reads its slices from the safetensors files. What those do not hold, such as the
-angles of rotary embeddings, is made anew: memory that nobody fills raises no error.
+A saved model that is spread is never whole anywhere, and one that computes in half precision on its device alone: it is
+built without memory (on the meta device), spread, given memory for its slices, and each rank reads its slices from the
+safetensors files. What those do not hold, such as the angles of rotary embeddings, is made anew: memory that nobody
+fills raises no error.
 """
 
 from __future__ import annotations
@@ -390,8 +391,10 @@ def build_module(
     """
     kind = AutoModelForSequenceClassification if spec.head == "scores" else AutoModelForCausalLM
     with ONE_AT_A_TIME:
-        spread = layout.slices is not None and spec.head != "scores"  # a new head is in no file
-        files = (saved_files(spec.source) if spread else None) or {}
+        dtype = dtype_of(spec.compute.dtype)
+        # a new head is in no file
+        straight = (layout.slices is not None or dtype != torch.float32) and spec.head != "scores"
+        files = (saved_files(spec.source) if straight else None) or {}
         empty = empty_model(str(spec.source), files) if files else None
         model = build_model(spec.source, tokenizer, seed=spec.seed, kind=kind) if empty is None else empty
         module = _with_head(model, spec, layout, pictures_of(spec.source, tokenizer))
@@ -403,11 +406,13 @@ def build_module(
         if layout.slices is not None:
             if isinstance(module, ValueModel):
                 module.shard_head(layout.slices)
-            shard(module, layout.slices, dtype_of(spec.compute.dtype), elsewhere)
+            shard(module, layout.slices, dtype, elsewhere)
         if empty is not None:
-            module.to_empty(device=device)
+            _give_memory(module, device)
             fill(module.model, files)
             _start(module, spec)
+        if layout.slices is None:
+            module.compute_in(dtype)
         module.settle(layout.ranks)
         module.keeps_step = layout.ranks is not None and layout.ranks.size() > 1
         return module
@@ -449,6 +454,15 @@ def _with_head(model: PreTrainedModel, spec: ModelSpec, layout: Layout, pictures
         add_adapters(model, {"path": directory}, name)
     replay = compute.router_replay if spec.watches_routing else None
     return PolicyModel(model, chunk=compute.logprob_chunk, router_replay=replay, pictures=pictures, **ways)
+
+
+def _give_memory(module: PolicyModel, device: torch.device | str) -> None:
+    """Let tensors without memory have some; in `to_empty` plain weights that are tied would part."""
+    whole = {weight for weight in module.parameters() if not isinstance(weight, DTensor)}
+    real = {each: nn.Parameter(torch.empty_like(each, device=device), each.requires_grad) for each in whole}
+    for part in module.modules():
+        part._parameters.update({name: real.get(each, each) for name, each in part._parameters.items()})  # type: ignore[arg-type]
+    module.to_empty(device=device)
 
 
 def _start(module: PolicyModel, spec: ModelSpec) -> None:

@@ -150,8 +150,8 @@ class Layout:
     ranks: DeviceMesh | None = None
     """All of them: they share the batch. None for one rank."""
     slices: DeviceMesh | None = None
-    """Those whose slices make up this rank's copy; None where each tensor is whole. One rank alone has a mesh where it
-    computes in another dtype than its weights', which is FSDP2's work too."""
+    """Those whose slices make up this rank's copy; None where each tensor is whole. One rank alone has a mesh where
+    FSDP2 casts each layer for it (`trainer.working_copy`)."""
     copies: DeviceMesh | None = None
     """Those that hold the same slices as this rank, one per copy; None for a single copy."""
     division: Division | None = None

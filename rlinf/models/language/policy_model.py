@@ -20,7 +20,7 @@ classification: what `save_pretrained` would write,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
@@ -50,6 +50,7 @@ from rlinf.models.language.moe import Mixture, ModelOutputs, Replay, routers_of
 from rlinf.models.language.pictures import in_rows, never, picture_inputs, with_blank, without
 from rlinf.models.language.tensor_parallel import Division, Share, TensorRanks
 from rlinf.models.language.truth import Results, Truth, Way, blocks, length_of_text, sampled_gradient
+from rlinf.models.language.working_copy import WorkingCopy
 
 T = TypeVar("T")
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -296,7 +297,8 @@ class PolicyModel(nn.Module):
         self.plain_head = True
         """Logits are hidden states times the output embedding; otherwise the model makes them, all at once."""
         self.computes_in = torch.float32
-        """The dtype that its layers compute in; `shard` changes it."""
+        """The dtype that its layers compute in; `shard` and `compute_in` change it."""
+        self._working: WorkingCopy | None = None
         self.kernel: Kernel | Literal[False] | None = None
         """The kernel for packed attention, see `Layout.of`; None until `settle`."""
         self._division = division
@@ -330,6 +332,10 @@ class PolicyModel(nn.Module):
         Returns:
             Log-probs, differentiable, and entropies; nats, float32 [learned]. Then `Routed`, if routers are watched.
         """
+        with self.computing():
+            return self._scored(batch, entropy_slope)
+
+    def _scored(self, batch: Packed, entropy_slope: bool) -> ModelOutputs:
         share = self._share(batch)
         mine = batch if share is None else share.batch
         if not self.plain_head:
@@ -405,6 +411,31 @@ class PolicyModel(nn.Module):
             inputs |= {"position_ids": pictures.positions, **pictures.tensors}
         whole = getattr(part(**inputs, use_cache=False), output).flatten(0, 1)
         return whole.index_select(0, at)
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Compute in this dtype from weights that are whole here and stay float32."""
+        self.computes_in = dtype
+        if dtype in HALF:
+            self._working = WorkingCopy(self._cast_weights(), dtype)
+
+    def _cast_weights(self) -> Iterator[tuple[nn.Module, str]]:
+        """Module and name of every weight that is cast to the dtype that it computes in."""
+        for module in self.modules():
+            yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Have all of it compute in its dtype: to be entered around a forward pass and its backward pass, in which
+        checkpointed blocks are computed again."""
+        return nullcontext() if self._working is None else self._working.in_place()
+
+    def invalidate(self, *, free: bool = False) -> None:
+        """Its weights have changed: what it computes with is made anew by the next pass.
+
+        Args:
+            free: give back the memory of that until then.
+        """
+        if self._working is not None:
+            self._working.free() if free else self._working.invalidate()
 
     def settle(self, ranks: DeviceMesh | None = None) -> None:
         """Find out how the model can be run; call it once, on all ranks together, when the weights are there.
@@ -499,13 +530,13 @@ class PolicyModel(nn.Module):
 
     def _results(self, probe: Packed, *, learns: bool) -> Results:
         """Its outputs as it is run now, with a gradient of log-probs if it learns."""
-        with torch.set_grad_enabled(learns):
-            outputs = self(probe)[:2]
-        gradient = None
-        if learns:
-            # squared, for slopes that lie as those of a loss do: others are compiled for anew
-            outputs[0].square().sum().backward()  # type: ignore[no-untyped-call]
-            gradient = sampled_gradient(self)
+        with self.computing():
+            with torch.set_grad_enabled(learns):
+                outputs = self(probe)[:2]
+            if learns:
+                # squared, for slopes that lie as those of a loss do: others are compiled for anew
+                outputs[0].square().sum().backward()  # type: ignore[no-untyped-call]
+        gradient = sampled_gradient(self) if learns else None
         return Results(torch.cat([each.detach().float().reshape(len(each), -1) for each in outputs], dim=1), gradient)
 
     def _compile_it(self, probe: Packed, truth: Truth, ranks: DeviceMesh | None, refused: list[str]) -> None:
@@ -693,6 +724,13 @@ class ValueModel(PolicyModel):
             Values, float32 [learned], and the hidden states that they are read from, [learned, width];
             both differentiable.
         """
+        with self.computing():
+            return self._valued(batch)
+
+    def _cast_weights(self) -> Iterator[tuple[nn.Module, str]]:
+        return ((module, name) for module, name in super()._cast_weights() if module is not self.head)
+
+    def _valued(self, batch: Packed) -> tuple[Tensor, Tensor]:
         share = self._share(batch)
         hidden = self._outputs(self.model.base_model, batch, "last_hidden_state", share)
         values = self.head(hidden.to(self.head.weight.dtype)).sum(-1)  # of one each: no view, of which FSDP would warn

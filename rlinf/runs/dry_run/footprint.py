@@ -47,6 +47,7 @@ from rlinf.runs.dry_run.transformer import (
     saved_shape,
     splits_whole,
     tokens_of,
+    working_copy,
 )
 from rlinf.training.megatron.layout import misfits, mistakes
 from rlinf.training.weight_sync import publishing_bytes
@@ -83,7 +84,7 @@ class Footprint:
     optimizer: float = 0.0
     """AdamW's two running means, the same."""
     gathered: float = 0.0
-    """While it computes: of a model in slices a layer and all outside of layers; of one in parts, bfloat16 copies."""
+    """While it computes: of a model in slices a layer and all outside of layers; of any other, copies in bfloat16."""
     activations: float = 0.0
     """Activations of one micro-batch."""
     cache: float = 0.0
@@ -198,7 +199,8 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
     activations = token * shape.layers * shape.activations + logits
     if checkpointed:
         activations = token * shape.layers * shape.hidden + max(token * (shape.activations - shape.hidden), logits)
-    spread = ranks > 1 or (width < 4 and not splits_whole(config.trainer))
+    casts = width < 4 and config.trainer.working_copy is False and not splits_whole(config.trainer)
+    spread = ranks > 1 or casts
     footprint = Footprint(
         weights=share,
         gradients=0.0 if adapters else share,
@@ -325,6 +327,8 @@ def _cures(config: RunConfig, roles: Sequence[str], turns: bool) -> Iterator[str
     if {"trainer", "critic"} & {*roles}:
         if config.trainer.gradient_checkpointing is not True:
             yield "trainer.gradient_checkpointing=true"
+        if config.trainer.working_copy is True and config.trainer.dtype == "bfloat16":
+            yield "trainer.working_copy=false"
         yield "a smaller trainer.micro_batch_tokens"
     if "reference" in roles and config.reference.dtype == "float32":
         yield "reference.dtype=bfloat16"
@@ -457,6 +461,7 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
 
     try:
         config, why = checkpointing(config, memory, learns)
+        config, cast = working_copy(config, learns)
         slices = spread_of(config, model_config, placed, roles).slices
     except ValueError as error:
         return Fitted(config), [Problem("configuration", "trainer.sharding", config.trainer.sharding, str(error))]
@@ -465,6 +470,7 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
     lines = [f"{', '.join(became)}: {kind} devices{_assumed(config)}"] if became else []
     if why:
         lines.append(f"trainer.gradient_checkpointing={str(config.trainer.gradient_checkpointing).lower()}: {why}")
+    lines += [cast] if cast else []
     footprint_by_role = footprints(
         config, model_config, {role: seat.devices for role, seat in placed.seats.items()}, roles, slices
     )
@@ -526,6 +532,7 @@ def unsplit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequenc
         "model.lora": (bool(config.model.lora.r or config.model.lora.path), "trains all weights, and has no adapters"),
         "model.freeze": (bool(config.model.freeze), "trains all weights"),
         "trainer.sharding": (config.trainer.sharding != "auto", "splits models by trainer.parallel"),
+        "trainer.working_copy": (config.trainer.working_copy is False, "always keeps its weights in bfloat16 too"),
         "trainer.compile": (config.trainer.compile is True, "compiles nothing"),
         "trainer.attention": (config.trainer.attention not in ("auto", "packed"), "packs, by torch's attention"),
     }

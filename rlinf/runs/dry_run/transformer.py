@@ -370,3 +370,18 @@ def checkpointing(config: RunConfig, memory: int | None, fits: Callable[[RunConf
         return where(True), "the devices' memory is not known; set placement.device_memory_gb"
     on = not fits(where(False))
     return where(on), f"{memory / 1e9:.3g} GB a device " + ("would not do without" if on else "are enough without")
+
+
+def working_copy(config: RunConfig, fits: Callable[[RunConfig], bool]) -> tuple[RunConfig, str]:
+    """A configuration with `trainer.working_copy` as true or false where that matters, and a line about it if it is
+    false because of memory; arguments as for `checkpointing`."""
+    trainer = config.trainer
+    if trainer.working_copy != "auto" or trainer.dtype == "float32" or trainer.backend != "fsdp":
+        return config, ""
+    copied, cast = (replace(config, trainer=replace(trainer, working_copy=on)) for on in (True, False))
+    if fits(copied):
+        return copied, ""
+    return (
+        cast,
+        "trainer.working_copy=false: the devices have no room for weights in bfloat16 beside those in float32",
+    )

@@ -333,7 +333,7 @@ class MegatronBackEnd:
 
     def take(self, named: Mapping[str, Tensor]) -> None:
         fill([piece for piece in self._split.pieces if not piece.name.startswith(HEAD)], named)
-        self._pipeline.precision.forget()
+        self._pipeline.working.invalidate()
 
     def copies(
         self,
@@ -360,11 +360,11 @@ class MegatronBackEnd:
         learner = _ours(optimization)
         restored = load_split_state(self._split, learner.optimizer, learner.schedule, source)
         learner.resumed()
-        self._pipeline.precision.forget()
+        self._pipeline.working.invalidate()
         return restored
 
     def held(self, *optimizations: Optimization) -> Iterator[Tensor]:
-        self._pipeline.precision.forget()  # they are made again of what comes back
+        self._pipeline.working.free()
         return held(self.module, *(_ours(optimization).optimizer for optimization in optimizations))
 
 

@@ -5,11 +5,7 @@ outputs. Where there is no pipeline, each micro-batch goes forward and back befo
 micro-batches at once a stage is idle for (p - 1) / (m + p - 1) of the time (GPipe, arXiv:1811.06965, section 2.3; the
 same for 1F1B), interleaved over v parts for (p - 1) / (v m + p - 1) (arXiv:2104.04473, section 2.2.2).
 
-`Precision` lets a stage compute in bfloat16 with weights, sums of gradients and an optimizer in float32. While a stage
-computes, copies of its parameters in the other dtype stand in their places; the gradient that each micro-batch gives a
-copy is added to the float32 one of the parameter, and let go. So whatever reads or writes weights, between passes,
-finds float32 alone. Copies are made for the first pass after the weights have changed, and cost half of what the
-weights do until they change again.
+A stage may compute in bfloat16 (`WorkingCopy`); weights, sums of gradients and the optimizer are float32.
 
 Neighbouring stages send each other hidden states one way, their gradients the other, and each way has a group of its
 own: of two stages that are both neighbours of one another twice over, as interleaved ones are, Megatron's own way of
@@ -22,9 +18,7 @@ as fill the pipeline, or until the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,64 +29,13 @@ from torch import Tensor, nn
 from rlinf.algos.loss_sum import LossSum
 from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Packed, pack
+from rlinf.models.language.kernels import HALF
+from rlinf.models.language.working_copy import WorkingCopy
 from rlinf.training.backend import Loss
 from rlinf.training.megatron.layers import Reading, Stage, outputs_of, read
 from rlinf.training.megatron.layout import Groups
 from rlinf.training.megatron.state import Sharing
 from rlinf.training.optimizer import ScheduledOptimizer, optimizer_step, sum_over_copies
-
-
-class Precision:
-    """Parameters of stages in the dtype that they compute in; weights, gradients and optimizer stay in float32.
-
-    Args:
-        stages: of one rank.
-    """
-
-    def __init__(self, stages: Sequence[Stage]):
-        self._config = stages[0].config
-        self._places = [place for stage in stages for place in stage.computed_with()]
-        self._copies: list[nn.Parameter] = []
-
-    def forget(self) -> None:
-        """Let go of copies: the weights change, or leave the device."""
-        self._copies = []
-
-    @contextmanager
-    def rounded(self) -> Iterator[None]:
-        """Within, stages have parameters in the dtype that they compute in."""
-        masters = [getattr(module, name) for module, name in self._places]
-        if all(master.dtype == self._config.pipeline_dtype for master in masters):
-            yield
-            return
-        copies = self._copies or [self._copy(master) for master in masters]
-        self._copies = copies
-        self._place(copies)
-        try:
-            yield
-        finally:
-            self._place(masters)
-
-    def _place(self, parameters: Sequence[nn.Parameter]) -> None:
-        for (module, name), parameter in zip(self._places, parameters, strict=True):
-            module._parameters[name] = parameter
-
-    def _copy(self, master: nn.Parameter) -> nn.Parameter:
-        copy = nn.Parameter(master.detach().to(self._config.pipeline_dtype))
-        copy.register_post_accumulate_grad_hook(partial(_add_to, master))
-        return copy
-
-
-@torch.no_grad()
-def _add_to(master: nn.Parameter, copy: Tensor) -> None:
-    """Move a copy's gradient to the parameter's, in float32."""
-    assert copy.grad is not None
-    if master.grad is None:
-        master.grad = copy.grad.to(master.dtype)
-    else:
-        master.grad.add_(copy.grad)
-    copy.grad = None
-
 
 _DIMENSIONS = 3
 """Tokens, 1, width."""
@@ -175,7 +118,10 @@ class Pipeline:
         self.stages, self._groups = stages, groups
         self.depth = groups.grid.parallel.pipeline
         self.interleaved = len(stages) > 1
-        self.precision = Precision(stages)
+        dtype = stages[0].config.pipeline_dtype
+        places = [place for stage in stages for place in stage.computed_with()] if dtype in HALF else []
+        self.working = WorkingCopy(places, dtype)
+        """What stages compute with."""
 
     @property
     def last(self) -> bool:
@@ -197,7 +143,7 @@ class Pipeline:
             learns: go back, too.
             entropy_slope: entropies are differentiable.
         """
-        with self.precision.rounded():
+        with self.working.in_place():
             self._run([self.reading(batch) for batch in batches], ended, learns, entropy_slope)
 
     def _run(self, readings: Sequence[Reading], ended: Ended, learns: bool, entropy_slope: bool) -> None:
@@ -279,7 +225,7 @@ class SplitLearner(ScheduledOptimizer):
     def begin(self) -> None:
         super().begin()
         self._waiting = []
-        self._pipeline.precision.forget()
+        self._pipeline.working.invalidate()
 
     def accumulate(self, batches: Sequence[Packed], loss: Loss, *, entropy_slope: bool = False) -> None:
         """Add the gradients of some micro-batches, at the latest with `step`.

@@ -21,4 +21,5 @@ def test_no_micro_batch_of_any_algorithm_waits_for_its_device_or_mixes_devices(z
         assert reads == 0, case
         # the batch, its layout, and rectangles where no kernel is
         assert sends <= (2 if "bfloat16" in case else 3), case
-        assert added is None or added <= (140 if "bfloat16" in case else 240), case
+        # of a layer, twelve of which add its gradients to those of the micro-batch before
+        assert added is None or added <= (150 if "bfloat16" in case else 240), case

@@ -11,7 +11,7 @@ from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.offload import bytes_of
 from rlinf.placement.seats import TEXT, place
 from rlinf.runs.dry_run.footprint import complaints, footprints, spread_of
-from rlinf.runs.dry_run.transformer import Shape
+from rlinf.runs.dry_run.transformer import Shape, working_copy
 from rlinf.runs.rules import load_config
 from rlinf.training.weight_sync import publishing_bytes
 
@@ -36,6 +36,10 @@ def seats(ranks=1):
 
 def taken(*overrides, ranks=1):
     return footprints(configured(*overrides), MODEL, seats(ranks), ALL)
+
+
+def footprint_of(config):
+    return footprints(config, MODEL, seats(), ALL)["trainer"]
 
 
 def placed(config, hosts=1, roles=()):
@@ -145,10 +149,29 @@ def test_what_publishing_takes_counts_where_it_is_more_than_a_step_takes():
 
     for ranks in (1, 4):
         pieces = publishing_bytes(0, on_device=False, ranks=ranks)
+        pieces += MODEL_BYTES if ranks == 1 else 0  # a whole copy has its weights in bfloat16 too
         assert most(ranks=ranks) == pieces  # a step of so small a model takes less
         shape = Shape.of(MODEL)
         lora = most("model.lora.r=4", ranks=ranks) - pieces
         assert lora > 2 * 4 * shape.hidden * shape.inner / ranks  # a merged weight, and what merges it
+
+
+def test_a_whole_copy_has_its_weights_in_bfloat16_beside_it_unless_only_without_them_it_fits():
+    half = "trainer.dtype=bfloat16"
+    assert taken(half)["trainer"].gathered == MODEL_BYTES
+    assert 0 < taken(half, "trainer.working_copy=false")["trainer"].gathered < MODEL_BYTES
+    assert taken("trainer.working_copy=false", "trainer.dtype=float32")["trainer"].gathered == 0
+    cuda = ("placement.device_kind=cuda", "trainer.gradient_checkpointing=true", half)
+    less, more = (taken(*cuda, f"trainer.working_copy={each}")["trainer"].least_bytes for each in ("false", "true"))
+
+    def chosen(room):
+        return working_copy(configured(*cuda), lambda one: footprint_of(one).least_bytes <= room)
+
+    found, why = chosen(more)
+    assert (found.trainer.working_copy, why) == (True, "")
+    found, why = chosen(less)
+    assert found.trainer.working_copy is False
+    assert why.startswith("trainer.working_copy=false")
 
 
 # What does not fit ---------------------------------------------------------------------------------------------------

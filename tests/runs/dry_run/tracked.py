@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlinf.algos.loss_sum import LossSum
 from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Packed, Row, pack
-from rlinf.models.language.fsdp import Layout, shard
+from rlinf.models.language.fsdp import ALONE, Layout, shard
 from rlinf.models.language.kernels import Kernel
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.training.fsdp import Learner
@@ -133,9 +134,12 @@ def peak_of(case: Case) -> int:
         with _numbers_made_up(), mode:
             model = AutoModelForCausalLM.from_config(qwen2(case.size), dtype=torch.float32)
             module = PolicyModel(model, gradient_checkpointing=case.checkpointed)
-            shard(module, mesh, torch.bfloat16)
+            if case.ranks > 1:
+                shard(module, mesh, torch.bfloat16)
+            else:
+                module.compute_in(torch.bfloat16)
             module.kernel = Kernel("a variable-length kernel that has only shapes", _attend)
-            learner = Learner(module, LearningSettings(lr=1e-3), Layout(mesh if case.ranks > 1 else None, mesh))
+            learner = Learner(module, LearningSettings(lr=1e-3), Layout(mesh, mesh) if case.ranks > 1 else ALONE)
             named = {name: getattr(packed, name) for name in packed.__slots__}
             fakes = {n: mode.from_tensor(one) for n, one in named.items() if isinstance(one, torch.Tensor)}
             batch = replace(packed, **fakes)
@@ -143,7 +147,9 @@ def peak_of(case: Case) -> int:
             learner.accumulate([batch], _loss, entropy_slope=case.entropies)
             learner.step()
             learner.accumulate([batch], _loss, entropy_slope=case.entropies)
-            tracker = FSDPMemTracker(module, learner.optimizer)
+            tracker = FSDPMemTracker(module, learner.optimizer) if case.ranks > 1 else MemTracker()
+            if module._working is not None:
+                tracker.track_external(module, learner.optimizer, *module._working._copies.values())
             with tracker:
                 learner.accumulate([batch], _loss, entropy_slope=case.entropies)
                 learner.step()

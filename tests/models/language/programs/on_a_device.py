@@ -61,10 +61,10 @@ def made(layers: int, dtype: torch.dtype, kind: Any = PolicyModel, **more: Any) 
     for module in policy.modules():
         for name, tensor in module._parameters.items():
             if tensor is not None:
-                there = moved.setdefault(id(tensor), torch.nn.Parameter(tensor.detach().to(DEVICE, dtype)))
+                there = moved.setdefault(id(tensor), torch.nn.Parameter(tensor.detach().to(DEVICE)))
                 module._parameters[name] = there
         module._buffers.update({name: tensor.to(DEVICE) for name, tensor in module._buffers.items()})
-    policy.computes_in = dtype
+    policy.compute_in(dtype)
     return policy
 
 
@@ -74,8 +74,11 @@ def rows(spec: Any) -> list[Row]:
     return [row for some in advantage_rows(spec, batch, later=own.first_pass).rows for row in some]
 
 
-def learned(policy: Any, spec: Any, given: list[Row]) -> Counter[str]:
+def learned(policy: Any, spec: Any, given: list[Row], *, again: bool = False) -> Counter[str]:
+    """What a micro-batch asks for; `again`: the second one since the weights changed."""
     learner = Learner(policy, LearningSettings(lr=0.0))
+    if again:
+        learn_policy(learner, pack(given), spec, version=3, compare=True, cached_columns={})
     with Counted() as counted:
         learn_policy(learner, pack(given), spec, version=3, compare=True, cached_columns={})
     return counted.seen
@@ -99,7 +102,8 @@ def main() -> None:
             ):
                 seen = learned(policy, spec, given[name])
                 print(json.dumps([f"{name} in {dtype}", seen["reads"], seen["sends"], None]), flush=True)
-            few, more = (learned(made(layers, dtype), toys.SPEC, given["rloo"])["operations"] for layers in (2, 3))
+            policies = [made(layers, dtype) for layers in (2, 3)]
+            few, more = (learned(one, toys.SPEC, given["rloo"], again=True)["operations"] for one in policies)
             seen = valued(made(1, dtype, ValueModel), values)
             print(json.dumps([f"values in {dtype}", seen["reads"], seen["sends"], more - few]), flush=True)
 

@@ -40,6 +40,7 @@ that are quick enough, whatever w is,
 from __future__ import annotations
 
 import functools
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,6 +110,9 @@ def _subsets(members: int) -> Iterator[int]:
 
 _TRIED = 24
 """Sizes of a source that are tried in a phase."""
+_TRIES = 200
+"""Stages that are put somewhere before several kinds of device are taken to have no room: seven stages fit after less
+than a tenth of it, or not at all."""
 Ladder = dict[str, list[tuple[float, Option]]]
 """By kind of device, seconds and sizes: each takes longer than the one before it, and fewer devices."""
 _seconds = itemgetter(0)
@@ -193,19 +197,41 @@ def _even(ladders: Sequence[Ladder], devices: Mapping[str, int]) -> list[tuple[f
 
 
 def _within(ladders: Sequence[Ladder], seconds: float, devices: Mapping[str, int]) -> list[tuple[float, Option]] | None:
-    """The smallest size of each stage that takes no longer, on the kind with the most room; None if they do not fit."""
-    free = dict(devices)
-    sizes = []
-    for ladder in ladders:
-        quick = [steps[at - 1] for steps in ladder.values() if (at := bisect_right(steps, seconds, key=_seconds))]
-        if not quick:
-            return None
-        step = max(quick, key=lambda step: free.get(step[1].kind, 0) - step[1].devices)
-        free[step[1].kind] = free.get(step[1].kind, 0) - step[1].devices
-        if free[step[1].kind] < 0:
-            return None
-        sizes.append(step)
-    return sizes
+    """Sizes of stages that all take no longer, each the smallest on its kind; None if none is found that fits.
+
+    Which stage goes to which kind is searched depth first: the stage that wants most goes first, to the kind on which
+    it wants least. With one kind of device there is nothing to choose.
+    """
+    quick = [
+        sorted(
+            (steps[at - 1] for steps in ladder.values() if (at := bisect_right(steps, seconds, key=_seconds))),
+            key=lambda step: step[1].devices,
+        )
+        for ladder in ladders
+    ]
+    if not all(quick) or min(devices.values(), default=0) < 0:
+        return None
+    order = sorted(range(len(quick)), key=lambda stage: -quick[stage][0][1].devices)
+    rest = [*itertools.accumulate((quick[stage][0][1].devices for stage in reversed(order)), initial=0)]
+    free, sizes, tries = dict(devices), dict[int, tuple[float, Option]](), iter(range(_TRIES))
+
+    def settle_from(place: int) -> bool:
+        if place == len(order):
+            return True
+        if rest[len(order) - place] > sum(free.values()) or next(tries, None) is None:
+            return False
+        stage = order[place]
+        for step in quick[stage]:
+            option = step[1]
+            if free.get(option.kind, 0) >= option.devices:
+                free[option.kind] = free.get(option.kind, 0) - option.devices
+                sizes[stage] = step
+                if settle_from(place + 1):
+                    return True
+                free[option.kind] += option.devices
+        return False
+
+    return [sizes[stage] for stage in range(len(quick))] if settle_from(0) else None
 
 
 Array = NDArray[np.float64]
@@ -273,6 +299,10 @@ class Block:
         if self._least is None:
             self._least = float(self.seconds().min(initial=np.inf))
         return self._least
+
+    def where(self, good: NDArray[np.bool_]) -> Block:
+        """Return only the labels that are good."""
+        return self if good.all() else self.take(np.flatnonzero(good))
 
     def take(self, labels: NDArray[Any]) -> Block:
         """Return only these labels."""
@@ -345,7 +375,7 @@ def merge(
         latency = latency + second[:, SOURCE]
     elif second_curve != EVEN:
         source, curve = second, second_curve
-    merged = np.zeros_like(first)
+    merged = np.empty(first.shape)
     merged[:, SOURCE] = source[:, SOURCE]
     merged[:, SOURCE_CHUNK] = source[:, SOURCE_CHUNK]
     merged[:, PERIOD] = np.maximum(np.maximum(first[:, PERIOD], period), link or 0.0)
@@ -391,7 +421,7 @@ def compose(
     spatial = junction.spatial
     x, y = first.rows[pairs[0]], second.rows[pairs[1]]
     one, two = first.shape, second.shape
-    rows = np.zeros_like(x)
+    rows = np.zeros(x.shape)
     rows[:, BETWEEN] = x[:, BETWEEN] + y[:, BETWEEN] + junction.always
     _add_devices(rows, x, y, spatial)
     meets, meets_curve, meets_set = (HEAD, one.head_curve, one.head) if one.single else (TAIL, one.tail_curve, one.tail)
@@ -522,7 +552,9 @@ def _slack(differ: NDArray[np.int64], seconds: float, chunks: int) -> Array:
 
 
 def _origin(pairs: tuple[Any, Any]) -> NDArray[np.int64]:
-    return np.stack([np.zeros_like(pairs[0]), pairs[0], pairs[1]], axis=1).astype(np.int64)
+    origin = np.zeros((len(pairs[0]), 3), dtype=np.int64)
+    origin[:, 1], origin[:, 2] = pairs
+    return origin
 
 
 def _add_devices(rows: Array, x: Array, y: Array, spatial: bool) -> None:
@@ -576,6 +608,7 @@ class Remainder:
         limit: float,
     ) -> None:
         self.before, self.capacity, self.limit = before, capacity, limit * (1 + _ROUNDING)
+        self._outside: dict[int, tuple[list[int], list[int], list[int]]] = {}  # by part
         kinds = len(capacity)
         every = [(*size, stage) for stage, own in enumerate(sizes) for size in own]
         self.times = np.unique([seconds for seconds, *_ in every])
@@ -604,7 +637,7 @@ class Remainder:
         seconds, single = block.seconds(), block.shape.single
         left = self.limit - seconds
         good: NDArray[np.bool_] = left >= 0
-        before, after, either = self._sides(members)
+        before, after, either = self._outside.get(members) or self._sides(members)
         others = np.array([*before, *after, *either], dtype=np.int64)
         if not len(others) or self._is_fed(block.shape.head_curve, members):
             return good
@@ -653,7 +686,9 @@ class Remainder:
         others = [stage for stage in range(len(self.before)) if not members >> stage & 1]
         after = [stage for stage in others if self.before[stage] & members]
         before = [stage for stage in others if needed >> stage & 1]
-        return before, after, [stage for stage in others if stage not in before and stage not in after]
+        either = [stage for stage in others if stage not in before and stage not in after]
+        self._outside[members] = before, after, either
+        return self._outside[members]
 
     def _is_fed(self, curve: int, members: int) -> bool:
         """True if a first phase is driven by a stage that may yet be fed: it would count as even then, and quicker."""

@@ -439,7 +439,7 @@ class Search:
         for at in range(len(self.kinds)):
             column = KINDS + 3 * at
             good &= (block.rows[:, column] <= self.capacity[at]) & (block.rows[:, column + 2] <= self.memory[at])
-        return block.take(np.flatnonzero(good))
+        return block.where(good)
 
     def _pruned(self, blocks: Iterable[Block], part: int, slack: float) -> list[Block]:
         """The labels worth keeping, those of one shape in one block."""
@@ -450,7 +450,7 @@ class Search:
         for own in by_shape.values():
             block = joined(own)
             if self.limit < np.inf:
-                block = block.take(np.flatnonzero(self.remainder.open(block, part)))
+                block = block.where(self.remainder.open(block, part))
             if len(block.rows):
                 kept.append(best_of(block, slack, self.chunks))
         return kept
@@ -540,7 +540,7 @@ _COARSE = 8
 """Sizes per stage in a first search of plans in turns only, whose best bounds the next."""
 _FINE = {1: 128, 2: 128, 3: 128, 4: 64, 5: 32, 6: 16}
 """Sizes per stage in the widest search, by number of stages: about what a quarter of a second of one core allows."""
-_FINE_BEYOND = 8
+_FINE_BEYOND, _LEAST_FINE = 8, 4
 """The same for more stages."""
 _BESIDE = (-2, -1, 0, 1, 2)
 """Sizes around the best so far that are tried next: its count times the ratio of the round to these powers."""
@@ -573,7 +573,7 @@ def plan(
     Returns:
         The plan; None if there is none of this mode that fits.
     """
-    sizes = sizes or _FINE.get(len(workload.stages), _FINE_BEYOND)
+    sizes = sizes or max(_LEAST_FINE, _FINE.get(len(workload.stages), _FINE_BEYOND) // len(workload.devices))
     everything = [list(workload.usable(stage)) for stage in workload.stages]
     options = [_thinned(own, workload, sizes) for own in everything]
     whole = all(len(some) == len(own) for some, own in zip(options, everything, strict=True))
@@ -654,11 +654,13 @@ def _by_stage(tree: Tree, workload: Workload) -> list[Leaf]:
 
 
 def _near(leaf: Leaf, options: Sequence[Option], ratio: float, workload: Workload) -> list[Option]:
-    """Sizes around the one of a plan, and all devices, for those who would rather take turns; other kinds likewise."""
-    sizes: list[Option] = []
+    """Sizes around the one of a plan, and all devices, for those who would rather take turns; on other kinds, sizes
+    around the one that takes about as long."""
+    now, sizes = leaf.option, list[Option]()
     for kind in sorted({option.kind for option in options}):
-        limit = workload.devices.get(kind, 0)
-        middle = leaf.option.devices if leaf.option.kind == kind else limit / 2
-        targets = [middle * ratio**power for power in _BESIDE] + [limit]
-        sizes += _closest([option for option in options if option.kind == kind], targets)
+        own = [option for option in options if option.kind == kind]
+        here = kind == now.kind
+        middle = now.devices if here else min(own, key=lambda option: abs(option.seconds - now.seconds)).devices
+        powers = _BESIDE if here else _BESIDE[1:-1]
+        sizes += _closest(own, [middle * ratio**power for power in powers] + [workload.devices.get(kind, 0)])
     return sizes

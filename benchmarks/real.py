@@ -1,9 +1,11 @@
-"""`python -m benchmarks.real --model DIR`: a real model on one thread of a CPU, such as SmolLM2-135M-Instruct.
+"""`python -m benchmarks.real --model DIR`: a real model on a CPU, such as SmolLM2-135M-Instruct, beside its peers.
 
 `grpo`: three steps of 2 prompts x 4 answers x 16 tokens, beside TRL's trainer: peak memory of the process, with our
-last checkpoint written, and processor seconds of a step after the first. `decode`: tokens per processor second of the
-engine at 1, 8 and 32 rows in float32 and in what else it computes in, prompts of 32 tokens and reading them included.
-Contestants take turns; ratios are taken within a round.
+last checkpoint written, and processor and wall seconds of a step after the first; KEY=VALUE arguments join our
+configuration. `decode`: tokens per processor second of the
+engine at 1, 8 and 32 rows in float32 and in what else it computes in, prompts of 32 tokens and reading them included,
+beside transformers' `generate` in float32. `trainer`: processor seconds of an optimizer step beside a plain loop.
+Contestants take turns; ratios are taken within a round. One thread each, `--threads` of them in `grpo`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,7 @@ from benchmarks.contestants import ONE_THREAD, ROOT
 from benchmarks.grpo_contestants import TRL
 from benchmarks.grpo_ours import FLOW
 from benchmarks.peers.grpo_job import Job, Result
+from benchmarks.real_peers import generators, ours, plain, rows_to_learn
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers.engine import TransformersEngine
 
@@ -50,15 +53,16 @@ def job_of(model: Path) -> Job:
     return Job(str(model), steps, 0, ANSWERS, 1, TOKENS, 1.0, **numbers, **clip)  # type: ignore[arg-type]
 
 
-def run(words: list[str]) -> Result:
+def run(words: list[str], threads: int) -> Result:
     """Figures of one command."""
-    done = subprocess.run(words, cwd=ROOT, env=os.environ | ONE_THREAD, capture_output=True, text=True, check=False)
+    variables = os.environ | ONE_THREAD | {"OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(words)} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return Result.heard(done.stdout)
 
 
-def ours(job: Job, place: Path) -> Result:
+def our_run(job: Job, place: Path, more: Sequence[str]) -> list[str]:
     """Our trainer, by way of the command line."""
     data = place / "questions.jsonl"
     data.write_text("".join(json.dumps({"prompt": text, "answer": right}) + "\n" for text, right in QUESTIONS))
@@ -79,28 +83,35 @@ def ours(job: Job, place: Path) -> Result:
     }
     words = [sys.executable, "-m", "benchmarks.grpo_ours", "--config", str(place / "run.yaml")]
     (place / "run.yaml").write_text("name: quickstart\n")
-    return run([*words, *(f"{key}={value}" for key, value in keys.items())])
+    return [*words, *(f"{key}={value}" for key, value in keys.items()), *more]
 
 
-def theirs(job: Job, place: Path) -> Result:
+def their_run(job: Job, place: Path) -> list[str]:
     """TRL's trainer, all answers of a step in one micro-batch."""
     job.write(place / "job.json")
     rows = str(PROMPTS * ANSWERS)
-    return run([str(TRL), "-m", "benchmarks.peers.trl_grpo", str(place / "job.json"), "--rows", rows])
+    return [str(TRL), "-m", "benchmarks.peers.trl_grpo", str(place / "job.json"), "--rows", rows]
 
 
-def grpo(model: Path, rounds: int) -> None:
+def grpo(options: argparse.Namespace) -> None:
     """Print a line per round, and the medians."""
-    job, found = job_of(model), []
-    for number in range(rounds):
+    job, found = job_of(options.model.resolve()), []
+    for number in range(options.rounds):
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-            pair = [ours(job, Path(one)), theirs(job, Path(other))] if TRL.exists() else [ours(job, Path(one))]
-        found.append([(each.peak / 1e6, statistics.median(each.cpu)) for each in pair])
-        print(f"round {number + 1}: peak MB and processor seconds of a step, rlinf then TRL: {found[-1]}", flush=True)
-    if TRL.exists():
-        for name, at in (("peak memory, of TRL's", 0), ("samples per processor second, over TRL's", 1)):
-            ratios = [mine[at] / their[at] if at == 0 else their[at] / mine[at] for mine, their in found]
-            print(f"{name}: {statistics.median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})")
+            commands = [our_run(job, Path(one), options.keys), their_run(job, Path(other))]
+            pair = [run(words, options.threads) for words in commands[: 2 if TRL.exists() else 1]]
+        medians = [[statistics.median(series) for series in (each.cpu, each.seconds)] for each in pair]
+        found.append([(each.peak / 1e6, *both) for each, both in zip(pair, medians, strict=True)])
+        print(f"round {number + 1}: peak MB, processor and wall s of a step, rlinf then TRL: {found[-1]}", flush=True)
+    names = ("peak memory, of TRL's", "samples per processor second, over TRL's", "samples per second, over TRL's")
+    for at, name in enumerate(names if TRL.exists() else ()):
+        ratios = [mine[at] / their[at] if at == 0 else their[at] / mine[at] for mine, their in found]
+        print(f"{name}: {spread(ratios)}")
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """The median, and the range."""
+    return f"{statistics.median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def engines(model: Path, rows: int) -> Iterator[tuple[str, TransformersEngine]]:
@@ -110,10 +121,9 @@ def engines(model: Path, rows: int) -> Iterator[tuple[str, TransformersEngine]]:
         yield str(dtype).removeprefix("torch."), TransformersEngine(made, max_rows=rows)
 
 
-def decoder(engine: TransformersEngine, rows: int, new: int) -> Callable[[], float]:
-    """A function that answers prompts and returns the tokens per processor second."""
-    rng = np.random.default_rng(0)
-    requests = [Request(row, rng.integers(100, 49_000, 32), Sampling(new), row) for row in range(rows)]
+def decoder(engine: TransformersEngine, prompts: np.ndarray, new: int) -> Callable[[], float]:
+    """A function that answers prompts, int64 [rows, tokens], and returns the tokens per processor second."""
+    requests = [Request(row, ids, Sampling(new), row) for row, ids in enumerate(prompts)]
 
     async def answer() -> int:
         return sum([len(one.response_ids) async for one in engine.generate(requests)])
@@ -125,24 +135,47 @@ def decoder(engine: TransformersEngine, rows: int, new: int) -> Callable[[], flo
     return turn
 
 
-def decode(model: Path, rounds: int) -> None:
-    """Print tokens per processor second, and how much more they are than in float32."""
+def decode(options: argparse.Namespace) -> None:
+    """Print tokens per processor second, and how much more they are than in float32, and than `generate` makes."""
     torch.set_num_threads(1)
     for rows, new in ((1, 24), (8, 24), (32, 12)):
-        turns = {name: decoder(engine, rows, new) for name, engine in engines(model, rows)}
-        rates = [{name: turn() for name, turn in turns.items()} for _ in range(rounds + 1)][1:]
+        prompts = np.random.default_rng(0).integers(100, 49_000, (rows, 32))
+        turns = {name: decoder(engine, prompts, new) for name, engine in engines(options.model, rows)}
+        turns |= generators(options.model, prompts, new)
+        rates = [{name: turn() for name, turn in turns.items()} for _ in range(options.rounds + 1)][1:]
         for name in turns:
-            ratios = sorted(each[name] / each["float32"] for each in rates)
             rate = statistics.median(each[name] for each in rates)
-            spread = f"({ratios[0]:.2f} to {ratios[-1]:.2f})"
-            print(f"{rows} rows, {name}: {rate:.1f} /s, {statistics.median(ratios):.2f} x {spread}", flush=True)
+            beside = [spread([each[name] / each[other] for each in rates]) for other in ("float32", STATIC)]
+            print(f"{rows} rows, {name}: {rate:.1f} /s, {beside[0]} float32, {beside[1]} {STATIC}", flush=True)
 
+
+def trainer(options: argparse.Namespace) -> None:
+    """Print processor seconds of an optimizer step of both."""
+    torch.set_num_threads(1)
+    rows = rows_to_learn()
+    contestants = {"rlinf": ours(options.model, rows), "plain loop": plain(options.model, rows)}
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(options.rounds + 1):
+        for name, (step, _) in contestants.items():
+            start = time.process_time()
+            step()
+            seconds[name].append(time.process_time() - start)
+    for name, (_, words) in contestants.items():
+        print(f"{name} ({words}): {statistics.median(seconds[name][1:]):.2f} s a step")
+    pairs = zip(seconds["rlinf"][1:], seconds["plain loop"][1:], strict=True)
+    print(f"samples per processor second, over the plain loop's: {spread([their / mine for mine, their in pairs])}")
+
+
+STATIC = "generate, static cache"
+PARTS = {"grpo": grpo, "decode": decode, "trainer": trainer}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
-    parser.add_argument("--only", choices=("grpo", "decode"), nargs="*", default=("grpo", "decode"))
+    parser.add_argument("--only", choices=PARTS, nargs="*", default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="of each contestant of grpo")
+    parser.add_argument("--keys", nargs="*", default=(), metavar="KEY=VALUE", help="more of our configuration in grpo")
     options = parser.parse_args()
     for name in options.only:
-        {"grpo": grpo, "decode": decode}[name](options.model.resolve(), options.rounds)
+        PARTS[name](options)

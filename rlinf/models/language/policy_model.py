@@ -7,8 +7,8 @@ forward must agree in a trial.
 
 Log-probs are computed without ever holding [tokens, vocabulary] for the batch. Logits are made chunk by chunk, used,
 and made again for the gradient: one more product, against memory of 4 bytes x tokens x vocabulary x (three or four
-copies). On accelerators a fused head (`kernels.py`) computes what is no product of matrices, with the results of the
-operations here.
+copies). Those of a few tokens are kept instead. On accelerators a fused head (`kernels.py`) computes what is no product
+of matrices, with the results of the operations here.
 
 A critic's values say what the rest of an answer is expected to earn, as seen from the place that predicts each learned
 token, so before that token is known. Its layers are those of a policy, run in the same way; one linear unit replaces
@@ -102,6 +102,10 @@ def logprobs_of_logits(
     return all_logprobs.gather(1, targets[:, None]).squeeze(1), entropy
 
 
+_TABLE = 1 << 26
+"""Bytes of log-probs that are kept for the gradient at most, where one chunk has all tokens."""
+
+
 class _Head(NamedTuple):
     """Settings of `token_logprobs`, see there."""
 
@@ -127,7 +131,7 @@ class _TokenLogprobs(torch.autograd.Function):
         how: _Head,
     ) -> tuple[Tensor, Tensor]:
         chunk, entropy_slope, fused = how
-        count = len(hidden)
+        count, table = len(hidden), None
         logprobs = torch.empty(count, dtype=wide(hidden[:0]).dtype, device=hidden.device)
         entropy = torch.empty_like(logprobs)
         norms = torch.empty_like(logprobs)
@@ -142,8 +146,10 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1) - norms[part]
             logits.sub_(norms[part, None])
             entropy[part] = -torch.where(logits == -torch.inf, 0.0, logits.exp().mul_(logits)).sum(dim=-1)
+            if any(ctx.needs_input_grad) and count <= chunk and logits.nbytes <= _TABLE:
+                table = logits
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, norms, entropy if entropy_slope else None)
-        ctx.chunk, ctx.fused = chunk, fused
+        ctx.chunk, ctx.fused, ctx.table = chunk, fused, table
         if not entropy_slope:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -159,17 +165,22 @@ class _TokenLogprobs(torch.autograd.Function):
         for_bias = torch.zeros_like(bias, dtype=norms.dtype) if wants_bias else None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            inputs = (targets[part], _part(temperature, part), norms[part], grad[part])
+            inputs = (targets[part], _part(temperature, part))
             for_entropy = (None, None) if entropy is None else (grad_entropy[part], entropy[part])
+            slopes = (grad[part], *for_entropy)
             if ctx.fused is None:
-                slope = _slope(_logits(hidden[part], weight, bias, temperature, part), *inputs, *for_entropy)
+                logp, ctx.table = ctx.table, None  # it is overwritten
+                if logp is None:
+                    logp = _logits(hidden[part], weight, bias, temperature, part).sub_(norms[part, None])
+                slope = _slope(logp, *inputs, *slopes)
                 if for_bias is not None:
                     for_bias += slope.sum(dim=0)
                 slope = slope.to(hidden.dtype)
             elif for_bias is None:
-                slope = ctx.fused.slopes(F.linear(hidden[part], weight, bias), *inputs, *for_entropy)
+                slope = ctx.fused.slopes(F.linear(hidden[part], weight, bias), *inputs, norms[part], *slopes)
             else:
-                slope, summed = ctx.fused.slopes_and_bias(F.linear(hidden[part], weight, bias), *inputs, *for_entropy)
+                logits = F.linear(hidden[part], weight, bias)
+                slope, summed = ctx.fused.slopes_and_bias(logits, *inputs, norms[part], *slopes)
                 for_bias += summed
             if for_hidden is not None:
                 torch.mm(slope, weight, out=for_hidden[part])
@@ -198,17 +209,14 @@ def _add_product(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
 
 
 def _slope(
-    logits: Tensor,
+    slope: Tensor,
     targets: Tensor,
     temperature: Tensor | None,
-    norms: Tensor,
     grad: Tensor,
     grad_entropy: Tensor | None,
     entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of the logits as `kernels.slopes` computes it, from logits that are wide and divided by the temperature
-    already; they are overwritten."""
-    slope = logits.sub_(norms[:, None])
+    """Gradient of the logits as `kernels.slopes` computes it, in place of their log-softmax."""
     if grad_entropy is None or entropy is None:
         slope.exp_().neg_()
         slope.scatter_add_(1, targets[:, None], torch.ones_like(slope[:, :1]))

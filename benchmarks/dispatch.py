@@ -140,21 +140,33 @@ def rows(ragged: bool) -> list[Row]:
     ]
 
 
-def contestants(layers: int, width: int, dtype: str, batch: Sequence[Row]) -> dict[str, Contestant]:
-    """All of them, on the same rows, each with a model of its own."""
+WHO = ("ours", "transformers", "under FSDP2", "lean forward")
+
+
+def contestants(
+    layers: int, width: int, dtype: str, batch: Sequence[Row], who: Sequence[str] = WHO
+) -> dict[str, Contestant]:
+    """Some of `WHO`, on the same rows, each with a model of its own."""
     spec, tokenizer = ModelSpec(source(layers, width), compute=LearningSettings(dtype=dtype)), load_tokenizer(TOKENIZER)
     ranks: Any = OneRank(CPU)
-    back = asyncio.run(FsdpBackEnd.make(ranks, spec, tokenizer))
-    mesh = asyncio.run(ranks.mesh_of([0], "alone"))
-    spread = Learner(build_module(spec, tokenizer, layout=Layout(slices=mesh)), LearningSettings(), Layout(slices=mesh))
-    plain = build_model(spec.source, tokenizer, dtype=DTYPES[dtype])
-    lean = LeanForward(build_model(spec.source, tokenizer, dtype=DTYPES[dtype]).eval(), 0)
-    return {
-        "ours": Contestant(by_learner(back.optimization(LearningSettings()), batch)),
-        "transformers": Contestant(by_a_plain_loop(plain, batch)),
-        "under FSDP2": Contestant(by_learner(spread, batch)),
-        "lean forward": Contestant(by_engine(lean, batch)),
+
+    def plain() -> Any:
+        return build_model(spec.source, tokenizer, dtype=DTYPES[dtype])
+
+    def ours() -> Any:
+        return asyncio.run(FsdpBackEnd.make(ranks, spec, tokenizer)).optimization(LearningSettings())
+
+    def spread() -> Any:
+        layout = Layout(slices=asyncio.run(ranks.mesh_of([0], "alone")))
+        return Learner(build_module(spec, tokenizer, layout=layout), LearningSettings(), layout)
+
+    make: dict[str, Callable[[], Callable[[Callable[[], None]], None]]] = {
+        "ours": lambda: by_learner(ours(), batch),
+        "transformers": lambda: by_a_plain_loop(plain(), batch),
+        "under FSDP2": lambda: by_learner(spread(), batch),
+        "lean forward": lambda: by_engine(LeanForward(plain().eval(), 0), batch),
     }
+    return {name: Contestant(make[name]()) for name in who}
 
 
 def by_learner(learner: Any, batch: Sequence[Row]) -> Callable[[Callable[[], None]], None]:

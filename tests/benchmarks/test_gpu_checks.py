@@ -28,6 +28,7 @@ from benchmarks.gpu.checks import (
     sends,
     simulators,
     training,
+    ways,
 )
 from benchmarks.gpu.checks.__main__ import CHECKS
 from benchmarks.gpu.checks.judging import Bound, judge
@@ -41,6 +42,7 @@ pytestmark = pytest.mark.torchrun  # some start processes
 BOUNDS: dict[str, tuple[Bound, ...]] = {
     "decode-steps": decode.STEPS,
     "packed-training": training.PACKED,
+    "ways": ways.WAYS,
     "generate": decode.GENERATE,
     "recorded-steps": decode.ALIKE,
     "engine-and-trainer": training.ENGINE,
@@ -56,7 +58,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "two-ranks": failing.PAIR,
     "maniskill": simulators.SIMULATED,
 }
-LONG = ("quickstart", "compiled", "publish", "sends", "two-ranks", "out-of-memory")
+LONG = ("quickstart", "ways", "compiled", "publish", "sends", "two-ranks", "out-of-memory")
 """Their rehearsals take ten seconds and more; `make test-gpu GPU_ARGS=--rehearse` runs them, too."""
 ALONE = ("out-of-memory",)
 """Takes the memory of its process away: by the harness, in a process of its own."""

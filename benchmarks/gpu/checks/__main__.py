@@ -9,6 +9,7 @@ from benchmarks.gpu.harness import Check, main
 CHECKS: tuple[Check, ...] = (
     Check("decode-steps", "decode:steps", 90, "no decode step is slow because its window is new: p99 < 1.5 x median"),
     Check("packed-training", "training:beside_float32", 60, "bfloat16, packed, is float32 up to rounding"),
+    Check("ways", "ways:ways", 150, "bfloat16 models of four shapes are decoded and trained in the fastest ways"),
     Check("generate", "decode:beside_generate", 60, "the engine takes the tokens that transformers finds likeliest"),
     Check("engine-and-trainer", "training:beside_engine", 60, "both give sampled tokens the same log-probs"),
     Check("recorded-steps", "decode:recorded", 60, "recorded decode steps give the answers of plain ones"),

@@ -1,16 +1,13 @@
-"""Launches and waits of the host: of a decode step, graphed and plain, and of a trainer's micro-batch."""
+"""Launches and waits of the host: of a decode step, graphed and plain. `micro_batch` has those of the trainer."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-from benchmarks.gpu.measures.training import trainer_of
 from benchmarks.gpu.measuring.clock import Figures, Parts
-from benchmarks.gpu.measuring.profiled import counted, counts, each, watched
-from benchmarks.gpu.measuring.work import PATHS, answered, engine_of, groups, requests
+from benchmarks.gpu.measuring.profiled import counted, each
+from benchmarks.gpu.measuring.work import PATHS, answered, engine_of, requests
 from benchmarks.gpu.scale import NotRun, Outcome, Scale
-from rlinf import Stream
 
 
 def launches(scale: Scale) -> Outcome:
@@ -26,7 +23,6 @@ def launches(scale: Scale) -> Outcome:
         parts.make(path, lambda e=engine: decode_step(e, scale), expected=5.0)
         del engine
     del model
-    parts.make("trainer", lambda: asyncio.run(micro_batch(scale)), expected=10.0)
     return parts.outcome()
 
 
@@ -41,25 +37,3 @@ def decode_step(engine: Any, scale: Scale) -> Figures:
     )
     found = each(one, other, short)
     return {f"{kind}_per_step": value for kind, value in found.items()}
-
-
-async def micro_batch(scale: Scale) -> Figures:
-    """Of a micro-batch of 2k tokens and its share of a layer: eight of them against four. Nothing is compiled, which
-    would take longer than all the rest."""
-    tokens = scale.of(2048, 512)
-    answer = tokens // 8 - 8
-    config = scale.config("1.5B")
-    async with trainer_of(scale) as trainer:
-        await trainer.micro_batches_of(tokens)
-        await trainer.train(Stream.of(groups(2, 8, 8, answer, config.vocab_size)))  # allocates
-        found = []
-        for count in (4, 8):
-            with watched(scale.device) as seen:
-                await trainer.train(Stream.of(groups(count, 8, 8, answer, config.vocab_size, seed=count)))
-            found.append(counts(seen, scale.device))
-    per = each(*found, 4)
-    layers = config.num_hidden_layers
-    return {
-        **{f"{kind}_per_micro_batch": value for kind, value in per.items()},
-        "launches_per_layer": round(per["launches"] / layers, 1),
-    }

@@ -17,7 +17,7 @@ import rlinf
 from benchmarks.gpu.measures.training import TOKENIZER
 from benchmarks.gpu.measuring.clock import Figures, Parts, freed, peak_gb, settled, told
 from benchmarks.gpu.measuring.limits import limits_of
-from benchmarks.gpu.measuring.profiled import counts, watched
+from benchmarks.gpu.measuring.profiled import counts, events_of, watched
 from benchmarks.gpu.measuring.work import groups
 from benchmarks.gpu.scale import Outcome, Scale
 from rlinf import ActorSystem, Stream
@@ -119,7 +119,7 @@ async def published(system: ActorSystem, trainer: Any, rollout: Any, scale: Scal
     await new(99)
     with watched(scale.device) as seen:
         await rollout.load(trainer.weights())
-    crossed = counts(seen, scale.device)
+    crossed = counts(events_of(seen), scale.device)
     weights = ModelCost.of(config).weights
     size = weights * (2 if dtype == "bfloat16" else 4)
     found = told("s", seconds)

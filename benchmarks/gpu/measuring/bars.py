@@ -77,6 +77,10 @@ BARS: dict[str, tuple[Bar, ...]] = {
             most=1.5,
         ),
     ),
+    "micro_batch": (
+        Bar("micro-batch of 16k tokens: share of its time in which the device works", "large_busy_share", least=0.95),
+        Bar("micro-batch of 16k tokens: waits of the host", "large_syncs", most=0),
+    ),
     "launches": (
         Bar(
             "graphed decode: launches of the host a step (1, pages that fill up aside)",

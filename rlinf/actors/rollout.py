@@ -227,7 +227,8 @@ class Rollout(Receiver):
                 go on with it.
             temperature: logits are divided by it; 0 takes the likeliest token. Default: the actor's own.
             max_new_tokens: default: the actor's own.
-            sampling: any of top_p, top_k, min_p, min_new_tokens and stop; default: the actor's own.
+            sampling: any of top_p, top_k, min_p, min_new_tokens, stop, and stop_ids in place of the model's end tokens;
+                default: the actor's own.
 
         Raises:
             ValueError: an empty prompt, one that is too long, or a setting out of range.
@@ -635,7 +636,7 @@ def _sample(group: PartialGroup, index: int, completion: Completion, text: str) 
 
 def _overridden(call: str, own: Sampling, **changes: Any) -> Sampling:
     """The actor's settings with those of a call, as far as they are not None, in their place."""
-    names = ("temperature", "max_new_tokens", "top_p", "top_k", "min_p", "min_new_tokens", "stop")
+    names = ("temperature", "max_new_tokens", "top_p", "top_k", "min_p", "min_new_tokens", "stop", "stop_ids")
     if unknown := sorted(changes.keys() - set(names)):
         raise TypeError(f"{call}: there is no setting {', '.join(unknown)}; those of a call are {', '.join(names)}")
     settings = {name: value for name, value in changes.items() if value is not None}

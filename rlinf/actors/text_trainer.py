@@ -259,7 +259,7 @@ class TextTrainer(BaseTrainer):
     # Working together --------------------------------------------------------------------------------------------
 
     async def _work(
-        self, commands: Commands, learner: Optimization, explain: Explain | None = None
+        self, commands: Commands, learner: Optimization, explain: Explain | None = None, *, goes_on: bool = False
     ) -> list[StepResult]:
         """Have all ranks carry out commands; to be called in a joint device endpoint, on every rank.
 
@@ -267,6 +267,7 @@ class TextTrainer(BaseTrainer):
             commands: read on rank 0 alone.
             learner: whose steps are taken. All of a call make one version, unless a command says otherwise.
             explain: on rank 0, says more about a loss that is not finite.
+            goes_on: with the gradients that earlier calls left; otherwise they are forgotten.
 
         Returns:
             Every optimizer step; none, where there was nothing to learn from.
@@ -274,7 +275,7 @@ class TextTrainer(BaseTrainer):
         Raises:
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
-        handler = _Handler(self, learner)
+        handler = _Handler(self, learner, goes_on=goes_on)
         try:
             await self._runner.run(commands, handler)
         except FloatingPointError as error:
@@ -394,10 +395,11 @@ class _Handler:
     Args:
         trainer: the actor.
         learner: whose steps are taken.
+        goes_on: see `TextTrainer._work`.
     """
 
-    def __init__(self, trainer: TextTrainer, learner: Optimization):
-        self._trainer, self._learner = trainer, learner
+    def __init__(self, trainer: TextTrainer, learner: Optimization, *, goes_on: bool = False):
+        self._trainer, self._learner, self._goes_on = trainer, learner, goes_on
         self.steps: list[StepResult] = []
         """Optimizer steps that were taken."""
         self.version = trainer.version
@@ -410,7 +412,8 @@ class _Handler:
     def turn(self) -> Iterator[None]:
         trainer = self._trainer
         self.version, trainer._at_work = trainer.version, self._learner
-        self._learner.begin()
+        if not self._goes_on:
+            self._learner.begin()
         try:
             yield
         finally:
@@ -432,9 +435,10 @@ class _Handler:
         self._trainer._note_work([row.size for row in rows], sum(row.learned for row in rows), tokens, learns=False)
         return scores
 
-    def _step(self) -> StepResult:
+    def _step(self, command: OptimizerStep) -> StepResult:
         start = time.perf_counter()
-        result = self._learner.step()  # which waits for what a GPU still computes of the micro-batches
+        own = () if command.adam is None else (command.adam,)  # back ends of users know no other
+        result = self._learner.step(*own)  # which waits for what a GPU still computes of the micro-batches
         spent, self._spent = self._spent + time.perf_counter() - start, 0.0
         weigh = getattr(self._trainer._back, "weigh_compiling", None)  # of back ends that can
         if weigh is not None and self._learner is self._trainer._learner:
@@ -444,7 +448,7 @@ class _Handler:
     async def step(self, command: OptimizerStep) -> None:
         trainer = self._trainer
         if not command.empty:
-            self.steps.append(await trainer.computed(self._step))
+            self.steps.append(await trainer.computed(self._step, command))
             trainer._optimizer_steps += 1
         if command.left_out:
             self._learner.pass_over(command.left_out)

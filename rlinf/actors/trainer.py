@@ -8,7 +8,7 @@ a flow calls the group and reads one answer; how they work together is `text_tra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.actors.async_replicas import AsyncReplicas
 from rlinf.actors.base import configured
 from rlinf.actors.text_trainer import TextTrainer
+from rlinf.algos.token_losses import TokenLoss
 from rlinf.config.learning import LearningSettings, TrainerSettings
 from rlinf.data.packing import Packed, Row
-from rlinf.data.sample import Example, Group, Learned
+from rlinf.data.sample import Datum, Example, Group, Learned
 from rlinf.data.tokenizer import TokenizerSource
+from rlinf.data.weights import Weights
 from rlinf.models.language.build import ModelSource, ModelSpec
 from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.lora import POLICY
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.backend import Optimization
 from rlinf.training.batch_metrics import describe, rescue, show_samples, taken_steps
+from rlinf.training.fsdp import FsdpBackEnd
+from rlinf.training.optimizer import Adam
 from rlinf.training.policy import (
     ADAPTERS_OFF,
     REFERENCE,
@@ -38,17 +43,22 @@ from rlinf.training.policy import (
     algorithm_of,
     learn_answers,
     learn_policy,
+    learn_tokens,
     own_columns,
     teaches,
 )
 from rlinf.training.schedule import (
     BatchPlan,
     BatchSchedule,
+    Command,
     Forward,
     ForwardBackward,
+    OptimizerStep,
     example_rows,
     supervised_commands,
+    token_rounds,
 )
+from rlinf.training.weight_sync import publish
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 Batches = Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]]
@@ -105,6 +115,10 @@ class Trainer(TextTrainer):
             from rlinf.engines.transformers.model import join_parts
 
             await self.compute(join_parts, self._back.model)  # type: ignore[attr-defined]  # fsdp's
+        self._models: dict[str, Optimization] = {POLICY: self._learner}
+        """Optimizers by the adapters that they train."""
+        self._gathered: set[str] = set()
+        """Models of which gradients wait for `optim_step`."""
         self._batch: BatchSchedule | None = None
         self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
 
@@ -155,6 +169,7 @@ class Trainer(TextTrainer):
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
         met = self.version
+        self._refuse_gathered("train")
         own = own_columns(self._spec, minibatches=self._settings.minibatches, own=self._adapters)
         settings, seed = self._settings, (self._seed, self.version)
         batch = BatchSchedule(
@@ -198,6 +213,7 @@ class Trainer(TextTrainer):
             ValueError: there was no batch, or one with nothing to learn.
             FloatingPointError: the loss or its gradient is not finite.
         """
+        self._refuse_gathered("sft")
         learner = self._back.optimization(LearningSettings(lr=lr, betas=(0.9, 0.999)))
         commands = supervised_commands(example_rows(batches), self._packing)
         steps = await self._work(commands, learner)
@@ -207,6 +223,157 @@ class Trainer(TextTrainer):
             raise ValueError("sft: not one batch came")
         losses = [numbers["loss"] for _, numbers in steps]
         return {"sft/loss_first": losses[0], "sft/loss": losses[-1], "sft/steps": float(len(losses))}
+
+    # Steps that a program puts together itself ---------------------------------------------------------------------
+
+    @endpoint(device=True, joint=True, late=True)
+    async def forward_backward(self, data: Sequence[Datum], loss: TokenLoss, model: str = POLICY) -> list[np.ndarray]:
+        """Add the gradient of a sum over tokens to what the next `optim_step` takes; the log-probs of each datum's
+        targets, float32 [tokens].
+
+        Args:
+            data: checked, see `Datum.check`.
+            loss: of each token.
+            model: which of the adapters learn, of those that `open_model` made.
+
+        Raises:
+            ValueError: there is no such model, or this trainer does not compute so.
+        """
+        try:
+            logprobs = await self._token_pass(data, loss, model)
+        except BaseException:
+            if (learner := self._models.get(model)) is not None:  # what half a call left is no gradient of anything
+                learner.begin()
+                self._gathered.discard(model)
+            raise
+        self._gathered.add(model)
+        return logprobs
+
+    @endpoint(device=True, joint=True, late=True)
+    async def forward(self, data: Sequence[Datum], model: str = POLICY) -> list[np.ndarray]:
+        """The log-probs of each datum's targets, float32 [tokens]; arguments as of `forward_backward`."""
+        return await self._token_pass(data, None, model)
+
+    async def _token_pass(self, data: Sequence[Datum], loss: TokenLoss | None, model: str) -> list[np.ndarray]:
+        learner = self._model(model)
+        rows = [Row.of_datum(datum, () if loss is None else loss.inputs) for datum in data]
+        scores: dict[Row, np.ndarray] = {}
+        await self._work(token_rounds(rows, self._packing, loss, scores), learner, goes_on=True)
+        return [scores[row][0] for row in rows] if self.rank == 0 else []
+
+    @endpoint(device=True, joint=True, late=True)
+    async def optim_step(self, adam: Adam, model: str = POLICY) -> dict[str, float]:
+        """Take a step with what gathered since the last; nothing is divided.
+
+        Args:
+            adam: hyperparameters of this step.
+            model: as of `forward_backward`.
+
+        Returns:
+            `loss` (the sum), `grad_norm` (before clipping) and `lr`; the weights' version has gone up by one.
+
+        Raises:
+            ValueError: nothing gathered.
+            FloatingPointError: the loss or its gradient is not finite; the step was not taken.
+        """
+        learner = self._model(model)
+        if model not in self._gathered:
+            raise ValueError("optim_step: no gradient has gathered since the last step; call forward_backward first")
+        self._gathered.discard(model)
+
+        async def command() -> AsyncGenerator[tuple[Command, ...], None]:
+            yield (OptimizerStep(new_version=model == POLICY, adam=adam),) * self._packing.ranks
+
+        steps = await self._work(command(), learner, goes_on=True)
+        return steps[0][1] if self.rank == 0 else {}
+
+    @endpoint(device=True, joint=True)
+    async def forget_gradients(self, model: str = POLICY) -> None:
+        """Drop what gathered since the last step."""
+        await self.compute_spmd(self._model(model).begin)
+        self._gathered.discard(model)
+
+    def _model(self, name: str) -> Optimization:
+        """The optimizer of adapters."""
+        if name not in self._models:
+            raise ValueError(f"there is no model {name!r}; those that are open are {', '.join(self._models)}")
+        if self._settings.backend != "fsdp" or isinstance(self._runner, AsyncReplicas):
+            raise ValueError(
+                f"trainer.backend={self._settings.backend}, trainer.order={self._settings.order}: gradients of single "
+                "calls need backend=fsdp, and ranks in step (order=prompt or any)"
+            )
+        return self._models[name]
+
+    def _refuse_gathered(self, call: str) -> None:
+        if POLICY in self._gathered:
+            raise ValueError(f"{call}: gradients of forward_backward wait for optim_step; call that first")
+
+    @endpoint(device=True, joint=True)
+    async def open_model(self, name: str, lora: Mapping[str, Any], seed: int = 0) -> None:
+        """Give the base model further adapters, which learn by an optimizer of their own.
+
+        Args:
+            name: of the model that they make of it: letters and digits, new.
+            lora: see `add_adapters`.
+            seed: of their values.
+
+        Raises:
+            ValueError: the name is in use, or there can be no such adapters.
+        """
+        if name in self._models or not name.isalnum():
+            raise ValueError(f"open_model: {name!r} must be letters and digits, and new")
+        settings = LearningSettings(kind=self._settings.kind)
+        self._models[name] = await self.compute_spmd(self._fsdp().open, name, lora, seed, settings)
+
+    @endpoint(device=True, joint=True)
+    async def close_model(self, name: str) -> None:
+        """Forget a model that `open_model` made, its optimizer and its gradients."""
+        self._model(name)
+        await self.compute_spmd(self._fsdp().close, name)
+        del self._models[name]
+        self._gathered.discard(name)
+
+    @endpoint(device=True, joint=True)
+    async def save_model(self, name: str, path: str, optimizer: bool = True) -> None:
+        """Write a model's adapters, in peft's format, and what their optimizer keeps; on the disk when it returns."""
+        await self.compute_spmd(partial(self._fsdp().save, optimizer=optimizer), self._model(name), Path(path))
+
+    @endpoint(device=True, joint=True)
+    async def load_model(self, name: str, path: str, optimizer: bool = True) -> None:
+        """Take over what `save_model` wrote, in place of what the model has and of its gradients.
+
+        Raises:
+            ValueError: it is of other layers or another rank, or was saved without its optimizer.
+        """
+        await self.compute_spmd(partial(self._fsdp().load, optimizer=optimizer), self._model(name), Path(path))
+        self._gathered.discard(name)
+
+    @endpoint(device=True, joint=True)
+    async def model_weights(self, name: str | None, version: int) -> Weights | None:
+        """The base model's weights with a model's adapters merged in, or, for None, without any; as a copy.
+
+        Args:
+            name: of the model.
+            version: that they are published as.
+        """
+        dtype, merged = (
+            None if self._publishes == torch.float32 else self._publishes,
+            partial(self._fsdp().merged, name),
+        )
+
+        async def published(_: None) -> Weights | None:
+            return await publish(self, merged, version, dtype=dtype)
+
+        return await self.run_spmd(published)
+
+    def _fsdp(self) -> FsdpBackEnd:
+        if not isinstance(self._back, FsdpBackEnd):
+            raise ValueError(f"trainer.backend={self._settings.backend}: several models on one base need backend=fsdp")
+        return self._back
+
+    def _held(self) -> Iterator[Tensor]:
+        yield from super()._held()
+        yield from self._back.held(*self._models.values())
 
     def _learn(self, learner: Optimization, command: ForwardBackward, *, again: bool = False) -> None:
         batch = command.packed()
@@ -229,11 +396,14 @@ class Trainer(TextTrainer):
 
     def _score(self, command: Forward) -> Tensor:
         batch = command.packed()
+        if command.loss is not None:
+            return learn_tokens(self._at_work, batch, command.loss)[None]
         return torch.stack([self._logprobs(batch, name) for name in command.columns])
 
     def _logprobs(self, batch: Packed, column: str) -> Tensor:
-        """Log-probs under our weights as they are or, for another policy, with its adapters in place of ours."""
-        return self._back.outputs(batch, adapter=self._adapters.get(column, POLICY))[0]
+        """Log-probs under the weights at work or, for another policy, with its adapters in place of theirs."""
+        own = getattr(self._at_work, "adapter", POLICY)
+        return self._back.outputs(batch, adapter=self._adapters.get(column, own))[0]
 
     async def _kept(self, error: FloatingPointError, batch: BatchSchedule, met: int) -> FloatingPointError:
         """The error, with where the batch was kept."""

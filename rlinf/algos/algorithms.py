@@ -245,6 +245,20 @@ class Aipo:
         return _surrogate(losses.aipo, self, batch, aggregation, weights)
 
 
+@dataclass(frozen=True, slots=True)
+class Dro:
+    """The weighted likelihood with a square penalty, for tokens of any policy: `losses.dro`."""
+
+    beta: float = 0.05
+    """Coefficient of the penalty."""
+
+    def __post_init__(self) -> None:
+        within("loss.dro", "beta", self.beta, 0.0)
+
+    def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
+        return _surrogate(losses.dro, self, batch, aggregation, weights)
+
+
 def _surrogate(
     loss: Callable[..., LossSum], part: Any, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None
 ) -> LossSum:
@@ -409,7 +423,7 @@ ADVANTAGES = {
 }
 """Parts that can stand at `advantage`, by name."""
 
-LOSSES = {"clipped": Clipped, "decoupled": Decoupled, "cispo": Cispo, "sapo": Sapo, "aipo": Aipo}
+LOSSES = {"clipped": Clipped, "decoupled": Decoupled, "cispo": Cispo, "sapo": Sapo, "aipo": Aipo, "dro": Dro}
 """Parts that can stand at `loss`, by name."""
 
 

@@ -5,7 +5,7 @@ of it: then every ratio there is 1, every loss 0, and no NaN or infinity can rea
 `LossSum`: an un-normalised sum, its weight, and metrics. Everything is float32 (float64 stays).
 
     policy, decoupled           clipped surrogates: PPO, GRPO, DAPO, GSPO and decoupled PPO
-    cispo, aipo, sapo           surrogates with weights, or with a gate, in place of the clip
+    cispo, aipo, sapo, dro      surrogates with weights, with a gate, or with a square penalty, in place of the clip
     supervised, kl, entropy_bonus, value        likelihood of given answers, terms beside a surrogate, the critic
     weights, drifted, rejected, interpolate     corrections for tokens of an older policy or of the inference engine
     mismatch, by_age            metrics of how far those are from the policy
@@ -326,6 +326,42 @@ def sapo(
     loss = -(4.0 / tau) * gate * A
     fall = (4.0 * gate * (1.0 - gate)).detach()
     return tokens.sum(loss, {"gate": fall, **_ratio_metrics(r, log_r)})
+
+
+def dro(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    beta: float = 0.05,
+    **options: Unpack[Options],
+) -> LossSum:
+    """The likelihood weighted by advantages, with a square penalty instead of a clip.
+
+        L_t = -A logp_t + (beta / 2) (logp_t - old_t)^2
+
+    DRO (arXiv:2405.19107, section 3.2) in its token form, as Kimi k1.5 has it (arXiv:2501.12599, eq. 3). It may learn
+    from tokens of any policy; there is no ratio.
+
+    Args:
+        logprobs, old_logprobs, advantages, mask: see `policy`.
+        beta: coefficient of the penalty, at least 0.
+        options: see `Options`.
+
+    Returns:
+        Sums; metrics `approx_kl`, `ratio/mean`, `ratio/max`, `entropy`.
+
+    Raises:
+        ValueError: shapes do not fit, or the coefficient is negative.
+    """
+    within("dro", "beta", beta, 0.0)
+    tokens = Tokens.of("dro", logprobs, mask, options, old_logprobs=old_logprobs)
+    new, old, A = tokens.read(logprobs), tokens.constant(old_logprobs), tokens.advantages(advantages)
+    log_r = new.clamp(min=_LEAST) - old.clamp(min=_LEAST)
+    loss = -A * new.clamp(min=_LEAST) + 0.5 * beta * log_r.square()
+    log_r = log_r.detach().clamp(-LOG_RATIO, LOG_RATIO)
+    return tokens.sum(loss, _ratio_metrics(log_r.exp(), log_r))
 
 
 def supervised(logprobs: Tensor, mask: Tensor, **options: Unpack[Aggregating]) -> LossSum:

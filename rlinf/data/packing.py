@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlinf.data.routes import side_by_side
-from rlinf.data.sample import ImageRef, PrefixKey, Sample, join_columns, prefix_key, split, split_columns
+from rlinf.data.sample import Datum, ImageRef, PrefixKey, Sample, join_columns, prefix_key, split, split_columns
 
 T = TypeVar("T")
 
@@ -47,6 +47,8 @@ class Row:
     """How many rows it counts as."""
     routes: np.ndarray | None = None
     """Experts to which its tokens went, see `Sample.routes`."""
+    targets: np.ndarray | None = None
+    """The tokens that are learned where they are not the response's own, int64 [learned]."""
 
     @staticmethod
     def of(sample: Sample, advantage: float | np.ndarray = 0.0, columns: Mapping[str, np.ndarray] | None = None) -> Row:
@@ -70,6 +72,18 @@ class Row:
             sample.weight,
             sample.routes,
         )
+
+    @staticmethod
+    def of_datum(datum: Datum, names: Sequence[str] = ()) -> Row:
+        """The row of tokens with numbers beside them, all of which are learned.
+
+        Args:
+            datum: checked.
+            names: of its inputs that become columns.
+        """
+        response = np.concatenate([datum.tokens[1:], datum.targets[-1:]])
+        columns = {name: datum.inputs[name] for name in names}
+        return Row(datum.tokens[:1], response, columns=columns, targets=datum.targets)
 
     @staticmethod
     def made_up(prompt: int, response: int, number: int = 0) -> Row:
@@ -242,7 +256,10 @@ def pack(rows: Sequence[Row]) -> Packed:
     responses = [row.response_ids[:more] for row, more in zip(rows, behind, strict=True)]
     parts = [part for row, response in zip(rows, responses, strict=True) for part in (row.prompt_ids, response)]
     ids = np.concatenate(parts).astype(np.int64)
-    targets = [row.response_ids[places] for row, places in zip(rows, learned, strict=True)]
+    targets = [
+        row.response_ids[places] if row.targets is None else row.targets
+        for row, places in zip(rows, learned, strict=True)
+    ]
     reads, stands, readers = _shared(rows, prompts, behind, starts)
     routed = [row.routes for row in rows]
     routes = None if not any(part is not None for part in routed) else side_by_side(routed, lengths.tolist())

@@ -95,6 +95,69 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Datum:
+    """Tokens that a model reads and, for each of them, the token to be predicted next and numbers for a loss of it."""
+
+    __plain__: ClassVar[bool] = True
+
+    tokens: np.ndarray
+    """Tokens that are read, int64 [tokens], at least one."""
+    targets: np.ndarray
+    """The token that each of them shall predict, int64 [tokens]: in a text, the next one."""
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Further numbers of each target by name, such as weights, logprobs and advantages, float32 [tokens] each."""
+
+    @staticmethod
+    def of(sample: Sample, advantage: float | np.ndarray = 0.0, weight: float = 1.0) -> Datum:
+        """A sample with its log-probs: what is not learned of it, its prompt among others, has weight and advantage 0.
+
+        Args:
+            sample: its log-probs must be those of temperature 1, as a loss of a datum means them.
+            advantage: of the sample, or of each learned token, [learned].
+            weight: of each learned token.
+        """
+        ids = np.concatenate([sample.prompt.token_ids, sample.response_ids]).astype(np.int64)
+        places = np.arange(len(sample.response_ids)) if sample.loss_mask is None else np.flatnonzero(sample.loss_mask)
+        places = places + len(sample.prompt.token_ids) - 1
+        inputs = {name: np.zeros(len(ids) - 1, np.float32) for name in ("weights", "logprobs", "advantages")}
+        for array, value in zip(inputs.values(), (weight, sample.learned(sample.logprobs), advantage), strict=True):
+            array[places] = value
+        return Datum(ids[:-1], ids[1:], inputs)
+
+    def check(self, names: Sequence[str], vocabulary: int | None = None, longest: int | None = None) -> None:
+        """See that a loss can be computed.
+
+        Args:
+            names: of the inputs that the loss needs.
+            vocabulary: token ids are below it.
+            longest: tokens that the model has positions for.
+
+        Raises:
+            ValueError: it cannot; the text names the input.
+        """
+        count = len(self.tokens)
+        if not count or (longest is not None and count > longest):
+            limit = "" if longest is None else f", and the model takes 1 to {longest}"
+            raise ValueError(f"model_input has {count} tokens{limit}")
+        for name, ids in (("model_input", self.tokens), ("target_tokens", self.targets)):
+            if ids.shape != (count,):
+                raise ValueError(f"{name} has the shape {list(ids.shape)} and must have that of model_input, [{count}]")
+            if ids.min() < 0 or (vocabulary is not None and ids.max() >= vocabulary):
+                worst = int(ids.min() if ids.min() < 0 else ids.max())
+                raise ValueError(
+                    f"{name} has the token {worst}, and those of the model are 0 to {(vocabulary or 0) - 1}"
+                )
+        for name in names:
+            if name not in self.inputs:
+                raise ValueError(f"{name} is missing, which the loss needs; it has {', '.join(self.inputs) or 'none'}")
+            if self.inputs[name].shape != (count,):
+                shape = list(self.inputs[name].shape)
+                raise ValueError(f"{name} has the shape {shape} and must have that of model_input, [{count}]")
+            if not np.isfinite(self.inputs[name]).all():
+                raise ValueError(f"{name} has a value that is not finite")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Example:
     """A prompt with a worked answer, for supervised training."""
 

@@ -11,9 +11,11 @@ takes it as `session`; `rlinf.Session` is one that opens a run and closes it.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
@@ -26,9 +28,11 @@ from collections.abc import (
     Sized,
 )
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlinf.agents.agent import Agent, AgentLLM, Attempt, LastingAgent, is_agent, samples_of, worked_on
@@ -40,10 +44,12 @@ from rlinf.agents.episodes import Episodes, LoopWatch, OpenTask, Play
 from rlinf.agents.llm import Reply, RolloutModel, Setting
 from rlinf.agents.outcome import Episode, Gathered, Tally, here
 from rlinf.agents.tools.formats import call_format
+from rlinf.algos.token_losses import TokenLoss
 from rlinf.config.text import EndpointConfig
 from rlinf.data.in_flight import Completed
 from rlinf.data.ledger import FAILED
-from rlinf.data.sample import Evaluation, Group, Prompt, Sample
+from rlinf.data.rng import mix
+from rlinf.data.sample import Datum, Evaluation, Group, Prompt, Sample
 from rlinf.data.step import Step
 from rlinf.flows.evaluate import evaluate, measure
 from rlinf.flows.grpo import grpo
@@ -52,6 +58,7 @@ from rlinf.flows.text import publish_weights, with_one_teacher
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.progress import work
 from rlinf.runtime.streams.stream import Stream, each
+from rlinf.training.optimizer import Adam
 
 TASKS, ANSWERS, TRIALS = 1, 2, 3
 """Kinds of what is drawn: episodes to learn from, answers outside of them, episodes of evaluations. Part of their
@@ -167,6 +174,12 @@ class RunSession:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's, with its chat template: `session.tokenizer.apply_chat_template(…)`."""
         return self._open("tokenizer").tokenizer
+
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """Token ids are below the first; a text may have as many tokens as the second. None: nobody knows."""
+        running = self._open("limits")
+        return running.vocabulary, running.longest
 
     @property
     def rollout(self) -> Any:
@@ -656,6 +669,91 @@ class RunSession:
         """Take the step of a call of `train`; the program's own metrics are `extra`."""
         return {**await self._learn(groups, publish), **extra}
 
+    async def forward_backward(
+        self, data: Sequence[Datum | Sample], loss: str = "cross_entropy", **settings: float
+    ) -> TokenLosses:
+        """Add the gradient of a sum over tokens to what the next `optim_step` takes.
+
+        Args:
+            data: tokens with what the loss needs of them; samples, too, for cross_entropy: what was learned of them.
+            loss: cross_entropy, importance_sampling, ppo, cispo or dro, see `algos.token_losses`.
+            settings: of the loss, such as clip_high_threshold=1.28 or beta=0.1.
+
+        Returns:
+            Log-probs and losses, under the weights as they are.
+
+        Raises:
+            TypeError, ValueError: no data, or what is wrong with them; nothing was added.
+        """
+        return await self._token_losses("forward_backward", data, loss, settings)
+
+    async def forward(
+        self, data: Sequence[Datum | Sample], loss: str = "cross_entropy", **settings: float
+    ) -> TokenLosses:
+        """Log-probs and losses without a gradient; as `forward_backward` otherwise."""
+        return await self._token_losses("forward", data, loss, settings)
+
+    async def _token_losses(self, call: str, data: Any, loss: str, settings: Mapping[str, float]) -> TokenLosses:
+        running, trainer = self._open(call), self.trainer
+        if isinstance(data, Datum | Sample | Group | str | Mapping) or not isinstance(data, Iterable):
+            raise WrongType(f"session.{call}: {shown(type(data).__name__)} is no list of Datum; give a list")
+        with plainly():
+            try:
+                token_loss = TokenLoss.of(loss, settings)
+                checked = checked_data(data, token_loss, running.vocabulary, running.longest)
+            except ValueError as error:
+                raise WrongValue(f"session.{call}: {error}") from None
+        logprobs = await (
+            trainer.forward_backward(checked, token_loss) if call == "forward_backward" else trainer.forward(checked)
+        )
+        return TokenLosses.of(checked, token_loss, logprobs)
+
+    def optim_step(self, learning_rate: float = 1e-4, **adam: float) -> Awaited[Mapping[str, float]]:
+        """Take a step of AdamW with what `forward_backward` gathered, of which nothing is divided; await it. The
+        rollout has the new weights after `publish`.
+
+        Args:
+            learning_rate: of this step.
+            adam: beta1 (0.9), beta2 (0.95), eps (1e-12), weight_decay (0) and grad_clip_norm (0: no bound).
+
+        Returns:
+            The step's metrics: `loss` (the sum), `grad_norm`, `lr`.
+
+        Raises:
+            TypeError, ValueError, UserError: a setting that cannot be, or no gradient gathered.
+            RunFailure: the loss or the gradient is no number.
+        """
+        self._open("optim_step")
+        if unknown := sorted(adam.keys() - {each.name for each in fields(Adam)}):
+            there = ", ".join(each.name for each in fields(Adam))
+            raise WrongType(f"session.optim_step: there is no setting {', '.join(unknown)}; there are {there}")
+        try:
+            step = Adam(learning_rate, **adam)
+        except ValueError as error:
+            raise WrongValue(f"session.{error}") from None
+        return Awaited(self._optim_step(step), "session.optim_step(…)")
+
+    async def _optim_step(self, adam: Adam) -> Mapping[str, float]:
+        """Take the step of a call of `optim_step`."""
+        metrics: Mapping[str, float] = await self.trainer.optim_step(adam)
+        return metrics
+
+    async def sample(self, prompt: Any, n: int = 1, *, seed: int | None = None, **sampling: Any) -> list[Reply]:
+        """Several answers to one prompt, by the weights that were published last.
+
+        Args:
+            prompt: as in `complete`.
+            n: how many.
+            seed: the same seed gives the same answers.
+            sampling: temperature, max_new_tokens and the like; default: the run's.
+
+        Raises:
+            TypeError, ValueError, UserError: something that cannot be answered.
+        """
+        count = at_least_one(n, "n", "session.sample")
+        seeds = [None if seed is None else mix(seed, index) for index in range(count)]
+        return list(await asyncio.gather(*(self.complete(prompt, seed=each, **sampling) for each in seeds)))
+
     async def publish(self) -> None:
         """Let the rollout have the trainer's weights, where `train(…, publish=False)` did not."""
         running = self._open("publish")
@@ -718,6 +816,60 @@ class RunSession:
 
     def _trial(self, task: Any, number: int) -> Prompt:
         return prompt_of(task, number, self._chat, self._setting.vocabulary, "session.evaluate")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLosses:
+    """Results of a forward pass over data."""
+
+    logprobs: list[np.ndarray]
+    """Of each datum's targets, nats, float32 [tokens]."""
+    sums: list[float]
+    """Of each datum, its tokens' losses added up."""
+
+    @property
+    def loss(self) -> float:
+        """All losses added up: the sum whose gradient is taken."""
+        return math.fsum(self.sums)
+
+    @staticmethod
+    def of(data: Sequence[Datum], loss: TokenLoss, logprobs: Sequence[np.ndarray]) -> TokenLosses:
+        """The losses of log-probs, which do not depend on how the data were cut into micro-batches."""
+        sums = []
+        for datum, numbers in zip(data, logprobs, strict=True):
+            inputs = {name: torch.from_numpy(datum.inputs[name]) for name in loss.inputs}
+            sums.append(float(loss(torch.from_numpy(numbers).double(), inputs).total))
+        return TokenLosses(list(logprobs), sums)
+
+
+def checked_data(data: Iterable[Any], loss: TokenLoss, vocabulary: int | None, longest: int | None) -> list[Datum]:
+    """Data of which a loss can be computed.
+
+    Args:
+        data: data or, for cross_entropy, samples.
+        loss: to be computed.
+        vocabulary, longest: see `Datum.check`.
+
+    Raises:
+        WrongType, ValueError: there are none, or something is wrong with one; the text says which.
+    """
+    checked = []
+    for number, each_datum in enumerate(data):
+        if isinstance(each_datum, Sample) and loss.name == "cross_entropy":
+            each_datum = Datum.of(each_datum)
+        if not isinstance(each_datum, Datum):
+            raise WrongType(
+                f"datum {number} is a {type(each_datum).__name__}: give a Datum; one of a sample, with its advantage, "
+                "makes Datum.of(sample, advantage)"
+            )
+        try:
+            each_datum.check(loss.inputs, vocabulary, longest)
+        except ValueError as error:
+            raise ValueError(f"datum {number}: {error}") from None
+        checked.append(each_datum)
+    if not checked:
+        raise ValueError("there is no datum; give at least one")
+    return checked
 
 
 def _check(group: Any) -> None:

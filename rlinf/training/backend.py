@@ -29,6 +29,7 @@ from rlinf.models.language.build import ModelSpec
 from rlinf.models.language.lora import POLICY
 from rlinf.models.language.moe import Routed
 from rlinf.training.checkpoint import HostCopy, Restored, Source, StateCopy
+from rlinf.training.optimizer import Adam
 
 Outputs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]
 """For each learned token, float32: log-prob and entropy [learned]; or, of a value model, the value before it [learned]
@@ -83,8 +84,11 @@ class Optimization(Protocol):
             entropy_slope: it differentiates entropies too.
         """
 
-    def step(self) -> tuple[LossSum, dict[str, float]]:
+    def step(self, adam: Adam | None = None) -> tuple[LossSum, dict[str, float]]:
         """Divide by the weight of everything that came to all ranks, clip, and take one optimizer step.
+
+        Args:
+            adam: hyperparameters of this step, before which nothing is divided; None: its own, at its learning rate.
 
         Returns:
             What gathered on all ranks, and `loss`, `grad_norm` (before clipping) and `lr` of this step.

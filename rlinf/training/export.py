@@ -29,6 +29,7 @@ from rlinf.data.safetensors_io import LateCopy, explained, make_room, sync_direc
 from rlinf.models.language.lora import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    POLICY,
     adapter_config,
     merged_named_parameters,
     plain_name,
@@ -202,14 +203,15 @@ class AdapterCopy:
         sync_directory(directory)
 
 
-def copy_adapter(model: PreTrainedModel, base: str | None, *, lead: bool) -> AdapterCopy | None:
-    """Copy the adapters that learn to host memory. Blocking; every rank calls it, and the lead gets the copy.
+def copy_adapter(model: PreTrainedModel, base: str | None, *, lead: bool, name: str = POLICY) -> AdapterCopy | None:
+    """Copy adapters to host memory. Blocking; every rank calls it, and the lead gets the copy.
 
     Args:
         model: with adapters, whole or sharded.
         base: where the model under them was loaded from; None for a new one.
         lead: this rank will write.
+        name: of the adapters; those that learn unless it is said.
     """
     reshard(model)
-    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in gathered(saved_names(model)) if lead}
-    return AdapterCopy(adapter_config(model, base), tensors) if lead else None
+    tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in gathered(saved_names(model, name)) if lead}
+    return AdapterCopy(adapter_config(model, base, name), tensors) if lead else None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,8 +22,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlinf.algos.loss_sum import LossSum
 from rlinf.config.learning import LearningSettings, ParallelConfig
 from rlinf.data.packing import Packed
-from rlinf.data.safetensors_io import settle
+from rlinf.data.rng import mix
+from rlinf.data.safetensors_io import make_room, settle, write_tensors
 from rlinf.data.weights import Export
+from rlinf.models.language import lora as adapters
 from rlinf.models.language.build import ModelSpec, build_module, own_dtype, place
 from rlinf.models.language.fsdp import ALONE, Layout, Sharding, arranged, dtype_of, stages_refused
 from rlinf.models.language.lora import POLICY, using
@@ -31,10 +34,13 @@ from rlinf.models.language.policy_model import HEAD, PolicyModel
 from rlinf.models.language.tensor_parallel import Division
 from rlinf.models.language.truth import Way
 from rlinf.training.backend import HostCopy, Loss, Optimization, Outputs, Ranks
-from rlinf.training.checkpoint import STATE, Restored, Source, StateCopy, copy_state, held, load_state
+from rlinf.training.checkpoint import STATE, Restored, Source, StateCopy, copy_state, held, kept_by, load_state
 from rlinf.training.export import ADAPTER, MODEL, copy_adapter, copy_model
 from rlinf.training.optimizer import ScheduledOptimizer, optimizer_step, sum_over_copies
 from rlinf.training.weight_sync import exported, reshard
+
+OPTIMIZER = "optimizer.safetensors"
+"""File beside saved adapters: what their optimizer keeps."""
 
 
 class Learner(ScheduledOptimizer):
@@ -44,14 +50,19 @@ class Learner(ScheduledOptimizer):
         module: trained in place; its frozen parameters stay as they are.
         settings: of the optimizer and its schedule.
         layout: how the module lies on the ranks that train it.
+        adapter: name of the adapters that it computes with and trains; None: what the module computes with.
 
     Raises:
         ValueError: an unknown schedule, or one that falls without knowing when it ends.
     """
 
-    def __init__(self, module: PolicyModel, settings: LearningSettings, layout: Layout = ALONE):
-        super().__init__(module, settings)
-        self._policy, self._layout = module, layout
+    def __init__(
+        self, module: PolicyModel, settings: LearningSettings, layout: Layout = ALONE, adapter: str | None = None
+    ):
+        own = None if adapter is None else [parameter for _, parameter in adapters.saved_names(module, adapter)]
+        super().__init__(module, settings, own)
+        self._policy, self._layout, self.adapter = module, layout, adapter or POLICY
+        self._leads = layout.ranks is None or layout.ranks.get_local_rank() == 0
 
     @property
     def remaining(self) -> int | None:
@@ -68,7 +79,8 @@ class Learner(ScheduledOptimizer):
             entropy_slope: it differentiates entropies too.
         """
         device = next(self.module.parameters()).device
-        with self._policy.computing():
+        own = nullcontext() if self.adapter == POLICY else using(self.module, self.adapter)
+        with own, self._policy.computing():
             for batch in (batch.to(device) for batch in batches):
                 total = loss(batch, self.module(batch, entropy_slope=True) if entropy_slope else self.module(batch))
                 total.total.backward()  # type: ignore[no-untyped-call]
@@ -85,7 +97,7 @@ class Learner(ScheduledOptimizer):
             self.optimizer,
             ranks=layout.ranks,
             leads=lambda _: layout.first_copy,
-            grad_clip=self._settings.grad_clip,
+            grad_clip=self._grad_clip,
             named=self.module.named_parameters(),
         )
 
@@ -151,7 +163,73 @@ class FsdpBackEnd:
         return outputs
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
-        return exported(self.model, dtype, self.layout.slices) if self.layout.first_copy else iter(())
+        return self.merged(POLICY, dtype)
+
+    def merged(self, adapter: str | None, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
+        """`export` with adapters of a name added in, or, for None, with none."""
+        return exported(self.model, dtype, self.layout.slices, adapter) if self.layout.first_copy else iter(())
+
+    # Further adapters ---------------------------------------------------------------------------------------------
+
+    def open(self, name: str, lora: Mapping[str, Any], seed: int, settings: LearningSettings) -> Learner:
+        """Give the model further adapters, with an optimizer of their own.
+
+        Args:
+            name: of the adapters.
+            lora, seed: see `open_adapters`.
+            settings: of the optimizer.
+
+        Raises:
+            ValueError: adapters that there cannot be, or a model that has none or is not whole on one rank.
+        """
+        if not self._adapted or self._ranks > 1 or self.layout.slices is not None:
+            raise ValueError(
+                "further adapters need model.lora.r above 0, and a trainer of one rank with trainer.dtype=float32"
+            )
+        adapters.open_adapters(self.model, lora, name, mix(seed, 1))  # as the model itself has them
+        return Learner(self.module, settings, self.layout, name)
+
+    def close(self, name: str) -> None:
+        """Take adapters of that name out of the model."""
+        adapters.close_adapters(self.model, name)
+
+    def save(self, learner: Learner, directory: Path, *, optimizer: bool) -> None:
+        """Write adapters in peft's format and, beside them, what their optimizer keeps; on the disk when it returns."""
+        copy = copy_adapter(self.model, self._base, lead=True, name=learner.adapter)
+        assert copy is not None  # it leads
+        if optimizer:
+            state = {
+                f"{name}.{key}": value.detach().reshape(value.shape or (1,)).cpu()
+                for name, parameter in adapters.saved_names(self.model, learner.adapter)
+                for key, value in kept_by(learner.optimizer, parameter).items()
+            }
+            make_room(directory, sum(value.nbytes for value in state.values()))
+            write_tensors(directory / OPTIMIZER, state, {"format": "pt"})
+        copy.write(directory)
+
+    @torch.no_grad()
+    def load(self, learner: Learner, directory: Path, *, optimizer: bool) -> None:
+        """Take over adapters that `save` wrote; with what their optimizer kept, or with a new one.
+
+        Raises:
+            ValueError: they are of another rank or other layers, or nothing of an optimizer was saved.
+        """
+        if optimizer and not (directory / OPTIMIZER).is_file():
+            raise ValueError(f"{directory.name} was saved without its optimizer")
+        adapters.check_shapes(self.model, learner.adapter, directory)
+        for parameter, value in adapters.saved_values(self.model, learner.adapter, str(directory)):
+            parameter.copy_(value)
+        learner.begin()
+        learner.optimizer.state.clear()
+        if not optimizer:
+            return
+        names = dict(adapters.saved_names(self.model, learner.adapter))
+        with safe_open(directory / OPTIMIZER, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118  # no mapping
+                name, _, part = key.rpartition(".")
+                parameter, value = names[name], file.get_tensor(key)
+                whole = value.reshape(()) if value.shape != parameter.shape else value
+                learner.optimizer.state[parameter][part] = whole.to(parameter.device)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in self._layers()}

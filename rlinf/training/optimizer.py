@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import Any, Literal
@@ -23,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from rlinf.algos.loss_sum import EffectiveSize, Explained, LossSum, Max, Mean, Metric, MetricGroup
+from rlinf.algos.loss_sum import EffectiveSize, Explained, LossSum, Max, Mean, Metric, MetricGroup, within
 from rlinf.config.learning import LearningSettings
 from rlinf.runtime.base.tensors import give_back_freed, shard_of
 
@@ -343,6 +345,33 @@ def forget_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """Hyperparameters of a single step of AdamW on a plain sum of losses, with the names that clients know."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """A gradient with a larger norm is scaled down to it; 0 for no bound."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"optim_step: {name}={value!r} must be a number")
+            within("optim_step", name, value, 0.0, 1.0 if name.startswith("beta") else math.inf)
+            if value == 1 and name.startswith("beta"):
+                raise ValueError(f"optim_step: {name}={value} must be less than 1")
+
+    def in_group(self, group: dict[str, Any]) -> None:
+        """Set them in a group of parameters."""
+        group["lr"] = torch.as_tensor(self.learning_rate) if isinstance(group["lr"], Tensor) else self.learning_rate
+        group |= {"betas": (self.beta1, self.beta2), "eps": self.eps, "weight_decay": self.weight_decay}
+
+
 class ScheduledOptimizer:
     """Trains a model with AdamW, a schedule of the learning rate, and a bound on the gradient's norm.
 
@@ -353,18 +382,21 @@ class ScheduledOptimizer:
     Args:
         module: trained in place; its frozen parameters stay as they are.
         settings: of the optimizer and its schedule.
+        parameters: that it trains; None: all that are not frozen.
 
     Raises:
         ValueError: an unknown schedule, or one that falls without knowing when it ends.
     """
 
-    def __init__(self, module: nn.Module, settings: LearningSettings):
+    def __init__(self, module: nn.Module, settings: LearningSettings, parameters: Sequence[nn.Parameter] | None = None):
         if settings.schedule not in SCHEDULES:
             raise ValueError(f"schedule={settings.schedule!r} is none of {list(SCHEDULES)}")
         if settings.schedule != "constant" and settings.total_steps is None:
             raise ValueError(f"schedule={settings.schedule!r} needs total_steps, the optimizer steps of the whole run")
-        self.module, self._settings = module, settings
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.module, self._settings, self._grad_clip = module, settings, settings.grad_clip
+        self._leads = True  # of all ranks that share a batch, one does
+        learns = (parameter for parameter in module.parameters() if parameter.requires_grad)
+        self._parameters = [*(learns if parameters is None else parameters)]
         rates = {"lr": settings.lr, "weight_decay": settings.weight_decay}
         self.optimizer = adamw(self._parameters, settings.kind, betas=settings.betas, **rates)
         self._hyperparameters = hyperparameters(self.optimizer)
@@ -401,8 +433,11 @@ class ScheduledOptimizer:
             self.schedule.last_epoch += count
             self._set_rates()
 
-    def step(self) -> tuple[LossSum, dict[str, float]]:
+    def step(self, adam: Adam | None = None) -> tuple[LossSum, dict[str, float]]:
         """Divide by the tokens that came to all ranks, clip, and take one optimizer step.
+
+        Args:
+            adam: hyperparameters of this step, before which nothing is divided; the schedule stays where it is.
 
         Returns:
             What gathered on all ranks, and `loss`, `grad_norm` (before clipping) and `lr` of this step; and what the
@@ -416,17 +451,32 @@ class ScheduledOptimizer:
             raise ValueError("there is nothing to learn from: no micro-batch came since the last step")
         first = not self.optimizer.state
         try:
-            gathered, norm = self._take_step(self._sum)
+            with nullcontext(self._sum) if adam is None else self._at(adam, self._sum) as mine:
+                gathered, norm = self._take_step(mine)
         finally:
             self.begin()
         if first:  # its running means lie behind gradients, whose place the next ones would not fill
             give_back_freed()
         if float(gathered.weight) == 0:
             raise ValueError("there is not one token to learn from: every response was empty")
-        lr = float(self.schedule.get_last_lr()[0])
-        self.schedule.step()
+        lr = float(self.schedule.get_last_lr()[0]) if adam is None else adam.learning_rate
+        if adam is None:
+            self.schedule.step()
         numbers = {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
         return gathered, {**numbers, **getattr(self.module, "numbers", {})}
+
+    @contextmanager
+    def _at(self, adam: Adam, mine: LossSum) -> Iterator[LossSum]:
+        """Have other hyperparameters than its own for a step; the sums, to be divided by 1, which one rank says."""
+        before, self._grad_clip = self._grad_clip, adam.grad_clip_norm or math.inf
+        for group in self.optimizer.param_groups:
+            adam.in_group(group)
+        try:
+            yield LossSum(mine.total, torch.full_like(mine.weight, float(self._leads)), mine.metrics)
+        finally:
+            self._grad_clip = before
+            set_hyperparameters(self.optimizer, self._hyperparameters)
+            self._set_rates()
 
     def _add(self, total: LossSum) -> None:
         """Count the loss of a micro-batch whose gradient was added."""

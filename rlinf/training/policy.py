@@ -32,6 +32,7 @@ from rlinf.algos.algorithms import (
 )
 from rlinf.algos.loss_sum import Advantages, Answers, LossSum, Metric, MicroBatch, counted
 from rlinf.algos.losses import reduce
+from rlinf.algos.token_losses import TokenLoss
 from rlinf.config.importing import resolve
 from rlinf.data.in_flight.admission import unequal
 from rlinf.data.packing import Packed, Row
@@ -540,3 +541,17 @@ def learn_answers(learner: Optimization, batch: Packed) -> None:
         return losses.supervised(outputs[0], batch.mask)
 
     learner.accumulate([batch], loss)
+
+
+def learn_tokens(learner: Optimization, batch: Packed, loss: TokenLoss) -> Tensor:
+    """Add the gradient of a sum over tokens, with the batch's columns as its inputs; the log-probs, [learned]."""
+    computed: list[Tensor] = []
+
+    def total(batch: Packed, outputs: Outputs) -> LossSum:
+        logprobs = outputs[0]
+        computed.append(logprobs.detach())
+        idle = dict.fromkeys(loss.inputs, logprobs.detach())  # of a rank without work, which has no columns
+        return loss(logprobs, batch.columns if len(batch.targets) else idle)
+
+    learner.accumulate([batch], total)
+    return computed[0]

@@ -39,10 +39,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rlinf.algos.token_losses import LOGPROBS, TokenLoss
 from rlinf.data.packing import Packed, Parcel, Row, cut, pack
 from rlinf.data.rng import permutation
 from rlinf.data.sample import Example, Group, NotScored
 from rlinf.runtime.streams.stream import Stream, each
+from rlinf.training.optimizer import Adam
 from rlinf.training.policy import LearnedRows, OwnColumns
 
 Groups = Iterable[Group] | AsyncIterable[Group]
@@ -108,7 +110,7 @@ class Recompute:
 
 @dataclass(slots=True, eq=False)
 class Forward:
-    """Compute numbers of every learned token of a micro-batch, without gradient: log-probs, values."""
+    """Compute numbers of every learned token of a micro-batch: log-probs, values; of a `loss` also its gradient."""
 
     __plain__: ClassVar[bool] = True
 
@@ -120,6 +122,8 @@ class Forward:
     """Learned tokens of each share of this round."""
     on_scores: Callable[[Sequence[np.ndarray]], None] | None = None
     """On rank 0, takes the columns of each share, float32 [columns, its learned tokens]."""
+    loss: TokenLoss | None = None
+    """Its gradient is added, with the rows' columns as its inputs; None: there is none."""
 
     def packed(self) -> Packed:
         """The rows as tensors."""
@@ -131,7 +135,7 @@ class Forward:
             self.on_scores(scores)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Forward, (Parcel(self.rows), self.columns, self.tokens)
+        return Forward, (Parcel(self.rows), self.columns, self.tokens, None, self.loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,8 @@ class OptimizerStep:
     over them."""
     empty: bool = False
     """There is nothing to learn from: no step is taken, and the version that is made has the same weights."""
+    adam: Adam | None = None
+    """Hyperparameters of this step, which is taken on plain sums; None: the optimizer's own, on the mean."""
 
 
 Command = ForwardBackward | Recompute | Forward | OptimizerStep
@@ -453,17 +459,7 @@ class LogprobPass:
         yield from map(self._forward, self._packer.close())
 
     def _forward(self, shares: Round) -> tuple[Forward, ...]:
-        tokens = tuple(sum(row.learned for row in rows) for rows in shares)
-
-        def on_scores(scores: Sequence[np.ndarray]) -> None:
-            for rows, numbers in zip(shares, scores, strict=True):
-                ends = np.cumsum([row.learned for row in rows])[:-1]
-                self._scores.update(zip(rows, np.split(numbers, ends, axis=1), strict=True) if rows else ())
-            self._release()
-
-        return tuple(
-            Forward(rows, self._columns, tokens, None if rank else on_scores) for rank, rows in enumerate(shares)
-        )
+        return forward_round(shares, self._columns, self._scores, on_scores=self._release)
 
     def _release(self) -> None:
         """Let the oldest groups go on of which all rows are computed."""
@@ -478,6 +474,43 @@ class LogprobPass:
             for number, name in enumerate(self._columns):
                 group = group.with_column(name, [numbers[number] for numbers in scores])
             self.finished.put_nowait(group)
+
+
+def forward_round(
+    shares: Round,
+    columns: tuple[str, ...],
+    into: dict[Row, np.ndarray],
+    *,
+    loss: TokenLoss | None = None,
+    on_scores: Callable[[], None] = lambda: None,
+) -> tuple[Forward, ...]:
+    """Commands for a forward pass over a round.
+
+    Args:
+        shares: the rows of each share.
+        columns: that are computed.
+        into: gets those of each row, float32 [columns, its learned tokens].
+        loss: whose gradient is added.
+        on_scores: is called once they are there.
+    """
+    tokens = tuple(sum(row.learned for row in rows) for rows in shares)
+
+    def deliver(scores: Sequence[np.ndarray]) -> None:
+        for rows, numbers in zip(shares, scores, strict=True):
+            ends = np.cumsum([row.learned for row in rows])[:-1]
+            into.update(zip(rows, np.split(numbers, ends, axis=1), strict=True) if rows else ())
+        on_scores()
+
+    return tuple(Forward(rows, columns, tokens, None if rank else deliver, loss) for rank, rows in enumerate(shares))
+
+
+async def token_rounds(
+    rows: Sequence[Row], packing: Packing, loss: TokenLoss | None, into: dict[Row, np.ndarray]
+) -> AsyncGenerator[tuple[Command, ...], None]:
+    """Commands for one pass over rows, which give their log-probs and, with a loss, add its gradient; see
+    `forward_round`."""
+    for shares in MicroBatchPacker(packing).close(rows):
+        yield forward_round(shares, (LOGPROBS,), into, loss=loss)
 
 
 def gathered(mine: Tensor, tokens: Sequence[int], mesh: DeviceMesh | None, shares: Sequence[int]) -> list[np.ndarray]:

@@ -381,7 +381,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def exported(
-    model: nn.Module, dtype: torch.dtype | None = None, ranks: DeviceMesh | None = None
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    ranks: DeviceMesh | None = None,
+    adapter: str | None = "default",
 ) -> Iterator[tuple[str, Export]]:
     """The model's tensors under their plain names, to be made and gathered one after the other.
 
@@ -391,22 +394,23 @@ def exported(
             engines keep it so.
         ranks: of the model, in one dimension, for parameters that are split and in slices: they are sent rectangle by
             rectangle.
+        adapter: name of the adapters that are merged; None: none.
     """
     reshard(model)
     in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    for name, parameter, make in _parameters(model):
+    for name, parameter, make in _parameters(model, adapter):
         casts = dtype is not None and parameter.is_floating_point() and not any(part in name for part in in_float32)
         give: Callable[[], Any] = partial(_rectangles, make, ranks) if ranks is not None and _split(parameter) else make
         yield name, Export(tuple(parameter.shape), dtype if dtype is not None and casts else parameter.dtype, give)
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Callable[[], Tensor]]]:
+def _parameters(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, nn.Parameter, Callable[[], Tensor]]]:
     """Name and parameter as in a model without adapters, and what makes its value."""
     if getattr(model, "peft_config", None) is None:
         return ((name, parameter, parameter.detach) for name, parameter in model.named_parameters())
     from rlinf.models.language.lora import plain_parameters  # takes seconds to import
 
-    return plain_parameters(model)
+    return plain_parameters(model, adapter)
 
 
 def _split(tensor: Tensor) -> bool:

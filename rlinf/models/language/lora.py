@@ -75,10 +75,11 @@ def lora_targets(model: nn.Module, wanted: str | Sequence[str]) -> list[str]:
     """The linear layers of a model that get adapters.
 
     Args:
-        model: without adapters; it may be on the meta device.
+        model: with adapters or without; it may be on the meta device.
         wanted: any of "auto" (the linear layers of attention, whatever they are called; all of a model that has none),
-            "all-linear" (all but the output embedding and the routers of experts), the name of a layer or the end of
-            its dotted name ("q_proj", "mlp.down_proj"), or a regular expression that matches all of it.
+            "all-linear" (all but the output embedding and the routers of experts), "all-but-attention" (the others of
+            those), the name of a layer or the end of its dotted name ("q_proj", "mlp.down_proj"), or a regular
+            expression that matches all of it.
 
     Returns:
         Their dotted names, in the model's order.
@@ -90,9 +91,9 @@ def lora_targets(model: nn.Module, wanted: str | Sequence[str]) -> list[str]:
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     uncalled = {f"{name}.{part}" for name, kind in kinds.items() if "Mamba" in kind for part in _UNCALLED}
     linear = [
-        name
+        name.removesuffix(_WRAPPED)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and name not in uncalled
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and not (name in uncalled or is_adapter(name))
     ]
     inner = [name for name in linear if name.rpartition(".")[2] not in _ROUTERS]
     attention = tuple(f"{name}." for name, kind in kinds.items() if "Attention" in kind)
@@ -102,6 +103,8 @@ def lora_targets(model: nn.Module, wanted: str | Sequence[str]) -> list[str]:
             more = [name for name in inner if name.startswith(attention)] or inner
         elif each == "all-linear":
             more = inner
+        elif each == "all-but-attention":
+            more = [name for name in inner if not name.startswith(attention)]
         elif _SPECIAL.search(each):
             more = [name for name in linear if re.fullmatch(each, name)]
         else:
@@ -150,7 +153,7 @@ def add_adapters(model: nn.Module, lora: Mapping[str, Any], name: str = POLICY) 
         inject_adapter_in_model(config, model, adapter_name=name)
     model.peft_config = {**before, name: config}  # type: ignore[assignment]
     if path is not None:
-        _check_shapes(model, name, Path(path))
+        check_shapes(model, name, Path(path))
     for layer in _layers(model):
         layer.set_adapter(POLICY)  # the others neither learn nor take part
         for part, parameter in layer.named_parameters():
@@ -165,10 +168,16 @@ def _fresh(model: nn.Module, lora: Mapping[str, Any]) -> Any:
         r=int(lora["r"]),
         lora_alpha=lora["alpha"],
         target_modules=targets,
-        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
+        fan_in_fan_out=any(isinstance(_plain_layer(model, name), Conv1D) for name in targets),
         init_lora_weights=False,
         task_type="CAUSAL_LM",
     )
+
+
+def _plain_layer(model: nn.Module, name: str) -> Any:
+    """A layer, or the one under its adapters."""
+    layer = model.get_submodule(name)
+    return getattr(layer, "base_layer", layer)
 
 
 def _saved(directory: Path) -> Any:
@@ -193,7 +202,7 @@ def _saved(directory: Path) -> Any:
     return config
 
 
-def _check_shapes(model: nn.Module, name: str, directory: Path) -> None:
+def check_shapes(model: nn.Module, name: str, directory: Path) -> None:
     """See that saved adapters fit where they were put."""
     wanted = {saved: list(parameter.shape) for saved, parameter in _parameters(model, name)}
     with safe_open(directory / ADAPTER_WEIGHTS, framework="pt") as file:
@@ -219,19 +228,22 @@ def adapter_values(model: nn.Module, seed: int, saved: Mapping[str, str]) -> Ite
         saved: directories of saved ones, by the adapters' name.
     """
     for name, directory in saved.items():
-        with safe_open(Path(directory) / ADAPTER_WEIGHTS, framework="pt") as file:
-            for key, parameter in _parameters(model, name):
-                yield parameter, file.get_tensor(key).to(parameter.dtype)
+        yield from saved_values(model, name, directory)
     if POLICY not in saved:
         yield from start_adapters(model, seed)
 
 
-def start_adapters(model: nn.Module, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The values with which new adapters that learn start; see `adapter_values`."""
+def saved_values(model: nn.Module, name: str, directory: str) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The values that adapters of a name have in a directory of peft's."""
+    with safe_open(Path(directory) / ADAPTER_WEIGHTS, framework="pt") as file:
+        for key, parameter in _parameters(model, name):
+            yield parameter, file.get_tensor(key).to(parameter.dtype)
+
+
+def start_adapters(model: nn.Module, seed: int, adapter: str = POLICY) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The values with which new adapters of a name start; see `adapter_values`."""
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if not is_adapter(name) or f".{POLICY}" not in name:
-            continue
+    for name, parameter in _parameters(model, adapter):
         value = torch.zeros(tuple(parameter.shape), dtype=parameter.dtype)
         if "lora_A" in name:
             bound = math.sqrt(3.0 / parameter.shape[-1])
@@ -259,28 +271,61 @@ def using(model: nn.Module, name: str | None) -> Iterator[None]:
             layer._disable_adapters, layer._active_adapter = False, [POLICY]
 
 
-def adapter_config(model: nn.Module, base: str | None) -> dict[str, Any]:
-    """Contents of `adapter_config.json` for the adapters that learn.
+def adapter_config(model: nn.Module, base: str | None, name: str = POLICY) -> dict[str, Any]:
+    """Contents of `adapter_config.json` for adapters.
 
     Args:
         model: with adapters.
         base: where the base model was loaded from; None for a new one.
+        name: of the adapters.
     """
-    config = dict(model.peft_config[POLICY].to_dict())  # type: ignore[index, union-attr]
+    config = dict(model.peft_config[name].to_dict())  # type: ignore[index, union-attr]
     config |= {"base_model_name_or_path": base, "inference_mode": True, "init_lora_weights": True}
     readable = ((key, sorted(value) if isinstance(value, set) else value) for key, value in config.items())
     return json.loads(json.dumps(dict(readable), default=str))  # type: ignore[no-any-return]
 
 
-def saved_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The adapters that learn, under the names of peft's files."""
-    return _parameters(model, POLICY)
+def saved_names(model: nn.Module, name: str = POLICY) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of adapters, under the names of peft's files."""
+    return _parameters(model, name)
+
+
+def open_adapters(model: nn.Module, lora: Mapping[str, Any], name: str, seed: int) -> None:
+    """Give a model further adapters that learn, beside those that it has, which stay as they are.
+
+    Args:
+        model: with `POLICY`'s, whole; not on the meta device.
+        lora: see `add_adapters`.
+        name: of the new ones.
+        seed: of their values, where none are saved.
+
+    Raises:
+        ValueError: see `add_adapters`.
+    """
+    learns = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    add_adapters(model, lora, name)
+    values = saved_values(model, name, str(lora["path"])) if lora.get("path") else start_adapters(model, seed, name)
+    with torch.no_grad():
+        for parameter, value in values:
+            parameter.copy_(value)
+    own = {id(parameter) for _, parameter in saved_names(model, name)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in learns | own)
+
+
+def close_adapters(model: nn.Module, name: str) -> None:
+    """Take adapters out of a model."""
+    for layer in _layers(model):
+        if name in getattr(layer, "lora_A", ()):
+            layer.delete_adapter(name)
+    model.peft_config.pop(name)  # type: ignore[operator, union-attr]
 
 
 def _parameters(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
-        if is_adapter(name) and name.endswith((f".{adapter}", f".{adapter}.weight")):
-            yield _SAVED_AS + name.replace(f".{adapter}", ""), parameter
+        plain, part, kind = name.rpartition(f".{adapter}")
+        if is_adapter(name) and part and kind in ("", ".weight"):
+            yield _SAVED_AS + plain + kind, parameter
 
 
 def _layers(model: nn.Module) -> Iterator[Any]:
@@ -313,9 +358,11 @@ def merged_named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, make()
 
 
-def plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Callable[[], Tensor]]]:
-    """Named parameters before adapters are merged in: name, the parameter without adapters, and a function that makes
-    the merged weight."""
+def plain_parameters(
+    model: nn.Module, adapter: str | None = POLICY
+) -> Iterator[tuple[str, nn.Parameter, Callable[[], Tensor]]]:
+    """Named parameters before adapters of a name (None: none) are merged in: name, the parameter without adapters, and
+    a function that makes the merged weight."""
     deltas = {
         f"{path}{_WRAPPED}.weight": module
         for path, module in model.named_modules()
@@ -323,14 +370,14 @@ def plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Call
     }
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
-            yield plain_name(name), parameter, partial(_merged, parameter, deltas.get(name))
+            yield plain_name(name), parameter, partial(_merged, parameter, deltas.get(name), adapter)
 
 
 @torch.no_grad()
-def _merged(weight: Tensor, layer: Any) -> Tensor:
-    if layer is None or POLICY not in layer.lora_A:  # adapters of others may be in more layers
+def _merged(weight: Tensor, layer: Any, adapter: str | None = POLICY) -> Tensor:
+    if layer is None or adapter not in layer.lora_A:  # adapters of others may be in more layers
         return weight.detach()
-    delta: Tensor = layer.get_delta_weight(POLICY).to(weight.dtype)
+    delta: Tensor = layer.get_delta_weight(adapter).to(weight.dtype)
     if isinstance(weight, DTensor):
         assert isinstance(delta, DTensor)
         delta = delta.redistribute(weight.device_mesh, weight.placements)

@@ -49,6 +49,7 @@ from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.runtime.system.torchrun import switching_often
+from rlinf.training.optimizer import Adam
 
 
 async def program_steps(step: Any, session: Any = None, **roles: Any) -> dict[str, float]:
@@ -302,6 +303,16 @@ class Session(RunSession):
         finally:
             self._learning = False
             loop.step_begins()
+        return metrics
+
+    async def _optim_step(self, adam: Adam) -> Mapping[str, float]:
+        loop = self._here("optim_step")
+        try:
+            metrics = await loop.step_ended(await super()._optim_step(adam))
+            await loop.live.controls.between_steps()
+        except self._workload.failures as error:
+            raise RunFailure(f"step {loop.state.done + 1}: {error}") from error
+        loop.step_begins()
         return metrics
 
     async def checkpoint(self) -> Path:

@@ -35,7 +35,7 @@ from rlinf.training.backend import Loss
 from rlinf.training.megatron.layers import Reading, Stage, outputs_of, read
 from rlinf.training.megatron.layout import Groups
 from rlinf.training.megatron.state import Sharing
-from rlinf.training.optimizer import ScheduledOptimizer, optimizer_step, sum_over_copies
+from rlinf.training.optimizer import Adam, ScheduledOptimizer, optimizer_step, sum_over_copies
 
 _DIMENSIONS = 3
 """Tokens, 1, width."""
@@ -241,11 +241,11 @@ class SplitLearner(ScheduledOptimizer):
             now, self._waiting = self._waiting[:most], self._waiting[most:]
             self._run(now)
 
-    def step(self) -> tuple[LossSum, dict[str, float]]:
+    def step(self, adam: Adam | None = None) -> tuple[LossSum, dict[str, float]]:
         if self._waiting:
             now, self._waiting = self._waiting, []
             self._run(now)
-        return super().step()
+        return super().step(adam)
 
     def _run(self, now: Sequence[tuple[Packed, Loss, bool]]) -> None:
         pipeline, device = self._pipeline, next(self.module.parameters()).device
@@ -273,7 +273,7 @@ class SplitLearner(ScheduledOptimizer):
             ranks=meshes["data"],
             parts=meshes["copy"],
             leads=lambda parameter: self._shared[id(parameter)].counts,
-            grad_clip=self._settings.grad_clip,
+            grad_clip=self._grad_clip,
             named=self._named(),
         )
 

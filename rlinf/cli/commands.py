@@ -6,6 +6,7 @@
     rlinf record --config FILE --episodes N --out DIR   demonstrations of a policy, or of a script
     rlinf convert THEIRS.yaml OURS.yaml             a configuration of verl's or RLinf's as ours
     rlinf convert FROM TO --format F                demonstrations in another format, or their statistics
+    rlinf serve --config FILE [key=value ...]       a training service, which speaks the Tinker API
     rlinf ledger DIR                                what became of every sample that a run has drawn
     rlinf watch DIR [DIR ...]                       the page of runs, while they go on and afterwards
     rlinf compare DIR DIR                           runs on one page: curves, speed, what is not the same
@@ -56,6 +57,7 @@ _ELSEWHERE = {
         "rlinf.cli.runs.watch",
         "the page of runs, live or over: curves, answers, lanes, queues; controls",
     ),
+    "serve": ("rlinf.cli.runs.serve", "a training service for clients of the Tinker API: many models on one base"),
     "trace": ("rlinf.cli.runs.trace", "draw or sum up what devices did over time"),
 }
 """Commands with a function of their own, which reads what follows: its dotted path, and what it does."""

@@ -1,8 +1,12 @@
-"""Commands around runs: `rlinf watch`, `rlinf ledger` and `rlinf trace`.
+"""Commands around runs: `rlinf watch`, `rlinf serve`, `rlinf ledger` and `rlinf trace`.
 
     rlinf watch DIR [DIR ...] [--port N] [--host ADDRESS] [--open]
 
 In: directories of runs, or of directories of runs, live or over. Out: the address of a page, which stays until Ctrl-C.
+
+    rlinf serve --config FILE [key=value ...]
+
+In: a configuration, whose base model is served. Out: the URL and the key of a training service, until Ctrl-C.
 
     rlinf ledger DIR [--json]
 
@@ -23,6 +27,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,13 +38,16 @@ from rich.console import Console
 from rich.table import Table
 
 from rlinf.cli.main import as_input, output_file
+from rlinf.config.importing import look_in_working_directory, shipped
 from rlinf.config.load import InputError
 from rlinf.dashboard.lanes import Lanes, device_lanes
 from rlinf.dashboard.lanes_svg import device_lanes_svg
+from rlinf.runs.rules import load_config
 from rlinf.storage.directory import Checkpoint, RunDirectory, find_checkpoint
 from rlinf.storage.files import read_lines
 
 if TYPE_CHECKING:
+    from rlinf.config.text import RunConfig
     from rlinf.data.ledger import Balance, Held
 
 _BEHIND = 10
@@ -110,6 +118,40 @@ def _check(directory: Path, begins: bool) -> None:
         raise InputError(f"{directory}: there is no such directory")
     if not begins and not runs_in([directory]):
         raise InputError(f"{directory} is no run's directory and has none in it: there is no metrics.jsonl")
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """Serve the Tinker API until Ctrl-C.
+
+    Args:
+        arguments: what follows `serve` on the command line.
+
+    Raises:
+        InputError: a configuration that cannot be served.
+    """
+    parser = argparse.ArgumentParser(
+        prog="rlinf serve", description="A training service for clients of the Tinker API. Ctrl-C ends it."
+    )
+    parser.add_argument("--config", metavar="FILE", help="whose base model is served; default: serve/tiny")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="sets a key, such as serve.port=8300")
+    options = parser.parse_intermixed_args(arguments)
+    look_in_working_directory()
+    config = load_config(shipped(options.config or "serve/tiny"), options.overrides, 1)
+    asyncio.run(_serve(config))
+
+
+async def _serve(config: RunConfig) -> None:
+    try:
+        from rlinf.service.serve import serving  # torch comes with it, which takes seconds
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "google":
+            raise
+        raise InputError("rlinf serve needs protobuf: pip install 'rlinf[service]'") from None
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with serving(config, lambda line: print(line, flush=True)):
+        await ended.wait()
 
 
 HELD = "in_flight.json"

@@ -301,6 +301,28 @@ class EndpointConfig:
 
 
 @dataclass(config=CLOSED)
+class ServeConfig:
+    """Where `rlinf serve` listens for clients of the Tinker API, and what it has for them; docs/service.md."""
+
+    host: str = "127.0.0.1"
+    """Address that it listens on; others than this machine's own reach it by 0.0.0.0 alone."""
+    port: int = Field(default=8300, ge=0, le=65535)
+    """0 takes any free one."""
+    token: str | None = Field(default=None, pattern="^tml-.+")
+    """The key that clients have to show, `tml-` and more; null makes one at the start, which is printed."""
+    model_name: str = "base"
+    """Name of the base model for clients, who also load its tokenizer by it unless they are told of another."""
+    max_rank: int = Field(default=256, ge=1)
+    """Highest rank of a client's adapters."""
+    max_models: int = Field(default=64, ge=1)
+    """Models of all clients together."""
+    max_samples: int = Field(default=1024, ge=1)
+    """Answers of one request."""
+    max_body_mb: float = Field(default=64.0, gt=0)
+    """Longest request."""
+
+
+@dataclass(config=CLOSED)
 class AgentConfig:
     """A program that works on each task, calling the model as often as it likes; docs/agents.md."""
 
@@ -421,6 +443,7 @@ class RunConfig(CommonConfig):
     checkpoint: ModelCheckpointConfig = field(default_factory=ModelCheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
 
     def mistakes(self) -> Iterator[tuple[str, str]]:
         """(key, advice) for every mistake in keys of several sections together."""

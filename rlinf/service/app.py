@@ -1,0 +1,385 @@
+"""The API over HTTP: routes, and requests as they are written on the wire.
+
+In: JSON, or protobuf for forward passes. Out: ids of promises; results when they are fetched. Errors are `{"error": …,
+"category": "user" | "server"}`, with a status of HTTP where a request was refused, and as its result where it failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from rlinf.config.reading import parse_json
+from rlinf.runtime.base.errors import UserError
+from rlinf.service.checkpoints import CheckpointPath, Refused, moment
+from rlinf.service.promises import failure
+from rlinf.service.service import Model, SampleRequest, Service
+from rlinf.service.wire import PROTOBUF, read_pass
+
+_POLL = 30.0
+"""Seconds for which a fetch waits for its result; clients give up after 45."""
+_KEYS_KEPT = 4096
+"""Idempotency keys whose answers are remembered."""
+_MOST_SEED = 2**63 - 1
+Answer = Mapping[str, Any] | web.Response
+_POSTS = (
+    *("client/config", "client/dynamic_config", "telemetry", "create_session", "session_heartbeat"),
+    *("create_model", "unload_model", "get_info", "optim_step", "save_weights", "save_weights_for_sampler"),
+    *("load_weights", "weights_info", "create_sampling_session", "asample"),
+)
+"""Paths of calls in JSON, each answered by the method of its name."""
+_GETS = {
+    "healthz": "_healthz",
+    "get_server_capabilities": "_capabilities",
+    "samplers/{id}": "_sampler",
+    "checkpoints": "_checkpoints",
+    "training_runs": "_runs",
+    "training_runs/{run}": "_run",
+    "training_runs/{run}/checkpoints": "_checkpoints",
+    "sessions": "_sessions",
+    "sessions/{id}": "_session",
+}
+"""Paths of lists, and the methods that answer them."""
+
+
+def wanted(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
+    """A value of a request; null is as good as none.
+
+    Raises:
+        Refused: it is missing or of another type.
+    """
+    value = body.get(name)
+    if value is None and default is not ...:
+        return default
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        names = kind.__name__ if isinstance(kind, type) else " or ".join(each.__name__ for each in kind)
+        raise Refused(f"{name}={str(value)[:100]!r} must be {names}")
+    return value
+
+
+class App:
+    """Answers requests.
+
+    Args:
+        service: what clients have.
+        token: that they show.
+        tokenizer: where clients find the base model's.
+    """
+
+    def __init__(self, service: Service, token: str, tokenizer: str) -> None:
+        self._service, self._token, self._tokenizer = service, token, tokenizer
+        self._answers: dict[str, asyncio.Task[Answer]] = {}  # by idempotency key
+
+    def application(self) -> web.Application:
+        """For aiohttp's server."""
+        size = int(self._service.config.max_body_mb * 2**20)
+        app = web.Application(middlewares=[self._answered], client_max_size=size)
+        for name in _POSTS:
+            app.router.add_post(f"/api/v1/{name}", self._of_json(getattr(self, f"_{name.replace('/', '_')}")))
+        app.router.add_post("/api/v1/forward_backward", self._forward)
+        app.router.add_post("/api/v1/retrieve_future", self._retrieve)
+        for name, handler in _GETS.items():
+            app.router.add_get(f"/api/v1/{name}", getattr(self, handler))
+        app.router.add_delete("/api/v1/training_runs/{run}/checkpoints/{kind}/{name}", self._delete)
+        return app
+
+    @web.middleware
+    async def _answered(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> web.Response:
+        """Check the token, and make responses of what handlers return and raise."""
+        key = request.headers.get("X-API-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        try:
+            if request.path != "/api/v1/healthz" and not hmac.compare_digest(
+                key.encode("utf-8", "surrogateescape"), self._token.encode()
+            ):
+                raise Refused("show the service's key: api_key=…, or the environment variable TINKER_API_KEY", 401)
+            answer = await handler(request)
+            return answer if isinstance(answer, web.Response) else web.json_response(answer)
+        except web.HTTPException as error:
+            unserved = error.status in (404, 405)
+            text = f"rlinf serve has no {request.method} {request.path[:200]}" if unserved else str(error.reason)
+            return web.json_response({"error": text, "category": "user"}, status=error.status)
+        except (UserError, ValueError) as error:
+            return web.json_response(failure(error), status=getattr(error, "status", 400))
+        except Exception as error:
+            return web.json_response(failure(error), status=500)
+
+    def _of_json(self, handler: Callable[[Any], Awaitable[Answer]]) -> Callable[[web.Request], Awaitable[Answer]]:
+        """Read a body; with an idempotency key that was seen, the answer is the one that was given."""
+
+        async def handle(request: web.Request) -> Answer:
+            key = request.headers.get("X-Idempotency-Key")
+            body = parse_json(await request.read() or b"{}")
+            if not isinstance(body, dict):
+                raise Refused("the body must be a JSON object")
+            if key is None:
+                return await handler(body)
+            key = f"{request.path} {key}"
+            if key not in self._answers:
+                self._answers[key] = asyncio.ensure_future(handler(body))
+                while len(self._answers) > _KEYS_KEPT:
+                    del self._answers[next(iter(self._answers))]
+            return await asyncio.shield(self._answers[key])
+
+        return handle
+
+    # What every client asks -----------------------------------------------------------------------------------------
+
+    async def _client_config(self, body: Mapping[str, Any]) -> Answer:
+        return {}  # clients' own defaults hold
+
+    _client_dynamic_config = _client_config
+
+    async def _telemetry(self, body: Mapping[str, Any]) -> Answer:
+        return {"status": "accepted"}
+
+    async def _healthz(self, request: web.Request) -> Answer:
+        return {"status": "ok"}
+
+    async def _capabilities(self, request: web.Request) -> Answer:
+        name, longest = self._service.config.model_name, self._service.session.limits[1]
+        about = {"model_name": name, "max_context_length": longest, "trainable": True, "sampleable": True}
+        return {"supported_models": [about]}
+
+    async def _create_session(self, body: Mapping[str, Any]) -> Answer:
+        return {"type": "create_session", "session_id": self._service.create_session()}
+
+    async def _session_heartbeat(self, body: Mapping[str, Any]) -> Answer:
+        self._service.check_session(body.get("session_id"))
+        return {"type": "session_heartbeat"}
+
+    async def _retrieve(self, request: web.Request) -> Answer:
+        body = parse_json(await request.read())
+        id = wanted(body, "request_id", str)
+        result = await self._service.promises.result(id, _POLL)
+        if result is None:
+            return web.json_response({"type": "try_again", "request_id": id, "queue_state": "active"}, status=408)
+        if isinstance(result, bytes):
+            return web.Response(body=result, content_type=PROTOBUF)
+        return result
+
+    # Models -------------------------------------------------------------------------------------------------------
+
+    def _of_model(self, body: Mapping[str, Any]) -> tuple[Model, int | None]:
+        return self._service.model(wanted(body, "model_id", str)), wanted(body, "seq_id", int, None)
+
+    async def _create_model(self, body: Mapping[str, Any]) -> Answer:
+        self._service.check_base(body.get("base_model"))
+        lora = wanted(body, "lora_config", dict, None)
+        if lora is None:
+            raise Refused("lora_config is missing: this service trains adapters alone")
+        kind = wanted(body, "optimizer_config", dict, {}).get("type", "adamw")
+        if kind != "adamw":
+            raise Refused(f"optimizer_config.type={str(kind)[:50]!r}: this service has adamw alone")
+        about = {
+            "rank": wanted(lora, "rank", int),
+            "seed": wanted(lora, "seed", int, int(np.random.default_rng().integers(2**31))),
+            "attn": wanted(lora, "train_attn", bool, True),
+            "mlp": wanted(lora, "train_mlp", bool, True),
+            "user_metadata": wanted(body, "user_metadata", dict, None),
+        }
+        id = self._service.create_model(wanted(body, "session_id", str), wanted(body, "model_seq_id", int), about)
+        return {"request_id": id, "model_id": id}
+
+    async def _unload_model(self, body: Mapping[str, Any]) -> Answer:
+        model, _ = self._of_model(body)
+        return {"request_id": self._service.unload(model), "model_id": model.id}
+
+    async def _get_info(self, body: Mapping[str, Any]) -> Answer:
+        model, name = self._of_model(body)[0], self._service.config.model_name
+        data = {"model_name": name, "tokenizer_id": self._tokenizer, "arch": "unknown"}
+        rank = {"is_lora": True, "lora_rank": model.about["rank"]}
+        return {"type": "get_info", "model_data": data, "model_id": model.id, "model_name": name, **rank}
+
+    async def _forward(self, request: web.Request) -> Answer:
+        if request.content_type != PROTOBUF:
+            raise Refused(f"forward_backward is read as {PROTOBUF} alone: take a client of 0.38 or later", 415)
+        forward = read_pass(await request.read())
+        return {"request_id": self._service.forward(forward), "model_id": forward.model_id}
+
+    async def _optim_step(self, body: Mapping[str, Any]) -> Answer:
+        model, number = self._of_model(body)
+        if body.get("optimizer_params") is not None:
+            raise Refused("optimizer_params: this service has adam_params alone")
+        settings = wanted(body, "adam_params", dict)
+        return {"request_id": self._service.optim_step(model, number, settings), "model_id": model.id}
+
+    def _how(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "ttl_seconds": body.get("ttl_seconds"),
+            "user_metadata": wanted(body, "user_metadata", dict, None),
+            "overwrite": wanted(body, "overwrite", bool, False),
+        }
+
+    async def _save_weights(self, body: Mapping[str, Any]) -> Answer:
+        model, number = self._of_model(body)
+        path = CheckpointPath.named(model.id, "weights", body.get("path") or f"{model.order.last + 1:06d}")
+        return {"request_id": self._service.save(model, number, path, self._how(body)), "model_id": model.id}
+
+    async def _save_weights_for_sampler(self, body: Mapping[str, Any]) -> Answer:
+        model, number = self._of_model(body)
+        how, name = self._how(body), body.get("path")
+        if name is None:
+            session, seq = model.id.partition(":")[0], wanted(body, "sampling_session_seq_id", int)
+            how["sampler"], name = f"{session}:sample:{seq}", f"session-{seq}"
+        path = CheckpointPath.named(model.id, "sampler_weights", name)
+        return {"request_id": self._service.save(model, number, path, how), "model_id": model.id}
+
+    async def _load_weights(self, body: Mapping[str, Any]) -> Answer:
+        path, optimizer = CheckpointPath.of(body.get("path")), wanted(body, "optimizer", bool)
+        if body.get("model_id") is not None:
+            model, number = self._of_model(body)
+            return {"request_id": self._service.load(model, number, path, optimizer=optimizer), "model_id": model.id}
+        if body.get("base_model") is not None:
+            self._service.check_base(body["base_model"])
+        about = {"user_metadata": wanted(body, "user_metadata", dict, None)}
+        session, number = wanted(body, "session_id", str), wanted(body, "model_seq_id", int)
+        id = self._service.create_model(session, number, about, (str(path), optimizer))
+        return {"request_id": id, "model_id": id}
+
+    # Answers ------------------------------------------------------------------------------------------------------
+
+    async def _create_sampling_session(self, body: Mapping[str, Any]) -> Answer:
+        path = wanted(body, "model_path", str, None)
+        if path is None or body.get("base_model") is not None:
+            self._service.check_base(body.get("base_model"))
+        session, number = wanted(body, "session_id", str), wanted(body, "sampling_session_seq_id", int)
+        id = self._service.create_sampler(session, number, path)
+        return {"type": "create_sampling_session", "sampling_session_id": id}
+
+    async def _asample(self, body: Mapping[str, Any]) -> Answer:
+        sampler = self._service.sampler(wanted(body, "sampling_session_id", str))
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
+            if body.get(name):
+                raise Refused(f"{name}: this service does not serve that yet")
+        request = self._read_sample(body)
+        id = self._service.sample(sampler, wanted(body, "seq_id", int, None), request)
+        return {"request_id": id, "sample_sequence_ids": [f"{id}:{number}" for number in range(request.count)]}
+
+    def _read_sample(self, body: Mapping[str, Any]) -> SampleRequest:
+        """Read what is asked of the model.
+
+        Raises:
+            Refused: it cannot be answered.
+        """
+        vocabulary, longest = self._service.session.limits
+        prompt = _tokens(wanted(body, "prompt", dict), vocabulary)
+        params = wanted(body, "sampling_params", dict)
+        count, most = wanted(body, "num_samples", int, 1), self._service.config.max_samples
+        if not 1 <= count <= most:
+            raise Refused(f"num_samples={count} must be from 1 to {most}")
+        room = None if longest is None else longest - len(prompt)
+        if room is not None and room < 1:
+            raise Refused(f"the prompt has {len(prompt)} tokens, and the model takes {longest} with its answer")
+        wished = wanted(params, "max_tokens", int, room)
+        if wished is None or wished < 1:
+            raise Refused(f"sampling_params.max_tokens={wished} must be at least 1")
+        top_k = wanted(params, "top_k", int, -1)
+        sampling: dict[str, Any] = {
+            "max_new_tokens": wished if room is None else min(wished, room),
+            "temperature": _within(params, "temperature", 0.0, 1e6, 1.0),
+            "top_p": _within(params, "top_p", 1e-9, 1.0, 1.0),
+            "top_k": max(top_k, 0),
+            **_stops(params.get("stop")),
+        }
+        seed, last = wanted(params, "seed", int, None), wanted(body, "prompt_logprobs_last_n", int, None)
+        if seed is not None and not 0 <= seed <= _MOST_SEED:
+            raise Refused(f"sampling_params.seed={seed} must be from 0 to {_MOST_SEED}")
+        return SampleRequest(prompt, count, seed, sampling, wanted(body, "prompt_logprobs", bool, False), last)
+
+    # Lists --------------------------------------------------------------------------------------------------------
+
+    async def _sampler(self, request: web.Request) -> Answer:
+        sampler = self._service.sampler(request.match_info["id"])
+        name = self._service.config.model_name
+        return {"sampler_id": sampler.id, "base_model": name, "model_path": sampler.weights or None}
+
+    async def _checkpoints(self, request: web.Request) -> Answer:
+        run = request.match_info.get("run")
+        listed = await asyncio.to_thread(self._service.store.list, run)
+        page, cursor = _page(request, listed)
+        return {"checkpoints": page, **({} if run else {"cursor": cursor})}
+
+    def _about(self, model: Model) -> dict[str, Any]:
+        name, rank = self._service.config.model_name, model.about["rank"]
+        facts = {"training_run_id": model.id, "base_model": name, "model_owner": "local", "is_lora": True}
+        facts |= {"lora_rank": rank, "last_request_time": moment(model.last_request)}
+        return {**facts, "user_metadata": model.about["user_metadata"]}
+
+    async def _runs(self, request: web.Request) -> Answer:
+        page, cursor = _page(request, [self._about(model) for model in self._service.models.values()])
+        return {"training_runs": page, "cursor": cursor}
+
+    async def _run(self, request: web.Request) -> Answer:
+        return self._about(self._service.model(request.match_info["run"]))
+
+    async def _sessions(self, request: web.Request) -> Answer:
+        return {"sessions": _page(request, [*self._service.sessions])[0]}
+
+    async def _session(self, request: web.Request) -> Answer:
+        id = self._service.check_session(request.match_info["id"])
+        samplers = [each for each in self._service.samplers if each.startswith(f"{id}:")]
+        return {"training_run_ids": self._service.sessions[id], "sampler_ids": samplers}
+
+    async def _weights_info(self, body: Mapping[str, Any]) -> Answer:
+        about = self._service.store.about(CheckpointPath.of(body.get("tinker_path")))
+        layers = {"train_unembed": False, "train_mlp": about["mlp"], "train_attn": about["attn"]}
+        return {"base_model": about["base_model"], "is_lora": True, "lora_rank": about["rank"], **layers}
+
+    async def _delete(self, request: web.Request) -> Answer:
+        path = "tinker://{run}/{kind}/{name}".format(**request.match_info)
+        await self._service.store.delete(CheckpointPath.of(path))
+        return web.Response(status=204)
+
+
+def _page(request: web.Request, rows: list[Any]) -> tuple[list[Any], dict[str, int]]:
+    """The part of a list that is asked for, and where it is in it."""
+    limit, offset = (request.query.get(name, str(default)) for name, default in (("limit", 100), ("offset", 0)))
+    if not (limit.isdecimal() and offset.isdecimal()):
+        raise Refused("limit and offset must be whole numbers")
+    first, count = int(offset), int(limit)
+    return rows[first : first + count], {"offset": first, "limit": count, "total_count": len(rows)}
+
+
+def _tokens(prompt: Mapping[str, Any], vocabulary: int | None) -> np.ndarray:
+    """Tokens of a prompt, int64.
+
+    Raises:
+        Refused: there are none, or others than the model has.
+    """
+    tokens: list[Any] = []
+    for chunk in wanted(prompt, "chunks", list):
+        if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
+            raise Refused("prompt has a chunk that is not encoded_text, which this service does not read")
+        tokens += wanted(chunk, "tokens", list)
+    most = 2**31 if vocabulary is None else vocabulary
+    if not tokens or not all(type(each) is int and 0 <= each < most for each in tokens):
+        raise Refused(f"prompt must have tokens, each from 0 to {most - 1}")
+    return np.array(tokens, np.int64)
+
+
+def _within(params: Mapping[str, Any], name: str, low: float, high: float, default: float) -> float:
+    value = float(wanted(params, name, (int, float), default))
+    if not low <= value <= high:
+        raise Refused(f"sampling_params.{name}={value:g} must be from {low:g} to {high:g}")
+    return value
+
+
+def _stops(stop: Any) -> dict[str, Any]:
+    """Settings of what ends an answer: None keeps the model's own end tokens, a list takes their place.
+
+    Raises:
+        Refused: neither texts nor tokens.
+    """
+    if stop is None:
+        return {}
+    stops = [stop] if isinstance(stop, str) else stop
+    if isinstance(stops, list) and all(isinstance(each, str) and each for each in stops) and stops:
+        return {"stop": stops, "stop_ids": ()}
+    if isinstance(stops, list) and all(type(each) is int for each in stops):
+        return {"stop": (), "stop_ids": tuple(stops)}
+    raise Refused(f"sampling_params.stop={str(stop)[:100]!r} must be texts, or tokens")

@@ -1,0 +1,199 @@
+"""Promises of a service: what was asked for, by id, and its result once it is there.
+
+A model's requests run one after the other, in the order in which its client sent them and whatever order they arrive
+in: `InOrder`. Answers by the same weights run together, and those by others wait until the engine has switched:
+`Switching`. Who wakes whom: a request that arrives wakes its model's line; its result wakes whoever fetches it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.tasks import cancel_all
+from rlinf.service.checkpoints import Refused
+
+Result = dict[str, Any] | bytes
+"""JSON values, or a protobuf message."""
+Work = Callable[[], Awaitable[Result]]
+logger = logging.getLogger(__name__)
+_KEPT = 4096
+"""Results that are kept for clients who fetch them late, or again."""
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """Describe a failed request as clients read it; what is no mistake of theirs goes into the log, whole."""
+    if isinstance(error, UserError | ValueError | TypeError | FloatingPointError):
+        return {"error": str(error), "category": "user"}
+    logger.error("a request failed", exc_info=error)
+    return {"error": f"the service failed ({type(error).__name__}); its log says why", "category": "server"}
+
+
+class Promises:
+    """All requests that were promised a result."""
+
+    def __init__(self) -> None:
+        self._results: OrderedDict[str, asyncio.Task[Result]] = OrderedDict()
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._results
+
+    def make(self, id: str, work: Work) -> None:
+        """Begin with a request, unless it has begun: the same request again has the same result.
+
+        Args:
+            id: of the request, from what the client calls it.
+            work: gives its result.
+        """
+        if id in self._results:
+            return
+
+        async def result() -> Result:
+            try:
+                return await work()
+            except Exception as error:
+                return failure(error)
+
+        self._results[id] = asyncio.create_task(result(), name=f"request {id}")
+        while len(self._results) > _KEPT and next(iter(self._results.values())).done():
+            self._results.popitem(last=False)
+
+    async def result(self, id: str, seconds: float) -> Result | None:
+        """The result of a request; None: it is not there yet.
+
+        Args:
+            id: of the request.
+            seconds: to wait for it.
+
+        Raises:
+            Refused: there is no such request.
+        """
+        if (task := self._results.get(id)) is None:
+            raise Refused(f"there is no request {id[:200]!r}, or its result was fetched long ago", 404)
+        await asyncio.wait([task], timeout=seconds)
+        return task.result() if task.done() else None
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        await cancel_all(list(self._results.values()))
+
+
+class InOrder:
+    """Runs the requests of one model, one at a time, by their numbers: 0, which makes it, 1, 2, 3, …"""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._busy = False
+
+    @property
+    def last(self) -> int:
+        """Number of the last request that is known."""
+        return max([self._next - 1, *self._waiting])
+
+    async def run(self, number: int, work: Work) -> Result:
+        """Run a request when all before it are over.
+
+        Args:
+            number: of the request.
+            work: gives its result.
+
+        Raises:
+            Refused: that number was used.
+        """
+        if number < self._next or number in self._waiting:
+            raise Refused(f"seq_id={number} was used, and the next one of this model is {self.last + 1}")
+        turn = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._wake()
+        try:
+            await turn
+            return await work()
+        finally:
+            del self._waiting[number]
+            if number == self._next:
+                self._next += 1
+                self._busy = False
+                self._wake()
+
+    def _wake(self) -> None:
+        turn = self._waiting.get(self._next)
+        if not self._busy and turn is not None and not turn.done():
+            self._busy = True
+            turn.set_result(None)
+
+
+class Switching:
+    """Lets those use a thing together who want it in the same state, and changes the state between them.
+
+    Args:
+        switch: brings it into a state.
+    """
+
+    def __init__(self, switch: Callable[[str], Awaitable[None]]) -> None:
+        self._switch = switch
+        self._state: str | None = None
+        self._users = 0
+        self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
+        self._changing: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def at(self, state: str) -> AsyncIterator[None]:
+        """The thing is in this state; who came before for another one goes first."""
+        if self._waiting or self._changing is not None or (self._users and state != self._state) or not self._users:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append((state, turn))
+            self._advance()
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled() and turn.exception() is None:
+                    self._leave()
+                raise
+        else:
+            self._users += 1
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._users -= 1
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._waiting and self._waiting[0][1].done():
+            self._waiting.popleft()
+        if self._users or self._changing is not None or not self._waiting:
+            return
+        self._changing = asyncio.create_task(self._change(self._waiting[0][0]), name="switch")
+
+    async def _change(self, state: str) -> None:
+        """Bring it into a state, and let all in who wait for that."""
+        error: Exception | None = None
+        try:
+            if state != self._state:
+                self._state = None
+                await self._switch(state)
+                self._state = state
+        except Exception as failed:
+            error = failed
+        self._changing = None
+        together = [turn for wanted, turn in self._waiting if wanted == state and not turn.done()]
+        self._waiting = deque(each for each in self._waiting if each[0] != state)
+        for turn in together:
+            if error is None:
+                self._users += 1
+                turn.set_result(None)
+            else:
+                turn.set_exception(error)
+        self._advance()
+
+    async def close(self) -> None:
+        """Give up a change that is under way."""
+        if self._changing is not None:
+            await cancel_all([self._changing])

@@ -1,0 +1,99 @@
+"""Opens a service: a session on a configuration's base model, and the server that clients speak to.
+
+In: a configuration, of which `model`, `rollout`, `trainer`, `placement` and `serve` count. Out: a URL and a key. It
+runs until it is told to end. Checkpoints of clients lie beside the run's directory, in `NAME-service`, and stay.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rlinf.config.load import InputError
+from rlinf.config.schema import leaves
+from rlinf.config.text import RunConfig
+from rlinf.runs.library.session import Session
+from rlinf.service.app import App
+from rlinf.service.service import Service
+
+_READ = ("model", "rollout", "trainer", "placement", "metrics", "seed", "trace", "device_memory", "sharing")
+"""Sections and keys that a service's session has of its configuration."""
+
+
+@asynccontextmanager
+async def serving(config: RunConfig, say: Callable[[str], None]) -> AsyncIterator[tuple[str, str]]:
+    """A service that listens.
+
+    Args:
+        config: checked.
+        say: prints a line for people.
+
+    Yields:
+        Its URL and its key.
+
+    Raises:
+        InputError: it cannot listen, anybody could use it from elsewhere, or the configuration cannot be run.
+    """
+    host, token = config.serve.host.strip("[]"), config.serve.token
+    local = host in ("localhost", "::1") or host.startswith("127.")
+    if token is None and not local:
+        raise InputError(f"serve.host={host}: whoever reaches it could train and sample; set serve.token=tml-…")
+    token = token or f"tml-{secrets.token_urlsafe(18)}"
+    directory = _directory(config)
+    root = directory.with_name(f"{directory.name}-service")
+    async with AsyncExitStack() as stack:
+        listener = stack.enter_context(_bound(host, config.serve.port))
+        session = await stack.enter_async_context(Session.local(run_dir=directory, **_settings(config)))
+        service = Service(session, config.serve, root / "checkpoints")
+        stack.push_async_callback(service.close)
+        session.tokenizer.save_pretrained(root / "tokenizer")
+        app = App(service, token, str(root / "tokenizer"))
+        runner = web.AppRunner(app.application(), access_log=None, shutdown_timeout=1.0)
+        stack.push_async_callback(runner.cleanup)
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+        port = listener.getsockname()[1]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        say(f"{config.name}: serves {config.serve.model_name} to clients of the Tinker API; checkpoints go to {root}")
+        say(f"  TINKER_BASE_URL={url} TINKER_API_KEY={token}")
+        if not local:
+            say(f"  serve.host={host}: the key and all data cross the network unencrypted; put TLS before it")
+        yield url, token
+
+
+def _directory(config: RunConfig) -> Path:
+    """Directory of the session's run."""
+    return (Path(config.output_dir).expanduser() / config.name).absolute()
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Keys of a configuration that are not as they are anyway, for a session of which nothing is trained but what
+    clients bring: the base model stays frozen below adapters of its own, which nobody trains."""
+    settings: dict[str, Any] = {}
+    for leaf in leaves(RunConfig):
+        value: Any = config
+        for part in leaf.key.split("."):
+            value = getattr(value, part)
+        if leaf.key.partition(".")[0] in _READ and value != leaf.default:
+            settings[leaf.key] = value
+    if not config.model.lora.on:
+        settings["model.lora.r"] = 1
+    return settings
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        InputError: the address cannot be had.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as error:
+        raise InputError(f"serve.host={host}, serve.port={port}: it cannot be listened on: {error}") from None

@@ -1,0 +1,103 @@
+"""The official client of the Tinker API, unmodified, through every call that a training program makes."""
+
+import asyncio
+import math
+import runpy
+
+import pytest
+
+from tests.launching import ROOT
+from tests.service.serving import KEY, tiny
+
+tinker = pytest.importorskip("tinker", reason="the official client is not installed: pip install tinker")
+
+
+async def test_the_official_client_trains_samples_saves_and_goes_on(tmp_path):
+    async with tiny(tmp_path) as url:
+        await asyncio.to_thread(program, url)
+
+
+def datum(**more):
+    types = tinker.types
+    inputs = {"target_tokens": [4, 5, 6], **(more or {"weights": [0.0, 1.0, 1.0]})}
+    return types.Datum(model_input=types.ModelInput.from_ints([3, 4, 5]), loss_fn_inputs=inputs)
+
+
+def program(url):
+    types = tinker.types
+    service = tinker.ServiceClient(base_url=url, api_key=KEY)
+    rest = tinker.RestClient(base_url=url, api_key=KEY)
+    (supported,) = rest.get_server_capabilities().result().supported_models
+    assert (supported.model_name, supported.max_context_length) == ("tiny", 32)
+    trained = service.create_lora_training_client(base_model="tiny", rank=3, seed=5).result()
+    assert trained.get_info().lora_rank == 3
+    assert trained.get_tokenizer().encode("12") == [4, 5]
+
+    before = trained.forward([datum()], "cross_entropy").result()
+    assert len(before.loss_fn_outputs[0]["logprobs"].tolist()) == 3
+    sums = []
+    for _ in range(4):  # both are sent before either is waited for
+        learned = trained.forward_backward([datum()] * 2, "cross_entropy")
+        taken = trained.optim_step(types.AdamParams(learning_rate=0.05))
+        sums.append(learned.result().metrics["loss:sum"])
+        assert taken.result().metrics["grad_norm"] > 0
+    assert sums[0] == pytest.approx(2 * before.metrics["loss:sum"], rel=1e-6)
+    assert sums[-1] < 0.97 * sums[0]
+    drawn = {"logprobs": [0.0, -2.5, -2.6], "advantages": [0.0, 1.0, -0.5]}
+    for loss, settings in [
+        ("importance_sampling", None),
+        ("ppo", {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}),
+        ("cispo", None),
+        ("dro", {"beta": 0.1}),
+    ]:
+        learned = trained.forward_backward([datum(**drawn)], loss, loss_fn_config=settings)
+        trained.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        assert math.isfinite(learned.result().metrics["loss:sum"])
+    custom = trained.forward_backward_custom([datum()], lambda data, logprobs: (-logprobs[0].sum(), {"mine": 1.0}))
+    assert custom.result().metrics["mine"] == 1.0
+    trained.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+
+    sampler = trained.save_weights_and_get_sampling_client().result()
+    prompt, params = types.ModelInput.from_ints([3, 4]), types.SamplingParams(max_tokens=4, seed=1, temperature=1.0)
+    answers = [sampler.sample(prompt=prompt, num_samples=3, sampling_params=params).result() for _ in range(2)]
+    assert [each.tokens for each in answers[0].sequences] == [each.tokens for each in answers[1].sequences]
+    first = answers[0].sequences[0]
+    assert first.stop_reason in ("stop", "length")
+    whole = types.ModelInput.from_ints([3, 4, *first.tokens])
+    assert sampler.compute_logprobs(whole).result()[2:] == pytest.approx(first.logprobs, abs=1e-5)
+    named = trained.save_weights_for_sampler("named").result().path
+    again = service.create_sampling_client(model_path=named).result()
+    assert (
+        again.sample(prompt=prompt, num_samples=1, sampling_params=params).result().sequences[0].tokens == first.tokens
+    )
+    base = service.create_sampling_client(base_model="tiny").result()
+    assert base.compute_logprobs(whole).result()[1:] != sampler.compute_logprobs(whole).result()[1:]
+
+    saved = trained.save_state("state").result().path
+    other = service.create_training_client_from_state_with_optimizer(saved).result()
+    results = []
+    for client in (trained, other):
+        client.forward_backward([datum()], "cross_entropy").result()
+        client.optim_step(types.AdamParams(learning_rate=0.05)).result()
+        results.append(client.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist())
+    assert results[0] == results[1]
+    listed = {each.checkpoint_id for each in rest.list_checkpoints(trained.model_id).result().checkpoints}
+    assert listed == {"weights/state", "sampler_weights/named", "sampler_weights/session-0"}
+    assert rest.get_weights_info_by_tinker_path(saved).result().lora_rank == 3
+    assert rest.list_training_runs().result().cursor.total_count == 2
+    rest.delete_checkpoint_from_tinker_path(named).result()
+    assert len(rest.list_user_checkpoints().result().checkpoints) == 2
+    with pytest.raises(tinker.BadRequestError, match="gspo"):
+        other.forward_backward([datum()], "gspo").result()
+    with pytest.raises(tinker.NotFoundError):
+        service.create_lora_training_client(base_model="another").result()
+
+
+async def test_the_example_goes_through_its_loop(tmp_path, monkeypatch, capsys):
+    async with tiny(tmp_path) as url:
+        for name, value in {"TINKER_BASE_URL": url, "TINKER_API_KEY": KEY, "STEPS": "2"}.items():
+            monkeypatch.setenv(name, value)
+        await asyncio.to_thread(runpy.run_path, str(ROOT / "examples/service/client.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "step 1: reward" in said
+    assert "/weights/sevens" in said

@@ -1,0 +1,191 @@
+"""The API as any program could speak it: order, repetition, bad requests, several models on one base."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.service.serving import Http, tiny
+
+ADAM = {"learning_rate": 0.01}
+
+
+async def test_requests_run_in_the_order_of_their_numbers_and_the_same_again_has_its_answer(tmp_path):
+    async with tiny(tmp_path) as url, Http(url) as http:
+        model = await http.model()
+        step = await http.ask(
+            "optim_step", {"model_id": model, "seq_id": 2, "adam_params": ADAM}
+        )  # before its gradient
+        assert step[0] == 200
+        for _ in range(2):
+            status, promise = await http.learn(model, 1)
+            assert (status, promise["request_id"]) == (200, f"{model}:1")
+        first = await http.ask("retrieve_future", promise)
+        assert first == await http.ask("retrieve_future", promise)
+        _, taken = await http.ask("retrieve_future", step[1])
+        assert taken["metrics"]["loss"] == pytest.approx(3 * np.log(20), rel=0.3)
+        again = await http.ask("optim_step", {"model_id": model, "seq_id": 2, "adam_params": ADAM})
+        assert (await http.ask("retrieve_future", again[1]))[1] == taken
+        third = await http.done("optim_step", {"model_id": model, "seq_id": 3, "adam_params": ADAM})
+        assert third["category"] == "user"
+        assert "forward_backward" in third["error"]  # it was taken once
+        key = {"X-Idempotency-Key": "1"}
+        sessions = [await http.ask("create_session", {}, headers=key) for _ in range(2)]
+        assert sessions[0] == sessions[1] != await http.ask("create_session", {})
+
+
+async def test_half_a_batch_is_never_a_step(tmp_path):
+    async with tiny(tmp_path) as url, Http(url) as http:
+        model = await http.model()
+        assert (await http.learn(model, 1))[0] == 200
+        status, refused = await http.learn(model, 2, weights=[1, float("nan"), 1])
+        assert status == 400
+        assert "datum 0: weights" in refused["error"]
+        step = await http.done("optim_step", {"model_id": model, "seq_id": 3, "adam_params": ADAM})
+        assert "datum 0: weights" in step["error"]
+        await http.learn(model, 4)
+        step = await http.done("optim_step", {"model_id": model, "seq_id": 5, "adam_params": ADAM})
+        assert step["metrics"]["loss"] == pytest.approx(3 * np.log(20), rel=0.3)  # of one batch
+
+
+async def test_answers_are_those_of_the_weights_named_whoever_asks_at_the_same_time(tmp_path):
+    async with tiny(tmp_path) as url, Http(url) as http:
+        samplers = {}
+        for seed in (1, 2):
+            model = await http.model(seed=seed, rank=seed)
+            for number in range(1, 9, 2):
+                await http.learn(model, number, targets=(seed + 3,) * 3)
+                await http.done(
+                    "optim_step", {"model_id": model, "seq_id": number + 1, "adam_params": {"learning_rate": 0.3}}
+                )
+            body = {"model_id": model, "seq_id": 9, "sampling_session_seq_id": 0}
+            samplers[seed] = (await http.done("save_weights_for_sampler", body))["sampling_session_id"]
+        session = (await http.ask("create_session", {}))[1]["session_id"]
+        base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        samplers[0] = (await http.ask("create_sampling_session", base))[1]["sampling_session_id"]
+
+        async def answers(sampler, number):
+            prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
+            params = {"max_tokens": 6, "seed": 5, "stop": []}
+            body = {"sampling_session_id": sampler, "seq_id": number, "prompt": prompt, "sampling_params": params}
+            return await http.done("asample", {**body, "num_samples": 2, "prompt_logprobs": True})
+
+        alone = {seed: await answers(sampler, 0) for seed, sampler in samplers.items()}
+        assert len({*alone.values()}) == 3
+        together = await asyncio.gather(*(answers(samplers[n % 3], n) for n in range(1, 13)))
+        assert [alone[n % 3] for n in range(1, 13)] == together
+
+
+async def test_checkpoints_are_whole_listed_gone_on_from_and_deleted(tmp_path):
+    async with tiny(tmp_path) as url, Http(url) as http:
+        model = await http.model(train_mlp=False)
+        await http.learn(model, 1)
+        await http.done("optim_step", {"model_id": model, "seq_id": 2, "adam_params": ADAM})
+        saved = await http.done("save_weights", {"model_id": model, "seq_id": 3, "path": "a.1"})
+        assert saved["path"] == f"tinker://{model}/weights/a.1"
+        taken = await http.done("save_weights", {"model_id": model, "seq_id": 4, "path": "a.1"})
+        assert "a.1" in taken["error"]
+        info = (await http.ask("weights_info", {"tinker_path": saved["path"]}))[1]
+        assert (info["lora_rank"], info["train_mlp"], info["train_attn"]) == (2, False, True)
+        session = model.partition(":")[0]
+        body = {"session_id": session, "model_seq_id": 1, "path": saved["path"], "optimizer": True}
+        other = (await http.done("load_weights", body))["model_id"]
+        results = []
+        for each, number in ((model, 5), (other, 1)):
+            await http.learn(each, number)
+            results.append(await http.done("optim_step", {"model_id": each, "seq_id": number + 1, "adam_params": ADAM}))
+        assert results[0] == results[1]
+        run = f"training_runs/{model}/checkpoints"
+        assert [each["tinker_path"] for each in (await http.ask(run, method="GET"))[1]["checkpoints"]] == [
+            saved["path"]
+        ]
+        assert (await http.ask("checkpoints?limit=0", method="GET"))[1]["cursor"]["total_count"] == 1
+    async with tiny(tmp_path) as url, Http(url) as http:  # they outlive the service
+        session = (await http.ask("create_session", {}))[1]["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "path": saved["path"], "optimizer": False}
+        assert (await http.done("load_weights", body))["type"] == "load_weights"
+        async with http._session.delete(f"{url}/api/v1/{run}/weights/a.1") as gone:
+            assert gone.status == 204
+        assert (await http.ask("load_weights", {**body, "model_seq_id": 1}))[0] == 404
+
+
+BAD = [
+    ("create_model", {"base_model": "other"}, 404, "other"),
+    ("create_model", {"lora_config": None}, 400, "lora_config"),
+    ("create_model", {"lora_config": {"rank": 0}}, 400, "rank"),
+    ("create_model", {"lora_config": {"rank": 1000}}, 400, "rank"),
+    ("create_model", {"lora_config": {"rank": "8"}}, 400, "rank"),
+    ("create_model", {"lora_config": {"rank": 1, "train_attn": False, "train_mlp": False}}, 400, "train_attn"),
+    ("create_model", {"session_id": "abc"}, 404, "abc"),
+    ("create_model", {"optimizer_config": {"type": "dimuon"}}, 400, "dimuon"),
+    ("get_info", {"model_id": "nobody:train:0"}, 404, "nobody"),
+    ("optim_step", {"adam_params": {"learning_rate": -1}}, 400, "learning_rate"),
+    ("optim_step", {"adam_params": {"lr": 1}}, 400, "lr"),
+    ("optim_step", {"adam_params": {"beta2": "much"}}, 400, "beta2"),
+    ("optim_step", {"optimizer_params": {"type": "dimuon"}}, 400, "optimizer_params"),
+    ("save_weights", {"path": "../../x"}, 400, "path"),
+    ("save_weights", {"path": "a/b"}, 400, "path"),
+    ("save_weights", {"path": "x", "ttl_seconds": 5}, 400, "ttl_seconds"),
+    ("load_weights", {"path": "tinker://x/weights/y", "optimizer": True}, 400, "path"),
+    ("load_weights", {"path": "tinker://abcdabcd:train:0/weights/../x", "optimizer": True}, 400, "path"),
+    ("load_weights", {"path": "tinker://abcdabcd:train:0/weights/x", "optimizer": True}, 404, "abcdabcd"),
+    ("load_weights", {"path": "/etc/passwd", "optimizer": True}, 400, "path"),
+    ("create_sampling_session", {"model_path": "tinker://abcdabcd:train:0/weights/x"}, 404, "abcdabcd"),
+    ("asample", {"sampling_session_id": "x"}, 404, "x"),
+    ("asample", {"num_samples": 0}, 400, "num_samples"),
+    ("asample", {"topk_prompt_logprobs": 3}, 400, "topk_prompt_logprobs"),
+    ("asample", {"prompt": {"chunks": []}}, 400, "prompt"),
+    ("asample", {"prompt": {"chunks": [{"tokens": [99]}]}}, 400, "prompt"),
+    ("asample", {"prompt": {"chunks": [{"tokens": [3] * 40}]}}, 400, "40"),
+    ("asample", {"sampling_params": {"temperature": -1}}, 400, "temperature"),
+    ("asample", {"sampling_params": {"stop": [["x"]]}}, 400, "stop"),
+    ("retrieve_future", {"request_id": "x"}, 404, "x"),
+    ("save_weights_external", {}, 404, "save_weights_external"),
+]
+DATA = [
+    ({"tokens": range(40), "targets": range(40)}, "40"),
+    ({"tokens": (3, 4, 99)}, "model_input"),
+    ({"targets": (4, 5)}, "target_tokens"),
+    ({"weights": [1, 1]}, "weights"),
+    ({"loss": "ppo"}, "weights"),
+    ({"loss": "ppo", "logprobs": [0, 0, 0]}, "advantages"),
+    ({"loss": "gspo"}, "gspo"),
+    ({"settings": {"beta": 1.0}}, "beta"),
+]
+
+
+async def test_bad_requests_are_refused_by_what_is_wrong_and_touch_nothing(tmp_path):
+    async with tiny(tmp_path, "serve.max_body_mb=0.01") as url, Http(url) as http:
+        model = await http.model()
+        session = model.partition(":")[0]
+        sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        sampler = (await http.ask("create_sampling_session", sampler))[1]["sampling_session_id"]
+        good = {
+            "create_model": {
+                "session_id": session, "model_seq_id": 7, "base_model": "tiny", "lora_config": {"rank": 1},
+            },
+            "asample": {
+                "sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [3]}]}, "sampling_params": {},
+            },
+            "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 3},
+        }  # fmt: skip
+        for path, change, status, named in BAD:
+            body = {**good.get(path, {"model_id": model}), **change}
+            found, answer = await http.ask(path, body)
+            assert (found, answer["category"]) == (status, "user"), (path, change, answer)
+            assert named in answer["error"], (path, change, answer)
+        for number, (change, named) in enumerate(DATA, 1):
+            status, answer = await http.learn(model, number, **change)
+            assert status == 400, (change, answer)
+            assert named in answer["error"], (change, answer)
+        assert (await http.ask("forward_backward", b"\xff\xff", headers={"Content-Type": "application/x-protobuf"}))[
+            0
+        ] == 400
+        assert (await http.ask("forward_backward", {}))[0] == 415
+        assert (await http.ask("create_session", b"{" * 99))[0] == 400
+        assert (await http.ask("create_session", b"{" * 99_999))[0] == 413
+        assert (await http.ask("create_session", {}, headers={"X-API-Key": "tml-other"}))[0] == 401
+        assert (await http.ask("healthz", method="GET", headers={"X-API-Key": "none"}))[0] == 200
+        runs = (await http.ask("training_runs", method="GET"))[1]["training_runs"]
+        assert runs[0]["training_run_id"] == model
+        assert not [*(tmp_path / "tiny-service" / "checkpoints").glob("*")]

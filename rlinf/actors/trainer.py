@@ -108,6 +108,10 @@ class Trainer(TextTrainer):
         spec = ModelSpec(
             model, seed=seed, lora=lora, adapters=saved, freeze=freeze, watches_routing=True, compute=settings
         )
+        self._models: dict[str, Optimization] = {}
+        """Optimizers by the adapters that they train."""
+        self._gathered: set[str] = set()
+        """Models of which gradients wait for `optim_step`."""
         await self._make(spec, tokenizer, chat_template)
         self._publishes, self._load_of = dtype_of(settings.publishes), self._loads(settings)
         self._lends = settings.lends
@@ -115,10 +119,7 @@ class Trainer(TextTrainer):
             from rlinf.engines.transformers.model import join_parts
 
             await self.compute(join_parts, self._back.model)  # type: ignore[attr-defined]  # fsdp's
-        self._models: dict[str, Optimization] = {POLICY: self._learner}
-        """Optimizers by the adapters that they train."""
-        self._gathered: set[str] = set()
-        """Models of which gradients wait for `optim_step`."""
+        self._models[POLICY] = self._learner
         self._batch: BatchSchedule | None = None
         self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
 

@@ -22,7 +22,7 @@ from rlinf.runs.library.session import Session
 from rlinf.service.app import App
 from rlinf.service.service import Service
 
-_READ = ("model", "rollout", "trainer", "placement", "metrics", "seed", "trace", "device_memory", "sharing")
+_READ = ("model", "rollout", "trainer", "placement", "metrics", "seed", "trace", "log_every")
 """Sections and keys that a service's session has of its configuration."""
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.actors.async_replicas import AsyncReplicas
 from rlinf.actors.base import configured
 from rlinf.actors.text_trainer import TextTrainer
 from rlinf.algos.token_losses import TokenLoss
@@ -298,7 +297,7 @@ class Trainer(TextTrainer):
         """The optimizer of adapters."""
         if name not in self._models:
             raise ValueError(f"there is no model {name!r}; those that are open are {', '.join(self._models)}")
-        if self._settings.backend != "fsdp" or isinstance(self._runner, AsyncReplicas):
+        if self._settings.backend != "fsdp" or self._packing.rounds_at_once > 1:
             raise ValueError(
                 f"trainer.backend={self._settings.backend}, trainer.order={self._settings.order}: gradients of single "
                 "calls need backend=fsdp, and ranks in step (order=prompt or any)"

@@ -25,9 +25,7 @@ from rlinf.config.text import ServeConfig
 from rlinf.data.rng import mix
 from rlinf.data.sample import Datum
 from rlinf.flows.session import TokenLosses, checked_data
-from rlinf.models.language.lora import POLICY
 from rlinf.runs.library.session import Session
-from rlinf.runtime.base.errors import RuntimeFault
 from rlinf.service.checkpoints import CheckpointPath, Refused, Store, expiry
 from rlinf.service.promises import InOrder, Promises, Result, Switching, Work
 from rlinf.service.wire import PassRequest, pass_result, sample_result
@@ -373,7 +371,7 @@ class Service:
             )
             prompt = await self._prompt_logprobs(weights, request) if request.prompt_logprobs else None
         if any((each.versions != version).any() for each in answers):
-            raise RuntimeFault(f"answers of {sampler.id} are not all by version {version} of the weights")
+            raise RuntimeError(f"answers of {sampler.id} are not all by version {version} of the weights")
         ended = {"stop": "stop", "text": "stop"}
         return sample_result(
             ((ended.get(each.finish, "length"), each.response_ids, each.logprobs) for each in answers), prompt
@@ -383,8 +381,8 @@ class Service:
         ids = request.prompt
         logprobs = np.full(len(ids), np.nan, np.float32)
         if len(ids) > 1:
-            name = self._opened.get(weights, POLICY)  # that of the session is the base, since nobody trains it
-            (logprobs[1:],) = await self.session.trainer.forward([Datum(ids[:-1], ids[1:])], name)
+            own = (self._opened[weights],) if weights != BASE else ()  # the session's is the base: nobody trains it
+            (logprobs[1:],) = await self.session.trainer.forward([Datum(ids[:-1], ids[1:])], *own)
         if request.last is not None:
             logprobs[: len(ids) - request.last] = np.nan
         return logprobs

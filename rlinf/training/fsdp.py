@@ -22,13 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlinf.algos.loss_sum import LossSum
 from rlinf.config.learning import LearningSettings, ParallelConfig
 from rlinf.data.packing import Packed
-from rlinf.data.rng import mix
 from rlinf.data.safetensors_io import make_room, settle, write_tensors
 from rlinf.data.weights import Export
 from rlinf.models.language import lora as adapters
 from rlinf.models.language.build import ModelSpec, build_module, own_dtype, place
 from rlinf.models.language.fsdp import ALONE, Layout, Sharding, arranged, dtype_of, stages_refused
-from rlinf.models.language.lora import POLICY, using
 from rlinf.models.language.moe import Mixture
 from rlinf.models.language.policy_model import HEAD, PolicyModel
 from rlinf.models.language.tensor_parallel import Division
@@ -61,7 +59,7 @@ class Learner(ScheduledOptimizer):
     ):
         own = None if adapter is None else [parameter for _, parameter in adapters.saved_names(module, adapter)]
         super().__init__(module, settings, own)
-        self._policy, self._layout, self.adapter = module, layout, adapter or POLICY
+        self._policy, self._layout, self.adapter = module, layout, adapter or adapters.POLICY
         self._leads = layout.ranks is None or layout.ranks.get_local_rank() == 0
 
     @property
@@ -79,7 +77,7 @@ class Learner(ScheduledOptimizer):
             entropy_slope: it differentiates entropies too.
         """
         device = next(self.module.parameters()).device
-        own = nullcontext() if self.adapter == POLICY else using(self.module, self.adapter)
+        own = nullcontext() if self.adapter == adapters.POLICY else adapters.using(self.module, self.adapter)
         with own, self._policy.computing():
             for batch in (batch.to(device) for batch in batches):
                 total = loss(batch, self.module(batch, entropy_slope=True) if entropy_slope else self.module(batch))
@@ -110,7 +108,7 @@ class FsdpBackEnd:
     ) -> None:
         self.module, self.layout, self._saved_dtype = module, layout, saved_dtype
         self._base = spec.source if isinstance(spec.source, str) and spec.lora is not None else None
-        self._adapted = spec.lora is not None
+        self._adapted, self._mixed = spec.lora is not None, dtype_of(spec.compute.dtype) != torch.float32
         where = arranged(spec.compute.sharding, ranks.machines, spec.compute.parallel)
         self.data_ranks, self.copies_of_ranks = where.shares, where.copies
         self._rank, self._ranks = ranks.rank, ranks.world_size
@@ -153,17 +151,17 @@ class FsdpBackEnd:
         self.module.weigh_compiling(seconds, _ours(optimization).remaining)
 
     @torch.no_grad()
-    def outputs(self, batch: Packed, *, adapter: str | None = POLICY) -> Outputs:
+    def outputs(self, batch: Packed, *, adapter: str | None = adapters.POLICY) -> Outputs:
         here = batch.to(next(self.module.parameters()).device)
-        if adapter != POLICY:  # another policy, which routes by itself
+        if adapter != adapters.POLICY:  # another policy, which routes by itself
             here = here.routed(None)
-        with nullcontext() if adapter == POLICY else using(self.module, adapter):
+        with nullcontext() if adapter == adapters.POLICY else adapters.using(self.module, adapter):
             outputs: Outputs = self.module(here)
         reshard(self.module)  # without a backward pass the whole weights would stay, and grow old
         return outputs
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
-        return self.merged(POLICY, dtype)
+        return self.merged(adapters.POLICY, dtype)
 
     def merged(self, adapter: str | None, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
         """`export` with adapters of a name added in, or, for None, with none."""
@@ -182,11 +180,11 @@ class FsdpBackEnd:
         Raises:
             ValueError: adapters that there cannot be, or a model that has none or is not whole on one rank.
         """
-        if not self._adapted or self._ranks > 1 or self.layout.slices is not None:
+        if not self._adapted or self._ranks > 1 or self._mixed:
             raise ValueError(
                 "further adapters need model.lora.r above 0, and a trainer of one rank with trainer.dtype=float32"
             )
-        adapters.open_adapters(self.model, lora, name, mix(seed, 1))  # as the model itself has them
+        adapters.open_adapters(self.model, lora, name, seed)
         return Learner(self.module, settings, self.layout, name)
 
     def close(self, name: str) -> None:

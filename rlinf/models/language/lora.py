@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlinf.data.rng import ONE_AT_A_TIME
+from rlinf.data.rng import ONE_AT_A_TIME, mix
 
 POLICY = "default"
 """Name of the adapters that learn, as peft calls the first."""
@@ -297,14 +297,16 @@ def open_adapters(model: nn.Module, lora: Mapping[str, Any], name: str, seed: in
         model: with `POLICY`'s, whole; not on the meta device.
         lora: see `add_adapters`.
         name: of the new ones.
-        seed: of their values, where none are saved.
+        seed: of their values, where none are saved: those that a model of this seed would have as its own.
 
     Raises:
         ValueError: see `add_adapters`.
     """
     learns = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     add_adapters(model, lora, name)
-    values = saved_values(model, name, str(lora["path"])) if lora.get("path") else start_adapters(model, seed, name)
+    values = (
+        saved_values(model, name, str(lora["path"])) if lora.get("path") else start_adapters(model, mix(seed, 1), name)
+    )
     with torch.no_grad():
         for parameter, value in values:
             parameter.copy_(value)

@@ -83,8 +83,9 @@ class _History:
 
     acts: list[Act] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    finals: list[Tensor | None] = field(default_factory=list)
-    """Values of the last observations of episodes that were cut, [N], elsewhere 0; None without a critic."""
+    finals: dict[int, Tensor] = field(default_factory=dict)
+    """By the number of a chunk in which episodes were cut, the critic's values of their last observations, [N],
+    elsewhere 0."""
     last: EnvOutput | None = None
     """Output of the slice behind the last of `chunks`, where `live` put it here."""
 
@@ -277,13 +278,14 @@ class PolicyActor(ModelActor, Receiver):
         if history is None:  # done by actions before the trajectory began
             return
         history.chunks.append(chunk)
-        final = torch.zeros(len(chunk.running)) if self._has_critic else None
-        if final is not None and len(chunk.ended) and len(cut := chunk.cut):
-            observation = self._on_device({name: array[cut] for name, array in chunk.final.items()})
-            words = chunk.final_instructions
-            instructions = None if words is None else [words[row] for row in cut.tolist()]
-            final[chunk.ended[cut]] = self._policy.value(observation, instructions).float().cpu()
-        history.finals.append(final)
+        if chunk.uneventful or not (self._has_critic and len(cut := chunk.cut)):
+            return
+        observation = self._on_device({name: array[cut] for name, array in chunk.final.items()})
+        words = chunk.final_instructions
+        instructions = None if words is None else [words[row] for row in cut.tolist()]
+        final = torch.zeros(len(chunk.running))
+        final[chunk.ended[cut]] = self._policy.value(observation, instructions).float().cpu()
+        history.finals[len(history.chunks) - 1] = final
 
     @property
     def _has_critic(self) -> bool:
@@ -325,7 +327,10 @@ def _assembled(
 
     terminated, truncated, lost = rows("terminated"), rows("truncated"), rows("lost")
     values = [act.values for act in acts if act.values is not None]
-    finals = [final for final in history.finals if final is not None]
+    final_values = None if next_values is None else torch.zeros(terminated.shape[:2])
+    if final_values is not None:
+        for time, final in history.finals.items():
+            final_values[time] = final
     episodes = tuple(episode for chunk in chunks for episode in chunk.episodes)
     return Trajectory(
         chunks=Chunks(
@@ -335,7 +340,7 @@ def _assembled(
             valid=without_lost(rows("valid"), terminated | truncated, lost),
             values=_stacked(values).float() if values else None,
             next_values=next_values,
-            final_values=torch.stack(finals) if finals else None,
+            final_values=final_values,
         ),
         stored={name: _stacked([act.stored[name] for act in acts]) for name in acts[0].stored},
         logprobs=_stacked([act.logprobs for act in acts]).float(),

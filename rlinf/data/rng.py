@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,9 @@ def permutation(count: int, *key: int) -> np.ndarray:
 
 def _finalised(z: Any) -> Any:
     """`_finalise` of many numbers, uint64."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    z = (z ^ (z >> _BITS[30])) * _FACTORS[0]
+    z = (z ^ (z >> _BITS[27])) * _FACTORS[1]
+    return z ^ (z >> _BITS[31])
 
 
 def _finalise(z: int) -> int:
@@ -84,12 +85,28 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     return _shift(z, 11).double() * 2.0**-53
 
 
-def uniforms_by_numpy(seeds: Tensor, positions: Tensor) -> Tensor:
-    """`uniforms` on a CPU in half as many operations, quicker on few numbers, which torch sees nothing of."""
-    with np.errstate(over="ignore"):
-        counted = (positions.numpy() + 1).astype(np.uint64) * np.uint64(GAMMA)
-        word = _finalised(seeds.numpy().astype(np.uint64) + counted)
-    return torch.from_numpy(np.asarray((word >> np.uint64(11)) * 2.0**-53))
+def uniforms_by_numpy(seeds: Tensor, count: int) -> Tensor:
+    """The first outputs of `uniforms` from each seed, on a CPU: quicker on few numbers, and torch sees nothing of it.
+
+    Args:
+        seeds: int64 [n].
+        count: outputs of each.
+
+    Returns:
+        float64 [n, count].
+    """
+    word = _finalised(seeds.numpy().view(np.uint64)[:, None] + _states(count))
+    return torch.from_numpy((word >> _BITS[11]) * 2.0**-53)
+
+
+@lru_cache
+def _states(count: int) -> np.ndarray:
+    """How far the state has counted at each of the first outputs, uint64."""
+    return np.array([(position + 1) * GAMMA & _WORD for position in range(count)], np.uint64)
+
+
+_BITS = {bits: np.uint64(bits) for bits in (11, 27, 30, 31)}
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:

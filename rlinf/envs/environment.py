@@ -13,6 +13,9 @@ An episode with an action, observation or reward that is not finite is dropped: 
 and another one is begun in its place, or in the place of all of its group. Where a simulator resets all environments
 together, what has ended or was dropped waits, without valid steps, until no episode is under way.
 
+Accounts are numpy's, on the host, wherever the simulator computes: there an operation on a few numbers takes a third of
+torch's time, and what ended must be known on the host after every step.
+
 `FrameStack` is a simulator whose observations are the last few of another one, so that a policy without memory sees
 motion; `Environment` makes it where `env.frame_stack` is more than 1.
 """
@@ -25,6 +28,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,7 +127,7 @@ class Chunk:
     @property
     def cut(self) -> Tensor:
         """Rows of `ended` and `final` whose episode was truncated, int64: their final values are needed."""
-        return self.truncated[self.ended].any(1).nonzero().squeeze(1)
+        return torch.tensor([row for row, each in enumerate(self.episodes) if each.truncated], dtype=torch.int64)
 
     @property
     def following(self) -> tuple[Observation, tuple[str, ...] | None]:
@@ -192,7 +196,7 @@ def of_steps(rewards: Tensor, observation: Observation, episode: Tensor, instruc
     Args:
         rewards, observation, episode, instructions: see `Chunk`.
     """
-    never, always, ended = _without_events(*rewards.shape, rewards.device)
+    never, always, lost, running, ended = _without_events(*rewards.shape, rewards.device)
     return Chunk(
         rewards=rewards,
         terminated=never,
@@ -203,8 +207,8 @@ def of_steps(rewards: Tensor, observation: Observation, episode: Tensor, instruc
         final={name: array[:0] for name, array in observation.items()},
         episode=episode,
         next_episode=episode,
-        running=always[:, 0],
-        lost=never[:, 0],
+        running=running,
+        lost=lost,
         episodes=(),
         instructions=instructions,
         final_instructions=None if instructions is None else (),
@@ -213,11 +217,11 @@ def of_steps(rewards: Tensor, observation: Observation, episode: Tensor, instruc
 
 
 @lru_cache
-def _without_events(count: int, actions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """All-false and all-true masks, bool [N, C], and an empty list of ended environments, for chunks in which nothing
-    ends; nobody writes to them."""
+def _without_events(count: int, actions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """All-false and all-true masks, bool [N, C] and [N], and an empty list of ended environments, for chunks in which
+    nothing ends; nobody writes to them."""
     always = torch.ones(count, actions, dtype=torch.bool, device=device)
-    return ~always, always, torch.zeros(0, dtype=torch.int64)
+    return ~always, always, ~always[:, 0], always[:, 0], torch.zeros(0, dtype=torch.int64)
 
 
 def joined_chunks(parts: Sequence[Chunk]) -> Chunk:
@@ -371,34 +375,34 @@ class InvalidEpisodes:
     def __init__(self, describe: Callable[[int], str]):
         self._describe = describe
         self._remarks: list[str] = []
-        self.rows = torch.zeros(0, dtype=torch.bool)
+        self.rows = np.zeros(0, np.bool_)
         """Environments whose episode was spoiled in this chunk, bool [N]."""
 
-    def begin(self, running: Tensor) -> None:
-        """A chunk begins; `running`, bool [N], are the environments that have an episode."""
-        self.rows = torch.zeros_like(running)
+    def begin(self, count: int) -> None:
+        """A chunk of so many environments begins."""
+        self.rows = np.zeros(count, np.bool_)
 
     @property
     def noted(self) -> bool:
         """There is a remark that nobody has had yet."""
         return bool(self._remarks)
 
-    def left(self, active: Tensor, arrays: Mapping[str, Tensor]) -> Tensor:
+    def left(self, active: np.ndarray, arrays: Mapping[str, Tensor]) -> np.ndarray:
         """The active environments, bool [N], whose numbers are finite; the others are noted.
 
         Args:
             active: bool [N].
             arrays: N rows each, by name; rows that are not active may hold anything.
         """
-        bad = not_finite(arrays)
-        if bad is None or not bool((bad := bad & active).any()):
+        wrong = not_finite(arrays)
+        if wrong is None or not (bad := wrong.cpu().numpy() & active).any():
             return active
         self.rows |= bad
-        rows = bad.nonzero().squeeze(1)
-        self.note({name: array[rows] for name, array in arrays.items()}, rows.cpu())
+        envs = np.flatnonzero(bad)
+        self.note(rows_of(dict(arrays), torch.from_numpy(envs)), envs)
         return active & ~bad
 
-    def note(self, arrays: Mapping[str, Tensor], envs: Tensor) -> str:
+    def note(self, arrays: Mapping[str, Tensor], envs: np.ndarray) -> str:
         """Remark on environments which of their rows is not finite; the last remark.
 
         Args:
@@ -478,13 +482,13 @@ MOST_STARTS = 5
 class _Done(NamedTuple):
     """One step of N environments."""
 
-    reward: Tensor
+    reward: np.ndarray
     """float32 [N]; 0 where not active."""
-    active: Tensor
+    active: np.ndarray
     """Environments that did it, bool [N]."""
-    over: Tensor | None
+    over: np.ndarray | None
     """Those of them whose episode it ended, bool [N]; None if it ended none."""
-    terminated: Tensor | None
+    terminated: np.ndarray | None
     """Where the task is over, bool [N], which counts where the episode is; None: nowhere."""
 
 
@@ -519,7 +523,7 @@ class Environment:
             )
         if self.max_steps is None and self.rules.ignore_terminations:
             raise ValueError("ignore_terminations needs max_steps: nothing else would end an episode")
-        self._everyone = torch.arange(self.num_envs)
+        self._everyone = np.arange(self.num_envs)
         self._epoch: int | None = None
         self._done = 0  # chunks since the last reset
         self._invalid = InvalidEpisodes(self._place)
@@ -532,20 +536,17 @@ class Environment:
             epoch: part of what the starts follow from, together with the rules' seed.
             episode: numbers of the episodes to begin, int64 [N]; 0 if None.
         """
-        device = self.simulator.device
         self._epoch, self._done = epoch, 0
-        self._episode = torch.zeros(self.num_envs, dtype=torch.int64) if episode is None else episode.clone()
-        self._steps = torch.zeros(self.num_envs, dtype=torch.int64, device=device)
-        self._total = torch.zeros(self.num_envs, dtype=torch.float64, device=device)
-        self._once = torch.zeros(self.num_envs, dtype=torch.bool, device=device)
-        self._solved = torch.zeros(self.num_envs, dtype=torch.bool, device=device)
+        count = self.num_envs
+        self._episode = np.zeros(count, np.int64) if episode is None else episode.numpy().copy()
+        self._steps, self._total = np.zeros(count, np.int64), np.zeros(count, np.float64)
+        self._once, self._solved, self._running = (np.full(count, each) for each in (False, False, True))
         self._tells_success = False
-        self._running = torch.ones(self.num_envs, dtype=torch.bool, device=device)
         self._observation = self._begin(self._everyone)
         wrong = mistake_in(self._observation, self.simulator.observation_spec, self.num_envs)
         if wrong is not None:
             raise ValueError(f"{type(self.simulator).__name__}.reset() returned a wrong observation: {wrong}")
-        return Start(self._observation, self._episode.clone(), self._instructions())
+        return Start(self._observation, self._numbers(), self._instructions())
 
     def step(self, actions: Tensor) -> Chunk:
         """Do a chunk of actions.
@@ -563,36 +564,43 @@ class Environment:
         active = self._running
         everyone = bool(active.all())  # as in most steps, which then need no operation to leave anybody out
         spoiled = self._invalid
-        spoiled.begin(active)
+        spoiled.begin(self.num_envs)
         done: list[_Done] = []
-        for index in range(actions.shape[1]):
-            able = spoiled.left(active, {"action": actions[:, index]})
+        for action in actions.unbind(1):
+            able = spoiled.left(active, {"action": action})
             everyone = everyone and able is active
             if not (everyone or able.any()):
                 break
-            moved = self.simulator.step(actions[:, index], able)
+            moved = self.simulator.step(action, self._on_device(able))
             active = spoiled.left(able, {"reward": moved.reward, **moved.observation})
             everyone = everyone and active is able
             done.append(step := self._account(moved, active, everyone))
             if step.over is not None:
                 everyone, active = False, active & ~step.over
         if everyone and done and len(done) == actions.shape[1] and not spoiled.noted:
-            rewards = torch.stack([step.reward for step in done], 1).float()
-            return of_steps(rewards, self._observation, self._episode.clone(), self._instructions())
-        return self._eventful(done, actions)
+            rewards = torch.from_numpy(np.array([step.reward for step in done], np.float32).T.copy())
+            return of_steps(rewards, self._observation, self._numbers(), self._instructions())
+        return self._eventful(done, actions.shape[1])
 
-    def _eventful(self, done: Sequence[_Done], actions: Tensor) -> Chunk:
-        """The chunk of some steps, of which not all were done by everyone, or which episodes ended in."""
-        shape = actions.shape[:2]
-        rewards = torch.zeros(shape, device=actions.device)
-        terminated, truncated, valid = (torch.zeros(shape, dtype=torch.bool, device=actions.device) for _ in range(3))
+    def _on_device(self, mask: np.ndarray) -> Tensor:
+        """A mask as the simulator takes it; not to be written to."""
+        return torch.from_numpy(mask).to(self.simulator.device)
+
+    def _numbers(self) -> Tensor:
+        """Number of each environment's episode, int64 [N]."""
+        return torch.from_numpy(self._episode)  # replaced, never written to, when others begin
+
+    def _eventful(self, done: Sequence[_Done], count: int) -> Chunk:
+        """The chunk of some of so many steps, of which not all were done by everyone, or which episodes ended in."""
+        rewards = np.zeros((self.num_envs, count), np.float32)
+        terminated, truncated, valid = (np.zeros(rewards.shape, np.bool_) for _ in range(3))
         for index, step in enumerate(done):
             rewards[:, index], valid[:, index] = step.reward, step.active
             if step.over is not None and step.terminated is not None:
                 terminated[:, index] = step.over & step.terminated
             if step.over is not None:
                 truncated[:, index] = step.over & ~terminated[:, index]
-        episode = self._episode.clone()
+        episode = self._numbers()
         lost = self._drop(self._invalid.rows, rewards, terminated, truncated, valid)
         return self._close_chunk(rewards, terminated, truncated, valid, lost, episode)
 
@@ -610,7 +618,7 @@ class Environment:
             "observation": {name: array.clone() for name, array in self._observation.items()},
             "tells_success": self._tells_success,
             "tasks": self._tasks,
-            **{name: getattr(self, f"_{name}").clone() for name in _COUNTERS},
+            **{name: torch.from_numpy(getattr(self, f"_{name}").copy()) for name in _COUNTERS},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> Start:
@@ -628,14 +636,13 @@ class Environment:
                 f"{self._fingerprint()}; resume with the same settings, or begin anew with reset()"
             )
         device = self.simulator.device
-        self.simulator.restore(state["simulator"], self._everyone)
+        self.simulator.restore(state["simulator"], torch.from_numpy(self._everyone))
         self._epoch, self._done = state["epoch"], state["chunks"]
         self._observation = {name: array.to(device, copy=True) for name, array in state["observation"].items()}
         self._tells_success, self._tasks = state["tells_success"], state.get("tasks")
         for name in _COUNTERS:
-            place = torch.device("cpu") if name == "episode" else device
-            setattr(self, f"_{name}", state[name].to(place, copy=True))
-        return Start(self._observation, self._episode.clone(), self._instructions())
+            setattr(self, f"_{name}", state[name].cpu().numpy().copy())
+        return Start(self._observation, self._numbers(), self._instructions())
 
     def watch(self, envs: Sequence[int]) -> None:
         """Keep videos of these environments alone from now on, counted over all workers and slices.
@@ -673,7 +680,7 @@ class Environment:
         assert self._epoch is not None
         return self.rules.seed_of(self._epoch, self.first + env, episode)
 
-    def _begin(self, envs: Tensor) -> Observation:
+    def _begin(self, envs: np.ndarray) -> Observation:
         """Begin the episodes whose numbers `_episode` says, in some environments; their first observations. Starts that
         are not finite are passed over.
 
@@ -683,13 +690,13 @@ class Environment:
         observation = self._started(envs)
         attempts = 1
         while (wrong := not_finite(observation)) is not None:
-            rows = wrong.cpu().nonzero().squeeze(1)
-            remark = self._invalid.note(rows_of(observation, rows), envs[rows])
+            rows = np.flatnonzero(wrong.cpu().numpy())
+            remark = self._invalid.note(rows_of(observation, torch.from_numpy(rows)), envs[rows])
             if attempts == MOST_STARTS:
                 raise ValueError(f"{type(self.simulator).__name__}.reset(), {attempts} times in a row: {remark}")
-            rows = torch.arange(len(envs)) if self.simulator.resets_together else rows
-            self._episode[envs[rows]] += 1
-            observation = with_rows(observation, rows, self._started(envs[rows]))
+            rows = np.arange(len(envs)) if self.simulator.resets_together else rows
+            self._count_episodes(envs[rows])
+            observation = with_rows(observation, torch.from_numpy(rows), self._started(envs[rows]))
             attempts += 1
         if (tasks := self.simulator.tasks()) is not None:
             self._tasks = list(tasks)
@@ -698,9 +705,14 @@ class Environment:
             self._recorder.begin(self.simulator, envs.tolist(), names)
         return observation
 
-    def _started(self, envs: Tensor) -> Observation:
+    def _started(self, envs: np.ndarray) -> Observation:
         seeds = [self.seed_of(env, int(self._episode[env])) for env in envs.tolist()]
-        return self.simulator.reset(torch.tensor(seeds, dtype=torch.int64), envs)
+        return self.simulator.reset(torch.tensor(seeds, dtype=torch.int64), torch.from_numpy(envs))
+
+    def _count_episodes(self, envs: np.ndarray) -> None:
+        """Environments begin the episodes that follow."""
+        self._episode = self._episode.copy()
+        self._episode[envs] += 1
 
     def _place(self, env: int) -> str:
         """Which episode an environment is in, and the step that it does, for people."""
@@ -708,7 +720,7 @@ class Environment:
         which = f"epoch {self._epoch}, episode {number}, step {int(self._steps[env]) + 1}"
         return f"environment {self.first + env}, seed {self.seed_of(env, number)} ({which})"
 
-    def _drop(self, spoiled: Tensor, *arrays: Tensor) -> Tensor:
+    def _drop(self, spoiled: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
         """Begin other episodes where one was spoiled, or one of its group's was; nothing of the chunk remains of them.
 
         Args:
@@ -721,72 +733,79 @@ class Environment:
         if not spoiled.any():
             return spoiled
         group = self.rules.group_size
-        lost = spoiled.view(-1, group).any(1).repeat_interleave(group) & self._running
+        lost: np.ndarray = spoiled.reshape(-1, group).any(1).repeat(group) & self._running
         for array in arrays:
             array[lost] = 0
-        rows = lost.nonzero().squeeze(1).cpu()
-        highest = self._episode.view(-1, group).amax(1).repeat_interleave(group)
-        self._episode[rows] = highest[rows]
+        highest = self._episode.reshape(-1, group).max(1).repeat(group)
+        self._episode = np.where(lost, highest, self._episode)
         if self.simulator.resets_together:
-            self._running &= ~lost
+            self._running = self._running & ~lost
         if self.rules.auto_reset or not self.simulator.resets_together:
-            self._next(rows)
+            self._next(np.flatnonzero(lost))
         return lost
 
-    def _account(self, moved: Transition, active: Tensor, everyone: bool) -> _Done:
+    def _account(self, moved: Transition, active: np.ndarray, everyone: bool) -> _Done:
         """Enter one step of the active environments, which may be known to be all."""
+        reward, terminated, truncated = (_on_host(each) for each in (moved.reward, moved.terminated, moved.truncated))
         if everyone:
-            self._observation, reward = dict(moved.observation), moved.reward
-            self._steps += 1
+            self._observation = dict(moved.observation)
         else:
-            self._observation = rows_where(active, moved.observation, self._observation)
-            reward = torch.where(active, moved.reward, 0.0)
-            self._steps += active
+            self._observation = rows_where(self._on_device(active), moved.observation, self._observation)
+            reward = np.where(active, reward, np.float32(0.0))
+        self._steps += active
         self._total += reward
         if moved.success is not None:
             self._tells_success = True
-            self._solved = torch.where(active, moved.success, self._solved)
-            self._once |= active & moved.success
-        over = moved.truncated if self.max_steps is None else moved.truncated | (self._steps >= self.max_steps)
-        terminated = None if self.rules.ignore_terminations else moved.terminated
-        over = over if terminated is None else over | terminated
+            self._solved = np.where(active, solved := _on_host(moved.success), self._solved)
+            self._once |= active & solved
+        over = truncated if self.max_steps is None else truncated | (self._steps >= self.max_steps)
+        over = over if self.rules.ignore_terminations else over | terminated
         over = over if everyone else over & active
         if self._recorder is not None:
-            self._recorder.add(self.simulator, active)
-        return _Done(reward, active, over if bool(over.any()) else None, terminated)
+            self._recorder.add(self.simulator, torch.from_numpy(active))
+        return _Done(
+            reward, active, over if over.any() else None, None if self.rules.ignore_terminations else terminated
+        )
 
     def _close_chunk(
-        self, rewards: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor, lost: Tensor, episode: Tensor
+        self,
+        rewards: np.ndarray,
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        valid: np.ndarray,
+        lost: np.ndarray,
+        episode: Tensor,
     ) -> Chunk:
         """Finish a chunk after its last action: end episodes and begin others."""
         over = (terminated | truncated).any(1)
-        ended = over.nonzero().squeeze(1).cpu()
-        final, words = rows_of(self._observation, ended), self._instructions()
+        ended = np.flatnonzero(over)
+        numbers = torch.from_numpy(ended)
+        final, words = rows_of(self._observation, numbers), self._instructions()
         episodes: tuple[Episode, ...] = ()
         if len(ended):
-            episodes = self._finished(ended, truncated.any(1))
-            self._running &= ~over
+            episodes = self._finished(ended, np.asarray(truncated.any(1)))
+            self._running = self._running & ~over
             if self.rules.auto_reset and self._done != self.rules.chunks:
                 self._next(ended)
         return Chunk(
-            rewards=rewards,
-            terminated=terminated,
-            truncated=truncated,
-            valid=valid,
+            rewards=torch.from_numpy(rewards),
+            terminated=torch.from_numpy(terminated),
+            truncated=torch.from_numpy(truncated),
+            valid=torch.from_numpy(valid),
             observation=self._observation,
-            ended=ended,
+            ended=numbers,
             final=final,
             episode=episode,
-            next_episode=self._episode.clone(),
-            running=self._running.clone(),
-            lost=lost,
+            next_episode=self._numbers(),
+            running=torch.from_numpy(self._running),
+            lost=torch.from_numpy(lost),
             episodes=episodes,
             instructions=self._instructions(),
             final_instructions=None if words is None else tuple(words[env] for env in ended.tolist()),
             remarks=self._invalid.remarks(),
         )
 
-    def _finished(self, ended: Tensor, truncated: Tensor) -> tuple[Episode, ...]:
+    def _finished(self, ended: np.ndarray, truncated: np.ndarray) -> tuple[Episode, ...]:
         """The accounts of episodes that are over; their videos are written."""
         columns = [
             array.tolist() for array in (self._steps, self._total, self._once, self._solved, truncated, self._episode)
@@ -812,18 +831,18 @@ class Environment:
                 self._recorder.end(env, episodes[-1].success_once)
         return tuple(episodes)
 
-    def _next(self, ended: Tensor) -> None:
+    def _next(self, ended: np.ndarray) -> None:
         """Begin the next episode where one is over, or everywhere once all are, if the simulator resets together."""
         if self.simulator.resets_together:
-            if bool(self._running.any()):
+            if self._running.any():
                 return
             ended = self._everyone
-        self._episode[ended] += 1
-        rows = ended.to(self.simulator.device)
+        self._count_episodes(ended)
         for counter in (self._steps, self._total, self._once, self._solved):
-            counter.index_fill_(0, rows, 0)
-        self._running.index_fill_(0, rows, True)
-        self._observation = with_rows(self._observation, ended, self._begin(ended))
+            counter[ended] = 0
+        self._running = self._running.copy()
+        self._running[ended] = True
+        self._observation = with_rows(self._observation, torch.from_numpy(ended), self._begin(ended))
 
     def _instructions(self) -> tuple[str, ...] | None:
         texts = self.simulator.instructions()
@@ -857,4 +876,9 @@ class Environment:
 
 
 _COUNTERS = ("episode", "steps", "total", "once", "solved", "running")
-"""Tensors that count per environment, [N], by the name of their attribute."""
+"""Arrays that count per environment, [N], by the name of their attribute."""
+
+
+def _on_host(tensor: Tensor) -> np.ndarray:
+    array: np.ndarray = tensor.cpu().numpy()
+    return array

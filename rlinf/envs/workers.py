@@ -248,7 +248,7 @@ class WorkerSlice:
         self._running = torch.zeros(span.count, dtype=torch.bool)
         self._losses = 0
         self._weights: tuple[float, ...] | None = None  # of tasks
-        self._dropped = torch.zeros(span.count, dtype=torch.int64)  # episodes since one of the environment was finished
+        self._dropped = np.zeros(span.count, np.int64)  # episodes since one of the environment was finished
         self._owed: Start | None = None  # begun after a loss that no chunk has told of yet
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -274,7 +274,10 @@ class WorkerSlice:
         if self._owed is None:
             try:
                 packed = await self._worker.call(
-                    "step", self._part, actions.contiguous().numpy(), timeout=self._processes.step_timeout
+                    "step",
+                    self._part,
+                    actions.detach().cpu().contiguous().numpy(),
+                    timeout=self._processes.step_timeout,
                 )
             except (ChildDied, CallTimeout) as error:
                 packed, died = str(error), error
@@ -302,7 +305,7 @@ class WorkerSlice:
         """
         for remark in chunk.remarks:
             logger.warning("an episode is dropped: %s, in %s", remark, self._worker.name)
-        self._dropped += chunk.lost.cpu()
+        self._dropped += chunk.lost.numpy()
         for episode in chunk.episodes:
             self._dropped[episode.env - self.span.first] = 0
         if int(self._dropped.max()) > MOST_LOSSES:
@@ -524,7 +527,7 @@ class Slice:
         """
         if len(actions) != self.num_envs:
             raise ValueError(f"actions are for {len(actions)} environments, and this slice has {self.num_envs}")
-        shares = actions.detach().cpu().split(self._parts[0].span.count)
+        shares = actions.split(self._parts[0].span.count) if len(self._parts) > 1 else (actions,)
         pairs = zip(self._parts, shares, strict=True)
         return joined_chunks(await _all([part.step(share) for part, share in pairs]))
 

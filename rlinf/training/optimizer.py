@@ -99,8 +99,36 @@ def adamw_of_parts(
         if (alike := [each for each in part if isinstance(each, DTensor) == sliced])
     ]
     # on a CPU the default is a dozen small operations per tensor, which took as long as the backward pass
-    on_cpu = all(parameter.device.type == "cpu" for part, _ in parts for parameter in part)
-    return torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay, fused=True if on_cpu else None)
+    kinds = {(parameter.device.type, parameter.dtype) for part, _ in parts for parameter in part}
+    fused = True if all(device == "cpu" for device, _ in kinds) else None
+    kind = PlainAdamW if fused and len(kinds) == 1 else torch.optim.AdamW
+    return kind(groups, betas=betas, weight_decay=weight_decay, fused=fused)
+
+
+class PlainAdamW(torch.optim.AdamW):
+    """torch's fused AdamW for parameters of one kind by its kernel alone. What torch does around that (marks for a
+    compiler, looks at every kind of device, sorting) takes several times as long as the kernel on a small network."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Change the parameters that have a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            lists: tuple[list[Tensor], ...] = ([], [], [], [], [], [])  # parameters, gradients, two means, none, steps
+            self._init_group(group, *lists)
+            if not lists[0]:
+                continue
+            torch._foreach_add_(lists[-1], 1)
+            torch._fused_adamw_(
+                *lists,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
 
 
 class AdamW8bit(Optimizer):

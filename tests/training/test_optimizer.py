@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.algos.loss_sum import LossSum
-from rlinf.training.optimizer import minimize, optimizer_step, share_of
+from rlinf.training.optimizer import PlainAdamW, minimize, optimizer_step, share_of
 
 
 @dataclass
@@ -73,3 +73,21 @@ def test_without_a_finite_loss_over_something_nothing_changes(factor, weight):
     else:
         assert minimize(loss, list(layer.parameters()), optimizer)[1] == 0.0
     assert all(torch.equal(before[name], tensor) for name, tensor in layer.state_dict().items())
+
+
+def test_steps_by_the_kernel_alone_are_those_of_torch():
+    rates, finished = [1e-2, 2e-3], []
+    for kind in (torch.optim.AdamW, PlainAdamW):
+        torch.manual_seed(3)
+        parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((5, 3), (7,), (2, 2))]
+        groups = [{"params": parameters[:2], "lr": rates[0]}, {"params": parameters[2:], "lr": rates[1]}]
+        optimizer = kind(groups, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+        for step in range(7):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            if step % 3 == 0:  # one that had no part in the loss
+                parameters[2].grad = None
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
+        finished.append([*parameters, *(optimizer.state[parameter]["step"] for parameter in parameters)])
+    assert all(torch.equal(theirs, ours) for theirs, ours in zip(*finished, strict=True))

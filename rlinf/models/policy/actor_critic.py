@@ -22,6 +22,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -82,7 +83,8 @@ class Layers(nn.Sequential):
         """The last layer's output."""
         for layer in self._modules.values():
             if type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks):
-                x = nn.functional.linear(x, layer.weight, layer.bias)
+                own: dict[str, Any] = layer._parameters  # a module's attribute takes as long as a small operation
+                x = nn.functional.linear(x, own["weight"], own["bias"])
             elif type(layer) is nn.Tanh and not layer._forward_hooks:
                 x = x.tanh()
             else:
@@ -262,7 +264,7 @@ class Categorical(Distribution):
             there = torch.arange(logits.shape[-1], device=logits.device) < counts[:, None]
             logits = torch.where(there, logits, _IMPOSSIBLE)
         self._log = logits.log_softmax(-1)
-        self._counts = counts
+        self._counts, self._even = counts, even
 
     def likeliest(self) -> Tensor:
         return self._log.argmax(-1)
@@ -271,9 +273,12 @@ class Categorical(Distribution):
         """By the inverse of the distribution function: the choice below which the probabilities sum up to the noise."""
         sums = self._log.double().exp().cumsum(-1)
         below = (sums <= noise.view(sums.shape[:-1])[..., None]).sum(-1)
-        return torch.minimum(below, self._counts - 1)  # where rounding leaves the whole sum below 1
+        last = sums.shape[-1] - 1 if self._even else self._counts - 1
+        return below.clamp(max=last)  # where rounding leaves the whole sum below 1
 
     def actions(self, sample: Tensor) -> Tensor:
+        if self._even:
+            return _middles(self._log.shape[-1], sample.device).take(sample)
         return (2 * sample + 1) / self._counts - 1.0
 
     def logprobs(self, sample: Tensor) -> Tensor:
@@ -281,6 +286,12 @@ class Categorical(Distribution):
 
     def entropy(self) -> Tensor:
         return -(self._log.exp() * self._log).sum(-1)
+
+
+@lru_cache
+def _middles(count: int, device: torch.device) -> Tensor:
+    """The number of each of so many choices, see `Categorical`, float32 [count]."""
+    return (2 * torch.arange(count, device=device) + 1) / torch.tensor(count, device=device) - 1.0
 
 
 def chosen(actions: Tensor, counts: Tensor) -> Tensor:

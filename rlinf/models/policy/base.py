@@ -58,8 +58,9 @@ def uniforms(generator: Generator, rows: int, count: int, device: torch.device) 
             raise ValueError(
                 f"seeds must be int64 [{rows}], one per row, not {generator.dtype} {list(generator.shape)}"
             )
-        count_from = rng.uniforms_by_numpy if device.type == "cpu" else rng.uniforms
-        return count_from(generator.to(device)[:, None], torch.arange(count, device=device))
+        if device.type == "cpu":
+            return rng.uniforms_by_numpy(generator.cpu(), count)
+        return rng.uniforms(generator.to(device)[:, None], torch.arange(count, device=device))
     source = device if generator is None else generator.device
     return torch.rand(rows, count, generator=generator, dtype=torch.float64, device=source).to(device)
 
@@ -479,7 +480,11 @@ def at_level(x: Tensor, level: Level) -> Tensor:
         ValueError: there is no such level.
     """
     one_of("at_level", "level", level, LEVELS)
-    return x if level == "token" else x.sum(-1) if level == "action" else x.sum((-2, -1))
+    if level == "token":
+        return x
+    if level == "action":
+        return x.squeeze(-1) if x.shape[-1] == 1 else x.sum(-1)
+    return x.sum((-2, -1))
 
 
 def looked_at(observation: Observation, name: str, shape: tuple[int, ...], policy: str) -> Tensor:

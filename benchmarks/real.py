@@ -2,9 +2,9 @@
 
 `grpo`: three steps of 2 prompts x 4 answers x 16 tokens, beside TRL's trainer: peak memory of the process, with our
 last checkpoint written, and processor and wall seconds of a step after the first; KEY=VALUE arguments join our
-configuration. `decode`: tokens per processor second of the
-engine at 1, 8 and 32 rows in float32 and in what else it computes in, prompts of 32 tokens and reading them included,
-beside transformers' `generate` in float32. `trainer`: processor seconds of an optimizer step beside a plain loop.
+configuration. `decode`: tokens per processor second of the engine at 1, 8 and 32 rows in float32, in bfloat16 and with
+weights of 8 bits, prompts of 32 tokens and reading them included, beside transformers' `generate` in float32.
+`trainer`: processor seconds of an optimizer step beside a plain loop.
 Contestants take turns; ratios are taken within a round. One thread each, `--threads` of them in `grpo`.
 """
 
@@ -116,9 +116,9 @@ def spread(ratios: Sequence[float]) -> str:
 
 def engines(model: Path, rows: int) -> Iterator[tuple[str, TransformersEngine]]:
     """Ways in which the engine computes."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("int8", torch.float32)):
         made = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        yield str(dtype).removeprefix("torch."), TransformersEngine(made, max_rows=rows)
+        yield name, TransformersEngine(made, max_rows=rows, weights="int8" if name == "int8" else "full")
 
 
 def decoder(engine: TransformersEngine, prompts: np.ndarray, new: int) -> Callable[[], float]:

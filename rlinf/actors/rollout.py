@@ -95,6 +95,7 @@ class Rollout(Receiver):
             pictures=await self.compute(pictures_of, model, self._tokenizer),
             seed=seed,
             dtype=dtype,
+            weights=settings.weights,
             max_rows=settings.max_rows,
             max_tokens=settings.max_tokens,
             max_length=limit.length,
@@ -346,6 +347,11 @@ class Rollout(Receiver):
 
     async def switch_weights(self, weights: Weights) -> None:
         await self._engine.load(weights)
+        self._tell_rounding()
+
+    def _tell_rounding(self) -> None:
+        if (error := self._engine.rounding) is not None:
+            self.note("weights/int8_error", bytes=error)
 
     async def offload(self) -> None:
         """Give the device's memory back, if the engine can; answers in flight wait."""
@@ -355,6 +361,7 @@ class Rollout(Receiver):
         """Come back to the device; with the weights that are coming, which an engine that sleeps takes as it wakes."""
         if self._engine.sleeps and (coming := self.coming) is not None:
             await self._engine.load(coming)
+            self._tell_rounding()
             self.early = coming
         await (self._engine.wake() if self._engine.sleeps else self._engine.resume())
 

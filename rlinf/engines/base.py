@@ -264,6 +264,10 @@ class Engine(ABC):
     """It has `take_out`, and continues a `Request.partial`."""
     seeded: bool = True
     """`Request.seed` decides the answer. Without that, answers are fair draws which nobody can repeat."""
+    rounds: bool = False
+    """It has weights of 8 bits where its user wants them."""
+    rounding: float | None = None
+    """How far its weights are from those that came, as a share of their size; None where none was rounded."""
     sleeps: bool = False
     """It has `sleep` and `wake`, so that it can share its devices."""
     through_host: bool = False
@@ -898,6 +902,8 @@ class EngineSetup:
     """Seed of a new model's weights."""
     dtype: torch.dtype = torch.float32
     """In which answers are computed; weights of another type are cast."""
+    weights: Literal["full", "int8"] = "full"
+    """`int8`: rounded to 8 bits, by an engine that `rounds`."""
     max_rows: int = 128
     """Answers decoded together, at least 1."""
     max_tokens: int | None = None
@@ -941,6 +947,21 @@ def unable(engine: str, kv: Kv | None) -> str | None:
     return None if kv in engine_class.kv else _other_kv(engine, engine_class.kv)
 
 
+def no_rounding(engine: str, on_cpu: bool) -> str | None:
+    """Why an engine of `ENGINES` cannot have weights of 8 bits on such devices; None: it can, or is another's."""
+    if engine not in ENGINES:
+        return None
+    module = importlib.import_module(ENGINES[engine].rpartition(".")[0])
+    if not module.ENGINE.rounds:
+        return _unrounded(engine)
+    problem: str | None = module.no_int8(on_cpu)
+    return problem
+
+
+def _unrounded(engine: str) -> str:
+    return f"{engine} has weights as they come; leave it at full, or take rollout.engine=transformers on a CPU"
+
+
 def _other_kv(engine: str, kinds: Sequence[Kv]) -> str:
     return (
         f"{engine} can only {' or '.join(kinds)} the keys and values of answers in flight; leave the key out for that"
@@ -957,7 +978,7 @@ async def make(engine: str, setup: EngineSetup, args: Mapping[str, Any] | None =
         args: further arguments of that function.
 
     Raises:
-        ValueError: the function does not take `args`, or the engine cannot do `setup.kv`.
+        ValueError: the function does not take `args`, or the engine cannot do `setup.kv` or `setup.weights`.
         TypeError: what it returns is no `Engine`.
     """
     path = ENGINES.get(engine, engine)
@@ -979,4 +1000,7 @@ async def make(engine: str, setup: EngineSetup, args: Mapping[str, Any] | None =
     if setup.kv is not None and setup.kv not in instance.kv:
         await instance.close()
         raise ValueError(f"staleness.kv={setup.kv}: {_other_kv(engine, instance.kv)}")
+    if setup.weights != "full" and not instance.rounds:
+        await instance.close()
+        raise ValueError(f"rollout.weights={setup.weights}: {_unrounded(engine)}")
     return instance

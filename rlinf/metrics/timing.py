@@ -103,7 +103,8 @@ def timing(lap: Lap) -> dict[str, float]:
 
 
 def parts(lap: Lap) -> dict[str, float]:
-    """The metrics that actors told of in a step (`Actor.note`): bytes of all, and the seconds of the slowest.
+    """The metrics that actors told of in a step (`Actor.note`): bytes of all, seconds of the slowest, and the largest
+    error.
 
     `weights/send_seconds` is the time from a trainer's having packed its weights to their arrival at the last receiver.
     """
@@ -117,6 +118,8 @@ def parts(lap: Lap) -> dict[str, float]:
             arrived.append(span.end)
         if span.what.endswith("_bytes"):
             metrics[span.what] += span.bytes
+        elif span.what.endswith("_error"):
+            metrics[span.what] = max(metrics[span.what], span.bytes)
         elif span.what.endswith("_seconds"):
             seconds[span.what, span.actor] += span.end - span.start
     for (what, _), each in seconds.items():

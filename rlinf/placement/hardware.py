@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from rlinf.config.common import Placing
@@ -147,6 +148,16 @@ class Fleet:
         """
         memory = {kind: own.memory for kind, own in self.hardware.items() if own.memory is not None}
         return tuple(memory.get(kind, limit) for kind in self.kinds)
+
+
+@cache
+def cpu_products() -> frozenset[str]:
+    """Products of narrow numbers that this machine's CPU has instructions for, by torch's names for them."""
+    import torch  # which plans do without
+
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    names = ("avx512_bf16", "amx_bf16", "avx512_vnni", "amx_int8")
+    return frozenset(name for name in names if capabilities.get(name))
 
 
 def fleet_of(wanted: Placing, hosts: int) -> Fleet:

@@ -19,7 +19,7 @@ import torch
 
 from rlinf.agents.agent import Agent
 from rlinf.algos import algorithms, recipes
-from rlinf.algos.algorithms import AlgorithmSpec, Clipped, Correction, Gae, GroupRelative, Rejection
+from rlinf.algos.algorithms import AlgorithmSpec, Clipped, Correction, Decoupled, Gae, GroupRelative, Rejection
 from rlinf.config.common import Placing, TrackingConfig
 from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig
 from rlinf.config.importing import mistake_in, resolve
@@ -28,7 +28,7 @@ from rlinf.config.load import ConfigError, InputError, Problem
 from rlinf.config.text import RewardConfig, RunConfig
 from rlinf.data.datasets.source import Source
 from rlinf.data.step import works_ahead
-from rlinf.engines.base import lacking, unable
+from rlinf.engines.base import lacking, no_rounding, unable
 from rlinf.metrics.machine import machine
 from rlinf.metrics.trackers import missing, wanted_trackers
 from rlinf.placement.grammar import PlacementError, TooFewGpus
@@ -69,6 +69,8 @@ _AS_IN_THE_RECIPE: dict[str, Any] = {"entropy_bonus": None, "max_drift": None, "
 CORRECTION, REJECTION = Correction(cap=5.0), Rejection(floor=0.7, cap=1.43)
 """How asynchronous flows correct for older answers, measured in docs/async.md. The cap is high because what must be
 taken back has large weights: tokens that have become likely since they were drawn and turned out bad."""
+ROUNDED = Correction(cap=2.0)
+"""How answers of rounded weights are corrected for: truncated importance sampling, as by the recipe grpo_tis."""
 CORRECTED_FROM = 2
 """Least `staleness.max` with which they do: what is one version old is learned from as well without, or better."""
 
@@ -117,8 +119,27 @@ def for_older_answers(algorithm: AlgorithmSpec, config: RunConfig) -> AlgorithmS
     return replace(algorithm, correction=CORRECTION, rejection=REJECTION)
 
 
+def for_rounded_answers(algorithm: AlgorithmSpec, config: RunConfig) -> AlgorithmSpec:
+    """The algorithm as it learns from answers of weights that were rounded, `rollout.weights`: with `ROUNDED` where
+    nothing corrects for what draws the tokens, and the configuration does not say that nothing should.
+
+    Args:
+        algorithm: of the run.
+        config: of the run.
+    """
+    settled = config.algorithm.correction != {} or algorithm.correction is not None
+    if config.rollout.weights == "full" or settled or isinstance(algorithm.loss, Decoupled):
+        return algorithm
+    return replace(algorithm, correction=ROUNDED)
+
+
 def default_correction(config: RunConfig, algorithm: AlgorithmSpec | None) -> str | None:
-    """That `for_older_answers` had something to add, for people; None if it had not."""
+    """That `for_older_answers` or `for_rounded_answers` had something to add, for people; None if they had not."""
+    if algorithm is not None and algorithm.correction is ROUNDED:
+        return (
+            f"answers are those of weights rounded to 8 bits (rollout.weights={config.rollout.weights}), which is "
+            f"corrected for: algorithm.correction={{cap: {ROUNDED.cap:g}}}; algorithm.correction=null leaves it out"
+        )
     if algorithm is None or algorithm.correction is not CORRECTION:
         return None
     return (
@@ -334,7 +355,7 @@ class RunPlan(ProfiledStep):
     became: tuple[str, ...] = ()
     """Lines about the values of what was left to the devices."""
     warnings: tuple[str, ...] = ()
-    """Lines about roles that may run out of memory."""
+    """Lines about roles that may run out of memory, and about a CPU's precision."""
     config: Any = None
     """The configuration with these values; None of a policy that acts, which leaves nothing to them."""
 
@@ -386,6 +407,7 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     kinds = kinds_of(config, needed)
     flow = _imported(path) if objects.flow is None else objects.flow
     algorithm = for_older_answers(algorithm, config) if works_ahead(flow) else algorithm
+    algorithm = for_rounded_answers(algorithm, config)
     model, items = _described_text(config, algorithm), config.algorithm.prompts_per_step
     mistaken = (*mistakes_in_models(config), *mistakes_in_own(config, flow), *mistakes_ahead(config, flow))
     problems_so_far = [_problem(*each) for each in mistaken]
@@ -406,6 +428,9 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     lacks = lacking(config.rollout.engine, config.rollout.engine_args)
     if lacks is not None and not elsewhere(config.placement):  # which this machine will not run anyway
         problems.append(_problem("rollout.engine", config.rollout.engine, lacks))
+    unrounded = no_rounding(config.rollout.engine, device_kind(config.placement) == "cpu")
+    if config.rollout.weights == "int8" and unrounded is not None:
+        problems.append(_problem("rollout.weights", config.rollout.weights, unrounded))
     if (other := unable(config.rollout.engine, config.staleness.kv)) is not None:
         problems.append(_problem("staleness.kv", config.staleness.kv, other))
     agent, mistakes = configured_agent(config, own_flow, objects.agent)

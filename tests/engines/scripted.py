@@ -36,7 +36,7 @@ class Scripted:
     step read."""
 
     device, dtype, reads_images, pads, continues = torch.device("cpu"), torch.float32, False, True, True
-    vocabulary, padding, slower = None, None, None  # any token will do
+    vocabulary, padding, slower, int8 = None, None, None, ()  # any token will do
 
     def __init__(self):
         self.version = 0

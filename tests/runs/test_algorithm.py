@@ -11,12 +11,14 @@ from rlinf.config.load import ConfigError
 from rlinf.runs.prepare import (
     CORRECTION,
     REJECTION,
+    ROUNDED,
     algorithm_of,
     control_algorithm_of,
     default_correction,
     filled_in_limit,
     flow_of,
     for_older_answers,
+    for_rounded_answers,
     prepare,
     roles_of,
 )
@@ -108,6 +110,34 @@ def test_asynchronous_flows_correct_for_older_answers_unless_told_otherwise(over
     words = default_correction(config, found)
     assert (words is not None) == corrected
     assert not corrected or "algorithm.correction={cap: " in words
+
+
+@pytest.mark.parametrize(
+    ("overrides", "corrected"),
+    [
+        (("rollout.weights=int8",), True),
+        (("rollout.weights=int8", "algorithm=sapo"), True),
+        ((), False),
+        (("rollout.weights=int8", "algorithm.correction=null"), False),
+        (("rollout.weights=int8", "algorithm.correction.cap=3"), False),
+        (("rollout.weights=int8", "algorithm=grpo_icepop"), False),
+        (("rollout.weights=int8", "algorithm=async_grpo"), False),
+    ],
+)
+def test_answers_of_rounded_weights_are_corrected_for_unless_told_otherwise(overrides, corrected):
+    config = load_config(None, overrides)
+    plain = algorithm_of(config)
+    found = for_rounded_answers(plain, config)
+    assert (found.correction is ROUNDED) == corrected == (found != plain)
+    assert ("algorithm.correction={cap: " in (default_correction(config, found) or "")) == corrected
+
+
+@pytest.mark.parametrize(
+    "overrides", [("rollout.engine=sglang",), ("rollout.engine=vllm",), ("placement.device_kind=cuda",)]
+)
+def test_who_has_no_rounded_weights_is_refused_by_the_key(overrides):
+    told = refused("rollout.weights=int8", *overrides)
+    assert "full" in told["rollout.weights"]
 
 
 @pytest.mark.parametrize(

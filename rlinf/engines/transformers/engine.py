@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,6 +23,7 @@ from rlinf.engines.base import Completion, Compute, Engine, EngineSetup, Request
 from rlinf.engines.transformers.batch import Batch
 from rlinf.engines.transformers.graphs import Graphs, rows_for, unknown
 from rlinf.engines.transformers.model import ModelForward, fastest
+from rlinf.models.language.int8 import no_int8, round_layers
 from rlinf.models.language.truth import Way
 from rlinf.runtime.base.tasks import InThreads
 
@@ -53,6 +54,7 @@ async def build(setup: EngineSetup, *, keep_tokens: int | None = None, graphs: G
                 graphs=graphs,
                 routes=setup.routes,
                 padding=setup.padding,
+                weights=setup.weights,
             )
             return TransformersEngine(
                 model, settings, compute=setup.compute, tokenizer=setup.tokenizer, pictures=setup.pictures
@@ -92,6 +94,8 @@ class DecodeSettings:
     """Tell to which experts of a mixture tokens go."""
     padding: tuple[int, ...] = ()
     """Ids of the model's head that its tokenizer has not; no answer has them."""
+    weights: Literal["full", "int8"] = "full"
+    """`int8` rounds those of linear layers to 8 bits, on a CPU."""
 
     def __post_init__(self) -> None:
         if self.max_rows < 1:
@@ -119,7 +123,7 @@ class TransformersEngine(Engine):
     """
 
     kv = ("keep", "reread")
-    hands_over = sleeps = True
+    hands_over = sleeps = rounds = True
 
     def __init__(
         self,
@@ -136,6 +140,10 @@ class TransformersEngine(Engine):
         self.max_rows, self.max_tokens, self.max_length = how.max_rows, how.max_tokens, how.max_length
         self._compute = compute or InThreads()
         self._reread = how.reread
+        if how.weights == "int8":
+            if (problem := no_int8(model.device.type == "cpu")) is not None:
+                raise ValueError(f"rollout.weights=int8: {problem}")
+            round_layers(model)
         self._forward = fastest(model.eval(), version, pictures)
         self.vocabulary = self._forward.vocabulary
         if how.padding:
@@ -157,6 +165,10 @@ class TransformersEngine(Engine):
     @property
     def version(self) -> int:
         return self._forward.version
+
+    @property
+    def rounding(self) -> float | None:  # type: ignore[override]  # read here, never set
+        return self._forward.int8.error if self._forward.int8 else None
 
     @property
     def stats(self) -> StepStats:  # type: ignore[override]  # read here, never set
@@ -289,8 +301,10 @@ def _way(decoding: str, forward: ModelForward, graphs: Graphs) -> Way:
     """How an engine decodes, and what keeps a GPU from recorded steps where its user wants them."""
     slower, on_cpu = forward.slower, forward.device.type == "cpu"
     by = "by the lean forward" if slower is None else f"by the forward of transformers ({slower})"
+    if forward.int8:
+        by += f", with weights of 8 bits, of which rounding has changed {forward.int8.error:.2%}"
     slow = decoding if not on_cpu and graphs == "auto" and decoding.startswith("step by step") else ""
-    return Way(f"decodes {decoding}, {by}", on_cpu and slower is None, slow)
+    return Way(f"decodes {decoding}, {by}", on_cpu and slower is None and not forward.int8, slow)
 
 
 ENGINE = TransformersEngine

@@ -37,6 +37,7 @@ from rlinf.data.images import GRID, Pictures
 from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights, misfits
 from rlinf.engines.transformers.cache import Band, BandCache, Layers, Place
+from rlinf.models.language.int8 import Int8Layers, Int8Linear, Int8Weight, join
 from rlinf.models.language.moe import Routers, watch
 from rlinf.models.language.truth import Results, Truth, blocks, length_of_text
 from rlinf.models.offload import Parking
@@ -85,6 +86,8 @@ class ModelForward:
         """Ids that no answer has, see `choose`, int64 [ids]."""
         self._pictures = pictures
         self._model = model
+        self.int8 = Int8Layers(model)
+        """Those of its layers whose weights have 8 bits."""
         self._parking: Parking | None = None  # kept once it was parked, with its host memory
         self._arrived: Weights | None = None
         self._version_now: Callable[[], int] | None = None  # of weights that are a trainer's own tensors
@@ -270,7 +273,7 @@ class ModelForward:
 
     def check(self, weights: Weights) -> None:
         """Raise ValueError if `weights` are not this model's, by name and shape; changes nothing."""
-        own = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        own = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()} | self.int8.shapes
         kinds = {name: tensor.dtype for name, tensor in weights.named()}
         odd = "; ".join(f"{name} is of {kind}" for name, kind in kinds.items() if not kind.is_floating_point)
         if problems := misfits(own, weights.shapes) or odd:
@@ -293,16 +296,17 @@ class ModelForward:
 
     @torch.no_grad()
     def _take(self, weights: Weights) -> None:
-        parameters = dict(self._model.named_parameters())
+        parameters, tensors = dict(self._model.named_parameters()), dict(weights.named())
         if weights.version_now is not None and self._version_now is None:
-            for name, tensor in weights.named():
-                parameters[name].data = tensor.to(self.device, self.dtype)
+            for name, parameter in parameters.items():
+                parameter.data = tensors[name].to(self.device, self.dtype)
             self._join()
             give_back_freed()
         self._version_now = weights.version_now
-        for name, tensor in weights.named():
-            if weights.version_now is None or parameters[name].data_ptr() != tensor.data_ptr():
-                parameters[name].copy_(tensor)
+        self.int8.load(tensors)
+        for name in parameters:
+            if weights.version_now is None or parameters[name].data_ptr() != tensors[name].data_ptr():
+                parameters[name].copy_(tensors[name])
 
     def _join(self) -> None:
         """Find the parameters again, which have other memory."""
@@ -491,7 +495,7 @@ class LeanForward(ModelForward):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] to [rows, vocabulary]."""
-        return F.linear(_rms_norm(hidden, self._norm), self._head.weight, self._head.bias)
+        return _product(_rms_norm(hidden, self._norm), self._head.weight, self._head.bias)
 
     def angles(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines for every head of these positions, all below `length`, [..., 1, head size]."""
@@ -509,7 +513,7 @@ class LeanForward(ModelForward):
 
     def addresses(self) -> tuple[int, ...]:
         """Where all that steps read lies: a recording of a step is of these addresses."""
-        joined = [part for block in self.blocks for part in (*block.qkv, *block.gate_up) if part is not None]
+        joined = [part for block in self.blocks for part in (*block.qkv, *block.gate_up) if isinstance(part, Tensor)]
         return tuple(tensor.data_ptr() for tensor in (*self._held(), *joined))
 
 
@@ -582,7 +586,7 @@ class Block:
 
     def unturned(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys before they are rotated, [..., heads, head size], and values."""
-        heads = F.linear(_rms_norm(hidden, self.norms[0]), *self.qkv)
+        heads = _product(_rms_norm(hidden, self.norms[0]), *self.qkv)
         heads = heads.view(*heads.shape[:-1], self.queries + 2 * self.keys, self.head)
         turning, values = heads.split([self.queries + self.keys, self.keys], dim=-2)
         query_norm, key_norm = self.head_norms
@@ -593,9 +597,9 @@ class Block:
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Compute the rest of the block after attention: its output projection and the feed-forward layer."""
-        hidden = hidden + F.linear(attended, self.output.weight, self.output.bias)
-        gate, up = F.linear(_rms_norm(hidden, self.norms[1]), *self.gate_up).chunk(2, dim=-1)
-        return hidden + F.linear(F.silu(gate) * up, self.down.weight, self.down.bias)
+        hidden = _product(attended, self.output.weight, self.output.bias, hidden)
+        gate, up = _product(_rms_norm(hidden, self.norms[1]), *self.gate_up).chunk(2, dim=-1)
+        return _product(F.silu(gate) * up, self.down.weight, self.down.bias, hidden)
 
 
 def causal_bias(real: Tensor, dtype: torch.dtype, tokens: int, window: int | None = None) -> Tensor:
@@ -623,11 +627,18 @@ def _rms_norm(hidden: Tensor, norm: Any) -> Tensor:
     return F.rms_norm(hidden, weight.shape, weight, norm.variance_epsilon)
 
 
-def _joined(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+def _product(inputs: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None, onto: Tensor | None = None) -> Tensor:
+    """A linear layer, and what it is added to."""
+    if not isinstance(weight, Tensor):
+        return weight.product(inputs, bias, onto)
+    outputs = F.linear(inputs, weight, bias)
+    return outputs if onto is None else onto + outputs
+
+
+def _joined(linears: Sequence[Any]) -> tuple[Tensor | Int8Weight, Tensor | None]:
     """Weight and bias of all in one; the parameters become parts of them."""
-    return _join([linear.weight for linear in linears]), (
-        None if linears[0].bias is None else _join([linear.bias for linear in linears])
-    )
+    whole = join(linears) if isinstance(linears[0], Int8Linear) else _join([linear.weight for linear in linears])
+    return whole, None if linears[0].bias is None else _join([linear.bias for linear in linears])
 
 
 def _join(parameters: Sequence[Tensor]) -> Tensor:
@@ -652,6 +663,7 @@ def join_parts(model: PreTrainedModel) -> None:
 
 
 _ROTATIONS = {"default", "linear", "llama3", "yarn"}  # those whose angles do not depend on how long the text is
+_LINEAR = (nn.Linear, Int8Linear)
 _PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
 
@@ -671,12 +683,13 @@ def fastest(model: PreTrainedModel, version: int, pictures: Pictures | None = No
         ValueError: the model does not give the same token by token as for a whole text.
     """
     own = ModelForward(model, version, pictures)
-    try:
-        forward, truth = _nearest(own, model)
-    except _REFUSALS as error:
-        name = f"{type(model).__name__} (model_type {model.config.model_type})"
-        raise ValueError(f"{name} cannot be read token by token: {type(error).__name__}: {error}") from error
-    forward.continues = continues(forward, truth)
+    with own.int8.exactly():
+        try:
+            forward, truth = _nearest(own, model)
+        except _REFUSALS as error:
+            name = f"{type(model).__name__} (model_type {model.config.model_type})"
+            raise ValueError(f"{name} cannot be read token by token: {type(error).__name__}: {error}") from error
+        forward.continues = continues(forward, truth)
     return forward
 
 
@@ -707,7 +720,7 @@ def unlike(model: PreTrainedModel) -> str | None:
     """In what a model differs from a Llama; None if it has the parts of one and no others."""
     trunk, head = getattr(model, "model", None), getattr(model, "lm_head", None)
     parts = {name for name, _ in getattr(trunk, "named_children", list)()}
-    if type(head) is not nn.Linear or parts != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+    if type(head) not in _LINEAR or parts != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return f"{type(model).__name__} has other parts than a Llama"
     assert isinstance(trunk, nn.Module)
     if str(getattr(trunk.rotary_emb, "rope_type", None)) not in _ROTATIONS:  # models with several have a dict
@@ -726,10 +739,10 @@ def _layer_fits(layer: nn.Module) -> bool:
     attention, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())  # type: ignore[union-attr]
     joined = [[attention.get(f"{x}_proj") for x in "qkv"], [mlp.get("gate_proj"), mlp.get("up_proj")]]
     linears = [*joined[0], *joined[1], attention.get("o_proj"), mlp.get("down_proj")]
-    if any(type(linear) is not nn.Linear for linear in linears):
+    if any(type(linear) not in _LINEAR for linear in linears):
         return False
     for group in joined:  # a bias on all or on none
-        if len({linear.bias is None for linear in group if isinstance(linear, nn.Linear)}) != 1:
+        if len({getattr(linear, "bias", None) is None for linear in group}) != 1:
             return False
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [attention[name] for name in ("q_norm", "k_norm") if name in attention]

@@ -44,6 +44,7 @@ from rlinf.runs.dry_run.transformer import (
     logit_bytes,
     part_of,
     peak_bytes,
+    rollout_precision,
     saved_shape,
     splits_whole,
     tokens_of,
@@ -238,12 +239,15 @@ def _logits(chunk: int, shape: Shape) -> float:
 
 
 def _rollout(config: RunConfig, shape: Shape) -> Footprint:
-    """Whole weights; keys and values, 2 x layers x keys for each token; logits in float32 of the rows decoded together,
-    twice, since they are sampled from. Of an engine that splits its model over devices, the share of one of them."""
+    """Whole weights, of which those that are rounded take a byte; keys and values, 2 x layers x keys for each token;
+    logits in float32 of the rows decoded together, twice, since they are sampled from. Of an engine that splits its
+    model over devices, the share of one of them."""
     rollout, width, split = config.rollout, _BYTES[config.rollout.dtype], engine_split(config.rollout.engine_args)
     tokens = rollout.max_tokens or rollout.max_rows * (rollout.max_new_tokens + (config.data.max_prompt_tokens or 0))
+    embedding = shape.vocabulary * shape.hidden
+    rounded = shape.parameters - shape.outside + embedding * (1 + width)
     footprint = Footprint(
-        weights=float(shape.parameters * width) / split,
+        weights=float(shape.parameters * width if rollout.weights == "full" else rounded) / split,
         activations=2.0 * rollout.max_rows * shape.vocabulary * 4 / split,
         cache=2.0 * shape.layers * shape.keys * tokens * width / split,
     )
@@ -440,7 +444,7 @@ class Fitted:
     became: tuple[str, ...] = ()
     """Lines about what was left to the devices."""
     warnings: tuple[str, ...] = ()
-    """Lines about roles that may run out of memory."""
+    """Lines about roles that may run out of memory, and about the precision that a CPU was found to want."""
 
 
 def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str]) -> tuple[Fitted, list[Problem]]:
@@ -453,6 +457,7 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
         roles: that there are besides rollout, judge and trainer.
     """
     kind, memory = device_kind(config.placement), placed.room("trainer")
+    config, precision = rollout_precision(config, model_config, placed.devices)
     config, became = by_kind(config)
 
     def learns(changed: RunConfig) -> bool:
@@ -492,7 +497,8 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
         for role, each in footprint_by_role.items()
         if role in placed.seats
     }
-    return Fitted(config, memory_by_role, tuple(lines), tuple(_tight(footprint_by_role, placed))), problems
+    warnings = (*((precision,) if precision and "rollout" in placed.seats else ()), *_tight(footprint_by_role, placed))
+    return Fitted(config, memory_by_role, tuple(lines), warnings), problems
 
 
 def _tight(footprint_by_role: Mapping[str, Footprint], placed: Placed) -> Iterator[str]:

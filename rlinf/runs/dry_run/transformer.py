@@ -27,6 +27,7 @@ from rlinf.config.text import RunConfig
 from rlinf.data.images import auto_class
 from rlinf.data.routes import experts_of
 from rlinf.data.tokenizer import pretrained, without_own_code
+from rlinf.placement.hardware import cpu_products
 
 ALLOWANCE = 0.05
 """Share of what comes and goes in a step by which CUDA's allocator takes more than it hands out: blocks that a later,
@@ -291,6 +292,10 @@ _TOKENS: dict[Kind, int] = {"cpu": 2048, "cuda": 16_384}
 """Tokens of a micro-batch. A GPU is busy with as many: products of fewer rows wait for the weights to be read."""
 
 
+_LARGE = 50_000_000
+"""Weights of a model from which on a CPU spends most of decoding in products."""
+
+
 def device_kind(wanted: PlacementConfig) -> Kind:
     """Return the kind of the run's devices: as `placement.device_kind` says, or as this machine's."""
     if wanted.device_kind != "auto":
@@ -345,6 +350,32 @@ def by_kind(config: RunConfig) -> tuple[RunConfig, list[str]]:
         for name, entry in config.teachers.items()
     }
     return replace(config, trainer=trainer, **changed), became
+
+
+def rollout_precision(config: RunConfig, model_config: Any, processes: int) -> tuple[RunConfig, str]:
+    """A configuration with `rollout.dtype` as this CPU is fastest with, where it is a CPU and has the choice.
+
+    The first process decides for all, whatever CPUs others have: roles are given values.
+
+    Args:
+        config: of the run.
+        model_config: of its model, from transformers.
+        processes: of the job. A single one decodes with the trainer's own tensors, which are float32.
+
+    Returns:
+        The configuration, and why it became what it is; empty where there was nothing to choose.
+    """
+    products = cpu_products() & {"amx_bf16", "avx512_bf16"}
+    chooses = device_kind(config.placement) == "cpu" and config.rollout.dtype == "auto" and bool(products)
+    usual = config.rollout.engine == "transformers" and config.rollout.weights == "full"
+    if not (chooses and usual) or (count := parameters_of(model_config)) < _LARGE:
+        return config, ""
+    if processes == 1:
+        why = "one process decodes with the trainer's own tensors, which takes no memory and needs no publishing"
+        return config, f"rollout.dtype=float32: {why}; bfloat16 decodes faster here"
+    changed = replace(config, rollout=replace(config.rollout, dtype="bfloat16"))
+    size = f"{count / 1e6:,.0f} M weights"
+    return changed, f"rollout.dtype=bfloat16: this CPU has products of it ({min(products)}), and the model {size}"
 
 
 def checkpointing(config: RunConfig, memory: int | None, fits: Callable[[RunConfig], bool]) -> tuple[RunConfig, str]:

@@ -199,13 +199,14 @@ class Actor:
         actor's devices as `compute` does, and the time counts as the endpoint's own; times that overlap count once."""
         return self._cell.working()
 
-    def note(self, what: str, seconds: float = 0.0, bytes: int = 0) -> None:
+    def note(self, what: str, seconds: float = 0.0, bytes: float = 0) -> None:
         """Tell the trace of a part of what this actor has just done; a step's metrics have its sum.
 
         Args:
-            what: the metric: `..._seconds`, of which that of the slowest actor counts, or `..._bytes`, which add up.
+            what: the metric: `..._seconds`, of which that of the slowest actor counts, `..._bytes`, which add up, or
+                `..._error`, of which the largest counts.
             seconds: that it took, up to now.
-            bytes: that it moved.
+            bytes: that it moved, or the error.
         """
         now = self._cell.host.now()
         self._cell.host.tracer.span("part", self._cell.name, "", what, now - seconds, now, bytes)

@@ -112,7 +112,7 @@ class Span(NamedTuple):
     """Seconds of the host's clock."""
     end: float
     """Seconds of the host's clock."""
-    bytes: int = 0
+    bytes: float = 0
     """That were sent, of a payload; that were moved, of a part."""
 
 
@@ -129,7 +129,9 @@ class Tracer:
         self.record: Callable[[tuple[Any, ...]], object] = self._spans.append if enabled else _drop
         """Record the fields of a span as a tuple: `span` for who records one at every call."""
 
-    def span(self, kind: Kind, actor: str, endpoint: str, what: str, start: float, end: float, bytes: int = 0) -> None:
+    def span(
+        self, kind: Kind, actor: str, endpoint: str, what: str, start: float, end: float, bytes: float = 0
+    ) -> None:
         """Record a span; see `Span`."""
         self.record((kind, actor, endpoint, what, start, end, bytes))
 

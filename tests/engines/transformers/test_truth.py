@@ -11,8 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlinf.engines.transformers import model as forwards
 from rlinf.engines.transformers.engine import TransformersEngine, _way
 from rlinf.engines.transformers.model import LeanForward, ModelForward, fastest
+from rlinf.models.language.int8 import Int8Weight, no_int8, round_layers
 
-DTYPES = [torch.bfloat16, torch.float32]
+INT8 = pytest.param("int8", marks=pytest.mark.skipif(no_int8(on_cpu=True) is not None, reason="the CPU lacks it"))
+DTYPES = [torch.bfloat16, torch.float32, INT8]
 SHAPES = {
     "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "llama": {
@@ -42,6 +44,9 @@ def made(kind, dtype, seed=0, **more):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter * 3 if parameter.ndim > 1 else parameter + 0.3 * torch.randn_like(parameter))
+    if dtype == "int8":
+        round_layers(model)
+        return model
     return model.to(dtype)
 
 
@@ -132,12 +137,18 @@ def a_cap_too_many(lean):
 
 def half_a_layer_is_skipped(lean):
     block = lean.blocks[2]
-    block.finish = lambda hidden, attended: hidden + torch.nn.functional.linear(attended, block.output.weight)
+    block.finish = lambda hidden, attended: forwards._product(attended, block.output.weight, None, hidden)
 
 
 def weights_of_the_step_before(lean):
     weight, bias = lean.blocks[1].gate_up
-    lean.blocks[1].gate_up = (weight + 0.03 * weight.std() * torch.randn_like(weight), bias)
+    rounded = isinstance(weight, Int8Weight)
+    whole = torch.mul(*(part.reshape(len(part), -1) for part in weight.unpacked())) if rounded else weight
+    before = whole + 0.03 * whole.std() * torch.randn_like(whole)
+    if rounded:
+        before = Int8Weight.of("before", before)
+        before.exact = weight.exact
+    lean.blocks[1].gate_up = (before, bias)
 
 
 FAULTS = {

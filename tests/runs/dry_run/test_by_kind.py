@@ -31,6 +31,31 @@ def test_gpus_compute_in_bfloat16_on_large_micro_batches_and_cpus_as_they_always
     assert values(by_kind(configured(kind="cpu"))[0]) == ["float32", "float32", "float32", 2048]
 
 
+@pytest.mark.parametrize(
+    ("products", "size", "overrides", "hosts", "dtype", "told"),
+    [
+        (["avx512_bf16"], "large", (), 2, "bfloat16", "avx512_bf16"),
+        (["amx_bf16", "avx512_vnni"], "large", (), 2, "bfloat16", "amx_bf16"),
+        (["avx512_vnni"], "large", (), 2, "float32", None),
+        (["avx512_bf16"], "small", (), 2, "float32", None),
+        (["avx512_bf16"], "large", (), 1, "float32", "own tensors"),
+        (["avx512_bf16"], "large", ("rollout.dtype=float32",), 2, "float32", None),
+        (["avx512_bf16"], "large", ("rollout.weights=int8",), 2, "float32", None),
+    ],
+)
+def test_a_cpu_generates_in_what_it_multiplies_fast_where_that_is_most_of_the_work(
+    products, size, overrides, hosts, dtype, told, monkeypatch
+):
+    monkeypatch.setattr(transformer, "cpu_products", lambda: frozenset(products))
+    monkeypatch.setattr(transformer, "_LARGE", {"large": 1e9, "small": 1e10}[size])
+    found, problems = fitted(configured(*overrides, kind="cpu", hosts=hosts), hosts=hosts)
+    assert not problems
+    assert (found.config.rollout.dtype, found.config.trainer.dtype) == (dtype, "float32")
+    lines = [line for line in found.warnings if line.startswith("rollout.dtype=")]
+    assert len(lines) == (told is not None)
+    assert told is None or told in lines[0]
+
+
 def test_what_is_written_stays_and_deciding_twice_changes_nothing():
     chosen, became = by_kind(configured("trainer.dtype=float32", "trainer.micro_batch_tokens=512"))
     assert values(chosen) == ["float32", "bfloat16", "bfloat16", 512]

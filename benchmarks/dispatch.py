@@ -7,9 +7,9 @@ alone, by the engine's lean forward. Sequences are of one length, or ragged, whi
 
 Operators are those that reach a device, counted under a dispatch mode as the difference between models of 2 and 4
 layers, so that embeddings and head drop out: no views and no allocations; copies are those among them that change dtype
-or layout alone. Processor milliseconds are medians of rounds in which contestants take turns; `python` is what of them
-is spent outside of operators: in Python, autograd and the dispatcher. Reads of the device are counted on one that is
-not there, for every algorithm, by tests/models/language/programs/on_a_device.py.
+or layout alone. Processor milliseconds are medians of rounds in which contestants take turns. Those of 16 tokens are
+what a micro-batch costs whatever is in it: Python, autograd and the dispatcher. Reads of the device are counted on one
+that is not there, for every algorithm, by tests/models/language/programs/on_a_device.py.
 """
 
 from __future__ import annotations
@@ -74,20 +74,6 @@ class Counted(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-class Timed(TorchDispatchMode):
-    """Adds up the processor time of operators, below autograd and Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds = 0.0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        begin = time.thread_time()
-        result = function(*arguments, **(keywords or {}))
-        self.seconds += time.thread_time() - begin
-        return result
-
-
 class Contestant:
     """A way to compute a micro-batch."""
 
@@ -108,15 +94,6 @@ class Contestant:
         self.run(_nothing)
         return time.process_time() - begin
 
-    def in_operators(self) -> float:
-        """Processor seconds of the operators alone, the least of three."""
-        sums = []
-        for _ in range(3):
-            with Timed() as own:
-                self.run(_nothing)
-            sums.append(own.seconds)
-        return min(sums)
-
 
 def _nothing() -> None:
     pass
@@ -130,13 +107,20 @@ def source(layers: int, width: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rows(ragged: bool) -> list[Row]:
-    """Eight answers of 1,024 tokens in all, prompts included."""
+LENGTHS: dict[str, list[tuple[int, int]]] = {
+    "one length": [(32, 96)] * 8,
+    "ragged": [(8 + 4 * n, 30 + 20 * n) for n in range(8)],
+    "16 tokens": [(1, 1)] * 8,
+}
+"""Tokens of eight prompts and their answers; about 1,024 in all, but for the last."""
+
+
+def rows(kind: str) -> list[Row]:
+    """Sequences of one of `LENGTHS`."""
     rng = np.random.default_rng(0)
-    lengths = [(8 + 4 * n, 30 + 20 * n) if ragged else (32, 96) for n in range(8)]
     return [
         Row(rng.integers(3, 250, prompt), rng.integers(3, 250, answer), advantage=1.0 if n % 2 else -0.5)
-        for n, (prompt, answer) in enumerate(lengths)
+        for n, (prompt, answer) in enumerate(LENGTHS[kind])
     ]
 
 
@@ -254,7 +238,7 @@ def per_layer(make: Callable[..., dict[str, Contestant]], dtype: str, batch: Seq
 
 
 def timed(found: dict[str, Contestant], rounds: int) -> dict[str, Any]:
-    """Milliseconds of the processor by contestant, with what of them is Python, and the ratio to transformers'."""
+    """Milliseconds of the processor by contestant, and the ratio to transformers'."""
     for one in found.values():
         one.run(_nothing)
     turns: dict[str, list[float]] = {name: [] for name in found}
@@ -262,11 +246,10 @@ def timed(found: dict[str, Contestant], rounds: int) -> dict[str, Any]:
         for name, one in found.items():
             turns[name].append(1e3 * one.seconds())
     result: dict[str, Any] = {}
-    for name, one in found.items():
+    for name in found:
         middle = statistics.median(turns[name])
         ratios = [mine / theirs for mine, theirs in zip(turns[name], turns["transformers"], strict=True)]
-        python = max(0.0, middle - 1e3 * one.in_operators())
-        result[name] = {"ms": middle, "python": python, "ratio": statistics.median(ratios), "turns": turns[name]}
+        result[name] = {"ms": middle, "ratio": statistics.median(ratios), "turns": turns[name]}
     return result
 
 
@@ -299,14 +282,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    batches = {"one length": rows(False), "ragged": rows(True)}
+    batches = {kind: rows(kind) for kind in LENGTHS}
     result: dict[str, Any] = {"layers": {}, "steps": {}, "micro_batches": []}
-    for kind, batch in batches.items():
+    for kind, batch in list(batches.items())[:2]:
         result["layers"][kind] = {dtype: per_layer(contestants, dtype, batch) for dtype in DTYPES}
         console.print(counts_shown(f"a layer of a micro-batch, sequences of {kind}", result["layers"][kind]))
     result["steps"] = {dtype: per_layer(steppers, dtype, batches["one length"]) for dtype in DTYPES}
     console.print(counts_shown("a layer of a decode step of 8 rows", result["steps"]))
-    table = Table("what", "width", "dtype", "by", "ms", "python", "beside transformers")
+    table = Table("what", "width", "dtype", "by", "ms", "beside transformers")
     for width in map(int, options.widths.split(",")):
         for dtype in DTYPES:
             made = {kind: contestants(options.layers, width, dtype, batch) for kind, batch in batches.items()}
@@ -314,7 +297,7 @@ def main() -> None:
             for kind, found in made.items():
                 for name, one in timed(found, options.rounds).items():
                     result["micro_batches"].append({"kind": kind, "width": width, "dtype": dtype, "by": name, **one})
-                    cells = f"{one['ms']:.1f}", f"{one['python']:.1f}", f"{one['ratio']:.2f}"
+                    cells = f"{one['ms']:.1f}", f"{one['ratio']:.2f}"
                     table.add_row(kind, str(width), dtype, name, *cells)
     console.print(table)
     result["reads"] = reads()

@@ -11,7 +11,7 @@ OPERATORS = list(BARS)[1]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_of_a_micro_batch_asks_for_few_operators_beyond_those_of_a_plain_loop(dtype):
-    found = per_layer(partial(contestants, who=("ours", "transformers")), dtype, rows(False))
+    found = per_layer(partial(contestants, who=("ours", "transformers")), dtype, rows("one length"))
     ours, theirs = (
         {kind: sum(counts[f"{phase} {kind}"] for phase in PHASES) for kind in ("operators", "copies")}
         for counts in (found["ours"], found["transformers"])
@@ -22,7 +22,7 @@ def test_a_layer_of_a_micro_batch_asks_for_few_operators_beyond_those_of_a_plain
 
 
 def test_a_decode_step_asks_for_less_than_half_of_what_transformers_does():
-    found = per_layer(steppers, "bfloat16", rows(False))
+    found = per_layer(steppers, "bfloat16", rows("one length"))
     assert found["lean forward"]["forward operators"] < found["transformers"]["forward operators"] / 2
 
 

@@ -1,6 +1,6 @@
 """Base classes of roles with a model: settings, ranks that compute together, devices, weights and checkpoints.
 
-`configured` lets the keys of a role's settings be given one by one. `SpmdActor` has ranks compute together: calls reach
+`SpmdActor` has ranks compute together: calls reach
 them in any order, and may be cancelled at any moment on each; they are carried out one after the other, in the same
 order on every rank. `ModelActor` has a model that leaves its device while other roles have it. `BaseTrainer` is both,
 and owns weights that learn: a subclass makes its module and optimizer in `setup` and hands them to `_own`; it says how
@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -33,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlinf.config.schema import settings as settings_from
+from rlinf.config.schema import configured  # noqa: F401  # of roles
 from rlinf.data.safetensors_io import settle
 from rlinf.data.weights import Weights
 from rlinf.models.offload import Parking
@@ -60,51 +58,6 @@ from rlinf.training.optimizer import hyperparameters, set_hyperparameters
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Setup = Callable[..., Coroutine[Any, Any, None]]
-
-
-def configured(kind: type[Any]) -> Callable[[Setup], Setup]:
-    """Let the keys of a role's settings be given one by one: `spawn(Trainer, lr=1e-4)` is short for
-    `spawn(Trainer, settings=TrainerSettings(lr=1e-4))`.
-
-        class Trainer(Actor):
-            @configured(TrainerSettings)
-            async def setup(self, *, model: ModelSource, settings: TrainerSettings) -> None: ...
-
-    Args:
-        kind: the class of the settings, a section of the configuration.
-
-    Returns:
-        A decorator of a `setup` that has an argument `settings`.
-
-    Raises:
-        ValueError: in `setup`, keys that there are not, with the nearest; values that cannot be; or settings of another
-            kind, or keys beside them.
-    """
-
-    def decorate(setup: Setup) -> Setup:
-        own = inspect.signature(setup)
-        names = own.parameters.keys()
-
-        @functools.wraps(setup)
-        async def with_settings(self: Actor, **arguments_by_name: Any) -> None:
-            role = self._cell.name.partition("[")[0]
-            keys = {name: value for name, value in arguments_by_name.items() if name not in names}
-            whole = arguments_by_name.get("settings")
-            if whole is None:
-                whole = settings_from(kind, keys, role)
-            elif keys or not isinstance(whole, kind):
-                wrong = f"{min(keys)} beside settings" if keys else f"settings of {type(whole).__name__}"
-                raise ValueError(f"{role}: {wrong}: give one {kind.__name__}, or its keys one by one")
-            arguments = {name: value for name, value in arguments_by_name.items() if name in names}
-            await setup(self, **{**arguments, "settings": whole})
-
-        optional = [each.replace(default=None) if each.name == "settings" else each for each in own.parameters.values()]
-        keys = inspect.Parameter("keys", inspect.Parameter.VAR_KEYWORD)
-        with_settings.__signature__ = own.replace(parameters=[*optional, keys])  # type: ignore[attr-defined]
-        return with_settings
-
-    return decorate
 
 
 Body = Callable[[Any], Coroutine[Any, Any, R]]

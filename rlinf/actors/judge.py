@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.actors.base import configured
+from rlinf.config.schema import configured
 from rlinf.config.text import RewardConfig
 from rlinf.data.datasets.benchmarks import SCORED_BY
 from rlinf.data.sample import Group, Outcome, Prompt, Sample

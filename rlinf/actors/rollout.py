@@ -14,7 +14,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -27,10 +27,11 @@ from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Prompt, Sample, read_only
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer, padding_ids
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, Engine, EngineSetup, PartialAnswer, Request, Sampling, make
+from rlinf.engines.base import Completion, Engine, EngineSetup, PartialAnswer, PartialGroup, Request, Sampling, make
 from rlinf.metrics.limits import BYTES, DECODE, READ
-from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, cost_of, limits, pictures_of
+from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, cost_of, pictures_of
 from rlinf.models.language.cost import ModelCost
+from rlinf.models.language.sources import limits
 from rlinf.models.language.truth import Way
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.tensors import own_device
@@ -364,21 +365,6 @@ class Rollout(Receiver):
             self._tell_rounding()
             self.early = coming
         await (self._engine.wake() if self._engine.sleeps else self._engine.resume())
-
-
-@dataclass(slots=True, eq=False)
-class PartialGroup:
-    """The answers to one prompt, until all have ended; `generate` continues it in place of a prompt."""
-
-    prompt: Prompt
-    """The prompt that is answered."""
-    done: dict[int, Completion] = field(default_factory=dict)
-    """The finished answers, by index."""
-    left: dict[int, Request] = field(default_factory=dict)
-    """The others, by index; on its way, each with its tokens so far. Empty: all have ended, and `generate` puts the
-    group out at once."""
-    temperature: float = 1.0
-    """At which they are sampled."""
 
 
 class _Place(NamedTuple):

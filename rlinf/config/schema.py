@@ -4,17 +4,18 @@ A section is a dataclass of pydantic, which checks its values, and `CLOSED`: it 
 field is its documentation: `--help` and docs/config.md print it. A section with `__shorthand__ = "key"` may be given as
 a single text, which is that key's; one with `__together__` takes several keys with commas between; a field of type Any
 takes a mapping, null, or a text that is short for {name: text}. Rules on several keys of a section, and on what lies
-within one, are its method `mistakes`, which yields (key within it, advice). Knows no key of ours, and imports nothing
-heavy.
+within one, are its method `mistakes`, which yields (key within it, advice). `configured` lets the keys of a section be
+given to a role one by one. Knows no key of ours, and imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import inspect
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from difflib import SequenceMatcher
-from functools import cache
+from functools import cache, wraps
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -243,3 +244,50 @@ def nearest(key: str, candidates: Iterable[str]) -> str | None:
 
     best = max(candidates, key=closeness, default=None)
     return best if best is not None and closeness(best) >= _CLOSE_ENOUGH else None
+
+
+Setup = Callable[..., Coroutine[Any, Any, None]]
+
+
+def configured(kind: type[Any]) -> Callable[[Setup], Setup]:
+    """Let the keys of a role's settings be given one by one: `spawn(Trainer, lr=1e-4)` is short for
+    `spawn(Trainer, settings=TrainerSettings(lr=1e-4))`.
+
+        class Trainer(Actor):
+            @configured(TrainerSettings)
+            async def setup(self, *, model: ModelSource, settings: TrainerSettings) -> None: ...
+
+    Args:
+        kind: the class of the settings, a section of the configuration.
+
+    Returns:
+        A decorator of a `setup` that has an argument `settings`.
+
+    Raises:
+        ValueError: in `setup`, keys that there are not, with the nearest; values that cannot be; or settings of another
+            kind, or keys beside them.
+    """
+
+    def decorate(setup: Setup) -> Setup:
+        own = inspect.signature(setup)
+        names = own.parameters.keys()
+
+        @wraps(setup)
+        async def with_settings(self: Any, **arguments_by_name: Any) -> None:
+            role = self._cell.name.partition("[")[0]
+            keys = {name: value for name, value in arguments_by_name.items() if name not in names}
+            whole = arguments_by_name.get("settings")
+            if whole is None:
+                whole = settings(kind, keys, role)
+            elif keys or not isinstance(whole, kind):
+                wrong = f"{min(keys)} beside settings" if keys else f"settings of {type(whole).__name__}"
+                raise ValueError(f"{role}: {wrong}: give one {kind.__name__}, or its keys one by one")
+            arguments = {name: value for name, value in arguments_by_name.items() if name in names}
+            await setup(self, **{**arguments, "settings": whole})
+
+        optional = [each.replace(default=None) if each.name == "settings" else each for each in own.parameters.values()]
+        keys = inspect.Parameter("keys", inspect.Parameter.VAR_KEYWORD)
+        with_settings.__signature__ = own.replace(parameters=[*optional, keys])  # type: ignore[attr-defined]
+        return with_settings
+
+    return decorate

@@ -29,15 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rlinf.data.sample import DataError, ImageRef
 from rlinf.data.tokenizer import IMAGE_TOKENS, pretrained
@@ -358,11 +352,13 @@ MARK = "<image>"
 """Mark of a picture in the texts of data sets (verl's and EasyR1's among them), of whatever model."""
 
 
-def auto_class(config: PretrainedConfig, kind: type[Any] = AutoModelForCausalLM) -> type[Any]:
-    """The class of transformers that makes a model of this configuration: where a language model is wanted, one that
-    reads pictures besides, if that is what it describes."""
-    pictured = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if kind is AutoModelForCausalLM and pictured else kind
+def auto_class(config: PretrainedConfig, kind: type[Any] | None = None) -> type[Any]:
+    """The class of transformers that makes a model of this configuration: where a language model is wanted, as None
+    is, one that reads pictures besides, if that is what it describes."""
+    language = transformers.AutoModelForCausalLM  # looked up late: its module takes a second to import
+    kind, texts = kind or language, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    pictured = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in texts
+    return transformers.AutoModelForImageTextToText if kind is language and pictured else kind
 
 
 def picture_tokens(model_type: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int, int] | None:

@@ -33,11 +33,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import PreTrainedTokenizerBase
 
 from rlinf.config.importing import resolve
 from rlinf.data.images import Pictures
-from rlinf.data.sample import ImageRef, PrefixKey, prefix_key
+from rlinf.data.sample import ImageRef, PrefixKey, Prompt, prefix_key
 from rlinf.data.weights import Weights
 from rlinf.engines import ENGINES
 from rlinf.models.language.truth import Way
@@ -214,6 +215,21 @@ class Completion:
     def truncated(self) -> bool:
         """The length limit cut it."""
         return self.finish == "length"
+
+
+@dataclass(slots=True, eq=False)
+class PartialGroup:
+    """The answers to one prompt, until all have ended; `generate` continues it in place of a prompt."""
+
+    prompt: Prompt
+    """The prompt that is answered."""
+    done: dict[int, Completion] = field(default_factory=dict)
+    """The finished answers, by index."""
+    left: dict[int, Request] = field(default_factory=dict)
+    """The others, by index; on its way, each with its tokens so far. Empty: all have ended, and `generate` puts the
+    group out at once."""
+    temperature: float = 1.0
+    """At which they are sampled."""
 
 
 class StepStats(NamedTuple):
@@ -891,7 +907,7 @@ class EngineSetup:
     """Whose engine it is, for messages and the names of processes, such as `rollout[0]`."""
     model: str | Mapping[str, Any]
     """A Hugging Face directory (or hub name), or the configuration of a new model."""
-    build_model: Callable[[], AbstractContextManager[PreTrainedModel]]
+    build_model: Callable[[], AbstractContextManager[transformers.PreTrainedModel]]
     """Makes that model in this process, on its device, for engines that want it here. Blocking. While its context is
     open, no other model is made in this process: try the model out inside of it."""
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -932,7 +948,7 @@ def lacking(engine: str, args: Mapping[str, Any] | None = None) -> str | None:
 
     Engines say so by a function `lacking(args)` beside their `build`; who has none lacks nothing.
     """
-    if engine not in ENGINES:
+    if engine not in ENGINES or (engine == "transformers" and not args):  # which takes a second to import
         return None
     check = getattr(importlib.import_module(ENGINES[engine].rpartition(".")[0]), "lacking", None)
     problem: str | None = None if check is None else check(dict(args or {}))

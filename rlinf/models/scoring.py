@@ -25,8 +25,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from rlinf.config.learning import RewardModelConfig
 from rlinf.data.packing import Row, cut, pack
 from rlinf.data.tokenizer import load_tokenizer, pretrained
-from rlinf.models.language.build import ONE_AT_A_TIME, build_model, limits, unreadable_weights
+from rlinf.models.language.build import ONE_AT_A_TIME, build_model
 from rlinf.models.language.policy_model import PolicyModel
+from rlinf.models.language.sources import limits, unreadable_weights
 
 
 class SequenceClassifier(nn.Module):

@@ -31,7 +31,7 @@ from rlinf.data.datasets.source import DataError, counted
 from rlinf.data.datasets.stream import Counted, left_out
 from rlinf.data.sample import Prompt
 from rlinf.metrics.alarms import DEFAULT_REWARD, right_answers
-from rlinf.models.language.build import limits, pictures_of
+from rlinf.models.language.sources import limits, pictures_of
 from rlinf.rewards.base import OFFERED, Reward, RewardSource
 from rlinf.runs.prepare import InMemory, RunPlan
 from rlinf.runs.roles import check_tools_shown, naming

@@ -33,7 +33,7 @@ from rlinf.data.datasets.benchmarks import Benchmark, benchmarks_of
 from rlinf.data.datasets.load import Data
 from rlinf.data.sample import Evaluation, Group, Prompt, Sample
 from rlinf.flows.evaluate import evaluate, is_right, measure
-from rlinf.models.language.build import context_length
+from rlinf.models.language.sources import context_length
 from rlinf.rewards.base import RewardSource
 from rlinf.runs.data import scores_alone
 from rlinf.runs.roles import REWARD_MODEL, Roles

@@ -23,8 +23,6 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from rlinf.actors.base import SpmdActor
-from rlinf.actors.rollout import PartialGroup
 from rlinf.agents.agent import Agent, LastingAgent, lasts
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.episodes import OpenTask
@@ -34,12 +32,11 @@ from rlinf.config.importing import mistake_in, resolve
 from rlinf.config.load import ConfigError, InputError, Problem
 from rlinf.config.text import RunConfig
 from rlinf.data.tokenizer import pretrained
-from rlinf.engines.base import Completion, PartialAnswer, Request, Sampling
+from rlinf.engines.base import Completion, PartialAnswer, PartialGroup, Request, Sampling
 from rlinf.flows.session import Running, RunSession
 from rlinf.flows.text import Teachers
-from rlinf.models.language.build import context_length
+from rlinf.models.language.sources import context_length
 from rlinf.models.language.truth import Way
-from rlinf.models.scoring import mistakes_in_saved, unreadable
 from rlinf.placement.plan import GB
 from rlinf.placement.seats import TEXT, Placed, RoleKind, own_kinds, teacher_kinds
 from rlinf.runtime.actor.actor import Actor
@@ -360,6 +357,8 @@ async def spawn_roles(
 
     # Each of these makes its model on all its ranks together, with a lock held in every process: two at once could wait
     # for each other for ever, one on each of two hosts.
+    from rlinf.actors.base import SpmdActor  # what computes takes seconds to import
+
     joint = [name for name, role in roles.items() if issubclass(role.actor, SpmdActor)]
     with work("starting", len(roles), "roles") as starting:
         await all_or_none([spawn(joint), *(spawn([name]) for name in roles if name not in joint)])
@@ -528,6 +527,10 @@ def mistakes_in_own(config: RunConfig, flow: Any) -> Iterator[tuple[str, Any, st
 
 def mistakes_in_models(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
     """(key, value, advice) for what is wrong with saved reward models, and with teachers that have names."""
+    if config.reward_model.path is None and not config.teachers:
+        return
+    from rlinf.models.scoring import mistakes_in_saved, unreadable  # models come with it
+
     named = {f"teachers.{name.removeprefix('teacher_')}": each.model for name, each in config.named_teachers.items()}
     for key, path in named.items():
         for reason in () if path is None else unreadable(path, functools.partial(pretrained, AutoConfig)):

@@ -57,7 +57,7 @@ from rlinf.metrics.alarms import (
     failures_text,
 )
 from rlinf.metrics.report import compare, in_words, rows
-from rlinf.models.language.fsdp import Sharding
+from rlinf.models.language.arrangement import Sharding
 from rlinf.placement.seats import Placed
 from rlinf.rewards.base import RewardSource, ScoreCounts
 from rlinf.runs.callbacks import AlarmRule, Observer, RunState

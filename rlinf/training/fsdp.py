@@ -25,8 +25,9 @@ from rlinf.data.packing import Packed
 from rlinf.data.safetensors_io import make_room, settle, write_tensors
 from rlinf.data.weights import Export
 from rlinf.models.language import lora as adapters
+from rlinf.models.language.arrangement import Sharding, arranged, stages_refused
 from rlinf.models.language.build import ModelSpec, build_module, own_dtype, place
-from rlinf.models.language.fsdp import ALONE, Layout, Sharding, arranged, dtype_of, stages_refused
+from rlinf.models.language.fsdp import ALONE, Layout, dtype_of
 from rlinf.models.language.moe import Mixture
 from rlinf.models.language.policy_model import HEAD, PolicyModel
 from rlinf.models.language.tensor_parallel import Division

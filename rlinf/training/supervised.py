@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -23,8 +23,10 @@ from rlinf.algos.preference import PairLoss, bradley_terry, check_dpo, dpo
 from rlinf.data.datasets.rendering import MARGIN, REF, WEIGHT
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.sample import Group, Sample
-from rlinf.training.backend import Outputs
 from rlinf.training.batch_metrics import read_spans, token_rows
+
+if TYPE_CHECKING:
+    from rlinf.training.backend import Outputs
 
 
 class Objective(Protocol):

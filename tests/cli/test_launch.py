@@ -27,7 +27,10 @@ from tests.cards import pretend
 from tests.launching import QUICKSTART, ROOT, TINY, command, environment, launch, metrics_of, start, steps_noted, typed
 from tests.runtime.programs.jobs import descendants, patient, until
 
-NEVER_NEEDED = ("torch", "transformers", "tokenizers", "numpy")
+NEVER_NEEDED = (
+    "torch", "transformers", "tokenizers", "numpy", "wandb", "swanlab", "tensorboard", "aiohttp", "httpx", "accelerate",
+    "scipy", "sympy", "safetensors", "huggingface_hub", "datasets", "pandas", "PIL",
+)  # fmt: skip
 
 
 # Command lines -------------------------------------------------------------------------------------------------------
@@ -175,20 +178,44 @@ def test_a_limit_of_open_files_is_one_line(monkeypatch, capsys):
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", ["--help", f"--config {QUICKSTART} x=1"])
-def test_help_and_mistakes_are_answered_without_importing_torch(arguments):
-    code = (
-        "import sys; from rlinf.cli.main import main; main(sys.argv[1:]); "
-        f"sys.exit([name for name in {NEVER_NEEDED} if name in sys.modules] or 0)"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code, *arguments.split()], cwd=ROOT, check=True, capture_output=True, timeout=30
-    )
+FIRST_LINE = "import rlinf.cli.main as main; main.train = lambda *_: None; main.main(['--config', 'quickstart'])"
+"""What a run does until its first line is out, and the next is that it starts."""
 
 
-def test_a_dry_run_on_text_imports_no_planner_no_simulators_and_nothing_of_policies_that_act():
+@pytest.mark.parametrize(
+    ("code", "most"),
+    [
+        ("import rlinf", 10),
+        ("from rlinf.cli.commands import main; main(['--version'])", 430),
+        ("from rlinf.cli.main import main; main(['--help'])", 430),
+        (f"from rlinf.cli.main import main; main(['--config', '{QUICKSTART}', 'x=1'])", 430),
+        (FIRST_LINE, 430),
+    ],
+)
+def test_help_mistakes_and_the_first_line_of_a_run_import_little_and_nothing_that_computes(code, most):
+    code = f"""import sys
+before = {{*sys.modules}}
+try:
+    {code}
+except SystemExit:
+    pass
+print("imported", len({{*sys.modules}} - before), [name for name in {NEVER_NEEDED} if name in sys.modules])"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+    )
+    _, count, heavy = done.stdout.splitlines()[-1].split(" ", 2)
+    assert heavy == "[]"
+    assert int(count) <= most
+
+
+def test_a_dry_run_on_text_imports_no_planner_no_simulators_nothing_that_acts_and_no_model_that_it_knows():
+    assert main(["--config", QUICKSTART, "--dry-run"]) == 0, "the model is known from here on"
     code = "import sys; from rlinf.cli.main import main; main(sys.argv[1:]); sys.exit([*filter({}, sys.modules)] or 0)"
-    unneeded = ("rlinf.placement.planner", "rlinf.placement.simulate", "rlinf.models.policy", "rlinf.training.embodied")
+    unneeded = (
+        *("rlinf.placement.planner", "rlinf.placement.simulate", "rlinf.models.policy", "rlinf.training.embodied"),
+        *("transformers.modeling_utils", "transformers.generation.utils", "torch._dynamo", "torch.distributed.tensor"),
+        *("torch.distributed.checkpoint", "torch.distributed.fsdp", "rlinf.models.language.policy_model", "scipy"),
+    )
     arguments = [code.format(f"lambda name: name.startswith({unneeded})"), "--config", QUICKSTART, "--dry-run"]
     subprocess.run([sys.executable, "-c", *arguments], cwd=ROOT, check=True, capture_output=True, timeout=110)
 

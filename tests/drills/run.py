@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlinf.actors.rollout import PartialGroup
 from rlinf.data.in_flight.snapshot import read_kept
+from rlinf.engines.base import PartialGroup
 from rlinf.runs.roles import KINDS
 from rlinf.storage.directory import find_checkpoint
 from rlinf.storage.files import read_lines

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from rlinf.actors.rollout import PartialGroup
 from rlinf.data.sample import Prompt
-from rlinf.engines.base import Request, Sampling
+from rlinf.engines.base import PartialGroup, Request, Sampling
 from rlinf.runs.roles import RolloutKeeper
 
 

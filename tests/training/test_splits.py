@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from rlinf.config.learning import ParallelConfig
 from rlinf.data.tokenizer import load_tokenizer
+from rlinf.models.language.arrangement import arranged
 from rlinf.models.language.build import build_model
-from rlinf.models.language.fsdp import arranged, mistakes_in
+from rlinf.models.language.fsdp import mistakes_in
 from rlinf.models.language.tensor_parallel import zigzag
 from rlinf.training.export import MODEL
 from tests.actors import toys

@@ -338,6 +338,7 @@ class FusedHead:
     @staticmethod
     def make(backend: str = "inductor", *, required: bool = False) -> FusedHead:
         """Functions that compile at their first calls; see `Compiled`."""
+        keep_compiled()
         functions = (scores, slopes_alone, slopes_and_bias)
         return FusedHead(*(Compiled(function, backend, required=required) for function in functions))
 

@@ -36,16 +36,7 @@ from rlinf.algos.loss_sum import wide
 from rlinf.data.images import Pictures
 from rlinf.data.packing import Packed, Row, pack, padded
 from rlinf.models.language.attention import ARGUMENT, NAME, REFUSALS, CompiledBlocks, Layout, checkpoint_blocks
-from rlinf.models.language.kernels import (
-    HALF,
-    CompileTime,
-    FusedHead,
-    Kernel,
-    KernelName,
-    device_at_fault,
-    keep_compiled,
-    kernel_of,
-)
+from rlinf.models.language.kernels import HALF, CompileTime, FusedHead, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.moe import Mixture, ModelOutputs, Replay, routers_of
 from rlinf.models.language.pictures import in_rows, never, picture_inputs, with_blank, without
 from rlinf.models.language.tensor_parallel import Division, Share, TensorRanks
@@ -550,7 +541,6 @@ class PolicyModel(nn.Module):
     def _compile_it(self, probe: Packed, truth: Truth, ranks: DeviceMesh | None, refused: list[str]) -> None:
         """Have the blocks compiled on all ranks or on none, and the head likewise."""
         device = probe.ids.device
-        keep_compiled()
         self._blocks = CompiledBlocks(self._layers, self.compiler, checkpointed=self._checkpointed)
         self._fused = FusedHead.make(self.compiler)
         self._blocks.prepare()

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
@@ -239,6 +238,8 @@ def _turn(one: Tensor, other: Tensor) -> float:
 
 def sampled_gradient(module: nn.Module) -> Tensor:
     """Some elements of every parameter's gradient on this rank, float32 [elements]; the gradients are gone."""
+    from torch.distributed.tensor import DTensor  # which takes half a second
+
     parts = [torch.empty(0)]
     for parameter in module.parameters():
         if (grad := parameter.grad) is not None:

@@ -22,14 +22,14 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+import transformers
 
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.learning import ParallelConfig, RewardModelConfig
 from rlinf.config.load import Problem
 from rlinf.config.text import RunConfig
-from rlinf.models.language.build import context_length
-from rlinf.models.language.fsdp import Sharding, arranged
+from rlinf.models.language.arrangement import Sharding, arranged
+from rlinf.models.language.sources import context_length
 from rlinf.placement.hardware import cluster_of
 from rlinf.placement.seats import Placed
 from rlinf.runs.dry_run.transformer import (
@@ -51,7 +51,6 @@ from rlinf.runs.dry_run.transformer import (
     working_copy,
 )
 from rlinf.training.megatron.layout import misfits, mistakes
-from rlinf.training.weight_sync import publishing_bytes
 
 if TYPE_CHECKING:
     from rlinf.models.policy.base import Policy
@@ -145,7 +144,7 @@ def footprints(
         if role in roles:
             width = _BYTES[settings.dtype]
             follows = role == "reference" and config.reference.kind == "ema" and width < 4
-            its = shape if settings.model is None else saved_shape(settings.model, AutoModelForCausalLM)
+            its = shape if settings.model is None else saved_shape(settings.model, None)
             tokens, chunk = _micro_batch(config)
             footprint = Footprint(
                 weights=its.parameters * (width + (4 if follows else 0)),
@@ -163,7 +162,7 @@ def _reward_model(settings: RewardModelConfig) -> Footprint:
     """Whole weights and a micro-batch; of a judge that writes, as of a rollout."""
     assert settings.path is not None  # of every run that has the role
     width, classifies = _BYTES[settings.dtype], settings.kind == "classifier"
-    shape = saved_shape(settings.path, AutoModelForSequenceClassification if classifies else AutoModelForCausalLM)
+    shape = saved_shape(settings.path, transformers.AutoModelForSequenceClassification if classifies else None)
     weights, rows = float(shape.parameters * width), settings.max_rows
     if classifies or settings.choices:
         return Footprint(weights, activations=float(settings.micro_batch_tokens * shape.passing * width))
@@ -211,6 +210,8 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
     )
     if device_kind(config.placement) != "cuda":
         return footprint
+    from rlinf.training.weight_sync import publishing_bytes  # what trains takes seconds to import
+
     how = Training(width, tokens, chunk, checkpointed, spread, learns_weights=not adapters, head=head)
     most, publishing = peak_bytes(shape, how), publishing_bytes(0, on_device=False, ranks=ranks) if head else 0.0
     if adapters:  # at rank r, on all linear layers, with gradients and means; the largest is merged to be published

@@ -15,14 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.cache_utils import DynamicCache
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from rlinf.config.learning import REWARD_MODEL, SUPERVISED
@@ -31,12 +25,12 @@ from rlinf.config.schema import nearest
 from rlinf.config.text import ModelConfig, RunConfig
 from rlinf.data.datasets.toy_tasks import make_task
 from rlinf.data.images import FAMILIES, auto_class
+from rlinf.data.rng import ONE_AT_A_TIME
 from rlinf.data.tokenizer import load_tokenizer, pretrained, without_own_code
-from rlinf.engines.transformers.model import ModelForward
-from rlinf.models.language.build import ONE_AT_A_TIME, freeze, new_config, pictures_of, unreadable_weights, unsupported
-from rlinf.models.language.fsdp import arranged, mistakes_in
-from rlinf.models.language.lora import POLICY, add_adapters
+from rlinf.models.language.arrangement import arranged
+from rlinf.models.language.sources import new_config, pictures_of, unreadable_weights, unsupported
 from rlinf.runs.dry_run.footprint import MOST_PARTS
+from rlinf.runs.dry_run.transformer import remembered
 from rlinf.runs.roles import RAISED, problem
 
 _META = torch.device("meta")
@@ -73,15 +67,14 @@ def _policy_model(config: RunConfig) -> tuple[Any, list[Problem]]:
         key, value = ("model.path", model.path) if model.path is not None else ("model.config", model.config)
         if engine and config.algorithm.name not in SUPERVISED and (reason := unsupported(model_config)) is not None:
             return None, [Problem("configuration", *_where(model, model_config), reason)]
-        if (
-            config.algorithm.name == REWARD_MODEL
-            and type(model_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        if config.algorithm.name == REWARD_MODEL and (
+            type(model_config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
         ):
             reason = f"transformers puts no scoring head on a {model_config.model_type}, so it becomes no reward model"
             return None, [
                 Problem("configuration", *_where(model, model_config), f"{reason}; take a model of text alone")
             ]
-        _try_out(model_config, engine=engine)
+        _tried_out(model_config, engine=engine)
         if model.path is not None and (damage := unreadable_weights(model.path)) is not None:
             return None, [Problem("configuration", key, value, damage)]
     except RAISED as error:  # of transformers, which checks little of what it is given
@@ -120,7 +113,7 @@ def other_models(config: RunConfig, roles: Collection[str]) -> Iterator[Problem]
         if path is not None and path != config.model.path and key.partition(".")[0] in roles:
             try:
                 with _quiet():
-                    _try_out(pretrained(AutoConfig, path), engine=False)
+                    _tried_out(pretrained(AutoConfig, path), engine=False)
                 if (damage := unreadable_weights(path)) is not None:
                     yield Problem("configuration", key, path, damage)
             except RAISED as error:  # as above
@@ -142,24 +135,32 @@ def _quiet() -> Iterator[None]:
 # One model ------------------------------------------------------------------------------------------------------------
 
 
-def _empty(model_config: Any) -> PreTrainedModel:
+def _empty(model_config: Any) -> transformers.PreTrainedModel:
     with ONE_AT_A_TIME, _META:
         kind = auto_class(model_config)
-        model: PreTrainedModel = without_own_code(kind, copy.deepcopy(model_config), dtype=torch.float32)
+        model: transformers.PreTrainedModel = without_own_code(kind, copy.deepcopy(model_config), dtype=torch.float32)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped one asks for other types here than where it computes
     return model.eval()
 
 
+def _tried_out(model_config: Any, *, engine: bool) -> None:
+    """`_try_out`, unless a model like this was found to work before."""
+    what = f"runs {type(model_config).__qualname__} {engine} {model_config.to_json_string()}"
+    remembered(what, lambda: _try_out(model_config, engine=engine))
+
+
 @torch.no_grad()
 def _try_out(model_config: Any, *, engine: bool) -> None:
     """Build a model without memory, and let it read once, as the engine does if it is to. Raises what that raises."""
+    from rlinf.engines.transformers.model import ModelForward
+
     model, ids = _empty(model_config), torch.zeros(2, 3, dtype=torch.int64, device=_META)
     with _without_values():
         if engine:
             ModelForward(model, 0).read(ids, None)
-        else:
-            model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True)  # without, shapes go unchecked
+        else:  # without a cache, shapes go unchecked
+            model(input_ids=ids, past_key_values=transformers.DynamicCache(), use_cache=True)
 
 
 class _without_values:  # reads as a statement
@@ -261,6 +262,8 @@ def split_mistakes(config: RunConfig, model_config: Any, processes: Mapping[str,
             arranged("shard", [role] * number, parallel)
         except ValueError as error:
             wrong.append(f"{role}: {error}")
+    from rlinf.models.language.fsdp import mistakes_in
+
     with _quiet():
         model = _empty(model_config)
     wrong += mistakes_in(model, parallel, adapters=config.model.lora.settings is not None)
@@ -280,24 +283,30 @@ def split_mistakes(config: RunConfig, model_config: Any, processes: Mapping[str,
 
 
 def _adapter_mistakes(config: RunConfig, model_config: Any) -> Iterator[Problem]:
-    lora, frozen = config.model.lora, config.model.freeze
-    if lora.settings is None and not frozen:
+    low_rank, frozen = config.model.lora, config.model.freeze
+    if low_rank.settings is None and not frozen:
         return
+    from rlinf.models.language import build, lora
+
     model = _empty(model_config)
     try:
-        freeze(model, frozen)
+        build.freeze(model, frozen)
     except ValueError as error:
         yield problem("model.freeze", frozen, error)
-    if lora.settings is None:
+    if low_rank.settings is None:
         return
-    own = ("model.lora.target_modules", lora.target_modules) if lora.path is None else ("model.lora.path", lora.path)
+    own = (
+        ("model.lora.target_modules", low_rank.target_modules)
+        if low_rank.path is None
+        else ("model.lora.path", low_rank.path)
+    )
     others = {"reference": config.reference.adapter, "teacher": config.teacher.adapter}
-    wanted = [(*own, lora.settings, POLICY)]
+    wanted = [(*own, low_rank.settings, lora.POLICY)]
     wanted += [(f"{role}.adapter", path, {"path": path}, role) for role, path in others.items() if path is not None]
     for key, value, settings, name in wanted:
         try:
             with _META:
-                add_adapters(model, settings, name)
+                lora.add_adapters(model, settings, name)
         except RAISED as error:  # of peft
             yield problem(key, value, error)
             return

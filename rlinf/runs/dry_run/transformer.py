@@ -11,16 +11,19 @@ lines that say which and why. It is done here and nowhere else: roles are given 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
 
 from rlinf.config.common import PlacementConfig
+from rlinf.config.gguf import CACHE
 from rlinf.config.learning import ParallelConfig, TrainerConfig
 from rlinf.config.load import InputError
 from rlinf.config.text import RunConfig
@@ -28,18 +31,22 @@ from rlinf.data.images import auto_class
 from rlinf.data.routes import experts_of
 from rlinf.data.tokenizer import pretrained, without_own_code
 from rlinf.placement.hardware import cpu_products
+from rlinf.storage.files import replace_text
+
+T = TypeVar("T")
+_ENGINE = Path(__file__).parents[2] / "engines" / "transformers" / "model.py"
 
 ALLOWANCE = 0.05
 """Share of what comes and goes in a step by which CUDA's allocator takes more than it hands out: blocks that a later,
 slightly larger tensor does not fit into."""
 
 
-def parameters_of(model_config: Any, kind: Any = AutoModelForCausalLM) -> int:
+def parameters_of(model_config: Any, kind: Any = None) -> int:
     """Number of parameters of a model, counted on a model without storage.
 
     Args:
         model_config: of it, from transformers.
-        kind: the class of transformers that makes it.
+        kind: the class of transformers that makes it; None: that of a language model.
     """
     return _counted(model_config, kind)[0]
 
@@ -52,10 +59,38 @@ def _counted(model_config: Any, kind: Any) -> tuple[int, int]:
 
 @lru_cache(64)  # a search for settings asks for the same models again and again
 def _counted_by(text: str, config: Any, kind: Any) -> tuple[int, int]:
-    with torch.device("meta"):
-        model_config = config.from_dict(json.loads(text))
-        named = [*without_own_code(auto_class(model_config, kind), model_config).named_parameters()]
-    return sum(one.numel() for _, one in named), sum(one.numel() for name, one in named if ".experts." in name)
+    def count() -> list[int]:
+        with torch.device("meta"):
+            model_config = config.from_dict(json.loads(text))
+            named = [*without_own_code(auto_class(model_config, kind), model_config).named_parameters()]
+        return [sum(one.numel() for name, one in named if part in name) for part in ("", ".experts.")]
+
+    whole, in_experts = remembered(f"parameters {config.__qualname__} {getattr(kind, '__name__', None)} {text}", count)
+    return whole, in_experts
+
+
+def remembered(what: str, find: Callable[[], T]) -> T:
+    """Result of a trial on models without storage, which an earlier process of this user may have found: the classes
+    of models take more than a second to import.
+
+    Args:
+        what: is tried, in all that the result depends on beside the versions of libraries and this package's code.
+        find: tries it; the result is plain JSON. What it raises is not remembered.
+    """
+    stamps = [path.stat().st_mtime_ns for path in (*Path(__file__).parent.glob("*.py"), _ENGINE)]
+    key = json.dumps([what, stamps, torch.__version__, transformers.__version__])
+    file = CACHE.expanduser() / "trials" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    try:
+        earlier: T = json.loads(file.read_text(encoding="utf-8"))
+        return earlier
+    except (OSError, ValueError):
+        result = find()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(file, json.dumps(result))
+    except OSError:  # then the next process tries it, too
+        pass
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +117,8 @@ class Shape:
     """Experts that a token takes."""
 
     @staticmethod
-    def of(model_config: Any, kind: Any = AutoModelForCausalLM) -> Shape:
-        """Read off a transformers config; `kind` is the class of transformers that makes the model."""
+    def of(model_config: Any, kind: Any = None) -> Shape:
+        """Read off a transformers config; `kind` as in `parameters_of`."""
         text = model_config.get_text_config()
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         tied = getattr(
@@ -223,7 +258,7 @@ def peak_bytes(shape: Shape, how: Training) -> float:
 @lru_cache
 def saved_shape(path: str, kind: Any) -> Shape:
     """The shape of a saved model."""
-    return Shape.of(pretrained(AutoConfig, path), kind)
+    return Shape.of(pretrained(transformers.AutoConfig, path), kind)
 
 
 def splits_whole(trainer: TrainerConfig) -> bool:

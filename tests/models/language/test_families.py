@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoConfig
 
-from rlinf.models.language.build import unsupported
+from rlinf.models.language.sources import unsupported
 
 
 @pytest.mark.parametrize("kind", ["bart", "recurrent_gemma", "deepseek_v4"])

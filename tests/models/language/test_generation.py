@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoConfig, GenerationConfig
 
-from rlinf.models.language.build import Limits, context_length, limits
+from rlinf.models.language.sources import Limits, context_length, limits
 
 LENGTHS = {
     "a table of positions": ("gpt2", {"n_positions": 256}, 256),

@@ -9,7 +9,8 @@ from rlinf.config.learning import RewardModelConfig
 from rlinf.config.load import InputError
 from rlinf.config.text import ModelConfig, RunConfig
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.build import build_model, unreadable_weights
+from rlinf.models.language.build import build_model
+from rlinf.models.language.sources import unreadable_weights
 from rlinf.models.scoring import mistakes_in_saved
 from rlinf.runs.dry_run.models import policy_model
 from tests.actors import toys

@@ -79,13 +79,14 @@ class App:
         """For aiohttp's server."""
         size = int(self._service.config.max_body_mb * 2**20)
         app = web.Application(middlewares=[self._answered], client_max_size=size)
+        routes: Any = app.router  # `_answered` makes responses of what they return
         for name in _POSTS:
-            app.router.add_post(f"/api/v1/{name}", self._of_json(getattr(self, f"_{name.replace('/', '_')}")))
-        app.router.add_post("/api/v1/forward_backward", self._forward)
-        app.router.add_post("/api/v1/retrieve_future", self._retrieve)
+            routes.add_post(f"/api/v1/{name}", self._of_json(getattr(self, f"_{name.replace('/', '_')}")))
+        routes.add_post("/api/v1/forward_backward", self._forward)
+        routes.add_post("/api/v1/retrieve_future", self._retrieve)
         for name, handler in _GETS.items():
-            app.router.add_get(f"/api/v1/{name}", getattr(self, handler))
-        app.router.add_delete("/api/v1/training_runs/{run}/checkpoints/{kind}/{name}", self._delete)
+            routes.add_get(f"/api/v1/{name}", getattr(self, handler))
+        routes.add_delete("/api/v1/training_runs/{run}/checkpoints/{kind}/{name}", self._delete)
         return app
 
     @web.middleware

@@ -41,14 +41,14 @@ _MESSAGES = {
 """Fields of each message: number, name and type; * for any number of them. A map is on the wire what a list of keys
 with values is, and an enumeration what a whole number is."""
 _FLOAT32, _INT64, _INT32 = 1, 2, 3
-_DTYPES = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype("<i4")}
+_DTYPES: Mapping[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype("<i4")}
 STOP_REASONS = {"stop": 0, "length": 1}
 
 
 def _classes() -> Mapping[str, Any]:
     """The messages as classes."""
     field = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="rlinf/training_service.proto", package="rlinf", syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(name="training_service.proto", package="rlinf", syntax="proto3")
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
         for each_field in fields.split("; "):

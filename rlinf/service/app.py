@@ -28,9 +28,9 @@ _KEYS_KEPT = 4096
 _MOST_SEED = 2**63 - 1
 Answer = Mapping[str, Any] | web.Response
 _POSTS = (
-    *("client/config", "client/dynamic_config", "telemetry", "create_session", "session_heartbeat"),
-    *("create_model", "unload_model", "get_info", "optim_step", "save_weights", "save_weights_for_sampler"),
-    *("load_weights", "weights_info", "create_sampling_session", "asample"),
+    *("client/config", "client/dynamic_config", "telemetry", "create_session", "session_heartbeat", "create_model"),
+    *("unload_model", "get_info", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights"),
+    *("weights_info", "create_sampling_session", "asample"),
 )
 """Paths of calls in JSON, each answered by the method of its name."""
 _GETS = {

@@ -26,7 +26,6 @@ KINDS = {"weights": "training", "sampler_weights": "sampler"}
 _ABOUT = "about.json"
 _RUN = re.compile(r"[0-9a-f]{8,64}:train:[0-9]{1,9}")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_HOURS = 3600
 
 
 class Refused(UserError):
@@ -189,8 +188,8 @@ def expiry(seconds: Any) -> float | None:
     """
     if seconds is None:
         return None
-    if not isinstance(seconds, int) or not _HOURS <= seconds <= 10 * 366 * 24 * _HOURS:
-        raise Refused(f"ttl_seconds={seconds!r} must be between {_HOURS} and ten years")
+    if not isinstance(seconds, int) or not 3600 <= seconds <= 10 * 366 * 24 * 3600:
+        raise Refused(f"ttl_seconds={seconds!r} must be between an hour and ten years")
     return time.time() + seconds
 
 

@@ -32,6 +32,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlinf.config.schema import CLOSED
 from rlinf.data.images import FAMILIES, auto_class
+from rlinf.data.rng import ONE_AT_A_TIME
 from rlinf.data.routes import experts_of
 from rlinf.data.sample import ImageRef
 from rlinf.data.tokenizer import pretrained, without_own_code
@@ -95,7 +96,7 @@ def model_files(setup: EngineSetup) -> ModelFiles:
     """
     if isinstance(setup.model, str) and Path(setup.model).is_dir():
         config = pretrained(AutoConfig, setup.model)
-        with torch.device("meta"):
+        with ONE_AT_A_TIME, torch.device("meta"):  # it switches the default dtype of the whole process meanwhile
             empty = without_own_code(auto_class(config), config)
         directory = Path(setup.model).absolute()
         return ModelFiles(directory, None, _shapes(empty), _vocabulary(config), _names(empty), _experts(config))

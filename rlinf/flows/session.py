@@ -58,7 +58,6 @@ from rlinf.flows.text import publish_weights, with_one_teacher
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.progress import work
 from rlinf.runtime.streams.stream import Stream, each
-from rlinf.training.optimizer import Adam
 
 TASKS, ANSWERS, TRIALS = 1, 2, 3
 """Kinds of what is drawn: episodes to learn from, answers outside of them, episodes of evaluations. Part of their
@@ -723,6 +722,8 @@ class RunSession:
             TypeError, ValueError, UserError: a setting that cannot be, or no gradient gathered.
             RunFailure: the loss or the gradient is no number.
         """
+        from rlinf.training.optimizer import Adam  # what trains takes a second to import
+
         self._open("optim_step")
         if unknown := sorted(adam.keys() - {each.name for each in fields(Adam)}):
             there = ", ".join(each.name for each in fields(Adam))
@@ -733,7 +734,7 @@ class RunSession:
             raise WrongValue(f"session.{error}") from None
         return Awaited(self._optim_step(step), "session.optim_step(…)")
 
-    async def _optim_step(self, adam: Adam) -> Mapping[str, float]:
+    async def _optim_step(self, adam: Any) -> Mapping[str, float]:
         """Take the step of a call of `optim_step`."""
         metrics: Mapping[str, float] = await self.trainer.optim_step(adam)
         return metrics

@@ -428,8 +428,8 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     lacks = lacking(config.rollout.engine, config.rollout.engine_args)
     if lacks is not None and not elsewhere(config.placement):  # which this machine will not run anyway
         problems.append(_problem("rollout.engine", config.rollout.engine, lacks))
-    unrounded = no_rounding(config.rollout.engine, device_kind(config.placement) == "cpu")
-    if config.rollout.weights == "int8" and unrounded is not None:
+    rounds, on_cpu = config.rollout.weights == "int8", device_kind(config.placement) == "cpu"
+    if rounds and (unrounded := no_rounding(config.rollout.engine, on_cpu)) is not None:
         problems.append(_problem("rollout.weights", config.rollout.weights, unrounded))
     if (other := unable(config.rollout.engine, config.staleness.kv)) is not None:
         problems.append(_problem("staleness.kv", config.staleness.kv, other))

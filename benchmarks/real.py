@@ -77,6 +77,8 @@ def our_run(job: Job, place: Path, more: Sequence[str]) -> list[str]:
         "algorithm.group_size": ANSWERS,
         "optimizer.lr": job.lr,
         "rollout.max_new_tokens": TOKENS,
+        "rollout.dtype": "float32",
+        "trainer.dtype": "float32",
         "placement.device_kind": "cpu",
         "evaluation.problems": 0,
         "output_dir": place,

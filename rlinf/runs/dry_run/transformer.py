@@ -405,7 +405,7 @@ def rollout_precision(config: RunConfig, model_config: Any, processes: int) -> t
     usual = config.rollout.engine == "transformers" and config.rollout.weights == "full"
     if not (chooses and usual) or (count := parameters_of(model_config)) < _LARGE:
         return config, ""
-    if processes == 1:
+    if processes == 1 and config.trainer.dtype != "bfloat16":
         why = "one process decodes with the trainer's own tensors, which takes no memory and needs no publishing"
         return config, f"rollout.dtype=float32: {why}; bfloat16 decodes faster here"
     changed = replace(config, rollout=replace(config.rollout, dtype="bfloat16"))

@@ -4,7 +4,7 @@ In: products and bytes that actors note of their work (`Actor.note`), counted by
 device-seconds of each stage. Out: the metrics `mfu/...`, `mbu/...`, `idle/...` and `bound/device`. Known cards have
 their makers' figures; any other device, a CPU too, is measured once, for a second between two steps of a run that has
 lasted a while, and kept in the user's cache directory. What others do meanwhile makes a measured limit smaller, and
-shares of it larger.
+shares of it larger, up to the whole: nobody does more than a device can.
 """
 
 from __future__ import annotations
@@ -147,14 +147,18 @@ def _multiplied(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _quickest(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of the quickest of some rounds, after one that warms up."""
+    """Seconds of the quickest of some rounds, after one that warms up.
+
+    On a CPU they are of this thread's own processor time: what others take of its core is no limit of the device.
+    """
+    clock = time.perf_counter if device.type == "cuda" else time.thread_time
     seconds, until = list[float](), time.perf_counter() + _ROUND
     while len(seconds) < 3 or time.perf_counter() < until:
-        start = time.perf_counter()
+        start = clock()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return min(seconds[1:])
 
 
@@ -239,7 +243,8 @@ class Work:
             before, decoding = (_products(amounts, parts, limits) for parts in ((COMPUTE, READ), (DECODE,)))
             moving = amounts[DECODE + BYTES].count / limits.bandwidth
             resource: Resource = "bandwidth" if moving > max(decoding, before) else "products"
-            uses.append(Use(role, resource, before + max(decoding, moving), took))
+            least = before + max(decoding, moving)
+            uses.append(Use(role, resource, min(least, took) if limits.measured else least, took))
         return uses
 
     def metrics(self, uses: Iterable[Use], limits: Limits, devices: int) -> dict[str, float]:

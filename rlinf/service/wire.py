@@ -48,7 +48,7 @@ STOP_REASONS = {"stop": 0, "length": 1}
 def _classes() -> Mapping[str, Any]:
     """The messages as classes."""
     field = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="training_service.proto", package="rlinf", syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(name="training_service", package="rlinf", syntax="proto3")
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
         for each_field in fields.split("; "):

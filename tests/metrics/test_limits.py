@@ -108,6 +108,13 @@ def test_an_unknown_device_is_measured_once_and_kept(tmp_path, monkeypatch):
     assert set(next(iter(json.loads(cache.read_text()).values()))) == {"float32", "bfloat16", BYTES}
 
 
+def test_nobody_does_more_than_a_measured_device_can_however_little_was_measured():
+    slow = module.Limits("CPU", {"float32": 1e9}, 1e9, measured=True)
+    lap = Lap(0.0, 4.0, (), parts=(noted("trainer[0]", COMPUTE, "float32", 12e9),))
+    (use,) = Work(lap).uses(step_of(4.0, trainer=4.0), slow)
+    assert (use.share, use.lost) == (1.0, 0.0)
+
+
 def test_a_measurement_takes_about_a_second_and_draws_no_random_number(monkeypatch):
     import torch
 

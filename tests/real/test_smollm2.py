@@ -19,7 +19,7 @@ from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers.engine import TransformersEngine
 from tests.agents.test_chat_tools import QWEN25, TOOLS
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 QUESTIONS = ["What is the capital of France?", "Count from 1 to 5.", "7 + 5 =", "Write one word.", "Name a colour."]
 SUMS = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(2, 8) for b in range(3, 9)]

@@ -182,7 +182,7 @@ class ModelledTrainer(TextTrainer):
         """Take the time that it would take."""
         lease = lease_here()
         async with lease.computing() if lease is not None else nullcontext():
-            if getattr(fn, "__name__", "") == "step":
+            if getattr(fn, "__name__", "") == "_step":
                 return await self._stepped()
             command = next((arg for arg in args if isinstance(arg, ForwardBackward)), None)
             if command is not None and len(self._mine) > 1:

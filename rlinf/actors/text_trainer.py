@@ -52,6 +52,7 @@ from rlinf.data.weights import Weights
 from rlinf.metrics.explain import MICRO_BATCH
 from rlinf.metrics.limits import COMPUTE
 from rlinf.models.language.build import ModelSpec, cost_of
+from rlinf.models.language.cost import ModelCost
 from rlinf.models.language.truth import Way
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import Gang
@@ -196,6 +197,8 @@ class TextTrainer(BaseTrainer):
     """Precision in which those compute who take its weights over."""
     _lends = False
     """The rollout computes on its tensors."""
+    _cost: ModelCost | None = None
+    """Of its model by shape; None where that is not known."""
     _runner: CommandRunner
     _back: BackEnd
 

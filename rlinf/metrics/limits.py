@@ -16,15 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from rlinf.metrics.machine import machine
 from rlinf.placement.costs import MeasuredStep, role_of
 from rlinf.placement.hardware import KNOWN, NAMES
-from rlinf.runtime.base.tensors import own_device
 from rlinf.runtime.observe.spans import Lap
+
+if TYPE_CHECKING:
+    import torch
 
 COMPUTE, READ, DECODE = "work/compute/", "work/read/", "work/decode/"
 """Names under which actors note products, with the dtype that they are computed in behind: of learning and scoring, of
@@ -81,6 +80,10 @@ class OwnDevice:
     """
 
     def __init__(self, cache: Path | None = None) -> None:
+        import torch  # not with the module: pages that read runs need no torch
+
+        from rlinf.metrics.machine import machine
+
         base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         self._cache = base / "rlinf" / "devices.json" if cache is None else cache
         self.name = machine()
@@ -113,6 +116,10 @@ class OwnDevice:
         """
         if self._known is not None:
             return
+        import torch
+
+        from rlinf.runtime.base.tensors import own_device
+
         figures = {**(self._figures or {}), BYTES: _copied(own_device())}
         figures |= {dtype: _multiplied(own_device(), getattr(torch, dtype)) for dtype in {*dtypes} - figures.keys()}
         self._figures = figures
@@ -134,6 +141,8 @@ class OwnDevice:
 
 def _copied(device: torch.device) -> float:
     """Bytes a second that a large copy reads and writes."""
+    import torch
+
     source = torch.ones(1 << (29 if device.type == "cuda" else 27), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _quickest(lambda: target.copy_(source), device)
@@ -141,6 +150,8 @@ def _copied(device: torch.device) -> float:
 
 def _multiplied(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second of a large product; of constants, so that no random number is drawn."""
+    import torch
+
     edge = 8192 if device.type == "cuda" else 768
     one = torch.full((edge, edge), 1 / edge, dtype=dtype, device=device)
     return 2 * edge**3 / _quickest(lambda: one @ one, device)
@@ -157,6 +168,8 @@ def _quickest(work: Callable[[], Any], device: torch.device) -> float:
         start = clock()
         work()
         if device.type == "cuda":
+            import torch
+
             torch.cuda.synchronize(device)
         seconds.append(clock() - start)
     return min(seconds[1:])

@@ -54,14 +54,15 @@ from rlinf.runtime.observe.spans import Flow, Lap, Moved
 
 TAKING = ("load", "load_switch", "follow")
 """Endpoints that take new weights: what flows into them is no edge."""
-PUBLISHING = frozenset(("weights", "load_ready", "load_abandon", *TAKING))
+PUBLISHING = frozenset(("weights", "model_weights", "load_ready", "load_abandon", *TAKING))
 """Endpoints whose time is weight synchronisation."""
 MOVING = frozenset(("onload", "offload"))
 """Calls of the lease manager, whose time is in a lap's moves."""
 ASIDE = frozenset(
     "save restore export_state import_state state samples shapes version scored learned optimizer_steps computes "  # noqa: SIM905
     "load_decided weigh watch ask live in_flight answering settled drop split forget abort pause resume work_next "
-    "work_drained work_take joint_ready joint_over joint_start joint_given".split()
+    "work_drained work_take joint_ready joint_over joint_start joint_given forget_gradients open_model close_model "
+    "save_model load_model".split()
 )
 """Endpoints of our roles that do no stage's work: checkpoints, what people read, ranks that wait for each other, and
 what tells of its parts as other endpoints. Where a device does nothing else, it idles."""

@@ -175,6 +175,7 @@ TEXT: Mapping[str, Resumed] = {
             "evaluation",
             "critic",
             "supervised",
+            "serve",
         ),
         Resumed("applied"),
     ),

@@ -37,8 +37,10 @@ def lines(path: Path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
-def test_no_configuration_of_ours_starts_a_process_that_it_does_not_use(path, monkeypatch):
+def test_no_configuration_of_ours_starts_a_process_that_it_does_not_use(path, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache/rlinf/SmolLM2-135M-Instruct").mkdir(parents=True)  # what `make smollm2` brings
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     for hosts, keys in lines(path):
         config = load_any(path, keys, hosts)

@@ -53,7 +53,9 @@ def test_every_anchor_of_a_link_is_a_heading(page):
 
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if COMMAND.search(path.read_text())], ids=name)
-def test_the_command_of_a_configuration_starts_as_many_processes_as_it_uses(path):
+def test_the_command_of_a_configuration_starts_as_many_processes_as_it_uses(path, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache/rlinf/SmolLM2-135M-Instruct").mkdir(parents=True)  # what `make smollm2` brings
     nodes, each = COMMAND.search(path.read_text()).groups()
     hosts = int(nodes or 1) * int(each)
     config = load_any(str(path), (), hosts)

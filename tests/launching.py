@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from rlinf.metrics.verdict import FAMILIES
 from tests.runtime.programs.jobs import Ranks, Zygote, until
 
 ROOT = Path(__file__).parent.parent
@@ -135,7 +136,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 def learned(run: Path) -> list[dict[str, Any]]:
     """The same without what depends on the clock."""
-    timed = ("timing/", "weights/", "tokens_per_s", "bound/", "lost/")
+    timed = (*FAMILIES, "weights/", "tokens_per_s")
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in metrics_of(run)]
 
 

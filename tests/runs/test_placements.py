@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlinf.metrics.report import fullest
-from rlinf.metrics.verdict import PARTS
+from rlinf.metrics.verdict import FAMILIES, PARTS
 from rlinf.placement.plan import load as load_plan
 from rlinf.placement.profile import load as load_profile
 from rlinf.runs.prepare import prepare
@@ -97,7 +97,7 @@ def runs(tmp_path_factory) -> Path:
 
 def lessons(run: Path) -> list[dict[str, Any]]:
     """What a run noted of its steps, without what depends on the clock."""
-    timed = ("timing/", "weights/", "bound/", "lost/", "tokens_per_s", "env_steps_per_s", "evaluation/")
+    timed = (*FAMILIES, "weights/", "tokens_per_s", "env_steps_per_s", "evaluation/")
     return [{name: value for name, value in step.items() if not name.startswith(timed)} for step in metrics_of(run)]
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -31,7 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from rlinf.config.common import Delta as Delta  # of roles
 from rlinf.config.schema import configured  # noqa: F401  # of roles
+from rlinf.data.differences import Differences
 from rlinf.data.safetensors_io import settle
 from rlinf.data.weights import Weights
 from rlinf.models.offload import Parking
@@ -55,6 +58,7 @@ from rlinf.training.checkpoint import (
     write_checkpoint,
 )
 from rlinf.training.optimizer import hyperparameters, set_hyperparameters
+from rlinf.training.weight_sync import has_room
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -400,6 +404,8 @@ class BaseTrainer(ModelActor, SpmdActor):
     """The schedule of the optimizer's learning rate; None if that stays."""
     version: int
     """How often the weights were changed."""
+    _delta: Delta = "auto"
+    """`weights.delta`."""
 
     def _own(self, trained: nn.Module, optimizer: Optimizer, schedule: LRScheduler | None = None) -> None:
         """Take over what was made; the end of `setup`."""
@@ -422,6 +428,19 @@ class BaseTrainer(ModelActor, SpmdActor):
         return await self.run_spmd(work)
 
     # Weights -----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _differences(self) -> Differences | None:
+        """Differences between published weights, if there are other machines."""
+        several = len({place.machine for place in self._cell.host.places.values()}) > 1
+        return Differences(f"{self._cell.name}[{self.rank}]", self.note) if several and self._delta != "off" else None
+
+    def _published_how(self, numel: int, dtype: torch.dtype | None, *, exact: bool) -> dict[str, Any]:
+        """Arguments of `publish`: where so many elements of a dtype are collected, and whether by differences."""
+        differences = None if exact else self._differences
+        in_host = differences is not None and self._delta == "always"
+        in_host |= not has_room(self.device, numel * (dtype or torch.float32).itemsize)
+        return {"dtype": dtype, "in_host_memory": in_host, "differences": differences}
 
     @endpoint(device=True, joint=True)
     async def weights(self, *, exact: bool = False, whole: bool = False) -> Weights | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.actors.base import HostCopy, at_least_one, settings_of
+from rlinf.actors.base import Delta, HostCopy, at_least_one, settings_of
 from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.algos.loss_sum import LossSum, one_of
 from rlinf.data.demonstrations import decisions, read_demonstrations
@@ -170,6 +170,7 @@ class SacTrainer(RememberingTrainer):
         path: str | None = None,
         algorithm: str = "sac",
         seed: int = 0,
+        delta: Delta = "auto",
         **settings: Any,
     ) -> None:
         """Make the policy and its optimizer.
@@ -179,6 +180,7 @@ class SacTrainer(RememberingTrainer):
             path: directory of a saved one that is taken instead.
             algorithm: of `LEARNERS`.
             seed: of batches and of what is drawn in learning.
+            delta: what other machines get, see `weights.delta`.
             settings: of `ReplaySettings`, and of the algorithm's `Settings`.
 
         Raises:
@@ -186,7 +188,7 @@ class SacTrainer(RememberingTrainer):
             FileNotFoundError: the directory holds no demonstrations.
         """
         one_of("trainer", "algorithm", algorithm, LEARNERS)
-        learner = LEARNERS[algorithm]
+        learner, self._delta = LEARNERS[algorithm], delta
         self._replay_settings, learning = settings_of(settings, ReplaySettings, learner.Settings)
         await self._open_mesh()
         self.policy = await self._made(policy, path)
@@ -316,7 +318,13 @@ class DaggerTrainer(RememberingTrainer):
     """Owns the weights of a policy, and all that the expert ever said."""
 
     async def setup(  # type: ignore[override]
-        self, *, policy: Mapping[str, Any], path: str | None = None, seed: int = 0, **settings: Any
+        self,
+        *,
+        policy: Mapping[str, Any],
+        path: str | None = None,
+        seed: int = 0,
+        delta: Delta = "auto",
+        **settings: Any,
     ) -> None:
         """Make the policy and its optimizer.
 
@@ -324,6 +332,7 @@ class DaggerTrainer(RememberingTrainer):
             policy: its configuration, see `models.policy.build`.
             path: directory of a saved one that is taken instead.
             seed: of batches.
+            delta: what other machines get, see `weights.delta`.
             settings: of `DaggerSettings`.
 
         Raises:
@@ -331,6 +340,7 @@ class DaggerTrainer(RememberingTrainer):
             FileNotFoundError: the directory holds no demonstrations.
         """
         (how,) = (self._dagger,) = settings_of(settings, DaggerSettings)
+        self._delta = delta
         await self._open_mesh()
         self.policy = await self._made(policy, path)
         acting = {id(each) for each in self.policy.without_critic()}

@@ -18,7 +18,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from rlinf.actors.base import BaseTrainer, HostCopy, at_least_one, settings_of
+from rlinf.actors.base import BaseTrainer, Delta, HostCopy, at_least_one, settings_of
 from rlinf.algos.algorithms import Gae
 from rlinf.algos.loss_sum import LossSum, Mean
 from rlinf.data.demonstrations import DecisionStream, DemonstrationSet, Window, open_parts
@@ -44,7 +44,7 @@ from rlinf.training.embodied.trajectories import (
 )
 from rlinf.training.optimizer import minimize
 from rlinf.training.policy import Algorithm, algorithm_of
-from rlinf.training.weight_sync import gathered, has_room, publish, reshard
+from rlinf.training.weight_sync import gathered, publish, reshard
 
 POLICY = "policy"
 """Directory of a checkpoint with the policy for everybody else."""
@@ -106,6 +106,7 @@ class PolicyTrainer(BaseTrainer):
         path: str | None = None,
         algorithm: Algorithm = "ppo",
         seed: int = 0,
+        delta: Delta = "auto",
         **settings: Any,
     ) -> None:
         """Make the policy and its optimizer.
@@ -116,12 +117,14 @@ class PolicyTrainer(BaseTrainer):
             algorithm: a recipe's name, `{"name": "ppo", "overrides": {...}}`, or a spec: ppo and its like with a
                 critic, grpo and its like without.
             seed: of the order of decisions.
+            delta: what other machines get, see `weights.delta`.
             settings: of `UpdateSettings`, `Preparation` and `PolicySettings`.
 
         Raises:
             ValueError: a policy, a setting or an algorithm that cannot be had, or two ranks on a host.
         """
         self._spec, self._seed, self._batches, self._scale = algorithm_of(algorithm, acting=True), seed, 0, None
+        self._delta = delta
         kinds = (UpdateSettings, Preparation, PolicySettings)
         self._settings, self._how, optimizer = settings_of({**settings, "seed": seed}, *kinds)
         await self._open_mesh()
@@ -313,9 +316,8 @@ class PolicyTrainer(BaseTrainer):
         dtype = None if exact else self._how.computes_in
         changing = self._handed_out and not (exact or whole)
         export = partial(exported, self.policy, changing=changing)
-        size = sum(parameter.numel() for parameter in self.policy.parameters()) * (dtype or torch.float32).itemsize
-        in_host = not has_room(self.device, size)
-        weights = await publish(self, export, self.version, dtype=dtype, in_host_memory=in_host)
+        size = sum(parameter.numel() for parameter in self.policy.parameters())
+        weights = await publish(self, export, self.version, **self._published_how(size, dtype, exact=exact))
         self._handed_out |= not exact
         if weights is None:
             return None

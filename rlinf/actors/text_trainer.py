@@ -74,7 +74,7 @@ from rlinf.training.schedule import (
     Recompute,
     gathered,
 )
-from rlinf.training.weight_sync import has_room, publish
+from rlinf.training.weight_sync import publish
 
 Commands = AsyncGenerator[tuple[Command, ...], None]
 """For every round, what each share of the ranks does."""
@@ -366,9 +366,8 @@ class TextTrainer(BaseTrainer):
             named = ((name, each.make()) for name, each in self._back.export())  # type: ignore[union-attr]
             return Weights.lent(named, lambda: self.version)
         dtype = None if exact or self._publishes == torch.float32 else self._publishes
-        size = sum(map(prod, self._back.shapes().values())) * (dtype or torch.float32).itemsize
-        in_host = not has_room(self.device, size)
-        return await publish(self, self._back.export, self.version, dtype=dtype, in_host_memory=in_host)
+        how = self._published_how(sum(map(prod, self._back.shapes().values())), dtype, exact=exact)
+        return await publish(self, self._back.export, self.version, **how)
 
     def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
         return self._back.copies(self._learner, self.version, self._extra(), self._tokenizer)

@@ -113,7 +113,7 @@ class Trainer(TextTrainer):
         """Models of which gradients wait for `optim_step`."""
         await self._make(spec, tokenizer, chat_template)
         self._publishes, self._load_of = dtype_of(settings.publishes), self._loads(settings)
-        self._lends = settings.lends
+        self._lends, self._delta = settings.lends, settings.delta
         if self._lends:
             from rlinf.engines.transformers.model import join_parts
 
@@ -362,7 +362,7 @@ class Trainer(TextTrainer):
         )
 
         async def published(_: None) -> Weights | None:
-            return await publish(self, merged, version, dtype=dtype)
+            return await publish(self, merged, version, dtype=dtype, differences=self._differences)
 
         return await self.run_spmd(published)
 

@@ -107,6 +107,20 @@ class SystemConfig:
     computation may last longer; waiting for something outside, such as a server, may not. null waits for ever."""
 
 
+Delta = Literal["auto", "always", "off"]
+
+
+@dataclass(config=CLOSED)
+class WeightsConfig:
+    """Weights on their way from the trainer to those who generate or act."""
+
+    delta: Delta = "auto"
+    """What another machine is sent of new weights. auto: what has changed since the version that it has, in the dtype
+    in which they are published, exactly, where that is smaller than the whole; the trainer's machine and each such
+    machine then keep one version in host memory. Weights that a GPU has room to publish go whole, by NCCL. always:
+    those go through host memory, too. off: always the whole. See docs/async.md."""
+
+
 @dataclass(config=CLOSED)
 class CommonConfig:
     """One run of any kind."""
@@ -132,6 +146,7 @@ class CommonConfig:
     """Dotted paths of functions, which are called after each step, or of classes with methods such as on_evaluate; see
     docs/train.md."""
     system: SystemConfig = field(default_factory=SystemConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
 
     def mistakes(self) -> Iterator[tuple[str, str]]:
         """(key, advice) for every mistake in these keys, and for numbers that no run can mean, in any."""

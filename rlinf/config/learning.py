@@ -16,7 +16,7 @@ from annotated_types import Ge, Lt
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from rlinf.config.common import Place
+from rlinf.config.common import Delta, Place
 from rlinf.config.importing import mistake_in
 from rlinf.config.schema import CLOSED
 
@@ -402,6 +402,8 @@ class TrainerSettings(BatchSettings):
     apart."""
     publishes: Literal["float32", "bfloat16"] = "float32"
     """Precision in which weights leave the trainer: the widest of those who take them over."""
+    delta: Delta = "auto"
+    """See `weights.delta`."""
     lends: bool = False
     """The rollout, in the trainer's process, computes on the trainer's own tensors."""
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class Slot:
     """Its first element there."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Weights:
     """One version of a model's weights; nobody changes it after it is made."""
 
@@ -77,6 +78,8 @@ class Weights:
     version_now: Callable[[], int] | None = None
     """The version that the buckets have by now, where they are the trainer's own tensors, for receivers in its process;
     they have no checksums."""
+    lineage: Any = None
+    """`differences.Lineage`, for machines that need only what has changed since a version; None: they get the whole."""
 
     @staticmethod
     def pack(

@@ -156,6 +156,7 @@ async def learners_of(config: EmbodiedConfig, plan: RunPlan | None, simulators: 
             "demonstrations": shown_of(config.imitation),
         }
         settings |= {"micro_batch": config.algorithm.micro_batch, "batch": config.imitation.batch}
+        settings["delta"] = config.weights.delta
         trainer = Role(ImitationTrainer, {"seed": config.seed, **model, **settings}, memory["trainer"])
         acts = {"policy": Role(PolicyActor, acting, memory["policy"])} if config.trials.episodes else {}
         return {**acts, "trainer": trainer}
@@ -184,7 +185,7 @@ def _remembering(
     settings = {key: value for key, value in asdict(config.off_policy).items() if config.reads("off_policy", key)}
     settings.pop("offline_steps", None)  # the loop's
     rates = {key: value for key, value in optimizer.items() if config.reads("optimizer", key)}
-    common = {"seed": config.seed, **policy, **rates, **settings}
+    common = {"seed": config.seed, "delta": config.weights.delta, **policy, **rates, **settings}
     if name == DAGGER:
         expert = asdict(config.dagger)
         updates = expert.pop("updates")
@@ -301,6 +302,7 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
     return {
         **optimizer(config),
         **config.policy.preparation,
+        "delta": config.weights.delta,
         "algorithm": algorithm,
         "epochs": chosen_of_it.epochs,
         "minibatch": chosen_of_it.minibatch,

@@ -571,6 +571,7 @@ def trainer_settings(config: RunConfig, algorithm: AlgorithmSpec, **more: Any) -
         config.algorithm,
         config.optimizer,
         config.trainer,
+        config.weights,
         saved_dtype=config.checkpoint.dtype,
         total_steps=max(1, _learning_steps(config, algorithm) * passes.epochs * passes.minibatches),
         reference=config.reference.inside if algorithm.needs_reference else None,

@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from rlinf.data.differences import Differences
 from rlinf.data.weights import BUCKET_BYTES, Allocator, Export, Packer, Weights
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.errors import RuntimeFault
@@ -282,6 +283,7 @@ async def publish(
     dtype: torch.dtype | None = None,
     in_host_memory: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
+    differences: Differences | None = None,
 ) -> Weights | None:
     """The weights that an actor exports, as a copy that receivers may read while training goes on.
 
@@ -297,6 +299,7 @@ async def publish(
         in_host_memory: collect the buckets there, where a whole model may fit that the trainer's device cannot hold
             twice; else on the device where the tensors are.
         bucket_bytes: bound on a bucket.
+        differences: makes what other machines get, where buckets are in host memory; None: they get the whole.
 
     Returns:
         On rank 0 the weights, on other ranks None.
@@ -304,12 +307,17 @@ async def publish(
     Raises:
         ArenaFull: the shared memory's limit is reached.
     """
-    empty = actor.empty_shared if in_host_memory else None
+    empty: Allocator | None = actor.empty_shared if in_host_memory else None
+    if empty is not None and differences is not None:
+        empty = differences.making_room(empty)
     clock = Clock()
     weights = await actor.compute(
         pack, export, version, lead=actor.rank == 0, dtype=dtype, bucket_bytes=bucket_bytes, empty=empty, clock=clock
     )
     if weights is not None:
+        if differences is not None:
+            with clock.phase("difference"):
+                weights = await actor.compute(differences.placed, weights)
         clock.tell(actor)
         tell_bytes(actor, weights.buckets)
     return weights
@@ -581,6 +589,7 @@ class Receiver(Actor):
         """The version that this rank will switch to as soon as it has its devices."""
         self.early: Weights | None = None
         """Those of them that it took over when it was onloaded."""
+        self._base: Weights | None = None  # the next ones will be made of these, where they come from another machine
 
     async def check_weights(self, weights: Weights) -> None:
         """See whether the weights fit, and change nothing.
@@ -642,6 +651,8 @@ class Receiver(Actor):
         try:
             async with asyncio.timeout_at(until):
                 await self.compute(_verify, offer.weights, clock)
+                if offer.weights.lineage is not None:
+                    self._base = offer.weights if self.use_version(offer.weights) else None
                 clock.tell(self)
                 offer.phase = "checking that they fit"
                 await self.check_weights(offer.weights)

@@ -171,6 +171,17 @@ class Actor:
         arena = self._cell.host.values.arena
         return torch.empty(tuple(shape), dtype=dtype) if arena is None else arena.empty(shape, dtype)
 
+    def use_version(self, value: Any) -> bool:
+        """Have only what changes in a value's next version be sent here, as long as this actor keeps this one.
+
+        Args:
+            value: has a `lineage` and a `key`, as `Weights` do, and is as it was sent.
+
+        Returns:
+            True if keeping it will help: it came from another machine.
+        """
+        return bool(self._cell.host.values.relay.use_version(value))
+
     async def compute(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run blocking work in this actor's own thread; the loop goes on answering meanwhile.
 

@@ -40,7 +40,7 @@ from rlinf.runtime.system.observer import (
 )
 from rlinf.runtime.values.codec import Place
 from rlinf.runtime.values.p2p import GroupBulk
-from rlinf.runtime.values.relay import Answer
+from rlinf.runtime.values.relay import Answer, Versions
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.calls import Host
@@ -267,17 +267,19 @@ class Service(Actor):
         return await self._host.values.kept_value(key)
 
     @endpoint
-    async def fetch_shared(self, key: Key, without: int | None) -> Answer:
+    async def fetch_shared(self, key: Key, without: int | None, versions: Versions) -> Answer:
         """A kept value for a host on another machine, or who gives it; see `values/relay.py`."""
         values, call = self._host.values, current_call.get()
         assert call is not None
-        answer: Answer = values.relay.answer(key, await values.kept_value(key), call.caller, without)
+        answer: Answer = values.relay.answer(key, await values.kept_value(key), call.caller, without, versions)
         return answer
 
     @endpoint
-    async def copy_of(self, key: Key) -> Any:
+    async def copy_of(self, key: Key, versions: Versions) -> Any:
         """This host's copy of a value that another one owns."""
-        return await self._host.values.relay.copy_of(key)
+        call = current_call.get()
+        assert call is not None
+        return await self._host.values.relay.copy_of(key, call.caller, versions)
 
     @endpoint
     async def trace_outline(self) -> Outline:

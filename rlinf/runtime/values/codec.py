@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -230,6 +230,13 @@ class Codec:
         pickler = Pickler(file, self, HERE)
         pickler.dump(value)
         return load(self, file.getvalue(), (), pickler.parts)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised CPU tensor, in shared memory as far as that has room."""
+        with contextlib.suppress(ArenaFull):
+            if self.arena is not None:
+                return self.arena.empty(shape, dtype)
+        return torch.empty(tuple(shape), dtype=dtype)
 
     async def into_arena(self, value: Any) -> Any:
         """Return the same value with its big CPU tensors in shared memory, as far as that has room."""

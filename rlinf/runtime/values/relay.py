@@ -10,6 +10,10 @@ value from the owner, the next ones from the keepers before them. Of a value tha
 the first of a machine as above, the others from those of their own machine, in a tree as well, so that no GPU sends
 more than a few. A keeper keeps its copy until the owner drops the value. Who is sent to a keeper that has nothing (its
 fetch failed, it died) asks the owner again.
+
+A value may be one version of many, such as weights: it has a `lineage` then (see `data/differences.py`) and a `key`.
+Who asks from another machine says which versions it has, and is sent what makes this one of one of them (a `Change`),
+if whoever gives it knows that, or the whole.
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from rlinf.runtime.base.calls import SERVICE, Key
+from rlinf.runtime.base.clock import external
 from rlinf.runtime.base.tasks import mark_seen
 from rlinf.runtime.values.codec import Codec
 from rlinf.runtime.values.pickler import Place, ValueRef
@@ -37,6 +43,8 @@ FAN_OUT = 2
 """Machines that a machine sends a value to, and GPUs of its own that a GPU does. Each waits until it has all of it, so
 more would take longer."""
 
+Versions = Mapping[str, Any]
+"""By the name of a lineage: a version of it, or that version's key."""
 Site = tuple[str, str]
 """Where one copy is enough: a machine and, for what lies on GPUs, a device of it."""
 
@@ -56,6 +64,25 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class Missing:
     """Answer of a host that was asked for a copy and has none."""
+
+
+class Change:
+    """Base class of what makes a new version of a value of an older one."""
+
+    __slots__ = ()
+
+    name: str
+    """The lineage's."""
+
+    def applied(self, base: Any, empty: Any, passes_on: bool) -> Any:
+        """Make the new version; blocking.
+
+        Args:
+            base: the older one, which stays as it is.
+            empty: allocates tensors.
+            passes_on: other machines may ask for the new one, so that it keeps this with it.
+        """
+        raise NotImplementedError
 
 
 @dataclass(slots=True)
@@ -94,19 +121,21 @@ class Relay:
         self._codec = codec
         self._trees: dict[Key, _Tree] = {}
         self.copies: dict[Key, _Copy] = {}
+        self._versions: WeakValueDictionary[str, Any] = WeakValueDictionary()  # of which the next one can be made
 
     # At the owner ------------------------------------------------------------------------------------------------
 
-    def answer(self, key: Key, value: Any, asker: int, without: int | None) -> Answer:
+    def answer(self, key: Key, value: Any, asker: int, without: int | None, versions: Versions) -> Answer:
         """Say which host gives a kept value to `asker`, which is on another machine or has another GPU.
 
         Args:
             without: the host that was named before, and had nothing.
+            versions: keys of those that `asker` has.
         """
         places = self._host.places
         tree = self._trees.get(key) or self._tree(key, value)
         if tree is None or tree.site(places[asker]) == tree.site(places[self._host.rank]):
-            return Answer(value)
+            return Answer(self._changed(value, asker, versions))
         if without is not None and tree.keepers.get(tree.site(places[without])) == without:
             del tree.keepers[tree.site(places[without])]
         site = tree.site(places[asker])
@@ -114,7 +143,21 @@ class Relay:
         if keeper != asker:
             return Answer(host=keeper)
         giver = self._giver(tree, site)
-        return Answer(value, keep=True) if giver is None else Answer(host=giver, keep=True)
+        if giver is not None:
+            return Answer(host=giver, keep=True)
+        return Answer(self._changed(value, asker, versions), keep=True)
+
+    def _changed(self, value: Any, asker: int, versions: Versions) -> Any:
+        """A value as a host gets it: on another machine, if that will do, as what makes it of a version there."""
+        lineage = getattr(value, "lineage", None)
+        if lineage is None or not self._is_far(asker):
+            return value
+        return lineage.since(value, versions.get(lineage.name))
+
+    def _is_far(self, host: int) -> bool:
+        """True if a host is on another machine."""
+        places = self._host.places
+        return bool(places[host].machine != places[self._host.rank].machine)
 
     def _tree(self, key: Key, value: Any) -> _Tree | None:
         """A new tree for a value; None if its owner gives it to all."""
@@ -177,20 +220,34 @@ class Relay:
             raise
         return self._codec.duplicate(value) if copy.keep or copy.users > 1 else value
 
-    async def copy_of(self, key: Key) -> Any:
-        """The copy that this host was named for, when it is here."""
+    async def copy_of(self, key: Key, asker: int, versions: Versions) -> Any:
+        """The copy that this host was named for, when it is here; see `answer`."""
         copy = self.copies.get(key)
         if copy is None or copy.task is None:
             return Missing()
         await asyncio.wait([copy.task])
         failed = copy.task.cancelled() or copy.task.exception() is not None
-        return Missing() if failed else copy.task.result()
+        return Missing() if failed else self._changed(copy.task.result(), asker, versions)
+
+    def use_version(self, value: Any) -> bool:
+        """See `Actor.use_version`."""
+        lineage = value.lineage
+        if lineage is None or not (lineage.far and lineage.stays):
+            return False
+        self._versions[lineage.name] = value
+        return True
 
     async def _get(self, ref: ValueRef, copy: _Copy) -> Any:
+        versions = dict(self._versions)  # what is sent may be made of these
         try:
-            value = await self._ask(ref, copy)
-            if copy.keep:
+            value = await self._ask(ref, copy, {name: each.key for name, each in versions.items()})
+            if isinstance(value, Change):
+                with external():
+                    value = await asyncio.to_thread(value.applied, versions[value.name], self._codec.empty, copy.keep)
+            elif copy.keep:
                 value = await self._codec.into_arena(value)
+            if getattr(value, "lineage", None) is not None:
+                value.lineage.far = self._is_far(ref.owner)
             return value
         except BaseException:
             copy.keep = False
@@ -199,15 +256,15 @@ class Relay:
             if not copy.keep:
                 self._remove(ref.key, copy)
 
-    async def _ask(self, ref: ValueRef, copy: _Copy) -> Any:
+    async def _ask(self, ref: ValueRef, copy: _Copy, versions: Versions) -> Any:
         without = None
         while True:
-            answer: Answer = await self._call(ref.owner, "fetch_shared", ref.key, without)
+            answer: Answer = await self._call(ref.owner, "fetch_shared", ref.key, without, versions)
             copy.keep = answer.keep
             if answer.host is None:
                 return answer.value
             try:
-                value = await self._call(answer.host, "copy_of", ref.key)
+                value = await self._call(answer.host, "copy_of", ref.key, versions)
             except Exception:  # whatever keeps that host from giving it, the owner can
                 value = Missing()
             if type(value) is not Missing:

@@ -79,6 +79,7 @@ fuzz-configs: install  ## try WILD (20000) random configurations through --dry-r
 drills: install  ## kill -9 parts of runs at DRILLS (100) random moments: nothing is lost or repeated; as many signals; FLOW=grpo_async, DRILL_ARGS="--staleness 2 --save"; and what `make test` tries once on more seeds, sizes and lengths, with every example until it has learned
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.drills.driver --points $(or $(DRILLS),100) --flow $(or $(FLOW),grpo_async) $(DRILL_ARGS)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.drills.signals --points $(or $(DRILLS),100)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.drills.service --kills $(or $(DRILLS),100)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m repeated
 
 .PHONY: package

@@ -325,6 +325,8 @@ class ServeConfig:
     """Answers of one request."""
     max_body_mb: float = Field(default=64.0, gt=0)
     """Longest request."""
+    replay_seconds: float = Field(default=30.0, ge=0)
+    """Work on a model after which its state is saved at the next step: a restart does at most about so much again."""
 
 
 @dataclass(config=CLOSED)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +20,10 @@ from aiohttp import web
 from rlinf.config.reading import parse_json
 from rlinf.runtime.base.errors import UserError
 from rlinf.service.checkpoints import CheckpointPath, Refused, moment
+from rlinf.service.journal import ANSWERS, SERVICE, Line, Record
 from rlinf.service.promises import failure
 from rlinf.service.service import Model, SampleRequest, Service
-from rlinf.service.wire import PROTOBUF, read_pass
+from rlinf.service.wire import PROTOBUF, BadPass, read_pass
 
 _POLL = 30.0
 """Seconds for which a fetch waits for its result; clients give up after 45."""
@@ -98,7 +102,10 @@ class App:
                 key.encode("utf-8", "surrogateescape"), self._token.encode()
             ):
                 raise Refused("show the service's key: api_key=…, or the environment variable TINKER_API_KEY", 401)
-            answer = await handler(request)
+            try:
+                answer = await handler(request)
+            finally:
+                await self._service.journal.synced()  # what it promised, and what it refused as a model's next request
             return answer if isinstance(answer, web.Response) else web.json_response(answer)
         except web.HTTPException as error:
             unserved = error.status in (404, 405)
@@ -106,8 +113,75 @@ class App:
             return web.json_response({"error": text, "category": "user"}, status=error.status)
         except (UserError, ValueError) as error:
             return web.json_response(failure(error), status=getattr(error, "status", 400))
-        except Exception as error:
+        except (
+            Exception
+        ) as error:  # a bug, or a disk that takes nothing: its log says it, and clients read that it does
             return web.json_response(failure(error), status=500)
+
+    # After a restart ----------------------------------------------------------------------------------------------
+
+    async def restore(self, lines: Mapping[str, Line], base: str) -> None:
+        """Have what clients had, and begin with what they were promised.
+
+        Args:
+            lines: of the journal.
+            base: what the base model is made of.
+
+        Raises:
+            InputError: it is of another base model.
+        """
+        service = self._service
+        service.restore(lines.get(SERVICE) or Line(0, []), base)
+        for model in list(service.models.values()):
+            if (line := lines.get(model.line)) is not None:
+                service.restore_model(model, line)
+                for record in line.requests(done=True):
+                    await self._repeat(model, record)
+        for name in lines.keys() - {SERVICE, ANSWERS, *(model.line for model in service.models.values())}:
+            service.journal.end(name)  # a death came before its first answer, or after its last
+        if (answers := lines.get(ANSWERS)) is not None:
+            service.promises.restore(answers.results, ())
+            for record in answers.requests(done=False):
+                try:
+                    await self._asample(record.facts["body"])
+                except Refused as error:  # its checkpoint is gone
+                    service.promises.restore({record.facts["id"]: failure(error)}, ())
+
+    async def _repeat(self, model: Model, record: Record) -> None:
+        """Run a request of a model again."""
+        facts = record.facts
+        call, number = facts["call"], facts["seq_id"]
+        with suppress(UserError, ValueError):  # it has its turn all the same: a checkpoint was deleted since
+            if call == "refuse":
+                self._service.refuse(model, number, Refused(facts["error"]), spoils=facts["spoils"])
+            elif call == "forward_backward":
+                self._service.forward(replace(read_pass(record.body), seq_id=number))
+            else:
+                await getattr(self, f"_{call}")(facts["body"])
+
+    @contextmanager
+    def _refusing(self, model: Model, number: int | None, *, spoils: bool = False) -> Iterator[None]:
+        """Have a request that is refused take its turn, so that those behind it do not wait for it."""
+        try:
+            yield
+        except (UserError, ValueError) as error:
+            self._service.refuse(model, number, error, spoils=spoils)
+            raise
+
+    def _promised(self, model: Model, call: str, id: str, body: dict[str, Any] | bytes) -> Answer:
+        """Answer with a promise to keep, whatever happens.
+
+        Args:
+            model: of which something was asked.
+            call: what.
+            id: of the promise.
+            body: of the request.
+        """
+        facts: dict[str, Any] = {"call": call, "seq_id": int(id.rpartition(":")[2])}
+        if isinstance(body, dict):
+            facts["body"] = {**body, "seq_id": facts["seq_id"]}
+        self._service.keep_request(model, id, facts, body if isinstance(body, bytes) else b"")
+        return {"request_id": id, "model_id": model.id}
 
     def _of_json(self, handler: Callable[[Any], Awaitable[Answer]]) -> Callable[[web.Request], Awaitable[Answer]]:
         """Read a body; with an idempotency key that was seen, the answer is the one that was given."""
@@ -186,9 +260,9 @@ class App:
         id = self._service.create_model(wanted(body, "session_id", str), wanted(body, "model_seq_id", int), about)
         return {"request_id": id, "model_id": id}
 
-    async def _unload_model(self, body: Mapping[str, Any]) -> Answer:
-        model, _ = self._of_model(body)
-        return {"request_id": self._service.unload(model), "model_id": model.id}
+    async def _unload_model(self, body: dict[str, Any]) -> Answer:
+        model, number = self._of_model(body)
+        return self._promised(model, "unload_model", self._service.unload(model, number), body)
 
     async def _get_info(self, body: Mapping[str, Any]) -> Answer:
         model, name = self._of_model(body)[0], self._service.config.model_name
@@ -199,15 +273,22 @@ class App:
     async def _forward(self, request: web.Request) -> Answer:
         if request.content_type != PROTOBUF:
             raise Refused(f"forward_backward is read as {PROTOBUF} alone: take a client of 0.38 or later", 415)
-        forward = read_pass(await request.read())
-        return {"request_id": self._service.forward(forward), "model_id": forward.model_id}
+        body = await request.read()
+        try:
+            forward = read_pass(body)
+        except BadPass as error:
+            with self._refusing(self._service.model(error.model_id), error.seq_id or None, spoils=True):
+                raise
+        id = self._service.forward(forward)
+        return self._promised(self._service.model(forward.model_id), "forward_backward", id, body)
 
-    async def _optim_step(self, body: Mapping[str, Any]) -> Answer:
+    async def _optim_step(self, body: dict[str, Any]) -> Answer:
         model, number = self._of_model(body)
-        if body.get("optimizer_params") is not None:
-            raise Refused("optimizer_params: this service has adam_params alone")
-        settings = wanted(body, "adam_params", dict)
-        return {"request_id": self._service.optim_step(model, number, settings), "model_id": model.id}
+        with self._refusing(model, number, spoils=True):
+            if body.get("optimizer_params") is not None:
+                raise Refused("optimizer_params: this service has adam_params alone")
+            id = self._service.optim_step(model, number, wanted(body, "adam_params", dict))
+        return self._promised(model, "optim_step", id, body)
 
     def _how(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -216,25 +297,31 @@ class App:
             "overwrite": wanted(body, "overwrite", bool, False),
         }
 
-    async def _save_weights(self, body: Mapping[str, Any]) -> Answer:
+    async def _save_weights(self, body: dict[str, Any]) -> Answer:
         model, number = self._of_model(body)
-        path = CheckpointPath.named(model.id, "weights", body.get("path") or f"{model.order.last + 1:06d}")
-        return {"request_id": self._service.save(model, number, path, self._how(body)), "model_id": model.id}
+        with self._refusing(model, number):
+            path = CheckpointPath.named(model.id, "weights", body.get("path") or f"{model.number(number):06d}")
+            id = self._service.save(model, number, path, self._how(body))
+        return self._promised(model, "save_weights", id, {**body, "path": path.name})
 
-    async def _save_weights_for_sampler(self, body: Mapping[str, Any]) -> Answer:
+    async def _save_weights_for_sampler(self, body: dict[str, Any]) -> Answer:
         model, number = self._of_model(body)
-        how, name = self._how(body), body.get("path")
-        if name is None:
-            session, seq = model.id.partition(":")[0], wanted(body, "sampling_session_seq_id", int)
-            how["sampler"], name = f"{session}:sample:{seq}", f"session-{seq}"
-        path = CheckpointPath.named(model.id, "sampler_weights", name)
-        return {"request_id": self._service.save(model, number, path, how), "model_id": model.id}
+        with self._refusing(model, number):
+            how, name = self._how(body), body.get("path")
+            if name is None:
+                session, seq = model.id.partition(":")[0], wanted(body, "sampling_session_seq_id", int)
+                how["sampler"], name = f"{session}:sample:{seq}", f"session-{seq}"
+            id = self._service.save(model, number, CheckpointPath.named(model.id, "sampler_weights", name), how)
+        return self._promised(model, "save_weights_for_sampler", id, body)
 
-    async def _load_weights(self, body: Mapping[str, Any]) -> Answer:
-        path, optimizer = CheckpointPath.of(body.get("path")), wanted(body, "optimizer", bool)
+    async def _load_weights(self, body: dict[str, Any]) -> Answer:
         if body.get("model_id") is not None:
             model, number = self._of_model(body)
-            return {"request_id": self._service.load(model, number, path, optimizer=optimizer), "model_id": model.id}
+            with self._refusing(model, number):
+                path, optimizer = CheckpointPath.of(body.get("path")), wanted(body, "optimizer", bool)
+                id = self._service.load(model, number, path, optimizer=optimizer)
+            return self._promised(model, "load_weights", id, body)
+        path, optimizer = CheckpointPath.of(body.get("path")), wanted(body, "optimizer", bool)
         if body.get("base_model") is not None:
             self._service.check_base(body["base_model"])
         about = {"user_metadata": wanted(body, "user_metadata", dict, None)}
@@ -259,6 +346,10 @@ class App:
                 raise Refused(f"{name}: this service does not serve that yet")
         request = self._read_sample(body)
         id = self._service.sample(sampler, wanted(body, "seq_id", int, None), request)
+        params = {**body["sampling_params"], "seed": request.seed}
+        again = {**body, "seq_id": int(id.rpartition(":")[2]), "sampling_params": params}
+        if not self._service.promises.over(id):
+            self._service.journal.request(ANSWERS, id, {"call": "asample", "body": again})
         return {"request_id": id, "sample_sequence_ids": [f"{id}:{number}" for number in range(request.count)]}
 
     def _read_sample(self, body: Mapping[str, Any]) -> SampleRequest:
@@ -287,8 +378,11 @@ class App:
             "top_k": max(top_k, 0),
             **_stops(params.get("stop")),
         }
-        seed, last = wanted(params, "seed", int, None), wanted(body, "prompt_logprobs_last_n", int, None)
-        if seed is not None and not 0 <= seed <= _MOST_SEED:
+        seed, last = (
+            wanted(params, "seed", int, secrets.randbits(48)),
+            wanted(body, "prompt_logprobs_last_n", int, None),
+        )
+        if not 0 <= seed <= _MOST_SEED:
             raise Refused(f"sampling_params.seed={seed} must be from 0 to {_MOST_SEED}")
         return SampleRequest(prompt, count, seed, sampling, wanted(body, "prompt_logprobs", bool, False), last)
 

@@ -87,6 +87,9 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        for old in root.glob("*/*/.*.old"):  # a death came between the two renames of `_put`
+            if not (target := old.with_name(old.name[1:-4])).exists():
+                old.rename(target)
 
     def directory(self, path: CheckpointPath) -> Path:
         """Where a checkpoint is."""
@@ -119,14 +122,17 @@ class Store:
         Args:
             path: its name.
             save: writes the weights into a directory.
-            about: further values, JSON.
+            about: further values, JSON; `request`: the one that it is written for, which may come twice.
             over: in place of one of that name.
 
         Raises:
             Refused: there is one of that name.
         """
         target = self.directory(path)
-        if not over and await asyncio.to_thread(self._read, target) is not None:
+        there = await asyncio.to_thread(self._read, target)
+        if there is not None and there.get("request") == about["request"]:
+            return
+        if not over and there is not None:
             raise Refused(f"there is a checkpoint {path} already; take another name, or overwrite=True")
         partial = target.with_name(f".{path.name}.part")
         await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)

@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.service.checkpoints import Refused
+from rlinf.service.journal import Result
 
-Result = dict[str, Any] | bytes
-"""JSON values, or a protobuf message."""
 Work = Callable[[], Awaitable[Result]]
 logger = logging.getLogger(__name__)
 _KEPT = 4096
@@ -35,13 +34,48 @@ def failure(error: Exception) -> dict[str, Any]:
 
 
 class Promises:
-    """All requests that were promised a result."""
+    """All requests that were promised a result.
 
-    def __init__(self) -> None:
-        self._results: OrderedDict[str, asyncio.Task[Result]] = OrderedDict()
+    Args:
+        note: is given every result before anybody else.
+    """
+
+    def __init__(self, note: Callable[[str, Result], None] = lambda id, result: None) -> None:
+        self._results: OrderedDict[str, asyncio.Future[Result]] = OrderedDict()
+        self._note = note
+        self._before: dict[str, Result] = {}
+        self._fetched: set[str] = set()
 
     def __contains__(self, id: str) -> bool:
         return id in self._results
+
+    def over(self, id: str) -> bool:
+        """The request of that id has its result."""
+        return id in self._results and self._results[id].done()
+
+    def restore(self, results: Mapping[str, Result], again: Container[str]) -> None:
+        """Take results over that were there before a restart.
+
+        Args:
+            results: by request.
+            again: requests of these that are run once more, for what they do; their clients keep the old results.
+        """
+        for id, result in results.items():
+            if id in again:
+                self._before[id] = result
+            else:
+                self._results[id] = asyncio.get_running_loop().create_future()
+                self._results[id].set_result(result)
+
+    def before(self, id: str) -> Result | None:
+        """The result that a request had before a restart, if it is one that runs again."""
+        return self._before.get(id)
+
+    def unfetched(self, part: str) -> dict[str, Result]:
+        """Results that were never fetched, of requests whose ids have this in them; of those that run again, all."""
+        there = ((id, task) for id, task in self._results.items() if part in id and id not in self._fetched)
+        before = {id: result for id, result in self._before.items() if part in id}
+        return before | {id: task.result() for id, task in there if task.done() and not task.cancelled()}
 
     def make(self, id: str, work: Work) -> None:
         """Begin with a request, unless it has begun: the same request again has the same result.
@@ -55,13 +89,16 @@ class Promises:
 
         async def result() -> Result:
             try:
-                return await work()
-            except Exception as error:
-                return failure(error)
+                outcome = await work()
+            except Exception as error:  # whatever it is: clients read it as the result, and bugs are in the log
+                outcome = failure(error)
+            outcome = self._before.pop(id, outcome)
+            self._note(id, outcome)
+            return outcome
 
         self._results[id] = asyncio.create_task(result(), name=f"request {id}")
         while len(self._results) > _KEPT and next(iter(self._results.values())).done():
-            self._results.popitem(last=False)
+            self._fetched.discard(self._results.popitem(last=False)[0])
 
     async def result(self, id: str, seconds: float) -> Result | None:
         """The result of a request; None: it is not there yet.
@@ -76,18 +113,25 @@ class Promises:
         if (task := self._results.get(id)) is None:
             raise Refused(f"there is no request {id[:200]!r}, or its result was fetched long ago", 404)
         await asyncio.wait([task], timeout=seconds)
-        return task.result() if task.done() else None
+        if not task.done():
+            return None
+        self._fetched.add(id)
+        return task.result()
 
     async def close(self) -> None:
         """Give up what is under way."""
-        await cancel_all(list(self._results.values()))
+        await cancel_all([each for each in self._results.values() if isinstance(each, asyncio.Task)])
 
 
 class InOrder:
-    """Runs the requests of one model, one at a time, by their numbers: 0, which makes it, 1, 2, 3, …"""
+    """Runs the requests of one model, one at a time, by their numbers: 0, which makes it, 1, 2, 3, …
 
-    def __init__(self) -> None:
-        self._next = 0
+    Args:
+        first: number of the first one; those before it are over.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._next = first
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._busy = False
 

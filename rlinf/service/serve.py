@@ -6,10 +6,12 @@ runs until it is told to end. Checkpoints of clients lie beside the run's direct
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from rlinf.config.text import RunConfig
 from rlinf.runs.library.session import Session
 from rlinf.service.app import App
 from rlinf.service.service import Service
+from rlinf.storage.files import replace_text
 
 _READ = ("model", "rollout", "trainer", "placement", "metrics", "seed", "trace", "log_every")
 """Sections and keys that a service's session has of its configuration."""
@@ -44,16 +47,17 @@ async def serving(config: RunConfig, say: Callable[[str], None]) -> AsyncIterato
     local = host in ("localhost", "::1") or host.startswith("127.")
     if token is None and not local:
         raise InputError(f"serve.host={host}: whoever reaches it could train and sample; set serve.token=tml-…")
-    token = token or f"tml-{secrets.token_urlsafe(18)}"
     directory = _directory(config)
     root = directory.with_name(f"{directory.name}-service")
+    token = token or _token(root / "token")
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_bound(host, config.serve.port))
         session = await stack.enter_async_context(Session.local(run_dir=directory, **_settings(config)))
-        service = Service(session, config.serve, root / "checkpoints")
+        service = Service(session, config.serve, root)
         stack.push_async_callback(service.close)
         session.tokenizer.save_pretrained(root / "tokenizer")
         app = App(service, token, str(root / "tokenizer"))
+        await app.restore(service.journal.recover(), _base(config))
         runner = web.AppRunner(app.application(), access_log=None, shutdown_timeout=1.0)
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
@@ -70,6 +74,19 @@ async def serving(config: RunConfig, say: Callable[[str], None]) -> AsyncIterato
 def _directory(config: RunConfig) -> Path:
     """Directory of the session's run."""
     return (Path(config.output_dir).expanduser() / config.name).absolute()
+
+
+def _token(path: Path) -> str:
+    """The key that was made at the first start: clients go on with it after a restart."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, f"tml-{secrets.token_urlsafe(18)}\n", mode=0o600)
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _base(config: RunConfig) -> str:
+    """Names what the base model is made of."""
+    return json.dumps({"model": asdict(config.model), "seed": config.seed}, sort_keys=True, default=str)
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -21,13 +22,15 @@ import numpy as np
 
 from rlinf.agents.llm import RolloutModel
 from rlinf.algos.token_losses import TokenLoss
+from rlinf.config.load import InputError
 from rlinf.config.text import ServeConfig
 from rlinf.data.rng import mix
 from rlinf.data.sample import Datum
 from rlinf.flows.session import TokenLosses, checked_data
 from rlinf.runs.library.session import Session
 from rlinf.service.checkpoints import CheckpointPath, Refused, Store, expiry
-from rlinf.service.promises import InOrder, Promises, Result, Switching, Work
+from rlinf.service.journal import ANSWERS, SERVICE, Journal, Line, Record, Result, put_directory
+from rlinf.service.promises import InOrder, Promises, Switching, Work
 from rlinf.service.wire import PassRequest, pass_result, sample_result
 from rlinf.training.optimizer import Adam
 
@@ -35,6 +38,8 @@ ALPHA = 32
 """Adapters' output is scaled by ALPHA / rank, as the API has it."""
 _OPEN_SAMPLERS = 4
 """Checkpoints whose adapters stay in memory, to be published or asked for log-probs again."""
+_LONG_LINE = 2**24
+"""Bytes of the journal of answers after which those that were fetched are left out of it."""
 BASE = ""
 """In place of a checkpoint: the base model."""
 
@@ -48,11 +53,28 @@ class Model:
     """Name of its adapters in the trainer."""
     about: dict[str, Any]
     """`rank`, `attn`, `mlp`, `seed`, `user_metadata`."""
+    load: tuple[str, bool] | None = None
+    """Path of the checkpoint that it began with, and whether with its optimizer."""
     order: InOrder = field(default_factory=InOrder)
+    open: bool = False
+    """Its adapters are in the trainer."""
+    saved: int | None = None
+    """Number of the request after which its state was saved last."""
+    seconds: float = 0.0
+    """Work since then, which a restart would do again."""
     spoilt: str | None = None
     """Why the gradients since the last step are not what its client asked for."""
     last_request: float = field(default_factory=time.time)
     """When it was last asked, seconds since 1970."""
+
+    @property
+    def line(self) -> str:
+        """Its line in the journal."""
+        return self.id.replace(":", "-")
+
+    def number(self, wish: int | None) -> int:
+        """Number of a request: as its client has it, or the next one."""
+        return self.order.last + 1 if wish is None else wish
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +92,7 @@ class SampleRequest:
 
     prompt: np.ndarray
     count: int
-    seed: int | None
+    seed: int
     sampling: Mapping[str, Any]
     """For the rollout's `answer`."""
     prompt_logprobs: bool = False
@@ -84,12 +106,13 @@ class Service:
     Args:
         session: open, with adapters (`model.lora`) that nobody trains.
         config: names and limits.
-        root: directory of checkpoints.
+        root: directory of checkpoints and of the journal.
     """
 
     def __init__(self, session: Session, config: ServeConfig, root: Path) -> None:
-        self.session, self.config, self.store = session, config, Store(root)
-        self.promises = Promises()
+        self.session, self.config, self.store = session, config, Store(root / "checkpoints")
+        self.journal = Journal(root / "journal")
+        self.promises = Promises(self._note)
         self.sessions: dict[str, list[str]] = {}
         """Models of each session of a client."""
         self.models: dict[str, Model] = {}
@@ -102,9 +125,113 @@ class Service:
         self._weights = Switching(self._publish)
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Give up what is under way; what was promised is done after the next start."""
         await self.promises.close()
         await self._weights.close()
+        await self.journal.close()
+
+    # The journal --------------------------------------------------------------------------------------------------
+
+    def _note(self, id: str, result: Result) -> None:
+        """Put a result into the journal. Answers wait for it unless it would be computed again to the same end."""
+        wait = isinstance(result, dict) and result.get("type") != "optim_step"
+        model = self.models.get(id.rpartition(":")[0])
+        line = ANSWERS if ":sample:" in id else SERVICE if model is None else model.line
+        self.journal.result(line, id, result, wait=wait)
+        if line == ANSWERS and self.journal.sizes[line] > _LONG_LINE:
+            unfetched = {**self.promises.unfetched(":sample:"), id: result}
+            self.journal.begin(line, self.journal.numbers[line] + 1, (), unfetched)
+
+    def restore(self, line: Line, base: str) -> None:
+        """Have the sessions, models and samplers that there were; nothing of them is computed yet.
+
+        Args:
+            line: the service's; it begins anew with what is still there.
+            base: what the base model is made of.
+
+        Raises:
+            InputError: they are of another base model.
+        """
+        for record in line.records:
+            if record.facts.get("base", base) != base:
+                raise InputError(
+                    f"serve: models of this directory are of another base model ({record.facts['base'][:300]}); "
+                    "take another name or output_dir, or the model and seed that they were made with"
+                )
+        absent = {id for id, result in line.results.items() if isinstance(result, dict) and "error" in result}
+        absent |= {each.facts["model"] for each in line.records if each.facts["call"] == "unload_model"}
+        live = [each for each in line.records if not absent & {each.facts.get("id"), each.facts.get("model")}]
+        for record in live:
+            facts = record.facts
+            match facts["call"]:
+                case "create_session":
+                    self.sessions[facts["session"]] = []
+                case "create_model":
+                    self._add(facts["id"], facts["about"], facts["load"] and tuple(facts["load"]))
+                case "create_sampler":
+                    self.samplers[facts["sampler"]] = Sampler(facts["sampler"], facts["weights"])
+        self.promises.restore(line.results, ())
+        for id, model in self.models.items():
+            if id in self.promises:
+                model.order = InOrder(1)
+            else:
+                self._make(model)
+        records = [each for each in live if "id" not in each.facts or each.facts["id"] in line.results]
+        records = [Record({"call": "base", "base": base}), *(each for each in records if each.facts["call"] != "base")]
+        results = {id: result for id, result in line.results.items() if id in self.models}
+        self.journal.begin(SERVICE, line.number + 1, records, results)
+
+    def restore_model(self, model: Model, line: Line) -> None:
+        """Have a model where its last saved state is, and its results.
+
+        Args:
+            model: as `restore` made it.
+            line: its own, whose requests are to be run again.
+        """
+        self.promises.restore(line.results, {each.facts["id"] for each in line.records if "id" in each.facts})
+        if any(each.facts.get("saved") for each in line.records):
+            model.saved = line.number
+            if model.id in self.promises and self.promises.over(model.id):
+                model.order = InOrder(line.number + 1)
+
+    async def _present(self, model: Model) -> None:
+        """Have a model's adapters in the trainer, as its last saved state or its beginning has them."""
+        if model.open:
+            return
+        trainer, about = self.session.trainer, model.about
+        lora = {"r": about["rank"], "alpha": ALPHA, "target_modules": _targets(about)}
+        await trainer.open_model(model.adapters, lora, about["seed"])
+        try:
+            if model.saved is not None:
+                await trainer.load_model(model.adapters, str(self.journal.state(model.line, model.saved)))
+            elif model.load is not None:
+                directory = self.store.directory(CheckpointPath.of(model.load[0]))
+                await trainer.load_model(model.adapters, str(directory), model.load[1])
+        except BaseException:  # whatever came, cancelled too: nobody shall find adapters that are not the model's
+            await trainer.close_model(model.adapters)
+            raise
+        model.open = True
+
+    async def _save_state(self, model: Model, number: int, results: Mapping[str, Result]) -> None:
+        """Save a model's state, from which a restart goes on.
+
+        Args:
+            model: without gathered gradients.
+            number: of the request that it is after.
+            results: of that one, by its id.
+        """
+        if model.saved == number:
+            return
+        directory = self.journal.state(model.line, number)
+        partial = directory.with_name(f".{directory.name}")
+        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
+        await self.session.trainer.save_model(model.adapters, str(partial))
+        await asyncio.to_thread(put_directory, partial, directory)
+        for id, result in results.items():
+            self.journal.result(model.line, id, result, wait=False)
+        results = {**self.promises.unfetched(f"{model.id}:"), **results}
+        self.journal.begin(model.line, number, [Record({"saved": True})], results)
+        model.saved, model.seconds = number, 0.0
 
     # Sessions -----------------------------------------------------------------------------------------------------
 
@@ -112,6 +239,7 @@ class Service:
         """Begin a session of a client; its id."""
         id = secrets.token_hex(12)
         self.sessions[id] = []
+        self.journal.put(SERVICE, {"call": "create_session", "session": id})
         return id
 
     def check_session(self, id: Any) -> str:
@@ -150,7 +278,7 @@ class Service:
             Refused: something that cannot be.
         """
         id = f"{self.check_session(session)}:train:{number}"
-        if id in self.models:
+        if id in self.models or id in self.promises:
             return id
         path = None if load is None else CheckpointPath.of(load[0])
         if path is not None:
@@ -159,29 +287,36 @@ class Service:
                 **{key: saved[key] for key in ("rank", "attn", "mlp", "seed")},
                 "user_metadata": about["user_metadata"],
             }
-        targets = _targets(about)
+        _targets(about)
         if not 1 <= about["rank"] <= self.config.max_rank:
             raise Refused(f"lora_config.rank={about['rank']} must be from 1 to {self.config.max_rank}")
         if len(self.models) >= self.config.max_models:
             raise Refused(f"this service has room for {self.config.max_models} models; unload one", 429)
-        model = self.models[id] = Model(id, f"m{next(self._names)}", about)
-        self.sessions[session].append(id)
-
-        async def make() -> Result:
-            trainer = self.session.trainer
-            lora = {"r": about["rank"], "alpha": ALPHA, "target_modules": targets}
-            try:
-                await trainer.open_model(model.adapters, lora, about["seed"])
-                if path is not None and load is not None:
-                    await trainer.load_model(model.adapters, str(self.store.directory(path)), load[1])
-            except BaseException:
-                self.models.pop(id, None)
-                raise
-            answer = {"type": "create_model"} if load is None else {"type": "load_weights", "path": load[0]}
-            return {**answer, "model_id": id}
-
-        self.promises.make(id, lambda: model.order.run(0, make))
+        model = self._add(id, about, load)
+        self.journal.request(SERVICE, id, {"call": "create_model", "about": about, "load": load})
+        self._make(model)
         return id
+
+    def _add(self, id: str, about: dict[str, Any], load: tuple[str, bool] | None) -> Model:
+        model = self.models[id] = Model(id, f"m{next(self._names)}", about, load)
+        self.sessions[id.partition(":")[0]].append(id)
+        return model
+
+    def _make(self, model: Model) -> None:
+        async def make() -> Result:
+            answer: Result = {"type": "create_model", "model_id": model.id}
+            try:
+                await self._present(model)
+                if model.load is not None:
+                    answer = {"type": "load_weights", "path": model.load[0], "model_id": model.id}
+                    await self._save_state(model, 0, {})  # its checkpoint may be deleted
+            except Exception:  # whatever it is: there is no such model, and its client is told
+                self.models.pop(model.id, None)
+                self.journal.end(model.line)
+                raise
+            return answer
+
+        self.promises.make(model.id, lambda: model.order.run(0, make))
 
     def model(self, id: Any) -> Model:
         """A model of that id.
@@ -194,28 +329,70 @@ class Service:
         model.last_request = time.time()
         return model
 
-    def submit(self, model: Model, number: int | None, work: Work) -> str:
+    def submit(self, model: Model, number: int | None, work: Work, *, once: bool = False) -> str:
         """Promise the result of a request to a model; the same number again is the same request.
 
         Args:
             model: to which.
             number: of the request; None: the next one.
             work: gives its result, when its turn has come.
+            once: it is not run again after a restart, if it had a result.
         """
-        number = model.order.last + 1 if number is None else number
+        number = model.number(number)
         id = f"{model.id}:{number}"
-        self.promises.make(id, lambda: model.order.run(number, work))
+
+        async def turn() -> Result:
+            if once and (result := self.promises.before(id)) is not None:
+                return result
+            self.model(model.id)  # it may have been unloaded
+            await self._present(model)
+            began = time.monotonic()
+            try:
+                return await work()
+            finally:
+                model.seconds += time.monotonic() - began
+
+        self.promises.make(id, lambda: model.order.run(number, turn))
         return id
 
-    def refuse(self, model: Model, number: int | None, error: Exception) -> None:
-        """Let a request that was refused have its turn, so that those behind it do not wait for it; what it would have
-        added to the gradient is missing."""
+    def _fail_again(self, model: Model, number: int) -> None:
+        """Let a request fail that failed before a restart: it may have been the machine's fault, and its client knows.
+
+        Raises:
+            Refused: it did.
+        """
+        before = self.promises.before(f"{model.id}:{number}")
+        if isinstance(before, dict) and "error" in before:
+            raise Refused(before["error"])
+
+    def refuse(self, model: Model, number: int | None, error: Exception, *, spoils: bool = True) -> None:
+        """Let a request that was refused have its turn, so that those behind it do not wait for it.
+
+        Args:
+            model, number: as of `submit`.
+            error: why it was refused.
+            spoils: what it would have added to the gradient is missing.
+        """
+        number = model.number(number)
 
         async def refused() -> Result:
-            model.spoilt = str(error)
+            if spoils:
+                model.spoilt = str(error)
             raise Refused(str(error))
 
-        self.submit(model, number, refused)
+        id = self.submit(model, number, refused)
+        self.keep_request(model, id, {"call": "refuse", "seq_id": number, "error": str(error), "spoils": spoils})
+
+    def keep_request(self, model: Model, id: str, facts: Mapping[str, Any], body: bytes = b"") -> None:
+        """Have a promised request run after a restart, too.
+
+        Args:
+            model: to which.
+            id: of the promise.
+            facts, body: what is read then.
+        """
+        if not self.promises.over(id):
+            self.journal.request(model.line, id, facts, body)
 
     def forward(self, request: PassRequest) -> str:
         """Compute a sum over tokens, and unless it is forward only add its gradient; id of the promise.
@@ -235,6 +412,7 @@ class Service:
         except (TypeError, ValueError) as error:
             self.refuse(model, request.seq_id or None, error)
             raise Refused(str(error)) from None
+        number = model.number(request.seq_id or None)
 
         async def work() -> Result:
             trainer = self.session.trainer
@@ -242,14 +420,15 @@ class Service:
                 logprobs = await trainer.forward(data, model.adapters)
             else:
                 try:
+                    self._fail_again(model, number)
                     logprobs = await trainer.forward_backward(data, loss, model.adapters)
-                except BaseException as error:
+                except BaseException as error:  # cancelled, too: the gradient is not what was asked for
                     model.spoilt = f"a forward_backward before it failed: {error}"
                     raise
             losses = TokenLosses.of(data, loss, logprobs)
             return pass_result(losses.logprobs, {"loss:sum": losses.loss})
 
-        return self.submit(model, request.seq_id or None, work)
+        return self.submit(model, number, work)
 
     def optim_step(self, model: Model, number: int | None, settings: Mapping[str, Any]) -> str:
         """Take a step; id of the promise.
@@ -264,14 +443,23 @@ class Service:
         except ValueError as error:
             self.refuse(model, number, error)
             raise Refused(str(error)) from None
+        number = model.number(number)
 
         async def work() -> Result:
             spoilt, model.spoilt = model.spoilt, None
             if spoilt is not None:
                 await self.session.trainer.forget_gradients(model.adapters)
                 raise Refused(f"optim_step: the step was not taken and its gradients are forgotten, since {spoilt}")
+            try:
+                self._fail_again(model, number)
+            except Refused:
+                await self.session.trainer.forget_gradients(model.adapters)
+                raise
             numbers = await self.session.trainer.optim_step(adam, model.adapters)
-            return {"type": "optim_step", "metrics": {key: float(value) for key, value in numbers.items()}}
+            result: Result = {"type": "optim_step", "metrics": {key: float(value) for key, value in numbers.items()}}
+            if model.seconds >= self.config.replay_seconds:
+                await self._save_state(model, number, {f"{model.id}:{number}": result})
+            return result
 
         return self.submit(model, number, work)
 
@@ -287,7 +475,8 @@ class Service:
             Refused: an expiry that cannot be.
         """
         facts = {**model.about, "base_model": self.config.model_name, "expires": expiry(how.get("ttl_seconds"))}
-        facts["user_metadata"] = how.get("user_metadata")
+        number = model.number(number)
+        facts |= {"user_metadata": how.get("user_metadata"), "request": f"{model.id}:{number}"}
         optimizer = path.kind == "weights"
 
         async def work() -> Result:
@@ -298,35 +487,46 @@ class Service:
             await self.store.write(path, write, facts, over=bool(how.get("overwrite")) or sampler is not None)
             if sampler is None:
                 return {"type": "save_weights" if optimizer else "save_weights_for_sampler", "path": str(path)}
-            self.samplers[sampler] = Sampler(sampler, str(path))
+            self._add_sampler(sampler, str(path))
             return {"type": "save_weights_for_sampler", "path": str(path), "sampling_session_id": sampler}
 
-        return self.submit(model, number, work)
+        return self.submit(model, number, work, once=True)
 
     def load(self, model: Model, number: int | None, path: CheckpointPath, *, optimizer: bool) -> str:
-        """Take a checkpoint over; id of the promise.
+        """Take a checkpoint over; id of the promise. One of the model's own may still be about to be saved.
 
         Raises:
             Refused: there is none.
         """
-        self.store.about(path)
+        if path.run != model.id:
+            self.store.about(path)
+        number = model.number(number)
 
         async def work() -> Result:
+            self._fail_again(model, number)
+            self.store.about(path)
             await self.session.trainer.load_model(model.adapters, str(self.store.directory(path)), optimizer)
             model.spoilt = None
-            return {"type": "load_weights", "path": str(path), "model_id": model.id}
+            result: Result = {"type": "load_weights", "path": str(path), "model_id": model.id}
+            await self._save_state(model, number, {f"{model.id}:{number}": result})  # the checkpoint may be deleted
+            return result
 
         return self.submit(model, number, work)
 
-    def unload(self, model: Model) -> str:
+    def unload(self, model: Model, number: int | None) -> str:
         """Forget a model when all its requests are over; id of the promise."""
+        number = model.number(number)
 
         async def work() -> Result:
             await self.session.trainer.close_model(model.adapters)
             del self.models[model.id]
-            return {"type": "unload_model", "model_id": model.id}
+            result: Result = {"type": "unload_model", "model_id": model.id}
+            self.journal.put(SERVICE, {"call": "unload_model", "model": model.id})
+            self.journal.result(SERVICE, f"{model.id}:{number}", result, wait=True)
+            self.journal.end(model.line)
+            return result
 
-        return self.submit(model, None, work)
+        return self.submit(model, number, work)
 
     # Answers ------------------------------------------------------------------------------------------------------
 
@@ -339,8 +539,13 @@ class Service:
         id = f"{self.check_session(session)}:sample:{number}"
         if path is not None:
             self.store.about(CheckpointPath.of(path))
-        self.samplers.setdefault(id, Sampler(id, path or BASE))
+        if id not in self.samplers:
+            self._add_sampler(id, path or BASE)
         return id
+
+    def _add_sampler(self, id: str, weights: str) -> None:
+        self.samplers[id] = Sampler(id, weights)
+        self.journal.put(SERVICE, {"call": "create_sampler", "sampler": id, "weights": weights})
 
     def sampler(self, id: Any) -> Sampler:
         """A sampling session of that id.
@@ -354,18 +559,17 @@ class Service:
 
     def sample(self, sampler: Sampler, number: int | None, request: SampleRequest) -> str:
         """Answer; id of the promise."""
-        id = f"{sampler.id}:{secrets.token_hex(8) if number is None else number}"
+        id = f"{sampler.id}:{secrets.randbits(48) if number is None else number}"
         self.promises.make(id, lambda: self._sample(sampler, request))
         return id
 
     async def _sample(self, sampler: Sampler, request: SampleRequest) -> Result:
-        seed = secrets.randbits(48) if request.seed is None else request.seed
         weights = self._key(sampler.weights)
         async with self._weights.at(weights):
             version = self._version
             answers = await asyncio.gather(
                 *(
-                    self._rollout.answer(request.prompt, seed=mix(seed, index), **request.sampling)
+                    self._rollout.answer(request.prompt, seed=mix(request.seed, index), **request.sampling)
                     for index in range(request.count)
                 )
             )

@@ -80,11 +80,26 @@ class PassRequest:
     forward_only: bool
 
 
+class BadPass(ValueError):
+    """A forward pass that cannot be read.
+
+    Args:
+        message: why.
+        model_id: of the model that was asked.
+        seq_id: number of the request.
+    """
+
+    def __init__(self, message: str, model_id: str, seq_id: int) -> None:
+        super().__init__(message)
+        self.model_id, self.seq_id = model_id, seq_id
+
+
 def read_pass(body: bytes) -> PassRequest:
     """Read a `ForwardBackwardRequest`.
 
     Raises:
-        ValueError: it is none, or has something in it that is not text.
+        BadPass: it has something in it that is not text.
+        ValueError: it is none.
     """
     message = _CLASS["ForwardBackwardRequest"]()
     try:
@@ -99,7 +114,7 @@ def read_pass(body: bytes) -> PassRequest:
         try:
             data.append(_datum(each))
         except ValueError as error:
-            raise ValueError(f"datum {number}: {error}") from None
+            raise BadPass(f"datum {number}: {error}", message.model_id, message.seq_id) from None
     return PassRequest(message.model_id, message.seq_id, data, message.loss_fn, settings, message.forward_only)
 
 

@@ -82,3 +82,10 @@ def request(model, number, tokens=(3, 4, 5), targets=(4, 5, 6), loss="cross_entr
     data = [{"model_input": [chunk], "loss_fn_inputs": tensors}]
     asked = {"model_id": model, "seq_id": number, "data": data, "loss_fn": loss, "loss_fn_config": numbers}
     return wire.written("ForwardBackwardRequest", **asked)
+
+
+def read_sample(body):
+    """Tokens and log-probs of the answers of a `SampleResponse`, and the log-probs of its prompt."""
+    message = wire._CLASS["SampleResponse"].FromString(body)
+    logprobs = [np.frombuffer(each.logprobs, "<f4") for each in message.sequences]
+    return [each.tokens for each in message.sequences], [*logprobs, np.frombuffer(message.prompt_logprobs, "<f4")]

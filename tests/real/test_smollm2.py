@@ -1,6 +1,7 @@
 """A real pretrained chat model answers, learns, is published, saved and read again as transformers itself would do it.
 
-`make test-real` runs these; without the model each is skipped with the reason. All is computed in float32.
+`make test-real` runs these; where the registry does not give the model each is skipped with the reason, and one that
+cannot be converted is a failure. All is computed in float32.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ SETTINGS = {
     "warmup_steps": 0,
     "checkpoint.dtype": "float32",
     "placement.device_kind": "cpu",
+    "reward.isolate": "never",  # each run would start two more processes
 }
 NEAR = 1e-4
 """Nats. Sums of 576 and 1,536 products in float32, in another order, through 30 layers."""
@@ -42,7 +44,7 @@ NEAR = 1e-4
 def directory():
     try:
         return str(smollm2())
-    except (OSError, ValueError) as error:
+    except OSError as error:
         pytest.skip(f"SmolLM2 cannot be had: {error}")
 
 

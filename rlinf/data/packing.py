@@ -326,21 +326,13 @@ def _shared(
     total = int((prompts + behind).sum())
     if prompts[repeated].sum() < _WORTH_SHARING * total:
         return None, None, rows
-    takes = behind + np.where(repeated, 0, prompts)  # tokens that are read for each row
-    ends = np.cumsum(takes)
-    places = np.empty(total, dtype=np.int64)
-    reads = np.empty(int(ends[-1]), dtype=np.int64)
-    for number, (start, prompt, more, end) in enumerate(zip(starts, prompts, behind, ends, strict=True)):
-        body = start + prompt
-        places[body : body + more] = np.arange(end - more, end)
-        if repeated[number]:
-            head = starts[of[number]]
-            places[start:body] = places[head : head + prompt]
-        else:
-            places[start:body] = np.arange(end - more - prompt, end - more)
-            reads[end - more - prompt : end - more] = np.arange(start, body)
-        reads[end - more : end] = np.arange(body, body + more)
-    return reads, places, [row for row, again in zip(rows, repeated, strict=True) if not again]
+    row_of = np.repeat(np.arange(len(rows)), prompts + behind)
+    at = np.arange(total) - starts[row_of]
+    again = repeated[row_of] & (at < prompts[row_of])  # tokens of prompts that were read before
+    places = np.cumsum(~again) - 1
+    places[again] = places[(starts[of[row_of]] + at)[again]]
+    reads = np.flatnonzero(~again)
+    return reads, places, [row for row, repeats in zip(rows, repeated, strict=True) if not repeats]
 
 
 def cut(items: Sequence[T], sizes: Sequence[int], budget: int) -> Iterator[list[T]]:

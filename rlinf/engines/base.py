@@ -298,6 +298,7 @@ class Engine(ABC):
     """Its model reads the pictures of a prompt."""
     way: Way = Way()
     """How it decodes."""
+    _ranged: tuple[np.ndarray, int, int] | None = None  # see `_range_of`
     stats: StepStats = StepStats()
     """How fast it is, as far as it measures that; may be read at any moment."""
 
@@ -399,6 +400,13 @@ class Engine(ABC):
         """End what it started, such as child processes. It is not used again."""
         return
 
+    def _range_of(self, ids: np.ndarray) -> tuple[int, int]:
+        """The least and the largest of a prompt's ids; looked for once where several answers to it are asked for in a
+        row."""
+        if self._ranged is None or self._ranged[0] is not ids:
+            self._ranged = (ids, int(np.min(ids)), int(np.max(ids)))
+        return self._ranged[1:]
+
     def check_request(self, request: Request) -> None:
         """See whether this engine can answer a request.
 
@@ -409,7 +417,7 @@ class Engine(ABC):
         engine = type(self).__name__
         if len(request.prompt_ids) == 0:
             raise RequestRefused(f"{name} has an empty prompt: there is nothing to continue")
-        least, largest = int(np.min(request.prompt_ids)), int(np.max(request.prompt_ids))
+        least, largest = self._range_of(request.prompt_ids)
         if least < 0 or (self.vocabulary is not None and largest >= self.vocabulary):
             raise RequestRefused(
                 f"{name} has the token id {least if least < 0 else largest}, and the model of {engine} has ids from 0 "

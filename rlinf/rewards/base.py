@@ -450,6 +450,11 @@ class Part:
     """It scores all answers to a prompt at once."""
     line: str = ""
     """`path:line` where it is defined, if that is known."""
+    described: str = field(init=False)
+    """Its name and where it is defined, for messages."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "described", f"{self.name} ({self.line})" if self.line else self.name)
 
     @staticmethod
     def of(
@@ -500,11 +505,6 @@ class Part:
             line=defined_at(source),
         )
 
-    @property
-    def described(self) -> str:
-        """Its name and where it is defined, for messages."""
-        return f"{self.name} ({self.line})" if self.line else self.name
-
     def __call__(self, offered: Mapping[str, Any]) -> Any:
         """Call the function with those of the arguments that it takes; an awaitable if it is async."""
         if self.takes_all:
@@ -528,8 +528,16 @@ class Reward:
     """Arguments that a sample must have."""
     wanted: frozenset[str] | None = field(init=False)
     """Arguments that are to be offered; None for all there are."""
+    is_async: bool = field(init=False)
+    """Some part is async."""
+    over_group: bool = field(init=False)
+    """Some part scores all answers to a prompt at once, so that they are offered together."""
+    trusted: bool = field(init=False)
+    """All parts may run in the judge's own process."""
 
     def __post_init__(self) -> None:
+        for name, among in (("is_async", any), ("over_group", any), ("trusted", all)):  # asked once per answer
+            object.__setattr__(self, name, among(getattr(part, name) for part in self.parts))
         object.__setattr__(self, "needed", frozenset[str]().union(*(part.needed for part in self.parts)))
         names = frozenset[str]().union(*(part.names for part in self.parts))
         object.__setattr__(self, "wanted", None if any(part.takes_all for part in self.parts) else names)
@@ -559,21 +567,6 @@ class Reward:
     def name(self) -> str:
         """For messages."""
         return " + ".join(part.name for part in self.parts)
-
-    @property
-    def is_async(self) -> bool:
-        """Some part is async."""
-        return any(part.is_async for part in self.parts)
-
-    @property
-    def over_group(self) -> bool:
-        """Some part scores all answers to a prompt at once, so that they are offered together."""
-        return any(part.over_group for part in self.parts)
-
-    @property
-    def trusted(self) -> bool:
-        """All parts may run in the judge's own process."""
-        return all(part.trusted for part in self.parts)
 
     def ready(self) -> None:
         """Ask functions with an attribute `__ready__` whether they can work on this machine.

@@ -263,10 +263,9 @@ class PromptMaker:
                 texts.append((item, self._text(item)))
             except DataError as error:
                 self._leave_out(item, error, unusable)
-        prompts: list[Prompt] = []
+        results: list[tuple[Drawn, Prompt, str | None]] = []
         dropped = 0
         truncated = set()
-        unknown: dict[int, str] = {}
         for (item, text), tokens in zip(texts, self._encode([text for _, text in texts]), strict=True):
             try:
                 prompt, cut = self._prompt(item, text, tokens)
@@ -276,12 +275,16 @@ class PromptMaker:
             if prompt is None:
                 dropped += 1
                 continue
-            prompts.append(prompt)
             if cut:
                 truncated.add(item.id)
             assert isinstance(tokens, list)  # else there was no prompt
-            if (words := unknown_in(self.tokenizer, tokens, text.text) or self._unknown_answer(prompt)) is not None:
-                unknown[item.id] = f"{item.where}: {words}"
+            results.append((item, prompt, unknown_in(self.tokenizer, tokens, text.text)))
+        prompts = [prompt for _, prompt, _ in results]
+        unknown = {
+            item.id: f"{item.where}: {words or of_answer}"
+            for (item, _, words), of_answer in zip(results, self._unknown_answers(prompts), strict=True)
+            if words or of_answer
+        }
         return Batch(prompts, dropped, frozenset(truncated), unusable, unknown)
 
     def _leave_out(self, item: Drawn, error: DataError, unusable: dict[int, str]) -> None:
@@ -290,14 +293,22 @@ class PromptMaker:
             raise error
         unusable[item.id] = str(error)
 
-    def _unknown_answer(self, prompt: Prompt) -> str | None:
-        """Words on an answer of which the tokenizer does not know most: it can neither be taught nor sampled."""
+    def _unknown_answers(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        """Words on answers of which the tokenizer does not know most: they can neither be taught nor sampled. One per
+        prompt; all are encoded at once."""
+        unknown: list[str | None] = [None] * len(prompts)
+        texts = {number: text for number, prompt in enumerate(prompts) if (text := self._beginning_of_answer(prompt))}
+        if not texts or self.tokenizer.unk_token_id is None:
+            return unknown
+        encoded = self.tokenizer([*texts.values()], add_special_tokens=False)["input_ids"]
+        for (number, text), tokens in zip(texts.items(), encoded, strict=True):
+            if (words := unknown_in(self.tokenizer, tokens, text)) is not None:
+                unknown[number] = f"of its answer, {words}"
+        return unknown
+
+    def _beginning_of_answer(self, prompt: Prompt) -> str:
         response = None if self.columns.response is None else lookup(prompt.row, self.columns.response)
-        text = (response if isinstance(response, str) else prompt.answer)[:_BEGINNING]
-        if not text or self.tokenizer.unk_token_id is None:
-            return None
-        words = unknown_in(self.tokenizer, self.tokenizer(text, add_special_tokens=False)["input_ids"], text)
-        return None if words is None else f"of its answer, {words}"
+        return (response if isinstance(response, str) else prompt.answer)[:_BEGINNING]
 
     def _prompt(self, item: Drawn, text: _Text, tokens: list[int] | Exception) -> tuple[Prompt | None, bool]:
         """The prompt of a row, None if it is too long, and whether it was cut."""
@@ -484,7 +495,7 @@ def unknown_in(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | np.ndarr
         texts: what they were made of, to name the characters.
     """
     unknown = tokenizer.unk_token_id
-    if unknown is None or unknown == tokenizer.eos_token_id:  # of GPT-2, which writes every byte
+    if unknown is None or unknown not in ids or unknown == tokenizer.eos_token_id:  # the last of GPT-2, of every byte
         return None
     tokens = np.asarray(ids, dtype=np.int64)
     tokens = tokens[~np.isin(tokens, [each for each in tokenizer.all_special_ids if each != unknown])]

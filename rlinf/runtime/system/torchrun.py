@@ -35,6 +35,9 @@ Main = Callable[[ActorSystem], Awaitable[T]]
 SWITCH_INTERVAL = 5e-4
 """Seconds of Python's thread switch interval. With the default of 5 ms a compute thread that runs Python keeps the
 loop, and so every answer of this host, waiting that long."""
+YOUNG_OBJECTS = 7000
+"""Objects made, and not dropped, after which the garbage collector looks through the young ones. With the default of
+700 it does so several times in a small training step, mostly over samples that live as long as the step."""
 CLOSING = 20.0
 """Seconds until what does not end is left behind."""
 CLOSING_SOON = 3.0
@@ -88,6 +91,7 @@ def run(
         torch.set_num_threads(1)  # on shared cores a second OpenMP thread was measured to cost up to 40 times
     sys.setswitchinterval(SWITCH_INTERVAL)
     gc.freeze()  # what was imported lives for ever; scanning it at every full collection would stall the loop
+    gc.set_threshold(YOUNG_OBJECTS)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         hosts = 1
         _die_with_torchrun()

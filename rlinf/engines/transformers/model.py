@@ -544,14 +544,16 @@ class Block:
         keys, values = turned[..., self.queries :, :].transpose(1, 2), values.transpose(1, 2)
         if past is not None:
             keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
+        grouped = hidden.device.type == "cpu"  # elsewhere no fast kernel takes a mask and fewer keys than queries
         repeats = self.queries // self.keys
         attended = F.scaled_dot_product_attention(
             query,
-            keys.repeat_interleave(repeats, dim=1),
-            values.repeat_interleave(repeats, dim=1),
+            keys if grouped else keys.repeat_interleave(repeats, dim=1),
+            values if grouped else values.repeat_interleave(repeats, dim=1),
             attn_mask=bias,
             is_causal=bias is None,
             scale=self.scale,
+            enable_gqa=grouped,
         )
         return self.finish(hidden, attended.transpose(1, 2).flatten(2)), (keys, values)
 

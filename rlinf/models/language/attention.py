@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
+from rlinf.algos.loss_sum import wide
 from rlinf.data.packing import sent
 from rlinf.models.language.kernels import HALF, Kernel, cause_of, device_at_fault, first_line, kernel_of
 from rlinf.models.language.tensor_parallel import Pieces, gathered
@@ -383,10 +384,12 @@ class Scores:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of rows, [rows, heads, length, size] each, with fewer heads of keys and values or as many."""
         if self.plain:
-            causal, grouped = mask is None, query.shape[1] != key.shape[1]
+            causal, grouped, parts = mask is None, query.shape[1] != key.shape[1], (query, key, value)
+            if query.device.type == "cpu":  # whose kernel takes ten times as long in half precision, and rounds more
+                parts = (wide(query), wide(key), wide(value))
             return F.scaled_dot_product_attention(
-                query, key, value, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
-            )
+                *parts, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
+            ).to(value.dtype)
         repeats, length = query.shape[1] // key.shape[1], query.shape[2]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         scores = query @ key.transpose(2, 3) * self.scale

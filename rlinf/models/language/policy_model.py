@@ -152,7 +152,9 @@ class _TokenLogprobs(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         # allocated even for no token at all: every rank must have a gradient to reduce
         for_hidden = torch.empty_like(hidden) if wants_hidden else None
-        for_weight = torch.zeros(weight.shape, dtype=norms.dtype, device=weight.device) if wants_weight else None
+        at_once = hidden.device.type == "cpu" and 0 < len(hidden) <= ctx.chunk  # there is nothing to sum
+        sums = wants_weight and not at_once
+        for_weight = torch.zeros(weight.shape, dtype=norms.dtype, device=weight.device) if sums else None
         for_bias = torch.zeros_like(bias, dtype=norms.dtype) if wants_bias else None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -175,7 +177,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 for_bias += summed
             if for_hidden is not None:
                 torch.mm(slope, weight, out=for_hidden[part])
-            if for_weight is not None:
+            if wants_weight and at_once:
+                for_weight = slope.t() @ hidden
+            elif for_weight is not None:
                 _add_product(for_weight, slope, hidden[part])
         return (
             for_hidden,

@@ -91,6 +91,15 @@ class Options(Aggregating, total=False):
     """Entropy of each token's distribution, nats, in the shape of the log-probs; only watched."""
 
 
+class Weighing(Options, total=False):
+    """Further keywords of a surrogate that weighs tokens by how far the policy was from the one that drew them, w."""
+
+    cap: float
+    """Largest w; 2.0 where it is not given."""
+    outside: Outside
+    """Effect of a larger one: "truncate", or, where it is not given, "mask"."""
+
+
 def policy(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -153,9 +162,7 @@ def decoupled(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-    cap: float = 2.0,
-    outside: Outside = "mask",
-    **options: Unpack[Options],
+    **options: Unpack[Weighing],
 ) -> LossSum:
     """Decoupled PPO: the policy that the ratio is clipped around is not the one that drew the tokens.
 
@@ -170,9 +177,7 @@ def decoupled(
         logprobs, proximal_logprobs, behavior_logprobs: under the three policies, [rows, tokens] or packed [tokens];
             only the first is differentiated.
         advantages, mask, clip_low, clip_high, dual_clip: see `policy`.
-        cap: largest w.
-        outside: what becomes of a larger one, "truncate" or "mask".
-        options: see `Options`.
+        options: see `Weighing`.
 
     Returns:
         Sums; the metrics of `policy`, with the ratio u, and those of `weights`.
@@ -180,6 +185,7 @@ def decoupled(
     Raises:
         ValueError: as `policy`.
     """
+    cap, outside = options.pop("cap", 2.0), options.pop("outside", "mask")
     check_clip("decoupled", clip_low, clip_high, dual_clip)
     check_bounds("decoupled", cap, 0.0, outside)
     others = {"proximal_logprobs": proximal_logprobs, "behavior_logprobs": behavior_logprobs}

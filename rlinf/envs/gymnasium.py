@@ -46,6 +46,7 @@ from rlinf.envs.base import (
     State,
     Transition,
     WrongOption,
+    check_arguments,
 )
 
 Read = Callable[[Any], dict[str, np.ndarray]]
@@ -380,7 +381,40 @@ class Gymnasium(SerialSimulator):
         )
 
 
-_EITHER = "name either the `id` of a registered environment or an `env` that makes one of your own"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorSettings:
+    """Settings by which a vector environment is made."""
+
+    id: str | None = None
+    """Registered name, such as "CartPole-v1", for `gymnasium.make_vec`."""
+    env: Any = None
+    """Instead of `id`, what makes a vector environment of one's own: called with `num_envs` and `make`; or its dotted
+    path."""
+    make: Mapping[str, Any] | None = None
+    """Further arguments, of each environment where there is an `id`."""
+    asynchronous: bool = False
+    """With `id`, each environment in a process of its own; pays for slow ones only."""
+    wrappers: Sequence[Any] = ()
+    """With `id`, applied to each environment, first one first: classes or functions, or their dotted paths."""
+    max_steps: int | None = None
+    """Steps after which an episode of `env` is cut off; with `id` its registered limit counts."""
+    pictures: bool = False
+    """Able to `render`."""
+    success: str | None = None
+    """Name in `info` that says whether the task is solved; None looks for "success" and "is_success"."""
+
+    def __post_init__(self) -> None:
+        if (self.id is None) == (self.env is None):
+            raise ValueError("name either the `id` of a registered environment or an `env` that makes one of your own")
+
+    @property
+    def name(self) -> str:
+        """The environment's name for people."""
+        return self.id if self.id is not None else str(getattr(self.env, "__name__", self.env))
+
+    def of_each(self) -> dict[str, Any]:
+        """Keyword arguments of each environment."""
+        return {**({"render_mode": "rgb_array"} if self.pictures else {}), **(self.make or {})}
 
 
 class GymnasiumVector(ReplayedSimulator):
@@ -388,15 +422,7 @@ class GymnasiumVector(ReplayedSimulator):
 
     Args:
         num_envs: how many.
-        id: registered name, such as "CartPole-v1", for `gymnasium.make_vec`.
-        env: instead of `id`, what makes a vector environment of one's own: called with `num_envs` and `make`; or its
-            dotted path.
-        make: further arguments, of each environment where there is an `id`.
-        asynchronous: with `id`, each environment in a process of its own; pays for slow ones only.
-        wrappers: with `id`, applied to each environment, first one first: classes or functions, or their dotted paths.
-        max_steps: steps after which an episode of `env` is cut off; with `id` its registered limit counts.
-        pictures: make them able to `render`.
-        success: name in `info` that says whether the task is solved; None looks for "success" and "is_success".
+        settings: the fields of `VectorSettings`, such as id="CartPole-v1".
 
     Raises:
         ValueError: the vector environment does not fit, or a space is of a kind that policies cannot use.
@@ -405,52 +431,33 @@ class GymnasiumVector(ReplayedSimulator):
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """See `Simulator.check_options`; the environment must be registered, or there, too."""
-        super().check_options(options)
-        id, env = options.get("id"), options.get("env")
-        if (id is None) == (env is None):
-            raise ValueError(_EITHER)
-        if id is not None:
-            check_registered(id)
-        elif isinstance(env, str):
-            resolve(env)
+        check_arguments(cls.__name__, VectorSettings, options)
+        settings = VectorSettings(**options)
+        if settings.id is not None:
+            check_registered(settings.id)
+        elif isinstance(settings.env, str):
+            resolve(settings.env)
 
     @classmethod
     def check_pictures(cls, options: Mapping[str, Any]) -> None:
         """See `Simulator.check_pictures`: only one that is made so draws."""
-        if (
-            options.get("env") is None
-            and not options.get("pictures")
-            and (options.get("make") or {}).get("render_mode") is None
-        ):
+        settings = VectorSettings(**options)
+        if settings.env is None and settings.of_each().get("render_mode") is None:
             raise CannotRender(NO_PICTURES)
 
-    def __init__(
-        self,
-        num_envs: int,
-        *,
-        id: str | None = None,
-        env: Any = None,
-        make: Mapping[str, Any] | None = None,
-        asynchronous: bool = False,
-        wrappers: Sequence[Any] = (),
-        max_steps: int | None = None,
-        pictures: bool = False,
-        success: str | None = None,
-    ):
-        if (id is None) == (env is None):
-            raise ValueError(_EITHER)
-        self._name = id if id is not None else str(getattr(env, "__name__", env))
-        settings: dict[str, Any] = {**({"render_mode": "rgb_array"} if pictures else {}), **(make or {})}
-        self.max_steps = max_steps
+    def __init__(self, num_envs: int, **settings: Any):
+        how = VectorSettings(**settings)
+        self._name = how.name
         self._envs: Any  # a VectorEnv, whose annotations know no seeds of single environments
-        if id is not None:
-            self._envs = _registered(id, num_envs, asynchronous, wrappers, settings)
-            self.max_steps = gymnasium.spec(id.rpartition(":")[2]).max_episode_steps
+        if how.id is not None:
+            self._envs = _registered(how.id, num_envs, how)
+            self.max_steps = gymnasium.spec(how.id.rpartition(":")[2]).max_episode_steps
         else:
-            self._envs = (resolve(env) if isinstance(env, str) else env)(num_envs=num_envs, **settings)
+            self._envs = (resolve(how.env) if isinstance(how.env, str) else how.env)(num_envs=num_envs, **how.of_each())
+            self.max_steps = how.max_steps
         self.observation_spec, self._read = observations_of(self._envs.single_observation_space, self._name)
         self.action_spec, self._write = actions_of(self._envs.single_action_space, self._name)
-        self._success = SuccessEntry(success)
+        self._success = SuccessEntry(how.success)
         self._track(num_envs)
         self._over = np.zeros(num_envs, np.bool_)  # the episode has ended, and no other was begun
         self._see_that_it_fits()
@@ -562,18 +569,16 @@ class GymnasiumVector(ReplayedSimulator):
             raise ValueError(f"{self._name} resets environments that it was not to reset: {fits}; {advice}")
 
 
-def _registered(
-    id: str, num_envs: int, asynchronous: bool, wrappers: Sequence[Any], settings: Mapping[str, Any]
-) -> VectorEnv[Any, Any, Any]:
+def _registered(id: str, num_envs: int, how: VectorSettings) -> VectorEnv[Any, Any, Any]:
     """Without resets of its own, and without gymnasium's time limit: whoever owns the simulator sets that."""
-    wrapper_classes: list[Any] = [resolve(wrapper) if isinstance(wrapper, str) else wrapper for wrapper in wrappers]
+    wrapper_classes: list[Any] = [resolve(wrapper) if isinstance(wrapper, str) else wrapper for wrapper in how.wrappers]
     return gymnasium.make_vec(
         id,
         num_envs,
-        "async" if asynchronous else "sync",
+        "async" if how.asynchronous else "sync",
         {"autoreset_mode": AutoresetMode.DISABLED},
         wrapper_classes,
-        **{"disable_env_checker": True, **settings, "max_episode_steps": -1},
+        **{"disable_env_checker": True, **how.of_each(), "max_episode_steps": -1},
     )
 
 

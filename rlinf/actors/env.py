@@ -21,6 +21,7 @@ from rlinf.envs.video import Recording
 from rlinf.envs.workers import EnvironmentPool, Processes, SimulatorThread, told_by
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.errors import RuntimeFault
+from rlinf.runtime.base.tensors import own_device
 
 T = TypeVar("T")
 _TIMES = 64
@@ -92,6 +93,8 @@ class EnvActor(Actor):
         self._times = [0] * settings.slices
         self._drawn: list[tuple[tuple[int, int] | None, Tensor]] = [(None, torch.empty(0))] * settings.slices
         self._now: list[tuple[Observation, tuple[str, ...] | None] | None] = [None] * settings.slices
+        self._ahead: list[int | None] = [None] * settings.slices
+        """Epoch whose episodes were begun before anybody asked for them, and in which nothing was done yet."""
 
     @property
     def thread(self) -> SimulatorThread | None:
@@ -125,9 +128,26 @@ class EnvActor(Actor):
             number: of the slice.
             epoch: what the starts follow from, together with the seed.
         """
+        ahead, self._ahead[number] = self._ahead[number], None
+        if ahead == epoch and (now := self._now[number]) is not None:
+            return self._output(number, *now, None)
         start = await self._said(self._pool.slices[number].reset(epoch))
         self._epochs[number], self._times[number] = epoch, 0
         return self._output(number, start.observation, start.instructions, None)
+
+    @endpoint
+    async def prepare(self, number: int, epoch: int, after: EnvOutput) -> None:
+        """Begin the episodes of a `reset` that is to come, while others compute: where simulators have processes of
+        their own, and need no device that somebody else may be using. Elsewhere nothing is done.
+
+        Args:
+            number: of the slice.
+            epoch: see `reset`.
+            after: what the last step of the slice returned: this waits for it.
+        """
+        if self.thread is None and own_device().type == "cpu":
+            await self.reset(number, epoch)
+            self._ahead[number] = epoch
 
     @endpoint(device=True)
     async def observe(self, number: int, epoch: int) -> EnvOutput:
@@ -153,6 +173,7 @@ class EnvActor(Actor):
         Raises:
             EnvironmentLost: a worker's simulator died or hung too often, dropped every episode, or raised.
         """
+        self._ahead[number] = None
         actions, memory = (actions.actions, actions.memory) if isinstance(actions, Decision) else (actions, None)
         chunk = await self._said(self._pool.slices[number].step(actions))
         chunk = chunk if memory is None else remembered(chunk, memory)
@@ -166,6 +187,7 @@ class EnvActor(Actor):
         Args:
             weights: of each task of the mixture.
         """
+        self._ahead = [None] * len(self._ahead)  # episodes that were begun by other weights are not to be had
         for part in self._pool.slices:
             await part.weigh(weights)
 
@@ -201,6 +223,7 @@ class EnvActor(Actor):
         """
         if len(state) != len(self._pool.slices):
             raise ValueError(f"{len(state)} slices of environments were saved, and there are {len(self._pool.slices)}")
+        self._ahead = [None] * len(state)
         for number, part in enumerate(state):
             self._epochs[number], self._times[number] = part["epoch"], part["time"]
             if part["environments"] is not None:

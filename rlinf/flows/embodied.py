@@ -12,8 +12,9 @@ from rlinf.flows.interact import interactions
 async def embodied(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -> dict[str, float]:
     """One step: every slice of environments is acted on for `step.horizon` decisions; then the policy learns.
 
-    Slices are coroutines side by side: while one is simulated, actions for another are computed. The trainer knows
-    whether the algorithm is PPO or GRPO, and the placement where each role runs.
+    Slices are coroutines side by side: while one is simulated, actions for another are computed. While the policy
+    learns, the next step's episodes begin: their starts need no weights. The trainer knows whether the algorithm is PPO
+    or GRPO, and the placement where each role runs.
 
     Args:
         step: how long, in how many slices.
@@ -22,7 +23,9 @@ async def embodied(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -> d
     Returns:
         The trainer's metrics.
     """
-    trajectories = await asyncio.gather(*interactions(step, env, policy))
-    metrics: dict[str, float] = await trainer.train(trajectories)
+    beginnings: list[Any] = []
+    trajectories = await asyncio.gather(*interactions(step, env, policy, beginnings))
+    metrics: dict[str, float]
+    metrics, *_ = await asyncio.gather(trainer.train(trajectories), *beginnings)
     await policy.load(trainer.weights())
     return metrics

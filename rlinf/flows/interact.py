@@ -10,16 +10,21 @@ from rlinf.data.in_flight import Completed
 from rlinf.data.step import EmbodiedStep
 
 
-def interactions(step: EmbodiedStep, env: Any, policy: Any) -> list[Coroutine[Any, Any, Any]]:
+def interactions(
+    step: EmbodiedStep, env: Any, policy: Any, beginnings: list[Any] | None = None
+) -> list[Coroutine[Any, Any, Any]]:
     """One coroutine per slice of environments, to be gathered: while one is simulated, another gets its actions.
 
     Args:
         step: how long, in how many slices.
         env, policy: the roles.
+        beginnings: gets a promise of each slice in which the episodes of the next step, which wait for no weights, are
+            begun as soon as this one is acted out; await them. None begins nothing early.
 
     Returns:
         Coroutines, each of which returns the promise of a trajectory.
     """
+    early = beginnings is not None and step.fresh and (step.until is None or step.index + 1 < step.until)
 
     async def interact(rank: int, number: int) -> Any:
         simulation, decider, key = env[rank], policy[(rank * step.slices + number) % len(policy)], (rank, number)
@@ -36,6 +41,9 @@ def interactions(step: EmbodiedStep, env: Any, policy: Any) -> list[Coroutine[An
             except BaseException:
                 given_up(output)
                 raise
+        prepare = getattr(simulation, "prepare", None) if early else None
+        if prepare is not None and beginnings is not None:
+            beginnings.append(prepare(number, step.index + 1, output))
         return decider.trajectory(key, output)  # a promise: it goes from the policy to the trainer
 
     return [interact(rank, number) for rank in range(len(env)) for number in range(step.slices)]

@@ -41,6 +41,7 @@ _BY_ENDPOINT = {
     "act": "acting",
     "trajectory": "acting",
     "reset": "simulation",
+    "prepare": "simulation",
     "observe": "simulation",
     "step": "simulation",
 }

@@ -12,7 +12,7 @@ from rlinf.actors.env import EnvActor
 from rlinf.actors.policy import PolicyActor
 from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.step import EmbodiedStep
-from rlinf.envs.workers import EnvironmentLost
+from rlinf.envs.workers import EnvironmentLost, Slice
 from rlinf.flows.embodied import embodied
 from rlinf.flows.interact import interactions
 from rlinf.runtime.actor.actor import Actor, endpoint
@@ -37,11 +37,12 @@ async def weights_of(roles):
     return {name: tensor.clone() for name, tensor in (await roles["trainer"].weights()).named()}
 
 
-async def steps(system, count, *, name="", slices=1, fresh=True, **settings):
+async def steps(system, count, *, name="", slices=1, fresh=True, early=True, **settings):
     """Metrics of some steps, and the weights after them."""
     env = {**settings.pop("env", {}), "slices": slices}
     group = await roles(system, name=name, env=env, **settings)
-    metrics = [await embodied(EmbodiedStep(number, 4, slices, fresh), **group) for number in range(count)]
+    each = [EmbodiedStep(number, 4, slices, fresh, count if early else number + 1) for number in range(count)]
+    metrics = [await embodied(step, **group) for step in each]
     return metrics, await weights_of(group)
 
 
@@ -109,6 +110,22 @@ async def test_acting_without_messages_changes_nothing_but_how_many_calls_there_
     (alone, weights), (asked, same) = found
     assert counts == [0, 16]
     assert alone == asked
+    equal(weights, same)
+
+
+async def test_episodes_that_begin_while_the_policy_learns_change_nothing_that_is_learned():
+    reset = patch.object(Slice, "reset", autospec=True, side_effect=Slice.reset)
+    found, counts = [], []
+    with patch.object(EnvActor, "thread", None), reset as resets:
+        for early in (True, False):
+            async with ActorSystem.local() as system:
+                with patch.object(system._host, "call", wraps=system._host.call) as calls:
+                    found.append(await steps(system, 3, slices=2, early=early))
+                counts.append(sum(call.args[2] == "prepare" for call in calls.call_args_list))
+            assert resets.call_count == 6 * len(found)  # of each slice once a step, and none that nobody acts in
+    assert counts == [4, 0]
+    (ahead, weights), (asked, same) = found
+    assert ahead == asked
     equal(weights, same)
 
 

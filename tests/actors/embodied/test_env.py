@@ -1,9 +1,12 @@
 """The simulation as an actor: what is drawn follows from seeds alone, and what was saved goes on."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
 from rlinf.actors.env import EnvActor
+from rlinf.envs.workers import Slice
 from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import REACH
 
@@ -114,3 +117,49 @@ async def test_it_says_what_a_policy_must_fit():
         assert (found["action_size"], found["choices"], found["max_steps"]) == (2, None, 3)
         assert low == [-each for each in high]
         assert len(high) == 2
+
+
+IN_PROCESSES = patch.object(EnvActor, "thread", None)
+"""As if simulators had processes of their own, which start in seconds."""
+
+
+@pytest.mark.parametrize(
+    ("between", "epoch", "begun"),
+    [
+        pytest.param(None, 7, 2, id="asked for at last"),
+        pytest.param("weigh", 7, 3, id="under other weights of tasks"),
+        pytest.param("step", 7, 3, id="acted in meanwhile"),
+        pytest.param("restore", 7, 3, id="gone back to what was saved"),
+        pytest.param(None, 8, 3, id="others are asked for"),
+    ],
+)
+async def test_episodes_that_were_begun_early_are_those_of_the_reset_unless_something_came_between(
+    between, epoch, begun
+):
+    async with ActorSystem.local() as system:
+        env, fresh = [await system.spawn(EnvActor, name=name, **SETTINGS) for name in ("env", "fresh")]
+        seen = await env[0].reset(0, 6)
+        saved = await env[0].state()
+        more = {"weigh": ([1.0],), "step": (0, actions(seen)), "restore": (saved,)}
+        reset, weigh = (
+            patch.object(Slice, "reset", autospec=True, side_effect=Slice.reset),
+            patch.object(Slice, "weigh"),
+        )
+        with IN_PROCESSES, weigh, reset as resets:
+            await env[0].prepare(0, 7, seen)
+            if between is not None:
+                await getattr(env[0], between)(*more[between])
+            found = await env[0].reset(0, epoch)
+        assert resets.call_count == begun - 1  # the first was before
+        wanted = await fresh[0].reset(0, epoch)
+    assert torch.equal(found.observation["state"], wanted.observation["state"])
+    assert torch.equal(found.seeds, wanted.seeds)
+    assert found.chunk is None
+
+
+async def test_nothing_begins_early_in_a_thread_that_would_take_turns_with_what_learns():
+    async with ActorSystem.local() as system:
+        env = await system.spawn(EnvActor, name="env", **SETTINGS)
+        seen = await env[0].reset(0, 6)
+        await env[0].prepare(0, 7, seen)
+        assert torch.equal((await env[0].observe(0, 6)).observation["state"], seen.observation["state"])

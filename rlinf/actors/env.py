@@ -136,14 +136,14 @@ class EnvActor(Actor):
         return self._output(number, start.observation, start.instructions, None)
 
     @endpoint
-    async def prepare(self, number: int, epoch: int, after: EnvOutput) -> None:
+    async def prepare(self, number: int, epoch: int, after: EnvOutput | None = None) -> None:
         """Begin the episodes of a `reset` that is to come, while others compute: where simulators have processes of
         their own, and need no device that somebody else may be using. Elsewhere nothing is done.
 
         Args:
             number: of the slice.
             epoch: see `reset`.
-            after: what the last step of the slice returned: this waits for it.
+            after: what the last step of the slice returns, for which this waits; None: it was done.
         """
         if self.thread is None and own_device().type == "cpu":
             await self.reset(number, epoch)

@@ -147,8 +147,9 @@ class PolicyActor(ModelActor, Receiver):
 
     @endpoint(device=True, late=True)
     async def live(self, key: Key, simulation: Any, epoch: int, decisions: int, *, fresh: bool) -> bool:
-        """Act in a slice without messages, which would take longer than a small policy and its simulators do: where
-        these are in a thread of this process, and the last decision took no longer than a message.
+        """Act in a slice without messages, where the environments' actor is beside this one and the last decision took
+        no longer than a message: otherwise these would take longer than a small policy, and two for each decision go
+        from process to process where the flow runs in another one.
 
         Args:
             key: which slice.
@@ -167,21 +168,33 @@ class PolicyActor(ModelActor, Receiver):
         env = self.beside(simulation)
         if type(env) is not EnvActor or type(self).act is not PolicyActor.act:  # somebody's own must be asked
             return False
-        if (thread := env.thread) is None or not self.is_brief(self._act):
+        if not self.is_brief(self._act):
             return False
         begin = partial(env.reset if fresh else env.observe, key[1], epoch)
-        output = await self.compute(thread.within, lambda: at_once(begin()))
-        while decisions:
-            stretch = partial(self._needing(self._stretch), key, env, output, decisions)
-            output, decisions = await self.compute(thread.within, stretch)
+        if (thread := env.thread) is None:
+            output = await self._converse(key, env, await begin(), decisions)
+        else:
+            output = await self.compute(thread.within, lambda: at_once(begin()))
+            while decisions:
+                stretch = partial(self._needing(self._stretch), key, env, output, decisions)
+                output, decisions = await self.compute(thread.within, stretch)
         self._histories[key].last = output
         return True
+
+    async def _converse(self, key: Key, env: EnvActor, output: EnvOutput, decisions: int) -> EnvOutput:
+        """Act for as long as that, with simulators in processes of their own: what is shown then."""
+        for _ in range(decisions):
+            start = self._cell.host.now()
+            actions = await self.compute_briefly(self._needing(self._act), key, output, False, True)
+            decided = self._cell.host.now()
+            output = await env.step(key[1], actions)
+            self._record_calls(env, start, decided, self._cell.host.now())
+        return output
 
     def _stretch(self, key: Key, env: EnvActor, output: EnvOutput, decisions: int) -> tuple[EnvOutput, int]:
         """Act for a while in the simulators' thread, while this actor's waits for it: what is shown then, and how many
         decisions are left."""
-        host, actors = self._cell.host, (self.group.names[self.rank], env.group.names[env.rank])
-        record, caller = host.tracer.record, f"{actors[0]}.live"
+        host = self._cell.host
         now = began = host.now()
         while decisions and now - began < _STRETCH:
             decisions, start = decisions - 1, now
@@ -189,9 +202,14 @@ class PolicyActor(ModelActor, Receiver):
             decided = host.now()
             output = at_once(env.step(key[1], actions))
             now = host.now()
-            record(("call", actors[0], "act", caller, start, decided, 0))
-            record(("call", actors[1], "step", caller, decided, now, 0))
+            self._record_calls(env, start, decided, now)
         return output, decisions
+
+    def _record_calls(self, env: EnvActor, start: float, decided: float, end: float) -> None:
+        """Tell the trace of a decision and a step that were no calls, as if they had been."""
+        actors, record = (self.group.names[self.rank], env.group.names[env.rank]), self._cell.host.tracer.record
+        record(("call", actors[0], "act", f"{actors[0]}.live", start, decided, 0))
+        record(("call", actors[1], "step", f"{actors[0]}.live", decided, end, 0))
 
     @endpoint(device=True)
     async def trajectory(self, key: Key, output: EnvOutput | None = None) -> Trajectory:

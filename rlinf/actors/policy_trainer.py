@@ -2,7 +2,8 @@
 
 Consume the trajectories of a step, or batches of decisions that follow from its number; produce metrics, versioned
 weights and checkpoints; unblocked by the last trajectory, or by the disk. Every rank has the whole policy and all rows,
-and computes on its share of each minibatch; all take the same optimizer steps (`training/embodied/ppo.py`).
+and computes on its share of each minibatch, or, where the policy is small, on all of it; all take the same optimizer
+steps (`training/embodied/ppo.py`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ from rlinf.training.weight_sync import gathered, publish, reshard
 POLICY = "policy"
 """Directory of a checkpoint with the policy for everybody else."""
 
+SMALL = 1 << 23
+"""Parameters x decisions of a minibatch up to which every rank computes it whole: half of it would take nearly as long,
+since what costs is the number of operations, and ranks that share one exchange gradients and sums at every step."""
 _PICKED_BYTES = 1 << 26
 """Bytes of a batch's rows that are picked at once for some of an epoch's steps."""
 
@@ -95,6 +99,8 @@ class PolicyTrainer(BaseTrainer):
     _how = Preparation()
     _handed_out = False
     """True once those who act have weights of all parameters."""
+    _sharing = (0, 1)
+    """Which this rank is among so many that divide a minibatch."""
     _batches = 0
     """Batches that were learned from."""
     _scale: RewardScale | None = None
@@ -137,10 +143,16 @@ class PolicyTrainer(BaseTrainer):
         spread = self._how.slices(self.policy, self.world_size)
         slices = (self.mesh or await self.mesh_of([0], "slices")) if spread else None
         await self.compute(prepare, self.policy, self._how, slices)
-        self._learner = PolicyLearner(self.policy, optimizer, self.mesh)
+        alone = not spread and self._is_small()
+        self._sharing = (0, 1) if alone else (self.rank, self.world_size)
+        self._learner = PolicyLearner(self.policy, optimizer, None if alone else self.mesh)
         if self._settings.reward_scaling and isinstance(self._spec.advantage, Gae):
             self._scale = RewardScale(self._spec.advantage.gamma, goes_on=not self._settings.fresh)
         self._own(self.policy, self._learner.optimizer)
+
+    def _is_small(self) -> bool:
+        """True if no rank would be done with its share of a minibatch much sooner than with all of it."""
+        return self._settings.minibatch * sum(each.numel() for each in self.policy.parameters()) <= SMALL
 
     async def _made(self, policy: Mapping[str, Any], path: str | None, dtype: Any = torch.float32) -> Policy:
         """The policy, as those who act make it by the same settings; `dtype` is as for `make_policy`."""
@@ -229,22 +241,20 @@ class PolicyTrainer(BaseTrainer):
                     yield picked.rows(slice(first, first + size))
 
     def _mine(self, minibatch: TrajectoryBatch) -> list[TrajectoryBatch]:
-        """This rank's micro-batches of a minibatch: as many as every rank has, of which the last may be silent."""
-        if self.world_size == 1 and self._settings.micro_batch is None:
+        """This rank's micro-batches of a minibatch: as many as every rank has, of which the last may be silent. An
+        episode that is averaged over stays on one of them."""
+        rank, ranks = self._sharing
+        if ranks == 1 and self._settings.micro_batch is None:
             return [minibatch]
-        rows_of_ranks = self._dealt(minibatch)
-        shares = [(rows_of_ranks == rank).nonzero()[:, 0] for rank in range(self.world_size)]
+        rows_of_ranks = (
+            torch.arange(len(minibatch)) if minibatch.sequences is None else minibatch.sequences[:, 0]
+        ) % ranks
+        shares = [(rows_of_ranks == each).nonzero()[:, 0] for each in range(ranks)]
         ids, length = minibatch.sequences, self.policy.sequence
         most = None if self._settings.micro_batch is None else max(1, self._settings.micro_batch // length)
         cuts = [cut(share, most, None if ids is None else ids[share, 0]) for share in shares]
-        idle = max(map(len, cuts)) - len(cuts[self.rank])
-        return [*map(minibatch.rows, cuts[self.rank]), *[minibatch.rows(slice(1)).silent()] * idle]
-
-    def _dealt(self, minibatch: TrajectoryBatch) -> torch.Tensor:
-        """Which rank has which of a minibatch's rows; an episode that is averaged over stays on one of them."""
-        if minibatch.sequences is None:
-            return torch.arange(len(minibatch)) % self.world_size
-        return minibatch.sequences[:, 0] % self.world_size
+        idle = max(map(len, cuts)) - len(cuts[rank])
+        return [*map(minibatch.rows, cuts[rank]), *[minibatch.rows(slice(1)).silent()] * idle]
 
     def _check_critic(self, has_critic: bool, group_size: int) -> None:
         """Check that the algorithm can do with the policy and the environments; raises ValueError if not."""

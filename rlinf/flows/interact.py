@@ -26,11 +26,17 @@ def interactions(
     """
     early = beginnings is not None and step.fresh and (step.until is None or step.index + 1 < step.until)
 
+    def begin_next(simulation: Any, number: int, *after: Any) -> None:
+        prepare = getattr(simulation, "prepare", None) if early else None
+        if prepare is not None and beginnings is not None:
+            beginnings.append(prepare(number, step.index + 1, *after))
+
     async def interact(rank: int, number: int) -> Any:
         simulation, decider, key = env[rank], policy[(rank * step.slices + number) % len(policy)], (rank, number)
         live = getattr(decider, "live", None)  # which a role of one's own need not have
         # a rehearsal's actors answer with something else: there every decision is to be counted
         if live is not None and await live(key, simulation, step.index, step.horizon, fresh=step.fresh) is True:
+            begin_next(simulation, number)
             return decider.trajectory(key)
         output = simulation.reset(number, step.index) if step.fresh else simulation.observe(number, step.index)
         for _ in range(step.horizon):
@@ -41,9 +47,7 @@ def interactions(
             except BaseException:
                 given_up(output)
                 raise
-        prepare = getattr(simulation, "prepare", None) if early else None
-        if prepare is not None and beginnings is not None:
-            beginnings.append(prepare(number, step.index + 1, output))
+        begin_next(simulation, number, output)
         return decider.trajectory(key, output)  # a promise: it goes from the policy to the trainer
 
     return [interact(rank, number) for rank in range(len(env)) for number in range(step.slices)]

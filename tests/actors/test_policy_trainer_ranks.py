@@ -124,6 +124,12 @@ def test_the_number_of_ranks_does_not_matter(results, name):
         torch.testing.assert_close(two["continued"][key], tensor, rtol=1e-3, atol=1e-4)
 
 
+def test_a_policy_that_is_too_small_to_divide_its_minibatches_learns_the_same_bits_on_any_number_of_ranks(results):
+    one, two = (results[world]["not divided"] for world in WORLDS)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(tensor, two[key]) for key, tensor in one.items())
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_resumed_ends_where_the_uninterrupted_training_does_bit_for_bit(results, world, name):

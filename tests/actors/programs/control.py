@@ -83,7 +83,11 @@ async def collected(
 
 
 class Watched(PolicyTrainer):
-    """Keeps weights and gradients of every optimizer step, as the optimizer saw them."""
+    """Keeps weights and gradients of every optimizer step, as the optimizer saw them, of minibatches that are divided
+    over ranks, although half of one takes as long."""
+
+    def _is_small(self) -> bool:
+        return False
 
     async def setup(self, **settings: Any) -> None:  # type: ignore[override]
         await super().setup(**settings)
@@ -134,9 +138,17 @@ def as_dict(found: TrajectoryBatch) -> dict[str, Any]:
     return {field.name: getattr(found, field.name) for field in fields(found)}
 
 
+async def whole(system: rlinf.ActorSystem) -> dict[str, Tensor]:
+    """What a policy has learned that is so small that every rank computes all of a minibatch."""
+    trajectories = await collected(system, CASES["ppo"]["policy"], 5, name="whole")
+    trainer = await system.spawn(PolicyTrainer, name="whole", **LEARNING, **CASES["ppo"])
+    await trainer.train(trajectories)
+    return dict((await trainer.weights()).named())
+
+
 async def main(system: rlinf.ActorSystem) -> None:
     out = Path(sys.argv[1])
-    results = {}
+    results: dict[str, Any] = {"not divided": await whole(system)}
     for number, (name, case) in enumerate(CASES.items()):
         group_size = case.get("group_size", 1)
         played = {"name": str(number), "group_size": group_size, "slices": 2, "seed": SEEDS.get(name, 0)}

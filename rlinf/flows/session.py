@@ -44,7 +44,7 @@ from rlinf.agents.episodes import Episodes, LoopWatch, OpenTask, Play
 from rlinf.agents.llm import Reply, RolloutModel, Setting
 from rlinf.agents.outcome import Episode, Gathered, Tally, here
 from rlinf.agents.tools.formats import call_format
-from rlinf.algos.token_losses import TokenLoss
+from rlinf.algos.token_losses import MARKS, TokenLoss
 from rlinf.config.text import EndpointConfig
 from rlinf.data.in_flight import Completed
 from rlinf.data.ledger import FAILED
@@ -675,7 +675,7 @@ class RunSession:
 
         Args:
             data: tokens with what the loss needs of them; samples, too, for cross_entropy: what was learned of them.
-            loss: cross_entropy, importance_sampling, ppo, cispo or dro, see `algos.token_losses`.
+            loss: cross_entropy, importance_sampling, ppo, cispo, gspo or dro, see `algos.token_losses`.
             settings: of the loss, such as clip_high_threshold=1.28 or beta=0.1.
 
         Returns:
@@ -865,6 +865,8 @@ def checked_data(data: Iterable[Any], loss: TokenLoss, vocabulary: int | None, l
             )
         try:
             each_datum.check(loss.inputs, vocabulary, longest)
+            if MARKS in loss.inputs and not each_datum.inputs[MARKS].any():
+                raise ValueError(f"{MARKS} marks no token, and a sequence's ratio is the mean of those it marks")
         except ValueError as error:
             raise ValueError(f"datum {number}: {error}") from None
         checked.append(each_datum)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,7 +20,7 @@ from aiohttp import web
 
 from rlinf.config.reading import parse_json
 from rlinf.runtime.base.errors import UserError
-from rlinf.service.checkpoints import CheckpointPath, Refused, moment
+from rlinf.service.checkpoints import CheckpointPath, Refused, expiry, moment
 from rlinf.service.journal import ANSWERS, SERVICE, Line, Record
 from rlinf.service.promises import failure
 from rlinf.service.service import Model, SampleRequest, Service
@@ -30,11 +31,16 @@ _POLL = 30.0
 _KEYS_KEPT = 4096
 """Idempotency keys whose answers are remembered."""
 _MOST_SEED = 2**63 - 1
-Answer = Mapping[str, Any] | web.Response
+_FILES = "/files/"
+"""Files of checkpoints lie below it, for whoever has a URL with a signature."""
+_SIGNED_FOR = 3600.0
+"""Seconds for which such a URL is good."""
+Answer = Mapping[str, Any] | web.StreamResponse
 _POSTS = (
     *("client/config", "client/dynamic_config", "telemetry", "create_session", "session_heartbeat", "create_model"),
     *("unload_model", "get_info", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights"),
-    *("weights_info", "create_sampling_session", "asample"),
+    *("weights_info", "create_sampling_session", "asample", "save_weights_external", "copy_weights"),
+    "join_sampling_session",
 )
 """Paths of calls in JSON, each answered by the method of its name."""
 _GETS = {
@@ -45,6 +51,7 @@ _GETS = {
     "training_runs": "_runs",
     "training_runs/{run}": "_run",
     "training_runs/{run}/checkpoints": "_checkpoints",
+    "training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls": "_urls",
     "sessions": "_sessions",
     "sessions/{id}": "_session",
 }
@@ -90,23 +97,27 @@ class App:
         routes.add_post("/api/v1/retrieve_future", self._retrieve)
         for name, handler in _GETS.items():
             routes.add_get(f"/api/v1/{name}", getattr(self, handler))
+        routes.add_post("/api/v1/sessions/{id}/finish", self._finish)
+        routes.add_put("/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/ttl", self._expire)
         routes.add_delete("/api/v1/training_runs/{run}/checkpoints/{kind}/{name}", self._delete)
+        routes.add_get(f"{_FILES}{{run}}/{{kind}}/{{name}}/{{file}}", self._file)
         return app
 
     @web.middleware
-    async def _answered(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> web.Response:
+    async def _answered(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]
+    ) -> web.StreamResponse:
         """Check the token, and make responses of what handlers return and raise."""
         key = request.headers.get("X-API-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         try:
-            if request.path != "/api/v1/healthz" and not hmac.compare_digest(
-                key.encode("utf-8", "surrogateescape"), self._token.encode()
-            ):
+            free = request.path == "/api/v1/healthz" or request.path.startswith(_FILES)  # those have a signature
+            if not (free or hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self._token.encode())):
                 raise Refused("show the service's key: api_key=…, or the environment variable TINKER_API_KEY", 401)
             try:
                 answer = await handler(request)
             finally:
                 await self._service.journal.synced()  # what it promised, and what it refused as a model's next request
-            return answer if isinstance(answer, web.Response) else web.json_response(answer)
+            return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
         except web.HTTPException as error:
             unserved = error.status in (404, 405)
             text = f"rlinf serve has no {request.method} {request.path[:200]}" if unserved else str(error.reason)
@@ -314,6 +325,23 @@ class App:
             id = self._service.save(model, number, CheckpointPath.named(model.id, "sampler_weights", name), how)
         return self._promised(model, "save_weights_for_sampler", id, body)
 
+    async def _save_weights_external(self, body: dict[str, Any]) -> Answer:
+        model, number = self._of_model(body)
+        with self._refusing(model, number):
+            if body.get("age_encryption_recipients"):
+                raise Refused("age_encryption_recipients: this service writes no encrypted files")
+            path = CheckpointPath.named(model.id, "external_weights", body.get("path"))
+            id = self._service.save(model, number, path, self._how(body))
+        return self._promised(model, "save_weights_external", id, body)
+
+    async def _copy_weights(self, body: Mapping[str, Any]) -> Answer:
+        source = CheckpointPath.of(body.get("source_path"))
+        if body.get("session_id") is None:  # into a project, of which there are none: all is of one owner
+            session, number = self._service.create_session(), 0
+        else:
+            session, number = wanted(body, "session_id", str), wanted(body, "model_seq_id", int)
+        return {"tinker_path": str(await self._service.copy(session, number, source, body.get("ttl_seconds")))}
+
     async def _load_weights(self, body: dict[str, Any]) -> Answer:
         if body.get("model_id") is not None:
             model, number = self._of_model(body)
@@ -338,6 +366,10 @@ class App:
         session, number = wanted(body, "session_id", str), wanted(body, "sampling_session_seq_id", int)
         id = self._service.create_sampler(session, number, path)
         return {"type": "create_sampling_session", "sampling_session_id": id}
+
+    async def _join_sampling_session(self, body: Mapping[str, Any]) -> Answer:
+        self._service.sampler(wanted(body, "sampling_session_id", str))
+        return {"type": "join_sampling_session", "client_counter": 1 + secrets.randbelow(2**30)}
 
     async def _asample(self, body: Mapping[str, Any]) -> Answer:
         sampler = self._service.sampler(wanted(body, "sampling_session_id", str))
@@ -400,23 +432,35 @@ class App:
         return {"checkpoints": page, **({} if run else {"cursor": cursor})}
 
     def _about(self, model: Model) -> dict[str, Any]:
-        name, rank = self._service.config.model_name, model.about["rank"]
-        facts = {"training_run_id": model.id, "base_model": name, "model_owner": "local", "is_lora": True}
-        facts |= {"lora_rank": rank, "last_request_time": moment(model.last_request)}
-        return {**facts, "user_metadata": model.about["user_metadata"]}
+        return self._run_facts(model.id, model.last_request, model.about["rank"], model.about["user_metadata"])
+
+    def _run_facts(self, id: str, last: float, rank: int, metadata: Any) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "training_run_id": id,
+            "base_model": self._service.config.model_name,
+            "model_owner": "local",
+        }
+        facts |= {"is_lora": True, "lora_rank": rank, "last_request_time": moment(last)}
+        return {**facts, "user_metadata": metadata}
 
     async def _runs(self, request: web.Request) -> Answer:
         page, cursor = _page(request, [self._about(model) for model in self._service.models.values()])
         return {"training_runs": page, "cursor": cursor}
 
     async def _run(self, request: web.Request) -> Answer:
-        return self._about(self._service.model(request.match_info["run"]))
+        id = request.match_info["run"]
+        if id in self._service.models:
+            return self._about(self._service.models[id])
+        about = await asyncio.to_thread(self._service.store.newest, id)
+        return self._run_facts(id, about["time"], about["rank"], about.get("run_metadata"))
 
     async def _sessions(self, request: web.Request) -> Answer:
         return {"sessions": _page(request, [*self._service.sessions])[0]}
 
     async def _session(self, request: web.Request) -> Answer:
-        id = self._service.check_session(request.match_info["id"])
+        id = request.match_info["id"]
+        if id not in self._service.sessions:
+            raise Refused(f"there is no session {id[:200]!r}", 404)
         samplers = [each for each in self._service.samplers if each.startswith(f"{id}:")]
         return {"training_run_ids": self._service.sessions[id], "sampler_ids": samplers}
 
@@ -425,10 +469,49 @@ class App:
         layers = {"train_unembed": False, "train_mlp": about["mlp"], "train_attn": about["attn"]}
         return {"base_model": about["base_model"], "is_lora": True, "lora_rank": about["rank"], **layers}
 
-    async def _delete(self, request: web.Request) -> Answer:
-        path = "tinker://{run}/{kind}/{name}".format(**request.match_info)
-        await self._service.store.delete(CheckpointPath.of(path))
+    async def _finish(self, request: web.Request) -> Answer:
+        for model in self._service.finish(request.match_info["id"]):
+            self._promised(model, "unload_model", self._service.unload(model, None), {"model_id": model.id})
         return web.Response(status=204)
+
+    async def _delete(self, request: web.Request) -> Answer:
+        await self._service.store.delete(_named(request))
+        return web.Response(status=204)
+
+    async def _expire(self, request: web.Request) -> Answer:
+        body = parse_json(await request.read())
+        await self._service.store.expire(_named(request), expiry(body.get("ttl_seconds")))
+        return web.Response(status=204)
+
+    # Downloads ----------------------------------------------------------------------------------------------------
+
+    def _signature(self, path: str, until: str) -> str:
+        return hmac.new(self._token.encode(), f"{path} {until}".encode(), "sha256").hexdigest()
+
+    async def _urls(self, request: web.Request) -> Answer:
+        path, end = _named(request), time.time() + _SIGNED_FOR
+        urls = {}
+        for file in await asyncio.to_thread(self._service.store.files, path):
+            place, until = f"{_FILES}{path.run}/{path.kind}/{path.name}/{file}", str(int(end))
+            query = {"until": until, "signature": self._signature(place, until)}
+            urls[file] = str(request.url.with_path(place).with_query(query))
+        return {"urls": urls, "expires": moment(end)}
+
+    async def _file(self, request: web.Request) -> Answer:
+        until = request.query.get("until", "")
+        sign = self._signature(request.path, until)
+        proof = request.query.get("signature", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(sign.encode(), proof) or float(until) < time.time():
+            raise Refused("the URL's signature is wrong, or too old; ask for the URLs again", 403)
+        path, file = _named(request), request.match_info["file"]
+        if file not in await asyncio.to_thread(self._service.store.files, path):
+            raise Refused(f"{path} has no file {file[:200]!r}", 404)
+        return web.FileResponse(self._service.store.directory(path) / file)
+
+
+def _named(request: web.Request) -> CheckpointPath:
+    """The checkpoint that a URL names."""
+    return CheckpointPath.of("tinker://{run}/{kind}/{name}".format(**request.match_info))
 
 
 def _page(request: web.Request, rows: list[Any]) -> tuple[list[Any], dict[str, int]]:

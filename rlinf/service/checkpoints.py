@@ -1,7 +1,8 @@
 """Checkpoints of a service's models on disk, by the paths that clients name: `tinker://RUN/weights/NAME`.
 
-A run is a model that was made once, `SESSION:train:NUMBER`; `weights` go on with their optimizer, and `sampler_weights`
-answer. Each is a directory with adapters in peft's format and `about.json`; it is there whole or not at all.
+A run is a model that was made once, `SESSION:train:NUMBER`; `weights` go on with their optimizer, `sampler_weights`
+answer, and `external_weights` can be downloaded. Each is a directory with adapters in peft's format and `about.json`;
+it is there whole or not at all.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +22,7 @@ from rlinf.config.reading import parse_json, read_bytes
 from rlinf.data.safetensors_io import sync_directory, write_text
 from rlinf.runtime.base.errors import UserError
 
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """Kinds of checkpoints by their part of a path, and what lists call them."""
 _ABOUT = "about.json"
 _RUN = re.compile(r"[0-9a-f]{8,64}:train:[0-9]{1,9}")
@@ -153,6 +154,52 @@ class Store:
         for file in self.root.glob(f"{'*' if run is None else run.replace(':', '-')}/*/*/{_ABOUT}"):
             if not file.parent.name.startswith(".") and (about := self._read(file.parent)) is not None:
                 yield about
+
+    def newest(self, run: str) -> dict[str, Any]:
+        """Facts of the last checkpoint of a run.
+
+        Raises:
+            Refused: it has none.
+        """
+        about = max(self._abouts(run) if _RUN.fullmatch(run) else (), key=lambda about: about["time"], default=None)
+        if about is None:
+            raise Refused(f"there is no training run {run[:200]!r}", 404)
+        return about
+
+    def files(self, path: CheckpointPath) -> Sequence[str]:
+        """Names of the files of a checkpoint that can be downloaded.
+
+        Raises:
+            Refused: there is none, or it is of another kind.
+        """
+        if path.kind != "external_weights":
+            raise Refused(f"{path} is not for downloads; save_weights_external makes one that is")
+        self.about(path)
+        return sorted(file.name for file in self.directory(path).iterdir() if file.name != _ABOUT)
+
+    async def expire(self, path: CheckpointPath, when: float | None) -> None:
+        """Have a checkpoint expire at another time, or, for None, never.
+
+        Raises:
+            Refused: there is none.
+        """
+        about = {**self.about(path), "expires": when}
+        await asyncio.to_thread(write_text, self.directory(path) / _ABOUT, json.dumps(about))
+
+    async def copy(self, source: CheckpointPath, target: CheckpointPath, expires: float | None) -> None:
+        """Write a checkpoint once more, under another name.
+
+        Raises:
+            Refused: there is no such checkpoint, or one of the new name.
+        """
+        about = self.about(source)
+
+        async def save(directory: Path) -> None:
+            await asyncio.to_thread(
+                shutil.copytree, self.directory(source), directory, ignore=shutil.ignore_patterns(_ABOUT)
+            )
+
+        await self.write(target, save, {**about, "expires": expires}, over=False)
 
     async def delete(self, path: CheckpointPath) -> None:
         """Delete a checkpoint.

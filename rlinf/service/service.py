@@ -40,6 +40,12 @@ _OPEN_SAMPLERS = 4
 """Checkpoints whose adapters stay in memory, to be published or asked for log-probs again."""
 _LONG_LINE = 2**24
 """Bytes of the journal of answers after which those that were fetched are left out of it."""
+_SAVED = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+"""Results' types by the kind of checkpoint that was written."""
 BASE = ""
 """In place of a checkpoint: the base model."""
 
@@ -115,6 +121,7 @@ class Service:
         self.promises = Promises(self._note)
         self.sessions: dict[str, list[str]] = {}
         """Models of each session of a client."""
+        self._finished: set[str] = set()
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
         self._names = itertools.count(1)
@@ -166,6 +173,8 @@ class Service:
             match facts["call"]:
                 case "create_session":
                     self.sessions[facts["session"]] = []
+                case "finish_session":
+                    self._finished.add(facts["session"])
                 case "create_model":
                     self._add(facts["id"], facts["about"], facts["load"] and tuple(facts["load"]))
                 case "create_sampler":
@@ -250,7 +259,22 @@ class Service:
         """
         if id not in self.sessions:
             raise Refused(f"there is no session {str(id)[:200]!r}", 404)
+        if id in self._finished:
+            raise Refused(f"session {id} has finished", 410)
         return str(id)
+
+    def finish(self, id: str) -> list[Model]:
+        """End a session: nothing more is begun in it; its models, which are to be unloaded.
+
+        Raises:
+            Refused: there is none.
+        """
+        if id in self._finished:
+            return []
+        self.check_session(id)
+        self._finished.add(id)
+        self.journal.put(SERVICE, {"call": "finish_session", "session": id})
+        return [self.models[each] for each in self.sessions[id] if each in self.models]
 
     def check_base(self, name: Any) -> None:
         """See that a base model is the one that is served.
@@ -476,7 +500,11 @@ class Service:
         """
         facts = {**model.about, "base_model": self.config.model_name, "expires": expiry(how.get("ttl_seconds"))}
         number = model.number(number)
-        facts |= {"user_metadata": how.get("user_metadata"), "request": f"{model.id}:{number}"}
+        facts |= {
+            "run_metadata": facts["user_metadata"],
+            "user_metadata": how.get("user_metadata"),
+            "request": f"{model.id}:{number}",
+        }
         optimizer = path.kind == "weights"
 
         async def work() -> Result:
@@ -486,11 +514,24 @@ class Service:
             sampler = how.get("sampler")
             await self.store.write(path, write, facts, over=bool(how.get("overwrite")) or sampler is not None)
             if sampler is None:
-                return {"type": "save_weights" if optimizer else "save_weights_for_sampler", "path": str(path)}
+                return {"type": _SAVED[path.kind], "path": str(path)}
             self._add_sampler(sampler, str(path))
             return {"type": "save_weights_for_sampler", "path": str(path), "sampling_session_id": sampler}
 
         return self.submit(model, number, work, once=True)
+
+    async def copy(self, session: str, number: int, source: CheckpointPath, ttl: Any) -> CheckpointPath:
+        """Write a checkpoint once more, as of a run of a client's session; its path.
+
+        Raises:
+            Refused: there is no such checkpoint or session, the number is in use, or an expiry that cannot be.
+        """
+        run = f"{self.check_session(session)}:train:{number}"
+        if run in self.models:
+            raise Refused(f"model_seq_id={number} is in use")
+        target = CheckpointPath(run, source.kind, source.name)
+        await self.store.copy(source, target, expiry(ttl))
+        return target
 
     def load(self, model: Model, number: int | None, path: CheckpointPath, *, optimizer: bool) -> str:
         """Take a checkpoint over; id of the promise. One of the model's own may still be about to be saved.

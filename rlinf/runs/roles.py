@@ -25,6 +25,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rlinf.agents.agent import Agent, LastingAgent, lasts
 from rlinf.agents.chat import ChatFormat
+from rlinf.agents.environments import ENVIRONMENTS
 from rlinf.agents.episodes import OpenTask
 from rlinf.agents.record import Asked, Call
 from rlinf.agents.tools.formats import FORMATS, CallFormat
@@ -142,7 +143,7 @@ def configured_agent(config: RunConfig, flow: Any, passed: Agent | None = None) 
     function: Any = passed
     if passed is None:
         try:
-            function = resolve(str(wanted.function))
+            function = resolve(ENVIRONMENTS.get(str(wanted.function), str(wanted.function)))
         except RAISED as error:
             advice = f"importing it failed: {type(error).__name__}: {error}"
             return None, [*mistakes, (key, agent_or_name, advice)]
@@ -151,7 +152,10 @@ def configured_agent(config: RunConfig, flow: Any, passed: Agent | None = None) 
             *mistakes,
             (key, agent_or_name, "this is no `async def agent(task, llm)`, and no plain function of these"),
         ]
-    agent, wrong = _bound(function, wanted.args)
+    try:
+        agent, wrong = _bound(function, wanted.args)
+    except UserError as error:
+        agent, wrong = None, str(error)
     if wrong:
         at, value = ("agent.args", dict(wanted.args)) if wanted.args else (key, agent_or_name)
         mistakes.append((at, value, wrong))
@@ -177,7 +181,15 @@ def _bound(function: Any, arguments: Mapping[str, Any]) -> tuple[Agent, str]:
     if inspect.isclass(function) and not hasattr(function, "__aenter__"):
         called = next((vars(each)["__call__"] for each in function.__mro__ if "__call__" in vars(each)), None)
         wrong = wrong or _unfit(called, (None, None, None), {}, f"{function.__name__}(…)(task, llm)")
+    if not wrong and brings_tasks(function):  # they are read before anything is opened
+        environment: Any = function(**arguments)
+        return LastingAgent(environment) if lasts(environment) else environment, ""
     return LastingAgent(function, arguments), wrong
+
+
+def brings_tasks(agent: Any) -> bool:
+    """An agent has `tasks()`, rows of its own to learn from, as environments do."""
+    return callable(getattr(agent, "tasks", None))
 
 
 def _opens_otherwise(function: Any) -> bool:

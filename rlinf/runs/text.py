@@ -442,8 +442,10 @@ def takes_turns(config: RunConfig, objects: InMemory) -> bool:
 
 
 def reward_path(config: RunConfig, objects: InMemory) -> str | None:
-    """The dotted path of the one function that scores; None where it was passed, or where there are several."""
-    return None if objects.reward is not None or config.reward.parts else config.reward.function
+    """The dotted path of the one function that scores; None where it was passed, where there are several, or where an
+    agent returns rewards of its own."""
+    others = objects.reward is not None or objects.agent is not None or bool(config.reward.parts)
+    return None if others else config.reward.function
 
 
 # Roles ----------------------------------------------------------------------------------------------------------------

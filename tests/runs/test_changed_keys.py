@@ -15,7 +15,7 @@ def test_every_key_has_a_class_and_every_class_a_key(kind):
     schema, table = KINDS[kind]
     entries = {leaf.key: entry_of(schema, leaf.key) for leaf in leaves(schema)}
     assert not [key for key, entry in entries.items() if entry is None], (
-        "say in job/checks/resuming.py what becomes of it"
+        "say in rlinf/runs/resume.py what becomes of it"
     )
     assert set(entries.values()) == set(table), "an entry without a key"
 

@@ -1,0 +1,146 @@
+"""A process that plays the environments of verifiers, in an environment of its own: it imports nothing of rlinf.
+
+In: one line of JSON with the environment's configuration; then one for each episode, with its task and the endpoint of
+its model. Out: lines of JSON: the tasks; then of each episode its rewards, metrics and errors, as they end. The end of
+the input ends the process, and with it whatever it started.
+
+An agent for which no harness is named speaks to its model from inside this process (`chat`): the harness `null` of
+verifiers says the same from a process that it starts for each turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import os
+import ssl
+import sys
+import types
+from typing import Any
+
+import httpx
+import verifiers.v1 as vf
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.runtimes import PrimeConfig, ProgramResult, SubprocessConfig
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
+"""One for all clients: verifiers makes a client for each episode, and certificates cost ten times the episode."""
+
+CHAT = "rlinf_chat"
+"""Name under which verifiers finds the harness below."""
+
+
+class ChatConfig(vf.HarnessConfig):
+    """Settings of the harness: none."""
+
+
+class Chat(vf.Harness[ChatConfig]):
+    """One answer to what was said so far, from inside this process."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **_: Any
+    ) -> ProgramResult:
+        if mcp_urls:
+            return ProgramResult(1, "", "the task brings tools: set agent.harness.id to null, bash or another harness")
+        system, prompt = self.resolve_prompt(data)
+        opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
+        messages = [one if isinstance(one, dict) else message_to_wire(one) for one in opening]
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+        body = {"model": ctx.model, "messages": messages}
+        headers = {"Authorization": f"Bearer {secret}"}
+        async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
+            answer = await client.post(f"{endpoint}/chat/completions", json=body, headers=headers)
+        return ProgramResult(0 if answer.is_success else 1, "", "" if answer.is_success else answer.text)
+
+
+def made_environment(settings: dict[str, Any]) -> vf.Env:
+    """Make the environment; agents run on this machine unless told otherwise, by `Chat` where no harness is named."""
+    module = types.ModuleType(CHAT)
+    module.Chat, module.__all__ = Chat, ["Chat"]  # type: ignore[attr-defined]
+    module.__spec__ = types.SimpleNamespace(name=CHAT)  # type: ignore[assignment]
+    sys.modules[CHAT] = module
+    config = resolve_env_config(settings)
+    for name, agent in config:
+        if isinstance(agent, vf.AgentConfig):
+            named = {field: getattr(agent, field) for field in agent.model_fields_set}
+            if isinstance(agent.runtime, PrimeConfig) and "runtime" not in settings.get(name, {}):
+                named["runtime"] = SubprocessConfig()
+            named.setdefault("harness", ChatConfig(id=CHAT))
+            setattr(config, name, agent.model_copy(update=named))
+    return load_environment(config)
+
+
+async def played(environment: vf.Env, task: Any, episode: dict[str, Any]) -> dict[str, Any]:
+    """Play one episode: weighted rewards and metrics, summed over the agents that learn, and what went wrong."""
+    variable = f"RLINF_KEY_{episode['episode']}"  # verifiers takes a key from the process's variables alone
+    os.environ[variable] = episode["key"]
+    client = vf.EvalClientConfig(base_url=episode["url"], api_key_var=variable)
+    try:
+        ended = await environment.run_episode(task, vf.ModelContext(model="policy", client=client))
+    finally:
+        os.environ.pop(variable, None)
+    parts: dict[str, float] = {}
+    errors = [str(each.message) for each in ended.errors]
+    for trace in ended.traces:
+        errors += [str(each.message) for each in trace.errors]
+        scored = {name: None if one is None else one.value for name, one in trace.rewards.items()}
+        errors += [f"the reward {name} was not computed" for name, value in scored.items() if value is None]
+        parts |= {name: parts.get(name, 0.0) + value for name, value in scored.items() if value is not None}
+    metrics = {name: value for trace in ended.traces for name, value in trace.metrics.items() if value is not None}
+    return {"rewards": parts, "metrics": metrics, "errors": [] if ended.ok else errors or ["it ended without success"]}
+
+
+async def main() -> None:
+    """Answer until the input ends."""
+    lines = asyncio.StreamReader(limit=1 << 26)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what environments print belongs beside their errors
+
+    def tell(**line: Any) -> None:
+        out.write(json.dumps(line) + "\n")
+
+    request = json.loads(await lines.readline())
+    environment = made_environment(request["environment"])
+    tasks = list(itertools.islice(iter(environment.taskset.take(request["tasks"])), request["tasks"]))
+    rows = [{"prompt": task.data.prompt_text, "name": task.data.name} for task in tasks]
+    tell(tasks=rows)
+    async with environment.serving():
+        running: dict[int, asyncio.Task[None]] = {}
+
+        async def play(episode: dict[str, Any]) -> None:
+            try:
+                result = await played(environment, tasks[episode["task"]], episode)
+            except Exception as error:  # whatever somebody's environment raises is this episode's outcome
+                result = {"errors": [f"{type(error).__name__}: {error}"]}
+            tell(episode=episode["episode"], **result)
+
+        def ended(number: int, _: asyncio.Task[None]) -> None:
+            del running[number]
+
+        while line := await lines.readline():
+            episode = json.loads(line)
+            if "cancel" not in episode:
+                number = episode["episode"]
+                running[number] = loop.create_task(play(episode))
+                running[number].add_done_callback(functools.partial(ended, number))
+            elif episode["cancel"] in running:
+                running[episode["cancel"]].cancel()
+        unfinished = list(running.values())
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

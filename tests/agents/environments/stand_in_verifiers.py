@@ -1,0 +1,39 @@
+"""A stand-in for `verifiers_worker.py`: a task's name is what happens in its episodes.
+
+A reward, an error, silence, a flood, a death, or no reward at all.
+"""
+
+import json
+import os
+import sys
+
+
+def tell(**line):
+    print(json.dumps(line), flush=True)
+
+
+asked = json.loads(sys.stdin.readline())
+taskset = asked["environment"]["taskset"]["id"]
+if taskset == "broken":
+    sys.exit("ModuleNotFoundError: taskset 'broken' not found")
+NAMES = [] if taskset == "empty" else ["0.25", "error", "silence", "flood", "death", "unscored"] * 4
+tell(tasks=[{"prompt": f"task {at}", "name": name} for at, name in enumerate(NAMES[: asked["tasks"]])])
+cancelled = []
+for line in sys.stdin:
+    episode = json.loads(line)
+    if "cancel" in episode:
+        cancelled.append(episode["cancel"])
+        continue
+    what, number = NAMES[episode["task"]], episode["episode"]
+    if what == "death":
+        print("out of memory", file=sys.stderr, flush=True)
+        os._exit(3)
+    elif what == "error":
+        tell(episode=number, errors=["ToolsetError: the tool is gone"])
+    elif what == "unscored":
+        tell(episode=number, rewards={}, metrics={"cancelled": len(cancelled)}, errors=[])
+    elif what == "flood":
+        print("x" * 200_000, file=sys.stderr, flush=True)
+        tell(episode=number, rewards={"right": 0.5}, metrics={"text": 1.0, "z" * 100_000: 1.0}, errors=[])
+    elif what != "silence":
+        tell(episode=number, rewards={"right": float(what), "style": 1.0}, metrics={"turns": 2.0}, errors=[])

@@ -5,19 +5,22 @@ against `llm.base_url`, and returns the weighted sum of its rewards, with each r
 learned is this run's own record of the calls, whatever verifiers notes of them. verifiers' pins exclude ours, so it is
 installed elsewhere, and `verifiers_worker.py` runs there: a line of JSON begins an episode there, and one ends it here.
 
-A child that dies fails the episodes that it played, and another is started for the next one.
+The process is supervised: whatever it started ends with it, and it ends with the run, however that ends. If it dies,
+the episodes that it played fail, and another one is started.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections import deque
+import tempfile
 from collections.abc import Mapping
 from itertools import count
 from typing import Any
@@ -25,6 +28,7 @@ from typing import Any
 from rlinf.config.load import RunFailure
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.processes.supervisor import Child, ChildDied
 
 _WORKER = ("-P", __file__.replace("verifiers.py", "verifiers_worker.py"))
 """-P, since the worker's neighbours here bear the names of the packages that it imports."""
@@ -33,11 +37,11 @@ INSTALLED = ".venv-environments/bin/python"
 _LONGEST = 1 << 26
 """Bytes of a line that the child writes."""
 _DEATHS = 3
-"""Children in a row that may die before any of their episodes has ended."""
-_ENDING = 5.0
-"""Seconds that a child has to end what it started."""
-_LINES = 20
-"""Lines of a child's errors that are told when it dies."""
+"""Deaths in a row that end the run; a process that has lived for a minute begins a new count."""
+_STARTING = 300.0
+"""Seconds that the process has to import verifiers and to make its tasks."""
+_LONGEST_REASON = 500
+"""Characters of a reason that are told."""
 _ONE_IN = 8
 """Of so many tasks at least, one is held out."""
 
@@ -68,12 +72,12 @@ class Verifiers:
     ) -> None:
         self._settings = {"taskset": {"id": environment}} if isinstance(environment, str) else dict(environment)
         self._python, self._size, self._held_out = python or _interpreter(), size, held_out
-        self._numbers, self._deaths = count(), 0
+        self._numbers = count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._child: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
-        self._errors: deque[str] = deque(maxlen=_LINES)
+        self._child: Child
+        self._pid: int | None = None
+        self._lines: asyncio.StreamWriter | None = None
+        self._reading: list[asyncio.Task[None]] = []
 
     # Tasks --------------------------------------------------------------------------------------------------------
 
@@ -87,9 +91,7 @@ class Verifiers:
 
     @functools.cached_property
     def _rows(self) -> list[dict[str, Any]]:
-        listed = subprocess.run(
-            [self._python, *_WORKER], input=self._first_line, capture_output=True, env=_variables(), check=False
-        )
+        listed = subprocess.run([self._python, *_WORKER, self._request], capture_output=True, check=False)
         first = listed.stdout.partition(b"\n")[0]
         if listed.returncode or not first:
             raise UserError(f"verifiers: it has no tasks for us: {_reason(listed.stderr.decode(errors='replace'))}")
@@ -103,91 +105,96 @@ class Verifiers:
         return min(self._held_out, len(self._rows) // _ONE_IN)
 
     @property
-    def _first_line(self) -> bytes:
-        request = {"environment": self._settings, "tasks": self._size + self._held_out}
-        return json.dumps(request).encode() + b"\n"
+    def _request(self) -> str:
+        return json.dumps({"environment": self._settings, "tasks": self._size + self._held_out})
 
     # Episodes -----------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Verifiers:
-        await self._started()
+        self._room = tempfile.mkdtemp(prefix="rlinf-verifiers-")
+        self._socket = os.path.join(self._room, "episodes")
+        command = [self._python, *_WORKER, self._request, self._socket]
+        how: dict[str, Any] = {"start_deadline": _STARTING, "max_restarts": _DEATHS - 1, "backoff": (0.0, 1.0, 0.0)}
+        self._child = Child(command, name="verifiers", health=self._connected, **how)
+        try:
+            await self._child.start()
+        except ChildDied as died:
+            raise RunFailure(f"verifiers: its process could not be started: {_last_words(self._child)}") from died
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        child, self._child = self._child, None
-        if child is None or child.stdin is None:
-            return
-        child.stdin.close()
-        await asyncio.wait([asyncio.ensure_future(child.wait())], timeout=_ENDING)
-        if child.returncode is None:
-            child.kill()
-        if self._reading is not None:
-            await self._reading
+        await self._child.stop()
+        await asyncio.gather(*self._reading)
+        shutil.rmtree(self._room, ignore_errors=True)
 
     async def __call__(self, task: Any, llm: Any) -> Score:
         """Have an episode played.
 
         Raises:
-            RuntimeError: it went wrong, or the child died.
+            RuntimeError: it went wrong, or its process died.
+            RunFailure: the process died again and again.
         """
-        child = await self._started()
+        lines = await self._up()
         episode = next(self._numbers)
-        ended = self._waiting[episode] = asyncio.get_running_loop().create_future()
+        result = self._waiting[episode] = asyncio.get_running_loop().create_future()
         try:
-            _write(child, episode=episode, task=task.row["task"], url=llm.base_url, key=llm.api_key)
-            result = await ended
+            _write(lines, episode=episode, task=task.row["task"], url=llm.base_url, key=llm.api_key)
+            ended = await result
         except asyncio.CancelledError:
-            _write(child, cancel=episode)
+            _write(lines, cancel=episode)
             raise
         finally:
             del self._waiting[episode]
-        if result["errors"]:
-            raise RuntimeError(f"verifiers: {'; '.join(result['errors'])}")
-        rewards = result["rewards"]
-        return Score(sum(rewards.values()), {**rewards, **result["metrics"]})
+        if ended["errors"]:
+            raise RuntimeError(f"verifiers: {'; '.join(ended['errors'])}")
+        rewards = ended["rewards"]
+        return Score(sum(rewards.values()), {**rewards, **ended["metrics"]})
 
-    async def _started(self) -> asyncio.subprocess.Process:
-        async with self._starting:
-            if self._child is None or self._child.returncode is not None:
-                if self._deaths >= _DEATHS:
-                    raise RunFailure(f"verifiers: its process died {_DEATHS} times in a row: {self._last_words()}")
-                pipe = asyncio.subprocess.PIPE
-                self._child = await asyncio.create_subprocess_exec(
-                    self._python, *_WORKER, stdin=pipe, stdout=pipe, stderr=pipe, limit=_LONGEST, env=_variables()
-                )
-                assert self._child.stdin is not None
-                self._child.stdin.write(self._first_line)
-                self._reading = asyncio.create_task(self._read(self._child), name="results of verifiers")
-            return self._child
+    async def _up(self) -> asyncio.StreamWriter:
+        """The way to a process that lives."""
+        while True:
+            try:
+                await self._child.ready()
+            except ChildDied as died:
+                raise RunFailure(
+                    f"verifiers: its process died {_DEATHS} times in a row: {_last_words(self._child)}"
+                ) from died
+            if self._lines is not None:
+                return self._lines
+            await asyncio.sleep(0)  # it has just died, which its keeper is about to tell
 
-    async def _read(self, child: asyncio.subprocess.Process) -> None:
-        """Hand out results until the child ends; then fail what it played."""
-        assert child.stdout is not None
-        assert child.stderr is not None
-        telling = asyncio.create_task(self._keep_errors(child.stderr), name="errors of verifiers")
-        async for line in child.stdout:
-            result = json.loads(line)
-            if (waits := self._waiting.get(result.get("episode", -1))) is not None and not waits.done():
-                self._deaths = 0
-                waits.set_result(result)
-        await asyncio.gather(child.wait(), telling)
-        if child is self._child:
-            self._deaths += 1
-        for waits in list(self._waiting.values()):
+    async def _connected(self, child: Child) -> bool:
+        if child.pid != self._pid:
+            reader, self._lines = await asyncio.open_unix_connection(self._socket, limit=_LONGEST)
+            self._pid = child.pid
+            self._reading = [*(each for each in self._reading if not each.done())]
+            self._reading.append(asyncio.create_task(self._read(reader, self._lines), name="results of verifiers"))
+        return True
+
+    async def _read(self, reader: asyncio.StreamReader, lines: asyncio.StreamWriter) -> None:
+        """Hand out results until the process ends; then fail what it played."""
+        with contextlib.suppress(ConnectionError):
+            async for line in reader:
+                result = json.loads(line)
+                if (waits := self._waiting.get(result["episode"])) is not None and not waits.done():
+                    waits.set_result(result)
+        lines.close()
+        self._lines = None
+        life = self._child._life
+        if life is not None:
+            await asyncio.wait([life.exited])
+        for waits in self._waiting.values():
             if not waits.done():
-                waits.set_result({"errors": [f"its process ended with code {child.returncode}: {self._last_words()}"]})
-
-    async def _keep_errors(self, stream: asyncio.StreamReader) -> None:
-        async for line in stream:
-            self._errors.append(line.decode(errors="replace").rstrip())
-
-    def _last_words(self) -> str:
-        return _reason("\n".join(self._errors))
+                waits.set_result({"errors": [f"its process died: {_last_words(self._child)}"]})
 
 
-def _write(child: asyncio.subprocess.Process, **line: Any) -> None:
-    if child.stdin is not None and not child.stdin.is_closing():
-        child.stdin.write(json.dumps(line).encode() + b"\n")
+def _write(lines: asyncio.StreamWriter, **line: Any) -> None:
+    if not lines.is_closing():
+        lines.write(json.dumps(line).encode() + b"\n")
+
+
+def _last_words(child: Child) -> str:
+    return _reason("\n".join(child.output))
 
 
 def _interpreter() -> str:
@@ -201,12 +208,7 @@ def _interpreter() -> str:
     )
 
 
-def _variables() -> dict[str, str]:
-    """The child's environment variables: this process's, without the path from which rlinf is imported."""
-    return {**os.environ, "PYTHONUNBUFFERED": "1"}
-
-
 def _reason(text: str) -> str:
     """The last line that a process wrote as it died, or that it wrote nothing."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it said nothing"
+    return lines[-1].strip()[:_LONGEST_REASON] if lines else "it said nothing"

@@ -1,8 +1,8 @@
 """A process that plays the environments of verifiers, in an environment of its own: it imports nothing of rlinf.
 
-In: one line of JSON with the environment's configuration; then one for each episode, with its task and the endpoint of
-its model. Out: lines of JSON: the tasks; then of each episode its rewards, metrics and errors, as they end. The end of
-the input ends the process, and with it whatever it started.
+In: as arguments, the environment's configuration as JSON, and the path of a socket; there, a line of JSON for each
+episode, with its task and the endpoint of its model. Out: a line for each with its rewards, metrics and errors, as they
+end. Without a socket, the tasks are printed.
 
 An agent for which no harness is named speaks to its model from inside this process (`chat`): the harness `null` of
 verifiers says the same from a process that it starts for each turn.
@@ -11,6 +11,7 @@ verifiers says the same from a process that it starts for each turn.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import json
@@ -99,48 +100,61 @@ async def played(environment: vf.Env, task: Any, episode: dict[str, Any]) -> dic
     return {"rewards": parts, "metrics": metrics, "errors": [] if ended.ok else errors or ["it ended without success"]}
 
 
-async def main() -> None:
-    """Answer until the input ends."""
-    lines = asyncio.StreamReader(limit=1 << 26)
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what environments print belongs beside their errors
+class Server:
+    """Plays episodes until nobody is connected any more.
 
-    def tell(**line: Any) -> None:
-        out.write(json.dumps(line) + "\n")
+    Args:
+        environment: what is played.
+        tasks: its tasks.
+    """
 
-    request = json.loads(await lines.readline())
-    environment = made_environment(request["environment"])
-    tasks = list(itertools.islice(iter(environment.taskset.take(request["tasks"])), request["tasks"]))
-    rows = [{"prompt": task.data.prompt_text, "name": task.data.name} for task in tasks]
-    tell(tasks=rows)
-    async with environment.serving():
-        running: dict[int, asyncio.Task[None]] = {}
+    def __init__(self, environment: vf.Env, tasks: list[Any]) -> None:
+        self._environment, self._tasks = environment, tasks
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self.left = asyncio.Event()
 
-        async def play(episode: dict[str, Any]) -> None:
-            try:
-                result = await played(environment, tasks[episode["task"]], episode)
-            except Exception as error:  # whatever somebody's environment raises is this episode's outcome
-                result = {"errors": [f"{type(error).__name__}: {error}"]}
-            tell(episode=episode["episode"], **result)
-
-        def ended(number: int, _: asyncio.Task[None]) -> None:
-            del running[number]
-
+    async def connected(self, lines: asyncio.StreamReader, out: asyncio.StreamWriter) -> None:
+        """Begin and cancel episodes as they are asked for."""
         while line := await lines.readline():
             episode = json.loads(line)
             if "cancel" not in episode:
                 number = episode["episode"]
-                running[number] = loop.create_task(play(episode))
-                running[number].add_done_callback(functools.partial(ended, number))
-            elif episode["cancel"] in running:
-                running[episode["cancel"]].cancel()
-        unfinished = list(running.values())
+                self._running[number] = asyncio.create_task(self._play(episode, out))
+                self._running[number].add_done_callback(functools.partial(self._end, number))
+            elif episode["cancel"] in self._running:
+                self._running[episode["cancel"]].cancel()
+        unfinished = list(self._running.values())
         for task in unfinished:
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
+        self.left.set()
+
+    async def _play(self, episode: dict[str, Any], out: asyncio.StreamWriter) -> None:
+        try:
+            result = await played(self._environment, self._tasks[episode["task"]], episode)
+        except Exception as error:  # whatever somebody's environment raises is this episode's outcome
+            result = {"errors": [f"{type(error).__name__}: {error}"]}
+        out.write(json.dumps({"episode": episode["episode"], **result}).encode() + b"\n")
+
+    def _end(self, number: int, _: asyncio.Task[None]) -> None:
+        del self._running[number]
+
+
+async def main(request: str, path: str | None = None) -> None:
+    """List the tasks, or play episodes."""
+    out, sys.stdout = sys.stdout, sys.stderr  # what environments print belongs beside their errors
+    wanted = json.loads(request)
+    environment = made_environment(wanted["environment"])
+    tasks = list(itertools.islice(iter(environment.taskset.take(wanted["tasks"])), wanted["tasks"]))
+    if path is None:
+        out.write(json.dumps({"tasks": [{"prompt": task.data.prompt_text, "name": task.data.name} for task in tasks]}))
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # of a process that died
+    server = Server(environment, tasks)
+    async with environment.serving(), await asyncio.start_unix_server(server.connected, path, limit=1 << 26):
+        await server.left.wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(*sys.argv[1:]))

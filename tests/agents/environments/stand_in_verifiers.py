@@ -5,21 +5,32 @@ A reward, an error, silence, a flood, a death, or no reward at all.
 
 import json
 import os
+import socket
 import sys
 
-
-def tell(**line):
-    print(json.dumps(line), flush=True)
-
-
-asked = json.loads(sys.stdin.readline())
-taskset = asked["environment"]["taskset"]["id"]
+wanted = json.loads(sys.argv[1])
+taskset = wanted["environment"]["taskset"]["id"]
 if taskset == "broken":
     sys.exit("ModuleNotFoundError: taskset 'broken' not found")
 NAMES = [] if taskset == "empty" else ["0.25", "error", "silence", "flood", "death", "unscored"] * 4
-tell(tasks=[{"prompt": f"task {at}", "name": name} for at, name in enumerate(NAMES[: asked["tasks"]])])
+if len(sys.argv) < 3:
+    rows = [{"prompt": f"task {at}", "name": name} for at, name in enumerate(NAMES[: wanted["tasks"]])]
+    sys.exit(print(json.dumps({"tasks": rows})))
+if os.path.exists(sys.argv[2]):
+    os.unlink(sys.argv[2])
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[2])
+server.listen()
+peer = server.accept()[0]
+out = peer.makefile("w")
+
+
+def tell(**line):
+    print(json.dumps(line), file=out, flush=True)
+
+
 cancelled = []
-for line in sys.stdin:
+for line in peer.makefile("r"):
     episode = json.loads(line)
     if "cancel" in episode:
         cancelled.append(episode["cancel"])

@@ -1,10 +1,11 @@
 """`python -m benchmarks.real --model DIR`: a real model on a CPU, such as SmolLM2-135M-Instruct, beside its peers.
 
-`grpo`: three steps of 2 prompts x 4 answers x 16 tokens, beside TRL's trainer: peak memory of the process, with our
-last checkpoint written, and processor and wall seconds of a step after the first; KEY=VALUE arguments join our
-configuration. `decode`: tokens per processor second of the engine at 1, 8 and 32 rows in float32, in bfloat16 and with
-weights of 8 bits, prompts of 32 tokens and reading them included, beside transformers' `generate` in float32.
-`trainer`: processor seconds of an optimizer step beside a plain loop.
+`grpo`: three steps of 2 prompts x 4 answers x 16 tokens, in several precisions, beside TRL's trainer in two: peak
+memory of the process, with our last checkpoint written, and processor and wall seconds of a step after the first;
+KEY=VALUE arguments join our configuration. `decode`: tokens per processor second of the engine at 1, 8 and 32 rows in
+float32, in bfloat16 and with weights of 8 bits, prompts of 32 tokens and reading them included, beside transformers'
+`generate` in float32. `trainer`: processor seconds of an optimizer step in both precisions beside a plain loop in
+float32.
 Contestants take turns; ratios are taken within a round. One thread each, `--threads` of them in `grpo`.
 """
 
@@ -20,7 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -88,27 +91,56 @@ def our_run(job: Job, place: Path, more: Sequence[str]) -> list[str]:
     return [*words, *(f"{key}={value}" for key, value in keys.items()), *more]
 
 
-def their_run(job: Job, place: Path) -> list[str]:
+def their_run(job: Job, more: Sequence[str], place: Path) -> list[str]:
     """TRL's trainer, all answers of a step in one micro-batch."""
     job.write(place / "job.json")
     rows = str(PROMPTS * ANSWERS)
-    return [str(TRL), "-m", "benchmarks.peers.trl_grpo", str(place / "job.json"), "--rows", rows]
+    return [str(TRL), "-m", "benchmarks.peers.trl_grpo", str(place / "job.json"), "--rows", rows, *more]
+
+
+OURS = {
+    "float32": (),
+    "bfloat16": ("trainer.dtype=bfloat16", "rollout.dtype=bfloat16"),
+    "int8": ("trainer.dtype=bfloat16", "rollout.weights=int8"),
+}
+"""Our precisions, by name: in `int8` the trainer computes in bfloat16."""
+THEIRS = {"float32": (), "bfloat16": ("--bf16",)}
+
+
+class Figures(NamedTuple):
+    """Figures of a contestant in a round."""
+
+    peak: float
+    """MB"""
+    cpu: float
+    """Processor seconds of a step."""
+    wall: float
+    """Seconds of a step."""
 
 
 def grpo(options: argparse.Namespace) -> None:
-    """Print a line per round, and the medians."""
-    job, found = job_of(options.model.resolve()), []
+    """Print a line per round and contestant, then how ours compare with TRL in that round, at TRL's faster precision
+    for each figure."""
+    job, rounds = job_of(options.model.resolve()), list[dict[str, Figures]]()
+    commands: dict[str, Callable[[Path], list[str]]] = {
+        f"rlinf {name}": partial(our_run, job, more=[*OURS[name], *options.keys]) for name in options.ours
+    }
+    if TRL.exists():
+        commands |= {f"TRL {name}": partial(their_run, job, THEIRS[name]) for name in options.theirs}
     for number in range(options.rounds):
-        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-            commands = [our_run(job, Path(one), options.keys), their_run(job, Path(other))]
-            pair = [run(words, options.threads) for words in commands[: 2 if TRL.exists() else 1]]
-        medians = [[statistics.median(series) for series in (each.cpu, each.seconds)] for each in pair]
-        found.append([(each.peak / 1e6, *both) for each, both in zip(pair, medians, strict=True)])
-        print(f"round {number + 1}: peak MB, processor and wall s of a step, rlinf then TRL: {found[-1]}", flush=True)
-    names = ("peak memory, of TRL's", "samples per processor second, over TRL's", "samples per second, over TRL's")
-    for at, name in enumerate(names if TRL.exists() else ()):
-        ratios = [mine[at] / their[at] if at == 0 else their[at] / mine[at] for mine, their in found]
-        print(f"{name}: {spread(ratios)}")
+        rounds.append({})
+        for name, command in commands.items():
+            with tempfile.TemporaryDirectory() as place:
+                each = run(command(Path(place)), options.threads)
+            figures = Figures(each.peak / 1e6, statistics.median(each.cpu), statistics.median(each.seconds))
+            rounds[-1][name] = figures
+            print(f"round {number + 1}, {name}: {figures}", flush=True)
+    theirs = [name for name in commands if name.startswith("TRL")]
+    for name in (each for each in commands if theirs and each.startswith("rlinf")):
+        beside = [(each[name], [each[other] for other in theirs]) for each in rounds]
+        print(f"{name}: peak memory, of TRL's: {spread([a.peak / min(b.peak for b in bs) for a, bs in beside])}")
+        print(f"  samples per processor second, over: {spread([min(b.cpu for b in bs) / a.cpu for a, bs in beside])}")
+        print(f"  samples per second, over: {spread([min(b.wall for b in bs) / a.wall for a, bs in beside])}")
 
 
 def spread(ratios: Sequence[float]) -> str:
@@ -155,7 +187,8 @@ def trainer(options: argparse.Namespace) -> None:
     """Print processor seconds of an optimizer step of both."""
     torch.set_num_threads(1)
     rows = rows_to_learn()
-    contestants = {"rlinf": ours(options.model, rows), "plain loop": plain(options.model, rows)}
+    contestants = {f"rlinf {dtype}": ours(options.model, rows, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    contestants["plain loop"] = plain(options.model, rows)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(options.rounds + 1):
         for name, (step, _) in contestants.items():
@@ -164,8 +197,9 @@ def trainer(options: argparse.Namespace) -> None:
             seconds[name].append(time.process_time() - start)
     for name, (_, words) in contestants.items():
         print(f"{name} ({words}): {statistics.median(seconds[name][1:]):.2f} s a step")
-    pairs = zip(seconds["rlinf"][1:], seconds["plain loop"][1:], strict=True)
-    print(f"samples per processor second, over the plain loop's: {spread([their / mine for mine, their in pairs])}")
+    for name in contestants:
+        ratios = [their / mine for mine, their in zip(seconds[name][1:], seconds["plain loop"][1:], strict=True)]
+        print(f"{name}: samples per processor second, over the plain loop's: {spread(ratios)}")
 
 
 STATIC = "generate, static cache"
@@ -176,6 +210,8 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
     parser.add_argument("--only", choices=PARTS, nargs="*", default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ours", nargs="*", choices=OURS, default=list(OURS), help="our precisions in grpo")
+    parser.add_argument("--theirs", nargs="*", choices=THEIRS, default=list(THEIRS), help="those of TRL")
     parser.add_argument("--threads", type=int, default=1, help="of each contestant of grpo")
     parser.add_argument("--keys", nargs="*", default=(), metavar="KEY=VALUE", help="more of our configuration in grpo")
     options = parser.parse_args()

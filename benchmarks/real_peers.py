@@ -53,9 +53,10 @@ def rows_to_learn() -> list[Row]:
     ]
 
 
-def ours(model: Path, rows: Sequence[Row]) -> tuple[Callable[[], None], str]:
-    """A function that takes an optimizer step as our trainer does, and words on what it computes."""
+def ours(model: Path, rows: Sequence[Row], dtype: torch.dtype) -> tuple[Callable[[], None], str]:
+    """A function that takes an optimizer step as our trainer does in a precision, and words on what it computes."""
     policy = PolicyModel(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+    policy.compute_in(dtype)
     policy.settle()
     learner, batch = Learner(policy, LearningSettings(lr=LR)), pack(rows)
 

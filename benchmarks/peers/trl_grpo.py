@@ -1,9 +1,9 @@
 """TRL's `GRPOTrainer` on a job of `benchmarks.grpo`: `.venv-trl/bin/python -m benchmarks.peers.trl_grpo JOB.json`.
 
-Set as near to ours as its options allow, and as fast as they allow: no logging, saving, gradient checkpointing,
-bfloat16 or reference model. `loss_type="dapo"` is the token-level mean over the batch, which is ours too. What stays
-different is TRL's own: it adds 1e-4, not 1e-6, to a group's standard deviation, and it computes the old log-probs by a
-forward pass of its own, because `generate` does not give them.
+Set as near to ours as its options allow, and as fast as they allow: no logging, saving, gradient checkpointing or
+reference model, and bfloat16 with `--bf16` alone. `loss_type="dapo"` is the token-level mean over the batch, which is
+ours too. What stays different is TRL's own: it adds 1e-4, not 1e-6, to a group's standard deviation, and it computes
+the old log-probs by a forward pass of its own, because `generate` does not give them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class Steps(TrainerCallback):
             self._watch.next_step()
 
 
-def train(job: Job, rows: int) -> Result:
+def train(job: Job, rows: int, bf16: bool = False) -> Result:
     """Run a job.
 
     Args:
         job: what to do.
         rows: answers to a micro-batch.
+        bf16: compute in bfloat16, with weights in float32.
     """
     result = Result(version=f"trl {trl.__version__}, torch {torch.__version__}")
     tokenizer = AutoTokenizer.from_pretrained(job.model, padding_side="left")
@@ -75,7 +76,7 @@ def train(job: Job, rows: int) -> Result:
                 output_dir=directory,
                 seed=job.seed,
                 use_cpu=True,
-                bf16=False,
+                bf16=bf16,
                 gradient_checkpointing=False,
                 per_device_train_batch_size=rows,
                 gradient_accumulation_steps=batch // processes // rows,
@@ -109,8 +110,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("job")
     parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--bf16", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    done = train(Job.read(options.job), options.rows)
+    done = train(Job.read(options.job), options.rows, options.bf16)
     if int(os.environ.get("RANK", "0")) == 0:
         done.tell()

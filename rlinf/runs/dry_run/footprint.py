@@ -48,6 +48,7 @@ from rlinf.runs.dry_run.transformer import (
     saved_shape,
     splits_whole,
     tokens_of,
+    unequal_precision,
     working_copy,
 )
 from rlinf.training.megatron.layout import misfits, mistakes
@@ -498,7 +499,8 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
         for role, each in footprint_by_role.items()
         if role in placed.seats
     }
-    warnings = (*((precision,) if precision and "rollout" in placed.seats else ()), *_tight(footprint_by_role, placed))
+    precisions = (precision, unequal_precision(config)) if "rollout" in placed.seats else ()
+    warnings = (*filter(None, precisions), *_tight(footprint_by_role, placed))
     return Fitted(config, memory_by_role, tuple(lines), warnings), problems
 
 

@@ -413,6 +413,21 @@ def rollout_precision(config: RunConfig, model_config: Any, processes: int) -> t
     return changed, f"rollout.dtype=bfloat16: this CPU has products of it ({min(products)}), and the model {size}"
 
 
+def unequal_precision(config: RunConfig) -> str:
+    """A line where engine and trainer compute in two precisions and nothing corrects for it; empty elsewhere.
+
+    Args:
+        config: of the run, with what follows from the kind of devices.
+    """
+    learns, answers = config.trainer.dtype, config.rollout.dtype
+    if learns == answers or config.rollout.weights == "int8" or config.algorithm.correction:
+        return ""
+    return (
+        f"trainer.dtype={learns}, rollout.dtype={answers}: small steps of the weights vanish in the one and not in the "
+        "other, so log-probs of engine and trainer drift apart; set both alike, or algorithm.correction={cap: 2}"
+    )
+
+
 def checkpointing(config: RunConfig, memory: int | None, fits: Callable[[RunConfig], bool]) -> tuple[RunConfig, str]:
     """A configuration with `trainer.gradient_checkpointing` as true or false.
 

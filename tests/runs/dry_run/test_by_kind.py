@@ -56,6 +56,27 @@ def test_a_cpu_generates_in_what_it_multiplies_fast_where_that_is_most_of_the_wo
     assert told is None or told in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "trainer", "rollout", "more", "warns"),
+    [
+        ("cpu", "bfloat16", "float32", (), True),
+        ("cpu", "float32", "bfloat16", (), True),
+        ("cuda", "bfloat16", "float32", (), True),
+        ("cpu", "bfloat16", "bfloat16", (), False),
+        ("cpu", "float32", "float32", (), False),
+        ("cpu", "bfloat16", "float32", ("algorithm.correction={cap: 2}",), False),
+        ("cpu", "bfloat16", "float32", ("algorithm.correction=null",), True),
+        ("cpu", "bfloat16", "float32", ("rollout.weights=int8",), False),
+    ],
+)
+def test_a_run_says_that_engine_and_trainer_compute_in_two_precisions_that_nothing_corrects_for(
+    kind, trainer, rollout, more, warns
+):
+    keys = (f"trainer.dtype={trainer}", f"rollout.dtype={rollout}")
+    found, _ = fitted(configured(*keys, *more, kind=kind))
+    assert len([line for line in found.warnings if all(key in line for key in keys)]) == warns
+
+
 def test_what_is_written_stays_and_deciding_twice_changes_nothing():
     chosen, became = by_kind(configured("trainer.dtype=float32", "trainer.micro_batch_tokens=512"))
     assert values(chosen) == ["float32", "bfloat16", "bfloat16", 512]

@@ -11,10 +11,17 @@ import pytest
 import torch
 
 from rlinf import Actor, ActorSystem, endpoint
+from rlinf.actors import base
 from rlinf.data.differences import Differences
 from rlinf.data.weights import Weights, checksums
+from rlinf.runs.embodied_roles import learners_of
+from rlinf.runs.prepare import prepare
+from rlinf.runs.roles import spawn_roles
+from rlinf.runs.rules import load_config, load_embodied
+from rlinf.runs.text import trainer_settings
 from rlinf.runtime.values import relay
 from rlinf.training.weight_sync import LoadRefused, Receiver, publish
+from tests.launching import ROOT
 from tests.runtime.test_relay import Net
 from tests.runtime.worlds import nothing_left
 
@@ -160,3 +167,59 @@ async def disturbed(publisher, engines, version, share, event, draw):
     call.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await call
+
+
+class Told(base.BaseTrainer):
+    async def setup(self, delta: str) -> None:
+        self._delta = delta
+
+    @endpoint
+    async def publishes(self, exact: bool) -> tuple[bool, bool]:
+        """By differences, and in host memory."""
+        how = self._published_how(1000, torch.bfloat16, exact=exact)
+        return how["differences"] is not None, how["in_host_memory"]
+
+
+@pytest.mark.parametrize(
+    ("machines", "delta", "exact", "by_differences", "in_host"),
+    [
+        pytest.param(2, "auto", False, True, False, id="other machines"),
+        pytest.param(2, "always", False, True, True, id="on a GPU that has room, too"),
+        pytest.param(2, "off", False, False, False, id="off"),
+        pytest.param(2, "always", True, False, False, id="exact ones go whole"),
+        pytest.param(1, "always", False, False, False, id="one machine"),
+    ],
+)
+async def test_trainers_make_differences_where_there_are_other_machines(
+    machines, delta, exact, by_differences, in_host, monkeypatch
+):
+    monkeypatch.setattr(base, "has_room", lambda device, size: True)
+    async with ActorSystem.local(2, serialize=True) as system:
+        Net(system, [0, machines - 1])
+        (trainer,) = await system.spawn(Told, delta=delta, hosts=[0], name="trainer")
+        assert await trainer.publishes(exact) == (by_differences, in_host)
+
+
+@pytest.mark.parametrize("delta", ["auto", "off"])
+def test_the_trainer_of_a_run_on_text_publishes_as_the_configuration_says(delta):
+    plan = prepare(load_config(None, [f"weights.delta={delta}"], 1), 1)
+    assert trainer_settings(plan.config, plan.algorithm, sharding="shard").delta == delta
+
+
+class Shown:
+    """A simulator that only says what it shows."""
+
+    async def shapes(self):
+        return {"shapes": {"state": (3,)}, "action_size": 1, "choices": None, "bounds": ([-1.0], [1.0]), "max_steps": 9}
+
+
+@pytest.mark.parametrize("name", ["toy", "pendulum_sac", "pendulum_dagger"])
+async def test_the_trainer_of_a_run_that_acts_publishes_as_the_configuration_says(name):
+    config = load_embodied(ROOT / f"configs/embodied/{name}.yaml", ["weights.delta=off", "trials.episodes=0"])
+    plan = prepare(config, 1)
+    learners = await learners_of(config, plan, {"env": [Shown()]})
+    async with ActorSystem.local() as system:
+        roles = await spawn_roles(system, plan.placed, {"trainer": learners["trainer"]})
+        (cell,) = [cell for cell in system._host.cells.values() if isinstance(cell.actor, base.BaseTrainer)]
+        assert cell.actor._delta == "off"
+        del roles

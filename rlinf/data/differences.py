@@ -30,6 +30,8 @@ from rlinf.runtime.values.relay import Change
 
 STRETCH = 1 << 22
 """Elements that are compared at once: a processor's cache holds a part of them, a thread takes some milliseconds."""
+LEAST_BYTES = 1 << 20
+"""Weights of fewer go whole: they are there before a thread has begun to compare them."""
 _MOST_RESTS = 64
 """Publishes in a row that make no difference at most, after several differences that were larger than the whole."""
 _Array = np.ndarray[Any, Any]
@@ -105,7 +107,7 @@ class Differences:
 
         If that is no smaller, as in float32, the next few publishes don't try, and nobody keeps anything meanwhile.
         """
-        if any(bucket.device.type != "cpu" for bucket in weights.buckets):
+        if weights.nbytes < LEAST_BYTES or any(bucket.device.type != "cpu" for bucket in weights.buckets):
             return weights
         change, self._number = None, self._number + 1
         if self._rests:

@@ -130,6 +130,11 @@ def test_where_everything_changed_or_the_shapes_did_there_is_no_difference():
     assert difference("trainer", base, packed([("all", base.buckets[0].half())])) is None
 
 
+@pytest.fixture
+def _of_any_size(monkeypatch):
+    monkeypatch.setattr(differences, "LEAST_BYTES", 0)
+
+
 def of(publisher, elements, crossing=True):
     """Publish; to another machine if asked."""
     weights = publisher.placed(packed([("all", elements)]))
@@ -138,6 +143,12 @@ def of(publisher, elements, crossing=True):
     return weights
 
 
+def test_small_weights_go_whole():
+    weights = packed([("all", torch.zeros(1000))])
+    assert Differences("trainer", lambda *_, **__: None).placed(weights) is weights
+
+
+@pytest.mark.usefixtures("_of_any_size")
 def test_a_publisher_keeps_nothing_until_weights_have_gone_to_another_machine():
     publisher = Differences("trainer", lambda *_, **__: None)
     weights = of(publisher, torch.zeros(1000), crossing=False)
@@ -149,6 +160,7 @@ def test_a_publisher_keeps_nothing_until_weights_have_gone_to_another_machine():
     assert of(publisher, torch.zeros(1000)).lineage.change is not None
 
 
+@pytest.mark.usefixtures("_of_any_size")
 def test_only_who_has_the_very_version_before_gets_the_difference():
     notes = []
     publisher = Differences("trainer", lambda what, bytes: notes.append((what, bytes)))
@@ -160,6 +172,7 @@ def test_only_who_has_the_very_version_before_gets_the_difference():
     assert notes[-2:] == [("weights/link_bytes", small.nbytes), ("weights/link_whole_bytes", 4000)]
 
 
+@pytest.mark.usefixtures("_of_any_size")
 def test_where_differences_are_no_smaller_nobody_keeps_anything_most_of_the_time():
     publisher = Differences("trainer", lambda *_, **__: None)
     kept = [of(publisher, torch.randn(1000)).lineage.stays for _ in range(200)]
@@ -168,6 +181,7 @@ def test_where_differences_are_no_smaller_nobody_keeps_anything_most_of_the_time
     assert [of(publisher, torch.zeros(1000)).lineage.stays for _ in range(130)][-1], "it never tries again"
 
 
+@pytest.mark.usefixtures("_of_any_size")
 def test_where_shared_memory_has_no_room_beside_the_version_before_that_is_given_up():
     publisher = Differences("trainer", lambda *_, **__: None)
     of(publisher, torch.zeros(10))

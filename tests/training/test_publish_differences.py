@@ -12,6 +12,7 @@ import torch
 
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.actors import base
+from rlinf.data import differences
 from rlinf.data.differences import Differences
 from rlinf.data.weights import Weights, checksums
 from rlinf.runs.embodied_roles import learners_of
@@ -84,6 +85,7 @@ MACHINES = [0, 0, 1, 1, 2, 3]
 @contextlib.asynccontextmanager
 async def published(monkeypatch):
     monkeypatch.setattr(relay, "RELAY_BYTES", 1)
+    monkeypatch.setattr(differences, "LEAST_BYTES", 0)
     async with ActorSystem.local(len(MACHINES), serialize=True) as system:
         net = Net(system, MACHINES)
         async with system.scope():

@@ -6,6 +6,7 @@ class is made when a run is prepared, so making one starts nothing; what it need
 """
 
 ENVIRONMENTS = {
+    "openenv": "rlinf.agents.environments.openenv.OpenEnv",
     "reasoning_gym": "rlinf.agents.environments.reasoning_gym.ReasoningGym",
     "textarena": "rlinf.agents.environments.textarena.TextArena",
     "verifiers": "rlinf.agents.environments.verifiers.Verifiers",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rlinf.actors.base import configured
 from rlinf.actors.text_trainer import TextTrainer
 from rlinf.algos.token_losses import TokenLoss
 from rlinf.config.learning import LearningSettings, TrainerSettings
-from rlinf.data.packing import Packed, Row
+from rlinf.data.packing import Packed, Row, cut, pack
 from rlinf.data.sample import Datum, Example, Group, Learned
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
@@ -31,7 +32,7 @@ from rlinf.models.language.lora import POLICY
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.backend import Optimization
 from rlinf.training.batch_metrics import describe, rescue, show_samples, taken_steps
-from rlinf.training.fsdp import FsdpBackEnd
+from rlinf.training.fsdp import FsdpBackEnd, ModelPass
 from rlinf.training.optimizer import Adam
 from rlinf.training.policy import (
     ADAPTERS_OFF,
@@ -52,7 +53,9 @@ from rlinf.training.schedule import (
     Command,
     Forward,
     ForwardBackward,
+    MicroBatchPacker,
     OptimizerStep,
+    TokenPass,
     example_rows,
     supervised_commands,
     token_rounds,
@@ -239,27 +242,74 @@ class Trainer(TextTrainer):
         Raises:
             ValueError: there is no such model, or this trainer does not compute so.
         """
-        try:
-            logprobs = await self._token_pass(data, loss, model)
-        except BaseException:
-            if (learner := self._models.get(model)) is not None:  # what half a call left is no gradient of anything
-                learner.begin()
-                self._gathered.discard(model)
-            raise
-        self._gathered.add(model)
+        (logprobs,) = await self._token_passes([TokenPass(data, loss, model)])
         return logprobs
 
     @endpoint(device=True, joint=True, late=True)
     async def forward(self, data: Sequence[Datum], model: str = POLICY) -> list[np.ndarray]:
         """The log-probs of each datum's targets, float32 [tokens]; arguments as of `forward_backward`."""
-        return await self._token_pass(data, None, model)
+        (logprobs,) = await self._token_passes([TokenPass(data, None, model)])
+        return logprobs
 
-    async def _token_pass(self, data: Sequence[Datum], loss: TokenLoss | None, model: str) -> list[np.ndarray]:
-        learner = self._model(model)
-        rows = [Row.of_datum(datum, () if loss is None else loss.inputs) for datum in data]
+    @endpoint(device=True, joint=True, late=True)
+    async def token_passes(self, passes: Sequence[TokenPass]) -> list[list[np.ndarray]]:
+        """`forward_backward`, and without a loss `forward`, of several models that `open_model` made, in common batches
+        where no model's results can depend on the others'.
+
+        Args:
+            passes: one for each model.
+
+        Returns:
+            Of each pass what `forward_backward` returns.
+
+        Raises:
+            ValueError: see there; two are of the same model.
+        """
+        return await self._token_passes(passes)
+
+    async def _token_passes(self, passes: Sequence[TokenPass]) -> list[list[np.ndarray]]:
+        names = [each.model for each in passes]
+        learners = [self._model(name) for name in names]
+        if len({*names}) < len(names) or (len(names) > 1 and POLICY in names):
+            raise ValueError(f"token_passes: {', '.join(names)} must be different models that open_model made")
+        rows = [
+            [Row.of_datum(datum, () if loss is None else loss.inputs) for datum in data] for data, loss, _ in passes
+        ]
         scores: dict[Row, np.ndarray] = {}
-        await self._work(token_rounds(rows, self._packing, loss, scores), learner, goes_on=True)
-        return [scores[row][0] for row in rows] if self.rank == 0 else []
+        learn = {each.model for each in passes if each.loss is not None}
+        try:
+            if names == [POLICY]:
+                commands = token_rounds(rows[0], self._packing, passes[0].loss, scores)
+                await self._work(commands, learners[0], goes_on=True)
+            else:
+                await self.run_spmd(partial(self._beside, passes, rows, scores))
+        except BaseException:
+            for name in learn & self._models.keys():  # what half a call left is no gradient of anything
+                self._models[name].begin()
+                self._gathered.discard(name)
+            raise
+        self._gathered |= learn
+        return [[scores[row][0] for row in some] for some in rows] if self.rank == 0 else []
+
+    async def _beside(
+        self, passes: Sequence[TokenPass], rows: Sequence[Sequence[Row]], into: dict[Row, np.ndarray], nothing: None
+    ) -> None:
+        """Compute passes of several models, each cut into the micro-batches that it has alone."""
+        back, packing = self._fsdp(), self._packing
+        cuts = [[share for (share,) in MicroBatchPacker(packing).close(some)] for some in rows]
+        for at_once in zip_longest(*cuts):  # never two of one model, whose gradients add up one after the other
+            present = [(one, mine) for one, mine in zip(passes, at_once, strict=True) if mine]
+            sizes = [sum(row.size for row in mine) for _, mine in present]
+            for some in cut(present, sizes, packing.budget if back.multiple else 0):
+                parts = [
+                    ModelPass(self._models[one.model], pack(mine, shares=False), one.loss)  # type: ignore[arg-type]
+                    for one, mine in some
+                ]
+                logprobs = await self.computed(back.passes, parts)
+                for (one, mine), (_, batch, _), numbers in zip(some, parts, logprobs, strict=True):
+                    self._note_work(batch.lengths, len(batch.targets), len(batch.ids), learns=one.loss is not None)
+                    ends = np.cumsum([row.learned for row in mine])[:-1]
+                    into.update(zip(mine, np.split(numbers.float().cpu().numpy()[None], ends, axis=1), strict=True))
 
     @endpoint(device=True, joint=True, late=True)
     async def optim_step(self, adam: Adam, model: str = POLICY) -> dict[str, float]:
@@ -401,9 +451,8 @@ class Trainer(TextTrainer):
         return torch.stack([self._logprobs(batch, name) for name in command.columns])
 
     def _logprobs(self, batch: Packed, column: str) -> Tensor:
-        """Log-probs under the weights at work or, for another policy, with its adapters in place of theirs."""
-        own = getattr(self._at_work, "adapter", POLICY)
-        return self._back.outputs(batch, adapter=self._adapters.get(column, own))[0]
+        """Log-probs under the weights or, for another policy, with its adapters in place of theirs."""
+        return self._back.outputs(batch, adapter=self._adapters.get(column, POLICY))[0]
 
     async def _kept(self, error: FloatingPointError, batch: BatchSchedule, met: int) -> FloatingPointError:
         """The error, with where the batch was kept."""

@@ -181,6 +181,8 @@ class Packed:
     """Share of the whole batch's choices that each expert has, [layers, experts], where experts are balanced."""
     stands: np.ndarray | None = None
     """`places` on the host, wherever the rest is, so that nobody has to ask a device for them."""
+    parts: tuple[int, ...] = ()
+    """Sequences of each of the batches that were laid beside one another; none: it is one batch."""
 
     @property
     def mask(self) -> Tensor:
@@ -233,10 +235,39 @@ def sent(tensors: Sequence[Tensor | None], device: torch.device) -> list[Any]:
     return [copies.get(id(one), one) for one in tensors]
 
 
-def pack(rows: Sequence[Row]) -> Packed:
+def beside(batches: Sequence[Packed], multiple: int = 1) -> Packed:
+    """Lay batches beside one another, each of which is computed as if it were alone.
+
+    Args:
+        batches: of texts that share no prompts; what they have beside tokens (columns, old log-probs) stays with them.
+        multiple: made-up tokens follow that make the number of all one of this.
+    """
+    if filling := -sum(len(each.ids) for each in batches) % multiple:
+        made_up = Row(np.zeros(1, dtype=np.int64), np.zeros(filling, dtype=np.int64))
+        batches = [*batches, pack([made_up]).to(batches[0].ids.device)]
+    starts = np.cumsum([0, *(len(each.ids) for each in batches)])
+    first = np.cumsum([0, *(len(each.lengths) for each in batches)])
+    return replace(
+        batches[0],
+        ids=torch.cat([each.ids for each in batches]),
+        positions=torch.cat([each.positions for each in batches]),
+        lengths=tuple(length for each in batches for length in each.lengths),
+        predictors=torch.cat([each.predictors + int(start) for each, start in zip(batches, starts, strict=False)]),
+        targets=torch.cat([each.targets for each in batches]),
+        sequences=torch.cat([each.sequences + int(start) for each, start in zip(batches, first, strict=False)]),
+        columns={},
+        parts=tuple(len(each.lengths) for each in batches),
+    )
+
+
+def pack(rows: Sequence[Row], *, shares: bool = True) -> Packed:
     """Lay sequences one behind another.
 
     Without any, there is a single token and nothing to learn: a rank that has no work must take part in a computation.
+
+    Args:
+        rows: the sequences.
+        shares: prompts that several have in common are there once.
 
     Raises:
         ValueError: a prompt is empty, so there is nothing to predict the first token of its response from.
@@ -260,7 +291,7 @@ def pack(rows: Sequence[Row]) -> Packed:
         row.response_ids[places] if row.targets is None else row.targets
         for row, places in zip(rows, learned, strict=True)
     ]
-    reads, stands, readers = _shared(rows, prompts, behind, starts)
+    reads, stands, readers = _shared(rows, prompts, behind, starts) if shares else (None, None, rows)
     routed = [row.routes for row in rows]
     routes = None if not any(part is not None for part in routed) else side_by_side(routed, lengths.tolist())
     old = [np.zeros(n) if row.old_logprobs is None else row.old_logprobs for n, row in zip(counts, rows, strict=True)]

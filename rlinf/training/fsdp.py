@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import safe_open
@@ -20,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.algos.loss_sum import LossSum
+from rlinf.algos.token_losses import TokenLoss
 from rlinf.config.learning import LearningSettings, ParallelConfig
-from rlinf.data.packing import Packed
+from rlinf.data.packing import Packed, beside
 from rlinf.data.safetensors_io import make_room, settle, write_tensors
 from rlinf.data.weights import Export
 from rlinf.models.language import lora as adapters
@@ -30,6 +32,7 @@ from rlinf.models.language.build import ModelSpec, build_module, own_dtype, plac
 from rlinf.models.language.fsdp import ALONE, Layout, dtype_of
 from rlinf.models.language.moe import Mixture
 from rlinf.models.language.policy_model import HEAD, PolicyModel
+from rlinf.models.language.tenants import Tenant, rows_apart, rows_by
 from rlinf.models.language.tensor_parallel import Division
 from rlinf.models.language.truth import Way
 from rlinf.training.backend import HostCopy, Loss, Optimization, Outputs, Ranks
@@ -37,6 +40,18 @@ from rlinf.training.checkpoint import STATE, Restored, Source, StateCopy, copy_s
 from rlinf.training.export import ADAPTER, MODEL, copy_adapter, copy_model
 from rlinf.training.optimizer import ScheduledOptimizer, optimizer_step, sum_over_copies
 from rlinf.training.weight_sync import exported, reshard
+
+
+class ModelPass(NamedTuple):
+    """A micro-batch of one of several models."""
+
+    learner: Learner
+    """The model's."""
+    batch: Packed
+    """Without shared prompts."""
+    loss: TokenLoss | None
+    """Its gradient is added; None: there is none."""
+
 
 OPTIMIZER = "optimizer.safetensors"
 """File beside saved adapters: what their optimizer keeps."""
@@ -78,8 +93,7 @@ class Learner(ScheduledOptimizer):
             entropy_slope: it differentiates entropies too.
         """
         device = next(self.module.parameters()).device
-        own = nullcontext() if self.adapter == adapters.POLICY else adapters.using(self.module, self.adapter)
-        with own, self._policy.computing():
+        with self._policy.computing():
             for batch in (batch.to(device) for batch in batches):
                 total = loss(batch, self.module(batch, entropy_slope=True) if entropy_slope else self.module(batch))
                 total.total.backward()  # type: ignore[no-untyped-call]
@@ -187,6 +201,43 @@ class FsdpBackEnd:
             )
         adapters.open_adapters(self.model, lora, name, seed)
         return Learner(self.module, settings, self.layout, name)
+
+    @cached_property
+    def multiple(self) -> int | None:
+        """Micro-batches of several models can be computed as one whose tokens are a multiple of this; None: each alone,
+        since their results would depend on one another."""
+        module = self.module
+        apart = module.packs and module.plain_head and module.mixture is None and module.pictures is None
+        return rows_apart(self.model) if apart else None
+
+    def passes(self, passes: Sequence[ModelPass]) -> list[Tensor]:
+        """Log-probs of micro-batches of several models, [learned] each; adds the gradients of those that have a loss.
+
+        Args:
+            passes: one for each model; more than one only with a `multiple`.
+        """
+        device, tenants, start = next(self.module.parameters()).device, list[Tenant](), 0
+        batches = [each.batch.to(device) for each in passes]
+        for each in passes:
+            end = start + len(each.batch.ids)
+            rows = slice(start, end) if self.multiple else slice(None)
+            tenants.append(Tenant(each.learner.adapter, rows, each.loss is not None))
+            start = end
+        learns = any(each.loss is not None for each in passes)
+        with rows_by(self.model, tenants), self.module.computing(), torch.set_grad_enabled(learns):
+            sizes = [len(each.targets) for each in batches]
+            whole = self.module(beside(batches, self.multiple or 1))[0]
+            *logprobs, _ = whole.split([*sizes, len(whole) - sum(sizes)])
+            losses = {
+                each.learner: each.loss(mine, batch.columns)
+                for each, mine, batch in zip(passes, logprobs, batches, strict=True)
+                if each.loss is not None
+            }
+            if losses:
+                torch.stack([loss.total for loss in losses.values()]).sum().backward()  # type: ignore[no-untyped-call]
+        for learner, loss in losses.items():
+            learner._add(loss)
+        return [each.detach() for each in logprobs]
 
     def close(self, name: str) -> None:
         """Take adapters of that name out of the model."""

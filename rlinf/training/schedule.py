@@ -31,7 +31,7 @@ from collections.abc import (
 )
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlinf.algos.token_losses import LOGPROBS, TokenLoss
 from rlinf.data.packing import Packed, Parcel, Row, cut, pack
 from rlinf.data.rng import permutation
-from rlinf.data.sample import Example, Group, NotScored
+from rlinf.data.sample import Datum, Example, Group, NotScored
 from rlinf.runtime.streams.stream import Stream, each
 from rlinf.training.optimizer import Adam
 from rlinf.training.policy import LearnedRows, OwnColumns
@@ -136,6 +136,17 @@ class Forward:
 
     def __reduce__(self) -> tuple[object, ...]:
         return Forward, (Parcel(self.rows), self.columns, self.tokens, None, self.loss)
+
+
+class TokenPass(NamedTuple):
+    """A forward pass of one of several models over data of its own."""
+
+    data: Sequence[Datum]
+    """Checked, see `Datum.check`."""
+    loss: TokenLoss | None
+    """Its gradient is added; None: there is none."""
+    model: str
+    """Name of the model."""
 
 
 @dataclass(frozen=True, slots=True)

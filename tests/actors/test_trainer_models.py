@@ -9,8 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from rlinf.actors.trainer import Trainer
 from rlinf.algos.token_losses import TokenLoss
+from rlinf.models.language.tenants import rows_apart
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.optimizer import Adam
+from rlinf.training.schedule import TokenPass
 from tests.actors import toys
 from tests.runs.library.test_token_steps import data, plain_logprobs, plain_loss
 
@@ -29,7 +31,8 @@ def base(tmp_path_factory):
 
 async def spawned(system, base, lora=None, **more):
     own = lora or {"r": 1, "alpha": 1, "target_modules": "auto"}
-    return await system.spawn(Trainer, model=base, tokenizer=toys.ALPHABET, lora=own, micro_batch_tokens=12, **more)
+    more = {"micro_batch_tokens": 12, **more}
+    return await system.spawn(Trainer, model=base, tokenizer=toys.ALPHABET, lora=own, **more)
 
 
 async def steps(trainer, model, count=3, adam=ADAM, seed=0):
@@ -153,3 +156,69 @@ async def test_what_cannot_be_is_refused_and_leaves_the_others_as_they_are(base)
         with pytest.raises(ValueError, match="'b'"):
             await trainer.forward(data(0), "b")
         await trainer.optim_step(ADAM, "a")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+async def test_models_that_learn_in_one_batch_learn_bit_for_bit_what_each_learns_alone(base, tmp_path, threads):
+    before, results = torch.get_num_threads(), []
+    wide = {"r": 3, "alpha": 8, "target_modules": "all-linear"}
+    tenants = {"a": (LORA, 7), "b": (OTHER, 1), "c": (wide, 2), "idle": (LORA, 3)}
+    torch.set_num_threads(threads)
+    try:
+        for together in (False, True):
+            async with ActorSystem.local() as system:
+                trainer = await spawned(system, base, micro_batch_tokens=40)
+                for name, (lora, seed) in tenants.items():
+                    await trainer.open_model(name, lora, seed)
+                seen = []
+                for step in range(3):
+                    passes = [
+                        TokenPass(data(step, (5, 9, 1, 40)), PPO, "a"),
+                        TokenPass(data(step + 10, (3,)), TokenLoss.of("cross_entropy"), "b"),
+                        TokenPass(data(step + 20, (17, 30, 2)), PPO, "c"),
+                        TokenPass(data(step + 30, (5, 6)), None, "idle"),
+                    ]
+                    at_once = [passes] if together else [[each] for each in passes]
+                    seen += [arrays for some in at_once for arrays in await trainer.token_passes(some)]
+                    for name in "abc":
+                        seen.append([np.array([*(await trainer.optim_step(ADAM, name)).values()])])
+                saved = [await adapters(trainer, name, tmp_path, f"{together}{name}") for name in tenants]
+                results.append((seen, saved))
+    finally:
+        torch.set_num_threads(before)
+    (alone, weights), (beside, others) = results
+    for one, other in zip(alone, beside, strict=True):
+        assert [each.tolist() for each in one] == [each.tolist() for each in other]
+    for one, other in zip(weights, others, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+async def test_what_is_not_finite_in_one_model_reaches_no_other_in_its_batch(base):
+    async with ActorSystem.local() as system:
+        trainer = await spawned(system, base, micro_batch_tokens=100)
+        for name in ("a", "b"):
+            await trainer.open_model(name, LORA, 7)
+        broken = data(0)
+        broken[0].inputs["advantages"][1] = np.nan
+        both = [TokenPass(broken, PPO, "a"), TokenPass(data(0), PPO, "b")]
+        await trainer.token_passes(both)
+        with pytest.raises(FloatingPointError):
+            await trainer.optim_step(ADAM, "a")
+        assert np.isfinite((await trainer.optim_step(ADAM, "b"))["grad_norm"])
+        for wrong in (both[:1] * 2, [*both, TokenPass(data(1), PPO, "default")], [TokenPass(data(1), PPO, "no")]):
+            with pytest.raises(ValueError, match=wrong[-1].model):
+                await trainer.token_passes(wrong)
+        await trainer.token_passes([TokenPass(data(1), PPO, "b")])
+
+
+def test_where_rows_depend_on_one_another_nothing_is_computed_together():
+    odd = torch.nn.Linear(9, 5)  # of no multiple do vector instructions leave nothing over
+    assert rows_apart(odd) is None or 9 * rows_apart(odd) % 32 == 0
+    even = torch.nn.Linear(64, 32)
+    threads = torch.get_num_threads()
+    assert rows_apart(even) in (8, 16, 32, 64, 128)
+    try:
+        torch.set_num_threads(7)
+        assert rows_apart(odd) is None
+    finally:
+        torch.set_num_threads(threads)

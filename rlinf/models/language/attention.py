@@ -223,6 +223,8 @@ class Layout:
     refusals: list[str] | None = None
     """Where attention that cannot be computed leaves the reason, and gives zeros, so that ranks that try together all
     come to the end; None: it raises."""
+    parts: tuple[int, ...] = ()
+    """Sequences of each batch whose rectangles are those that it has alone, see `Packed.parts`."""
     _boxes: list[tuple[tuple[Rectangle, ...], Tensor | None]] = field(default_factory=list)
     """The rectangles, once they were asked for."""
 
@@ -231,7 +233,7 @@ class Layout:
         to end, int64 [tokens], None for the same place. Made once."""
         if not self._boxes:
             lengths = np.diff(self.starts)
-            self._boxes.append(_rectangles(lengths, self.starts, self.stands, self.bounds.device))
+            self._boxes.append(_rectangles(lengths, self.starts, self.stands, self.bounds.device, self.parts))
         return self._boxes[0]
 
     @staticmethod
@@ -277,7 +279,11 @@ def _first_place(places: np.ndarray) -> np.ndarray:
 
 
 def _rectangles(
-    lengths: np.ndarray, bounds: np.ndarray, places: np.ndarray | None, device: torch.device
+    lengths: np.ndarray,
+    bounds: np.ndarray,
+    places: np.ndarray | None,
+    device: torch.device,
+    parts: Sequence[int] = (),
 ) -> tuple[tuple[Rectangle, ...], Tensor | None]:
     if (lengths == lengths[0]).all():
         shared = (None, None) if places is None else (torch.from_numpy(places), torch.from_numpy(_first_place(places)))
@@ -286,7 +292,7 @@ def _rectangles(
     restore = np.empty(bounds[-1], dtype=np.int64)
     shapes: list[tuple[int, int]] = []
     gathered, used = [], 0
-    for members in _alike(lengths):
+    for members in _alike_in_parts(lengths, parts):
         longest = int(lengths[members].max())
         columns = np.arange(longest)
         # behind its end a row repeats its last token, which nobody looks at
@@ -312,6 +318,17 @@ def _alike(lengths: np.ndarray) -> list[np.ndarray]:
             sets.append(order[start:end])
             start = end
     return sets
+
+
+def _alike_in_parts(lengths: np.ndarray, parts: Sequence[int]) -> list[np.ndarray]:
+    """`_alike` within each part; sets of several parts whose longest are equal are one."""
+    by_longest: dict[int, list[np.ndarray]] = {}
+    first = 0
+    for count in parts or [len(lengths)]:
+        for members in _alike(lengths[first : first + count]):
+            by_longest.setdefault(int(lengths[first + members].max()), []).append(first + members)
+        first += count
+    return [np.concatenate(sets) for sets in by_longest.values()]
 
 
 def packed_attention(

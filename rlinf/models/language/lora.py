@@ -154,7 +154,7 @@ def add_adapters(model: nn.Module, lora: Mapping[str, Any], name: str = POLICY) 
     model.peft_config = {**before, name: config}  # type: ignore[assignment]
     if path is not None:
         check_shapes(model, name, Path(path))
-    for layer in _layers(model):
+    for layer in adapted_layers(model):
         layer.set_adapter(POLICY)  # the others neither learn nor take part
         for part, parameter in layer.named_parameters():
             parameter.requires_grad_(is_adapter(f".{part}") and f".{POLICY}" in part)
@@ -259,7 +259,7 @@ def using(model: nn.Module, name: str | None) -> Iterator[None]:
         model: with adapters.
         name: of the adapters; None for none, the base model.
     """
-    layers = list(_layers(model))
+    layers = list(adapted_layers(model))
     for layer in layers:
         # peft's own switches would also change which adapters learn
         layer._disable_adapters = name is None
@@ -317,7 +317,7 @@ def open_adapters(model: nn.Module, lora: Mapping[str, Any], name: str, seed: in
 
 def close_adapters(model: nn.Module, name: str) -> None:
     """Take adapters out of a model."""
-    for layer in _layers(model):
+    for layer in adapted_layers(model):
         if name in getattr(layer, "lora_A", ()):
             layer.delete_adapter(name)
     model.peft_config.pop(name)  # type: ignore[operator, union-attr]
@@ -330,7 +330,8 @@ def _parameters(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Parame
             yield _SAVED_AS + plain + kind, parameter
 
 
-def _layers(model: nn.Module) -> Iterator[Any]:
+def adapted_layers(model: nn.Module) -> Iterator[Any]:
+    """The layers of a model that have adapters, as peft wraps them."""
     return (module for module in model.modules() if hasattr(module, "_disable_adapters"))
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
@@ -399,7 +400,7 @@ class PolicyModel(nn.Module):
                 "position_ids": positions.unsqueeze(-2),
                 # without it transformers looks for sequences itself
                 "attention_mask": torch.ones_like(mine.ids[None]),
-                ARGUMENT: layout,
+                ARGUMENT: replace(layout, parts=batch.parts) if batch.parts else layout,
                 **tensors,
             }
             whole: Tensor = getattr(part(**inputs, use_cache=False), output)[0]

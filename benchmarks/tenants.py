@@ -1,0 +1,111 @@
+"""Several models on one base: what learning together costs beside learning one after the other.
+
+    python -m benchmarks.tenants                          # a tiny model
+    python -m benchmarks.tenants --model DIRECTORY --tokens 8 32 --repeat 3
+
+Every tenant has adapters of rank 8 on all linear layers and a datum of so many tokens; both ways compute the same data,
+in turn, in one process. Before anything is timed, log-probs and the adapters after a step are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlinf.actors.trainer import Trainer
+from rlinf.algos.token_losses import TokenLoss
+from rlinf.data.sample import Datum
+from rlinf.runtime.system.system import ActorSystem
+from rlinf.training.optimizer import Adam
+from rlinf.training.schedule import TokenPass
+
+TINY: dict[str, object] = {
+    "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+LORA = {"r": 8, "alpha": 32, "target_modules": "all-linear"}
+LOSS = TokenLoss.of("cross_entropy")
+CHARACTERS = {"characters": "0123456789+=?><"}
+
+
+def datum(seed: int, tokens: int) -> Datum:
+    ids = np.random.default_rng(seed).integers(2, 16, tokens + 1)
+    return Datum(ids[:-1], ids[1:].copy(), {"weights": np.ones(tokens, np.float32)})
+
+
+async def both(
+    model: str | dict[str, object], tenants: int, tokens: int, repeat: int
+) -> tuple[bool, list[tuple[float, ...]]]:
+    """True if both ways come to the same bits; and of each turn the seconds of the wall and of the processor, first
+    one after the other, then together."""
+    tokenizer = model if isinstance(model, str) else CHARACTERS
+    data = [[datum(number, tokens)] for number in range(tenants)]
+    async with ActorSystem.local() as system:
+        trainer = await system.spawn(Trainer, model=model, tokenizer=tokenizer, lora={**LORA, "r": 1})
+        for number, way in itertools.product(range(tenants), ("apart", "together")):
+            await trainer.open_model(f"{way}{number}", LORA, number)
+
+        async def apart() -> list[list[np.ndarray]]:
+            return [await trainer.forward_backward(mine, LOSS, f"apart{n}") for n, mine in enumerate(data)]
+
+        async def together() -> list[list[np.ndarray]]:
+            passes = [TokenPass(mine, LOSS, f"together{n}") for n, mine in enumerate(data)]
+            return await trainer.token_passes(passes)
+
+        async def learned(way: str, directory: Path) -> list[Tensor]:
+            tensors: list[Tensor] = []
+            for number in range(tenants):
+                await trainer.optim_step(Adam(1e-3), f"{way}{number}")
+                await trainer.save_model(f"{way}{number}", str(directory / f"{way}{number}"), False)
+                tensors += load_file(directory / f"{way}{number}" / "adapter_model.safetensors").values()
+            return tensors
+
+        pairs = zip(await apart(), await together(), strict=True)
+        equal = all((one[0] == other[0]).all() for one, other in pairs)
+        with tempfile.TemporaryDirectory() as name:
+            weights = [await learned(way, Path(name)) for way in ("apart", "together")]
+        equal &= all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+        return bool(equal), [(*await timed(apart), *await timed(together)) for _ in range(repeat)]
+
+
+async def timed(way: Callable[[], Awaitable[object]]) -> tuple[float, float]:
+    """Seconds of the wall and of the processor."""
+    wall, processor = time.perf_counter(), time.process_time()
+    await way()
+    return time.perf_counter() - wall, time.process_time() - processor
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="directory of a saved model; default: a tiny new one")
+    parser.add_argument("--tenants", type=int, default=16)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8, 32, 128], help="of each tenant")
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args()
+    print(f"{args.model or 'tiny'}, {args.tenants} tenants of rank {LORA['r']}, {torch.get_num_threads()} threads")
+    for tokens in args.tokens:
+        equal, times = await both(args.model or TINY, args.tenants, tokens, args.repeat)
+        wall = [apart / together for apart, _, together, _ in times]
+        cpu = [apart / together for _, apart, _, together in times]
+        count = args.tenants * tokens
+        fastest = [min(column) for column in zip(*times, strict=True)]
+        print(
+            f"  {tokens:4} tokens each: {count / fastest[0]:7.0f} tokens/s apart, {count / fastest[2]:7.0f} together; "
+            f"in turn x {statistics.median(wall):.2f} ({min(wall):.2f} to {max(wall):.2f}) of the wall, "
+            f"x {statistics.median(cpu):.2f} of the processor; {'equal' if equal else 'NOT EQUAL'} bit for bit"
+        )
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

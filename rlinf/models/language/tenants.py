@@ -1,0 +1,135 @@
+"""Several sets of adapters in one pass of their base: each row of a batch is computed with those that are its own.
+
+The base's products are computed once over all rows, and each set of adapters adds its own, narrow product to the rows
+that are its own. What a row gets is the same bit for bit whatever other rows are there, as far as `rows_apart` finds
+that the machine's matrix products and vector instructions leave it so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.models.language.lora import adapted_layers
+
+_VECTOR = 32
+"""Numbers that torch's vector instructions take at a time on a CPU, at most; what is left over at an end is rounded
+otherwise."""
+_MOST = 128
+"""Rows of padding that are worth a common batch, at most."""
+
+
+class Tenant(NamedTuple):
+    """Rows of a batch that have adapters of their own."""
+
+    adapter: str
+    """Name of the adapters."""
+    rows: slice
+    """The tokens that are its own; those of another tenant are not among them."""
+    learns: bool
+    """Its adapters get a gradient."""
+
+
+@contextmanager
+def rows_by(model: nn.Module, tenants: Sequence[Tenant]) -> Iterator[None]:
+    """Compute each row with its own adapters, and those that are nobody's with the base model.
+
+    Args:
+        model: with the adapters of all.
+        tenants: whose rows are where.
+    """
+    layers = list(adapted_layers(model))
+    for layer in layers:
+        layer.forward = partial(_forward, layer, [each for each in tenants if each.adapter in layer.lora_A])
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _forward(layer: Any, tenants: Sequence[Tenant], inputs: Tensor) -> Tensor:
+    outputs: Tensor = layer.base_layer(inputs)
+    if not tenants:
+        return outputs
+    matrices: list[Tensor] = []
+    for name, _, learns in tenants:
+        pair = layer.lora_A[name].weight, layer.lora_B[name].weight
+        matrices += pair if learns else (each.detach() for each in pair)
+    parts = [(rows, float(layer.scaling[name])) for name, rows, _ in tenants]
+    return _AddProducts.apply(outputs, inputs, parts, *matrices)  # type: ignore[no-any-return]
+
+
+class _AddProducts(torch.autograd.Function):
+    """Add scale x A'ᵀ B'ᵀ of each part's own matrices to its rows of a layer's outputs, which are used up."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, inputs: Tensor, parts: Any, *matrices: Tensor) -> Tensor:
+        onto, every, narrow = outputs.flatten(0, -2), inputs.flatten(0, -2), []
+        for (rows, scale), down, up in zip(parts, matrices[::2], matrices[1::2], strict=True):
+            narrow.append(every[rows] @ down.t())
+            onto[rows].addmm_(narrow[-1], up.t(), alpha=scale)
+        ctx.mark_dirty(outputs)
+        ctx.save_for_backward(inputs, *narrow, *matrices)
+        ctx.parts = parts
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Any) -> Any:
+        inputs, *saved = ctx.saved_tensors
+        narrow, matrices = saved[: len(ctx.parts)], saved[len(ctx.parts) :]
+        slope, every = slopes[0].flatten(0, -2), inputs.flatten(0, -2)
+        for_inputs = torch.zeros_like(every) if ctx.needs_input_grad[1] else None
+        gradients: list[Tensor | None] = []
+        for number, (rows, scale) in enumerate(ctx.parts):
+            down, up = matrices[2 * number], matrices[2 * number + 1]
+            back = (slope[rows] @ up).mul_(scale)
+            learns = ctx.needs_input_grad[3 + 2 * number]
+            gradients += (
+                [back.t() @ every[rows], (slope[rows].t() @ narrow[number]).mul_(scale)] if learns else [None] * 2
+            )
+            if for_inputs is not None:
+                torch.mm(back, down, out=for_inputs[rows])
+        return slopes[0], None if for_inputs is None else for_inputs.view_as(inputs), None, *gradients
+
+
+@torch.no_grad()
+def rows_apart(model: nn.Module) -> int | None:
+    """The smallest number of which a batch's rows must be a multiple for no row's results to depend on the others;
+    None: there is none that is small.
+
+    Products of matrices are tried: some libraries take other ways for few rows. Vector instructions leave numbers over
+    at the end of what each thread gets, so the multiple is one that leaves none. Elsewhere than on a CPU, where nothing
+    is promised, it is 1.
+    """
+    weights = {tuple(each.weight.shape): each.weight for each in model.modules() if isinstance(each, nn.Linear)}
+    if next(iter(weights.values())).device.type != "cpu":
+        return 1
+    whole = _VECTOR * math.lcm(*range(1, torch.get_num_threads() + 1))
+    widths = {width for shape in weights for width in shape if width >= _VECTOR // 8}
+    for rows in (8, 16, 32, 64, _MOST):
+        even = all(rows * width % whole == 0 for width in widths)
+        if even and all(_alike(weight, rows) for weight in weights.values()):
+            return rows
+    return None
+
+
+def _alike(weight: Tensor, rows: int) -> bool:
+    """Products of so many rows are those that the same rows have among others."""
+    generator = torch.Generator().manual_seed(0)
+    for transposed in (False, True):  # as they are computed forward and backward
+        matrix = weight.t() if transposed else weight
+        every = torch.randn(5 * rows, matrix.shape[1], generator=generator, dtype=weight.dtype)
+        whole = nn.functional.linear(every, matrix)
+        for start, count in ((0, rows), (rows + 3, rows), (3 * rows, 2 * rows), (1, 4 * rows)):
+            if not torch.equal(
+                nn.functional.linear(every[start : start + count], matrix), whole[start : start + count]
+            ):
+                return False
+    return True

@@ -1,8 +1,9 @@
 """Promises of a service: what was asked for, by id, and its result once it is there.
 
 A model's requests run one after the other, in the order in which its client sent them and whatever order they arrive
-in: `InOrder`. Answers by the same weights run together, and those by others wait until the engine has switched:
-`Switching`. Who wakes whom: a request that arrives wakes its model's line; its result wakes whoever fetches it.
+in: `InOrder`. What those of several models compute is computed in common turns: `FairTurns`. Answers by the same
+weights run together, and those by others wait until the engine has switched: `Switching`. Who wakes whom: a request
+that arrives wakes its model's line; its result wakes whoever fetches it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import cancel_all
@@ -20,6 +22,8 @@ from rlinf.service.checkpoints import Refused
 from rlinf.service.journal import Result
 
 Work = Callable[[], Awaitable[Result]]
+T = TypeVar("T")
+R = TypeVar("R")
 logger = logging.getLogger(__name__)
 _KEPT = 4096
 """Results that are kept for clients who fetch them late, or again."""
@@ -241,3 +245,72 @@ class Switching:
         """Give up a change that is under way."""
         if self._changing is not None:
             await cancel_all([self._changing])
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting(Generic[T, R]):
+    """Something that is waited for."""
+
+    item: T
+    size: int
+    result: asyncio.Future[R]
+    credit: int = 0
+
+
+class FairTurns(Generic[T, R]):
+    """Does what several wait for in common turns, fairly by size: deficit round robin (Shreedhar and Varghese, 1995).
+
+    In each turn everybody who waits is credited so much, and those go along whose size is within their credit; as long
+    as nobody's is, all are credited again. So what is small waits for one turn, whatever others ask for.
+
+    Args:
+        work: does what is asked for in one turn; a result for each.
+        quantum: that everybody is credited in a turn.
+    """
+
+    def __init__(self, work: Callable[[list[T]], Awaitable[Sequence[R]]], quantum: int) -> None:
+        self._work, self._quantum = work, quantum
+        self._waiting: list[_Waiting[T, R]] = []
+        self._turns: asyncio.Task[None] | None = None
+
+    async def run(self, item: T, size: int) -> R:
+        """Have something done; its result.
+
+        Args:
+            item: that is asked for.
+            size: by which it counts.
+        """
+        mine = _Waiting[T, R](item, size, asyncio.get_running_loop().create_future())
+        self._waiting.append(mine)
+        if self._turns is None or self._turns.done():
+            self._turns = asyncio.create_task(self._take_turns(), name="turns")
+        return await mine.result
+
+    async def _take_turns(self) -> None:
+        while going := self._next():
+            try:
+                results = await self._work([each.item for each in going])
+            except Exception as error:
+                for each in going:
+                    if not each.result.done():
+                        each.result.set_exception(error)
+                continue
+            for each, result in zip(going, results, strict=True):
+                if not each.result.done():
+                    each.result.set_result(result)
+
+    def _next(self) -> list[_Waiting[T, R]]:
+        """Those of the next turn, who wait no more; none if nobody waits."""
+        self._waiting = [each for each in self._waiting if not each.result.done()]  # others were cancelled
+        going: list[_Waiting[T, R]] = []
+        while self._waiting and not going:
+            for each in self._waiting:
+                each.credit += self._quantum
+            going = [each for each in self._waiting if each.size <= each.credit]
+        self._waiting = [each for each in self._waiting if each not in going]
+        return going
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        if self._turns is not None:
+            await cancel_all([self._turns])

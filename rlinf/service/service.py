@@ -30,9 +30,10 @@ from rlinf.flows.session import TokenLosses, checked_data
 from rlinf.runs.library.session import Session
 from rlinf.service.checkpoints import CheckpointPath, Refused, Store, expiry
 from rlinf.service.journal import ANSWERS, SERVICE, Journal, Line, Record, Result, put_directory
-from rlinf.service.promises import InOrder, Promises, Switching, Work
+from rlinf.service.promises import FairTurns, InOrder, Promises, Switching, Work
 from rlinf.service.wire import PassRequest, pass_result, sample_result
 from rlinf.training.optimizer import Adam
+from rlinf.training.schedule import TokenPass
 
 ALPHA = 32
 """Adapters' output is scaled by ALPHA / rank, as the API has it."""
@@ -46,6 +47,8 @@ _SAVED = {
     "external_weights": "save_weights_external",
 }
 """Results' types by the kind of checkpoint that was written."""
+_QUANTUM = 4096
+"""Tokens of each model that learn in a turn with others; more wait until those with fewer have had theirs."""
 BASE = ""
 """In place of a checkpoint: the base model."""
 
@@ -130,10 +133,14 @@ class Service:
         self._version = 0
         self._rollout = RolloutModel(lambda: session.rollout)
         self._weights = Switching(self._publish)
+        self._passes: FairTurns[TokenPass, list[np.ndarray]] = FairTurns(
+            lambda passes: session.trainer.token_passes(passes), _QUANTUM
+        )
 
     async def close(self) -> None:
         """Give up what is under way; what was promised is done after the next start."""
         await self.promises.close()
+        await self._passes.close()
         await self._weights.close()
         await self.journal.close()
 
@@ -439,16 +446,15 @@ class Service:
         number = model.number(request.seq_id or None)
 
         async def work() -> Result:
-            trainer = self.session.trainer
-            if request.forward_only:
-                logprobs = await trainer.forward(data, model.adapters)
-            else:
-                try:
+            mine = TokenPass(data, None if request.forward_only else loss, model.adapters)
+            try:
+                if not request.forward_only:
                     self._fail_again(model, number)
-                    logprobs = await trainer.forward_backward(data, loss, model.adapters)
-                except BaseException as error:  # cancelled, too: the gradient is not what was asked for
+                logprobs = await self._passes.run(mine, sum(len(datum.tokens) for datum in data))
+            except BaseException as error:  # cancelled, too: the gradient is not what was asked for
+                if not request.forward_only:
                     model.spoilt = f"a forward_backward before it failed: {error}"
-                    raise
+                raise
             losses = TokenLosses.of(data, loss, logprobs)
             return pass_result(losses.logprobs, {"loss:sum": losses.loss})
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlinf.algos.loss_sum import LossSum
+from rlinf.algos.loss_sum import LossSum, counted
 from rlinf.algos.token_losses import TokenLoss
 from rlinf.config.learning import LearningSettings, ParallelConfig
 from rlinf.data.packing import Packed, beside
@@ -229,7 +229,7 @@ class FsdpBackEnd:
             whole = self.module(beside(batches, self.multiple or 1))[0]
             *logprobs, _ = whole.split([*sizes, len(whole) - sum(sizes)])
             losses = {
-                each.learner: each.loss(mine, batch.columns)
+                each.learner: each.loss(mine, batch.columns, counted(batch.sequences, len(batch.lengths)))
                 for each, mine, batch in zip(passes, logprobs, batches, strict=True)
                 if each.loss is not None
             }

@@ -216,7 +216,7 @@ def test_where_rows_depend_on_one_another_nothing_is_computed_together():
     assert rows_apart(odd) is None or 9 * rows_apart(odd) % 32 == 0
     even = torch.nn.Linear(64, 32)
     threads = torch.get_num_threads()
-    assert rows_apart(even) in (8, 16, 32, 64, 128)
+    assert rows_apart(even) in range(8, 129, 8)
     try:
         torch.set_num_threads(7)
         assert rows_apart(odd) is None

@@ -34,6 +34,28 @@ async def test_requests_run_in_the_order_of_their_numbers_and_the_same_again_has
         assert sessions[0] == sessions[1] != await http.ask("create_session", {})
 
 
+async def test_models_that_learn_at_the_same_time_learn_bit_for_bit_what_each_learns_alone(tmp_path):
+    learned = []
+    for at_once in (False, True):
+        async with tiny(tmp_path / str(at_once)) as url, Http(url) as http:
+            models = [await http.model(seed=seed, rank=seed) for seed in (1, 2, 3)]
+
+            async def steps(model, seed, http=http):
+                metrics = []
+                for number in (1, 3, 5):
+                    await http.learn(model, number, tokens=range(3, 3 + 4 * seed), targets=[seed] * 4 * seed,
+                                     weights=[1] * 4 * seed)  # fmt: skip
+                    step = {"model_id": model, "seq_id": number + 1, "adam_params": ADAM}
+                    metrics.append((await http.done("optim_step", step))["metrics"])
+                return metrics
+
+            if at_once:
+                learned.append(await asyncio.gather(*(steps(model, n) for n, model in enumerate(models, 1))))
+            else:
+                learned.append([await steps(model, n) for n, model in enumerate(models, 1)])
+    assert learned[0] == learned[1]
+
+
 async def test_half_a_batch_is_never_a_step(tmp_path):
     async with tiny(tmp_path) as url, Http(url) as http:
         model = await http.model()

@@ -113,7 +113,7 @@ def rows_apart(model: nn.Module) -> int | None:
         return 1
     whole = _VECTOR * math.lcm(*range(1, torch.get_num_threads() + 1))
     widths = {width for shape in weights for width in shape if width >= _VECTOR // 8}
-    for rows in (8, 16, 32, 64, _MOST):
+    for rows in range(8, _MOST + 1, 8):
         even = all(rows * width % whole == 0 for width in widths)
         if even and all(_alike(weight, rows) for weight in weights.values()):
             return rows

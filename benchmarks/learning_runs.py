@@ -78,6 +78,8 @@ class Ended:
     """What it printed."""
     load: float = float("nan")
     """The machine's load average over the five minutes before."""
+    peak_gib: float = float("nan")
+    """Memory of the largest of its processes, at most."""
 
 
 def arguments(recipe: str, seed: int, steps: int, output: Path, teacher: Path | None = None) -> list[str]:
@@ -183,22 +185,24 @@ def reason(output: str) -> str:
     return " ".join(line.strip() for line in told)[:500]
 
 
-async def run_process(command: Sequence[str], log: Path) -> Ended:
-    """A command from its start to its end; it is stopped with all its children if we are, or if it hangs."""
+async def run_process(command: Sequence[str], log: Path, patience: float = RUN_SECONDS) -> Ended:
+    """A command from its start to its end; it is stopped with all its children if we are, or if it hangs: takes more
+    seconds than we have patience for."""
     start = time.perf_counter()
     process = _started(command, log)
     ending = asyncio.create_task(asyncio.to_thread(os.wait4, process.pid, 0))  # tells what it used, unlike Popen.wait
     try:
-        done, _ = await asyncio.wait([ending], timeout=RUN_SECONDS)
+        done, _ = await asyncio.wait([ending], timeout=patience)
     finally:
         if not ending.done():
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         _, status, used = await ending
         process.returncode = os.waitstatus_to_exitcode(status)  # for Popen, which would wait for it again
-    said = _text(log) if done else f"not done after {RUN_SECONDS:.0f} s"
+    said = _text(log) if done else f"not done after {patience:.0f} s"
     seconds = time.perf_counter() - start
-    return Ended(process.returncode, seconds, used.ru_utime + used.ru_stime, said, os.getloadavg()[1])
+    computed, peak = used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20
+    return Ended(process.returncode, seconds, computed, said, os.getloadavg()[1], peak)
 
 
 def _started(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:

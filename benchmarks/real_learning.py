@@ -53,7 +53,7 @@ class Way:
 WAYS = {
     "sums": Way("all weights"),
     "sums-lora": Way("adapters of rank 16"),
-    "chain-sum": Way("chain_sum of reasoning-gym", bar=0.4, processes=1),
+    "chain-sum": Way("chain_sum of reasoning-gym", bar=0.32, processes=1),
     "calculator": Way("an agent with a calculator", bar=0.9, processes=1),
     "sft": Way("conversations", "evaluation/loss", bar=0.1, falls=True, processes=1),
     "dpo": Way("preferences", "evaluation/rewards/accuracies", bar=0.8, processes=1),

@@ -1,6 +1,8 @@
 """`python -m benchmarks.asynchronous`: the asynchronous flow beside the synchronous one, and whether its bound holds.
 
     pair    two processes, answers of which a few are very long: samples per second of both flows, in turns
+    quickstart  the quickstart on two processes: the synchronous flow on both, the asynchronous one with staleness 1 on
+            both, and with generation on one and learning on the other: samples per second, in turns
     same    staleness 0 beside the synchronous flow: the same weights to the last bit, and how long both take
     bound   random runs in virtual time, killed and gone on with, until many tokens were learned: how old the oldest was
 
@@ -27,7 +29,7 @@ from safetensors.numpy import load_file
 from benchmarks.contestants import ROOT
 from benchmarks.runtime import machine
 
-PARTS = ("pair", "same", "bound")
+PARTS = ("pair", "quickstart", "same", "bound")
 TAILED = (
     "rollout.engine=benchmarks.asynchronous_engine.tailed",
     "rollout.engine_args={short: 16, long: 200, share: 0.03}",
@@ -83,6 +85,27 @@ def pair(directory: Path, rounds: int, steps: int) -> dict[str, Any]:
         for ours, other in zip(told["staleness 1"], told["synchronous"], strict=True)
     ]
     return {**told, "ratio": statistics.median(ratios), "ratios": sorted(ratios)}
+
+
+ASYNCHRONOUS = ("flow=rlinf.flows.grpo_async", "staleness.max=1")
+QUICKSTART = {
+    "synchronous, both processes": (),
+    "staleness 1, both processes": ASYNCHRONOUS,
+    "staleness 1, a process each": (*ASYNCHRONOUS, "placement.rollout=0", "placement.trainer=1"),
+}
+"""Flow and placement of each contestant; the first is the one that the others are compared with."""
+
+
+def quickstart(directory: Path, rounds: int, steps: int) -> dict[str, Any]:
+    """Samples per second of the quickstart by flow and placement, and ratios to the first within a round."""
+    rates: dict[str, list[float]] = {name: [] for name in QUICKSTART}
+    for number in range(rounds):
+        for which, (name, settings) in enumerate(QUICKSTART.items()):
+            took = run(directory, f"q{which}-{number}", 2, f"steps={steps}", "sft.steps=0", *settings)[2:]
+            rates[name].append(took[0]["samples"] / statistics.median(step["timing/step"] for step in took))
+    first, *others = rates
+    ratios = {name: sorted(a / b for a, b in zip(rates[name], rates[first], strict=True)) for name in others}
+    return {"samples/s": rates, "ratios": ratios}
 
 
 def same(directory: Path, rounds: int, steps: int) -> dict[str, Any]:
@@ -168,6 +191,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rates, shares = ([row[key] for row in rows] for key in ("samples/s", "efficiency"))
                 print(f"{name:12} {statistics.median(rates):7.0f} samples/s, E {statistics.median(shares):.2f}")
             print(f"ratio {one['ratio']:.2f} ({one['ratios'][0]:.2f} to {one['ratios'][-1]:.2f})")
+        if "quickstart" in parts:
+            found["quickstart"] = one = quickstart(where, *(1, 6) if asked.quick else (5, 40))
+            for name, rates in one["samples/s"].items():
+                ratios = one["ratios"].get(name, [1.0])
+                spread = f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+                print(f"{name:28} {statistics.median(rates):7.0f} samples/s, {spread}")
         if "same" in parts:
             found["same"] = same(where, *(1, 4) if asked.quick else (5, 30))
             one = found["same"]

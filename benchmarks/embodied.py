@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -48,7 +48,7 @@ from rlinf.config.embodied import EmbodiedConfig
 from rlinf.runs.rules import load_embodied
 
 CONFIG = ROOT / "configs" / "embodied" / "maniskill_pullcube_ppo.yaml"
-OVERLAP, OVERHEAD, TOGETHER, NO_SLOWER = 0.95, 0.3e-3, 1.2, 1.0
+OVERLAP, OVERHEAD, TOGETHER, NO_SLOWER = 0.95, 0.3e-3, 1.1, 1.0
 STATE, ACTION = 35, 4
 """Numbers in PullCube's state, and in an action of its configuration."""
 OURS = {
@@ -85,8 +85,27 @@ def job_of(config: EmbodiedConfig, steps: int) -> Job:
     )  # fmt: skip
 
 
-def runs(steps: int) -> tuple[dict[str, Result], int]:
-    """Everybody's run, a step each in turn; and environment steps in a step.
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Runs that took turns, by their names."""
+
+    found: Mapping[str, Result]
+    """Results of each."""
+    spent: Mapping[str, Sequence[float]]
+    """Processor seconds of each one's turns, all its processes together."""
+    env_steps: int
+    """Environment steps of a turn."""
+
+    def compared(self, mine: str, other: str, bar: float) -> Iterator[Line]:
+        """Two of them, by the clock and by the processor time of all their processes."""
+        walls = [(name, self.found[name].seconds[WARM_UP:]) for name in (mine, other)]
+        yield _compared("env steps/s, PullCube", *walls, self.env_steps, bar)
+        cpus = [(name, self.spent[name][WARM_UP : len(self.found[name].seconds)]) for name in (mine, other)]
+        yield _compared("env steps per processor second, PullCube", *cpus, self.env_steps, bar)
+
+
+def runs(steps: int) -> Race:
+    """Everybody's run, a step each in turn.
 
     Raises:
         TurnFailed: one failed.
@@ -98,23 +117,19 @@ def runs(steps: int) -> tuple[dict[str, Result], int]:
         commands = [_ours(place / str(number), *how, steps) for number, how in enumerate(OURS.values())]
         commands.append(_both(place / "both", config, steps))
         commands += [_plain(place / "job.json", simulator) for simulator, _ in PLAIN.values()]
-        outcomes = in_turn(commands)
-    return _heard((*OURS, TWO, *PLAIN), outcomes), config.env.num_envs * config.policy.horizon
+        outcomes = in_turn(commands, spent := [])
+    names = (*OURS, TWO, *PLAIN)
+    spent_by = dict(zip(names, spent, strict=True))
+    return Race(_heard(names, outcomes), spent_by, config.env.num_envs * config.policy.horizon)
 
 
-def speed(found: Mapping[str, Result], env_steps: int) -> Iterator[Line]:
-    """Environment steps per second, ours beside the plain loops."""
+def speed(race: Race) -> Iterator[Line]:
+    """Ours beside the plain loops, and two processes that each do everything beside one that does, with the same
+    environments in as many workers."""
     for ours in OURS:
-        mine = found[ours].seconds[WARM_UP:]
         for other, (_, bar) in PLAIN.items():
-            theirs = found[other].seconds[WARM_UP:]
-            yield _compared("env steps/s, PullCube", (ours, mine), (other, theirs), env_steps, bar)
-
-
-def together(found: Mapping[str, Result], env_steps: int) -> Line:
-    """Two processes that each do everything, beside one that does, with the same environments in as many workers."""
-    mine, theirs = ((name, found[name].seconds[WARM_UP:]) for name in (TWO, ONE))
-    return _compared("env steps/s, PullCube", mine, theirs, env_steps, TOGETHER)
+            yield from race.compared(ours, other, bar)
+    yield from race.compared(TWO, ONE, TOGETHER)
 
 
 def cartpole(seeds: Sequence[int], turns: int) -> Iterator[Line]:
@@ -330,9 +345,8 @@ def main() -> None:
             reason = "ManiSkill is not installed: pip install 'rlinf[maniskill]'"
             yield Line("env steps/s, PullCube", "", reason, "", "", "skipped")
             return
-        found, env_steps = runs(steps)
-        raced.update(found)
-        yield from (*speed(raced, env_steps), together(raced, env_steps), agreement(raced))
+        raced.update((race := runs(steps)).found)
+        yield from (*speed(race), agreement(raced))
 
     told("speed", race())
     told("cartpole", cartpole(SEEDS[:1] if options.quick else SEEDS, 2 * steps))

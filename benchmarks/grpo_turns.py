@@ -48,6 +48,8 @@ class Running:
             self.process = subprocess.Popen(
                 command.words, cwd=ROOT, env=environment, stdout=output, stderr=errors, start_new_session=True
             )
+        self.spent: list[float] = []
+        """Processor seconds of each turn, of the command and of all that descends from it."""
         self.line: socket.socket | None = None
         """To the process that takes the turns, once it has come to its first step."""
 
@@ -58,11 +60,13 @@ class Running:
             TurnFailed: it takes too long.
         """
         assert self.line is not None
+        before = processor_seconds(self.process.pid)
         with contextlib.suppress(ConnectionError):  # it died: what it wrote says more
             self.line.settimeout(STEP_SECONDS)
             try:
                 self.line.send(GO)
                 if self.line.recv(1):
+                    self.spent.append(processor_seconds(self.process.pid) - before)
                     return True
             except TimeoutError:
                 raise TurnFailed(self._told(f"took more than {STEP_SECONDS:.0f} s for a step")) from None
@@ -91,8 +95,27 @@ class Running:
         return f"{' '.join(self._command.words)} {what}:\n{self._errors.read_text()[-4000:]}"
 
 
-def in_turn(commands: Sequence[Command]) -> list[str | TurnFailed]:
+def processor_seconds(root: int) -> float:
+    """Processor time of a process and of all that descend from it, as far as they live; 0 where there is no /proc."""
+    children: dict[int, list[int]] = {}
+    ticks: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = path.read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(path.parent.name))
+            ticks[int(path.parent.name)] = int(fields[11]) + int(fields[12])
+    family = [root]
+    for pid in family:  # which grows meanwhile
+        family.extend(children.get(pid, ()))
+    return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
+
+
+def in_turn(commands: Sequence[Command], spent: list[list[float]] | None = None) -> list[str | TurnFailed]:
     """Run all to their end.
+
+    Args:
+        commands: what to run.
+        spent: gets, in the same order, the processor seconds of each one's turns, all its processes together.
 
     Returns:
         In their order, what each printed or why it failed.
@@ -108,6 +131,8 @@ def in_turn(commands: Sequence[Command]) -> list[str | TurnFailed]:
             taking = _assembled(listener, started)
             while taking:
                 taking = [each for each in taking if each.step()]
+            if spent is not None:
+                spent.extend(each.spent for each in started)
             return [each.outcome() for each in started]
         finally:
             for each in started:

@@ -1,6 +1,9 @@
 """The plain loop of `benchmarks.embodied` does what our flow does."""
 
 import asyncio
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from benchmarks import embodied_cartpole, embodied_plain
 from benchmarks.embodied import overlaps
 from benchmarks.embodied_overhead import overhead
 from benchmarks.embodied_plain import Job, Loop
+from benchmarks.grpo_turns import processor_seconds
 from rlinf.actors.env import EnvActor
 from rlinf.actors.policy import PolicyActor
 from rlinf.actors.policy_trainer import PolicyTrainer
@@ -86,3 +90,13 @@ def test_cleanrls_loop_gets_better_at_cartpole():
     for index in range(8):
         loop.step(index)
     assert embodied_cartpole.judged(loop, 8, seed=1) > 2 * before
+
+
+def test_the_processor_time_of_a_turn_is_that_of_all_its_processes():
+    burn = "import sys, time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\nsys.stdin.read()"
+    alone = processor_seconds(os.getpid())
+    with subprocess.Popen(["sh", "-c", f'{sys.executable} -c "{burn}"; :'], stdin=-1, stdout=-1) as shell:
+        shell.stdout.readline()
+        assert processor_seconds(shell.pid) == pytest.approx(0.3, abs=0.2)  # its child's, as its own is nothing
+        assert processor_seconds(os.getpid()) >= alone + 0.2
+        shell.stdin.close()

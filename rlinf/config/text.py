@@ -314,13 +314,22 @@ class ServeConfig:
     port: int = Field(default=8300, ge=0, le=65535)
     """0 takes any free one."""
     token: str | None = Field(default=None, pattern="^tml-.+")
-    """The key that clients have to show, `tml-` and more; null makes one at the start, which is printed."""
+    """The key that clients have to show, `tml-` and more; null makes one at the first start, which is printed, unless
+    there are `keys`. Its name is `local`."""
+    keys: dict[str, Annotated[str, Field(pattern="^tml-.+")]] = field(default_factory=dict)
+    """Further keys by name, such as {anna: tml-…}: clients see what was made with their own key, and nothing else."""
+    max_requests: int = Field(default=4096, ge=1)
+    """Requests of a key that are promised and not done; clients send those above it again later."""
+    max_tokens: int = Field(default=2**24, ge=1)
+    """Tokens of these requests; a key's only request may have more."""
     model_name: str = "base"
     """Name of the base model for clients, who also load its tokenizer by it unless they are told of another."""
     max_rank: int = Field(default=256, ge=1)
     """Highest rank of a client's adapters."""
     max_models: int = Field(default=64, ge=1)
     """Models of all clients together."""
+    max_open: int = Field(default=64, ge=1)
+    """Models in memory; of those above it that nobody asks for, adapters and optimizer wait on the disk."""
     max_samples: int = Field(default=1024, ge=1)
     """Answers of one request."""
     max_body_mb: float = Field(default=64.0, gt=0)

@@ -20,8 +20,9 @@ from aiohttp import web
 
 from rlinf.config.reading import parse_json
 from rlinf.runtime.base.errors import UserError
-from rlinf.service.checkpoints import CheckpointPath, Refused, expiry, moment
+from rlinf.service.checkpoints import OWNER, CheckpointPath, Refused, expiry, moment
 from rlinf.service.journal import ANSWERS, SERVICE, Line, Record
+from rlinf.service.keys import KEY, Busy
 from rlinf.service.promises import failure
 from rlinf.service.service import Model, SampleRequest, Service
 from rlinf.service.wire import PROTOBUF, BadPass, read_pass
@@ -53,6 +54,7 @@ _GETS = {
     "training_runs/{run}/checkpoints": "_checkpoints",
     "training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls": "_urls",
     "sessions": "_sessions",
+    "usage": "_usage",
     "sessions/{id}": "_session",
 }
 """Paths of lists, and the methods that answer them."""
@@ -78,12 +80,11 @@ class App:
 
     Args:
         service: what clients have.
-        token: that they show.
         tokenizer: where clients find the base model's.
     """
 
-    def __init__(self, service: Service, token: str, tokenizer: str) -> None:
-        self._service, self._token, self._tokenizer = service, token, tokenizer
+    def __init__(self, service: Service, tokenizer: str) -> None:
+        self._service, self._tokenizer = service, tokenizer
         self._answers: dict[str, asyncio.Task[Answer]] = {}  # by idempotency key
 
     def application(self) -> web.Application:
@@ -110,9 +111,8 @@ class App:
         """Check the token, and make responses of what handlers return and raise."""
         key = request.headers.get("X-API-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         try:
-            free = request.path == "/api/v1/healthz" or request.path.startswith(_FILES)  # those have a signature
-            if not (free or hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self._token.encode())):
-                raise Refused("show the service's key: api_key=…, or the environment variable TINKER_API_KEY", 401)
+            if request.path != "/api/v1/healthz" and not request.path.startswith(_FILES):  # those have a signature
+                KEY.set(self._service.keys.named(key))
             try:
                 answer = await handler(request)
             finally:
@@ -123,7 +123,8 @@ class App:
             text = f"rlinf serve has no {request.method} {request.path[:200]}" if unserved else str(error.reason)
             return web.json_response({"error": text, "category": "user"}, status=error.status)
         except (UserError, ValueError) as error:
-            return web.json_response(failure(error), status=getattr(error, "status", 400))
+            wait = {"Retry-After": "1"} if isinstance(error, Busy) else {}
+            return web.json_response(failure(error), status=getattr(error, "status", 400), headers=wait)
         except (
             Exception
         ) as error:  # a bug, or a disk that takes nothing: its log says it, and clients read that it does
@@ -151,7 +152,7 @@ class App:
         for name in lines.keys() - {SERVICE, ANSWERS, *(model.line for model in service.models.values())}:
             service.journal.end(name)  # a death came before its first answer, or after its last
         if (answers := lines.get(ANSWERS)) is not None:
-            service.promises.restore(answers.results, ())
+            service.restore_answers(answers)
             for record in answers.requests(done=False):
                 try:
                     await self._asample(record.facts["body"])
@@ -175,6 +176,8 @@ class App:
         """Have a request that is refused take its turn, so that those behind it do not wait for it."""
         try:
             yield
+        except Busy:  # it comes again
+            raise
         except (UserError, ValueError) as error:
             self._service.refuse(model, number, error, spoils=spoils)
             raise
@@ -204,12 +207,17 @@ class App:
                 raise Refused("the body must be a JSON object")
             if key is None:
                 return await handler(body)
-            key = f"{request.path} {key}"
+            key = f"{KEY.get()} {request.path} {key}"
             if key not in self._answers:
                 self._answers[key] = asyncio.ensure_future(handler(body))
                 while len(self._answers) > _KEYS_KEPT:
                     del self._answers[next(iter(self._answers))]
-            return await asyncio.shield(self._answers[key])
+            try:
+                return await asyncio.shield(self._answers[key])
+            except Exception as error:  # what may come out otherwise the next time is asked again
+                if isinstance(error, Busy) or not isinstance(error, UserError | ValueError):
+                    self._answers.pop(key, None)
+                raise
 
         return handle
 
@@ -240,7 +248,11 @@ class App:
 
     async def _retrieve(self, request: web.Request) -> Answer:
         body = parse_json(await request.read())
+        if not isinstance(body, dict):
+            raise Refused("the body must be a JSON object")
         id = wanted(body, "request_id", str)
+        if not self._service.visible(id):
+            raise Refused(f"there is no request {id[:200]!r}", 404)
         result = await self._service.promises.result(id, _POLL)
         if result is None:
             return web.json_response({"type": "try_again", "request_id": id, "queue_state": "active"}, status=408)
@@ -427,47 +439,59 @@ class App:
 
     async def _checkpoints(self, request: web.Request) -> Answer:
         run = request.match_info.get("run")
-        listed = await asyncio.to_thread(self._service.store.list, run)
+        listed = await asyncio.to_thread(self._service.store.list, run, KEY.get())
         page, cursor = _page(request, listed)
         return {"checkpoints": page, **({} if run else {"cursor": cursor})}
 
     def _about(self, model: Model) -> dict[str, Any]:
         return self._run_facts(model.id, model.last_request, model.about["rank"], model.about["user_metadata"])
 
-    def _run_facts(self, id: str, last: float, rank: int, metadata: Any) -> dict[str, Any]:
+    def _run_facts(self, id: str, last: float, rank: int, metadata: Any, owner: str | None = None) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "training_run_id": id,
             "base_model": self._service.config.model_name,
-            "model_owner": "local",
+            "model_owner": owner or self._service.owner(id),
         }
         facts |= {"is_lora": True, "lora_rank": rank, "last_request_time": moment(last)}
         return {**facts, "user_metadata": metadata}
 
     async def _runs(self, request: web.Request) -> Answer:
-        page, cursor = _page(request, [self._about(model) for model in self._service.models.values()])
+        page, cursor = _page(
+            request, [self._about(each) for each in self._service.models.values() if self._service.visible(each.id)]
+        )
         return {"training_runs": page, "cursor": cursor}
 
     async def _run(self, request: web.Request) -> Answer:
         id = request.match_info["run"]
         if id in self._service.models:
-            return self._about(self._service.models[id])
+            return self._about(self._service.model(id))
         about = await asyncio.to_thread(self._service.store.newest, id)
-        return self._run_facts(id, about["time"], about["rank"], about.get("run_metadata"))
+        self._service.checkpoint(CheckpointPath.of(about["path"]))
+        return self._run_facts(id, about["time"], about["rank"], about.get("run_metadata"), about.get("owner", OWNER))
 
     async def _sessions(self, request: web.Request) -> Answer:
-        return {"sessions": _page(request, [*self._service.sessions])[0]}
+        return {"sessions": _page(request, [each for each in self._service.sessions if self._service.visible(each)])[0]}
 
     async def _session(self, request: web.Request) -> Answer:
         id = request.match_info["id"]
-        if id not in self._service.sessions:
+        if id not in self._service.sessions or not self._service.visible(id):
             raise Refused(f"there is no session {id[:200]!r}", 404)
         samplers = [each for each in self._service.samplers if each.startswith(f"{id}:")]
         return {"training_run_ids": self._service.sessions[id], "sampler_ids": samplers}
 
+    async def _usage(self, request: web.Request) -> Answer:
+        return {"usage": self._service.usage()}
+
     async def _weights_info(self, body: Mapping[str, Any]) -> Answer:
-        about = self._service.store.about(CheckpointPath.of(body.get("tinker_path")))
+        about = self._service.checkpoint(CheckpointPath.of(body.get("tinker_path")))
         layers = {"train_unembed": False, "train_mlp": about["mlp"], "train_attn": about["attn"]}
         return {"base_model": about["base_model"], "is_lora": True, "lora_rank": about["rank"], **layers}
+
+    def _named(self, request: web.Request) -> CheckpointPath:
+        """The checkpoint that a URL names, which may be seen."""
+        path = CheckpointPath.of("tinker://{run}/{kind}/{name}".format(**request.match_info))
+        self._service.checkpoint(path)
+        return path
 
     async def _finish(self, request: web.Request) -> Answer:
         for model in self._service.finish(request.match_info["id"]):
@@ -475,43 +499,39 @@ class App:
         return web.Response(status=204)
 
     async def _delete(self, request: web.Request) -> Answer:
-        await self._service.store.delete(_named(request))
+        await self._service.store.delete(self._named(request))
         return web.Response(status=204)
 
     async def _expire(self, request: web.Request) -> Answer:
         body = parse_json(await request.read())
-        await self._service.store.expire(_named(request), expiry(body.get("ttl_seconds")))
+        await self._service.store.expire(self._named(request), expiry(body.get("ttl_seconds")))
         return web.Response(status=204)
 
     # Downloads ----------------------------------------------------------------------------------------------------
 
-    def _signature(self, path: str, until: str) -> str:
-        return hmac.new(self._token.encode(), f"{path} {until}".encode(), "sha256").hexdigest()
+    def _signature(self, path: CheckpointPath, place: str, until: str) -> str:
+        owner = self._service.checkpoint(path).get("owner", OWNER)
+        return self._service.keys.signature(owner, f"{place} {until}")
 
     async def _urls(self, request: web.Request) -> Answer:
-        path, end = _named(request), time.time() + _SIGNED_FOR
+        path, end = self._named(request), time.time() + _SIGNED_FOR
         urls = {}
         for file in await asyncio.to_thread(self._service.store.files, path):
             place, until = f"{_FILES}{path.run}/{path.kind}/{path.name}/{file}", str(int(end))
-            query = {"until": until, "signature": self._signature(place, until)}
+            query = {"until": until, "signature": self._signature(path, place, until)}
             urls[file] = str(request.url.with_path(place).with_query(query))
         return {"urls": urls, "expires": moment(end)}
 
     async def _file(self, request: web.Request) -> Answer:
-        until = request.query.get("until", "")
-        sign = self._signature(request.path, until)
+        path, until = self._named(request), request.query.get("until", "")
+        sign = self._signature(path, request.path, until)
         proof = request.query.get("signature", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(sign.encode(), proof) or float(until) < time.time():
             raise Refused("the URL's signature is wrong, or too old; ask for the URLs again", 403)
-        path, file = _named(request), request.match_info["file"]
+        file = request.match_info["file"]
         if file not in await asyncio.to_thread(self._service.store.files, path):
             raise Refused(f"{path} has no file {file[:200]!r}", 404)
         return web.FileResponse(self._service.store.directory(path) / file)
-
-
-def _named(request: web.Request) -> CheckpointPath:
-    """The checkpoint that a URL names."""
-    return CheckpointPath.of("tinker://{run}/{kind}/{name}".format(**request.match_info))
 
 
 def _page(request: web.Request, rows: list[Any]) -> tuple[list[Any], dict[str, int]]:

@@ -24,6 +24,8 @@ from rlinf.runtime.base.errors import UserError
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """Kinds of checkpoints by their part of a path, and what lists call them."""
+OWNER = "local"
+"""Name of the key of a service that has one key, and of whatever was made before it had several."""
 _ABOUT = "about.json"
 _RUN = re.compile(r"[0-9a-f]{8,64}:train:[0-9]{1,9}")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -141,13 +143,15 @@ class Store:
         facts = {**about, "path": str(path), "time": time.time()}
         await asyncio.to_thread(_put, partial, target, facts)
 
-    def list(self, run: str | None = None) -> list[dict[str, Any]]:
+    def list(self, run: str | None, owner: str | None) -> list[dict[str, Any]]:
         """Checkpoints as clients read them, the newest first.
 
         Args:
             run: of this one alone.
+            owner: of this key alone.
         """
-        abouts = sorted(self._abouts(run), key=lambda about: -about["time"])
+        visible = (each for each in self._abouts(run) if owner in (None, each.get("owner", OWNER)))
+        abouts = sorted(visible, key=lambda about: -about["time"])
         return [_listed(about) for about in abouts]
 
     def _abouts(self, run: str | None) -> Iterator[dict[str, Any]]:
@@ -186,8 +190,8 @@ class Store:
         about = {**self.about(path), "expires": when}
         await asyncio.to_thread(write_text, self.directory(path) / _ABOUT, json.dumps(about))
 
-    async def copy(self, source: CheckpointPath, target: CheckpointPath, expires: float | None) -> None:
-        """Write a checkpoint once more, under another name.
+    async def copy(self, source: CheckpointPath, target: CheckpointPath, expires: float | None, owner: str) -> None:
+        """Write a checkpoint once more, under another name and for the key that is named.
 
         Raises:
             Refused: there is no such checkpoint, or one of the new name.
@@ -199,7 +203,7 @@ class Store:
                 shutil.copytree, self.directory(source), directory, ignore=shutil.ignore_patterns(_ABOUT)
             )
 
-        await self.write(target, save, {**about, "expires": expires}, over=False)
+        await self.write(target, save, {**about, "expires": expires, "owner": owner}, over=False)
 
     async def delete(self, path: CheckpointPath) -> None:
         """Delete a checkpoint.

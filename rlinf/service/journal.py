@@ -46,9 +46,10 @@ class Record:
         )
 
     @staticmethod
-    def of_result(id: str, result: Result) -> Record:
-        """Record what a request came to."""
-        return Record({"of": id}, result) if isinstance(result, bytes) else Record({"of": id, "result": result})
+    def of_result(id: str, result: Result, used: Mapping[str, Any] | None = None) -> Record:
+        """Record what a request came to, and what it took, which is counted once."""
+        facts = {"of": id} if used is None else {"of": id, "used": used}
+        return Record(facts, result) if isinstance(result, bytes) else Record({**facts, "result": result})
 
 
 @dataclass(slots=True)
@@ -61,6 +62,8 @@ class Line:
     """Of the newest segment, without results."""
     results: dict[str, Result] = field(default_factory=dict)
     """By request; of the segment before, too."""
+    used: list[Mapping[str, Any]] = field(default_factory=list)
+    """What requests of the newest segment took, and what its first record says of those before."""
 
     def requests(self, *, done: bool) -> list[Record]:
         """Requests of the newest segment.
@@ -127,10 +130,10 @@ class Journal:
             waiting[id] = Record({**facts, "id": id}, body).framed()
             self._add(_Entry(line, waiting[id]), wait=True)
 
-    def result(self, line: str, id: str, result: Result, *, wait: bool) -> None:
-        """Add what a request came to."""
+    def result(self, line: str, id: str, result: Result, *, wait: bool, used: Mapping[str, Any] | None = None) -> None:
+        """Add what a request came to, and what it took."""
         self._open.get(line, {}).pop(id, None)
-        self._add(_Entry(line, Record.of_result(id, result).framed()), wait=wait)
+        self._add(_Entry(line, Record.of_result(id, result, used).framed()), wait=wait)
 
     def begin(self, line: str, number: int, records: Iterable[Record], results: Mapping[str, Result]) -> None:
         """Begin a segment: with requests that are not over, and with results that may be asked for.
@@ -262,6 +265,8 @@ class Journal:
                         line.results[id] = each.facts.get("result", each.body)
                     elif path == newest:
                         line.records.append(each)
+                    if path == newest and "used" in each.facts:
+                        line.used.append(each.facts["used"])
             self._segments[directory.name], self.sizes[directory.name] = newest, newest.stat().st_size
             self.numbers[directory.name] = line.number
             again = line.requests(done=directory.name not in (SERVICE, ANSWERS))  # what models did they do again

@@ -41,10 +41,10 @@ class Promises:
     """All requests that were promised a result.
 
     Args:
-        note: is given every result before anybody else.
+        note: is given every result before anybody else, and whether the request had it before a restart.
     """
 
-    def __init__(self, note: Callable[[str, Result], None] = lambda id, result: None) -> None:
+    def __init__(self, note: Callable[[str, Result, bool], None] = lambda id, result, again: None) -> None:
         self._results: OrderedDict[str, asyncio.Future[Result]] = OrderedDict()
         self._note = note
         self._before: dict[str, Result] = {}
@@ -96,8 +96,9 @@ class Promises:
                 outcome = await work()
             except Exception as error:  # whatever it is: clients read it as the result, and bugs are in the log
                 outcome = failure(error)
+            again = id in self._before
             outcome = self._before.pop(id, outcome)
-            self._note(id, outcome)
+            self._note(id, outcome, again)
             return outcome
 
         self._results[id] = asyncio.create_task(result(), name=f"request {id}")
@@ -138,6 +139,11 @@ class InOrder:
         self._next = first
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._busy = False
+
+    @property
+    def over(self) -> int:
+        """Number of the last request that is over; all before it are, too."""
+        return self._next - 1
 
     @property
     def last(self) -> int:

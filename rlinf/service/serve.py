@@ -22,6 +22,8 @@ from rlinf.config.schema import leaves
 from rlinf.config.text import RunConfig
 from rlinf.runs.library.session import Session
 from rlinf.service.app import App
+from rlinf.service.checkpoints import OWNER
+from rlinf.service.keys import Keys
 from rlinf.service.service import Service
 from rlinf.storage.files import replace_text
 
@@ -45,18 +47,23 @@ async def serving(config: RunConfig, say: Callable[[str], None]) -> AsyncIterato
     """
     host, token = config.serve.host.strip("[]"), config.serve.token
     local = host in ("localhost", "::1") or host.startswith("127.")
-    if token is None and not local:
+    if token is None and not config.serve.keys and not local:
         raise InputError(f"serve.host={host}: whoever reaches it could train and sample; set serve.token=tml-…")
     directory = _directory(config)
     root = directory.with_name(f"{directory.name}-service")
-    token = token or _token(root / "token")
+    named = dict(config.serve.keys)
+    if token is not None or not named:
+        token = named[OWNER] = token or _token(root / "token")
+    if len({*named.values()}) < len(named) or (OWNER in config.serve.keys and token is not None):
+        raise InputError("serve.keys: two keys are the same, or one has the name of serve.token, which is local")
+    keys = Keys(named, config.serve.max_requests, config.serve.max_tokens)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_bound(host, config.serve.port))
         session = await stack.enter_async_context(Session.local(run_dir=directory, **_settings(config)))
-        service = Service(session, config.serve, root)
+        service = Service(session, config.serve, root, keys)
         stack.push_async_callback(service.close)
         session.tokenizer.save_pretrained(root / "tokenizer")
-        app = App(service, token, str(root / "tokenizer"))
+        app = App(service, str(root / "tokenizer"))
         await app.restore(service.journal.recover(), _base(config))
         runner = web.AppRunner(app.application(), access_log=None, shutdown_timeout=1.0)
         stack.push_async_callback(runner.cleanup)
@@ -65,10 +72,10 @@ async def serving(config: RunConfig, say: Callable[[str], None]) -> AsyncIterato
         port = listener.getsockname()[1]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         say(f"{config.name}: serves {config.serve.model_name} to clients of the Tinker API; checkpoints go to {root}")
-        say(f"  TINKER_BASE_URL={url} TINKER_API_KEY={token}")
+        say(f"  TINKER_BASE_URL={url} TINKER_API_KEY={token or 'one of serve.keys'}")
         if not local:
             say(f"  serve.host={host}: the key and all data cross the network unencrypted; put TLS before it")
-        yield url, token
+        yield url, token or next(iter(named.values()))
 
 
 def _directory(config: RunConfig) -> Path:

@@ -13,6 +13,7 @@ import itertools
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -28,8 +29,9 @@ from rlinf.data.rng import mix
 from rlinf.data.sample import Datum
 from rlinf.flows.session import TokenLosses, checked_data
 from rlinf.runs.library.session import Session
-from rlinf.service.checkpoints import CheckpointPath, Refused, Store, expiry
+from rlinf.service.checkpoints import OWNER, CheckpointPath, Refused, Store, expiry
 from rlinf.service.journal import ANSWERS, SERVICE, Journal, Line, Record, Result, put_directory
+from rlinf.service.keys import KEY, Busy, Keys
 from rlinf.service.promises import FairTurns, InOrder, Promises, Switching, Work
 from rlinf.service.wire import PassRequest, pass_result, sample_result
 from rlinf.training.optimizer import Adam
@@ -71,6 +73,16 @@ class Model:
     """Number of the request after which its state was saved last."""
     seconds: float = 0.0
     """Work since then, which a restart would do again."""
+    stepped: bool = False
+    """Its weights are others than then."""
+    gathered: bool = False
+    """Gradients wait for a step."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by whoever uses its adapters."""
+    last_turn: int = 0
+    """The larger, the later it had its last turn."""
+    used: Counter[str] = field(default_factory=Counter)
+    """See `Service.usage`."""
     spoilt: str | None = None
     """Why the gradients since the last step are not what its client asked for."""
     last_request: float = field(default_factory=time.time)
@@ -116,10 +128,17 @@ class Service:
         session: open, with adapters (`model.lora`) that nobody trains.
         config: names and limits.
         root: directory of checkpoints and of the journal.
+        keys: of its clients.
     """
 
-    def __init__(self, session: Session, config: ServeConfig, root: Path) -> None:
+    def __init__(self, session: Session, config: ServeConfig, root: Path, keys: Keys) -> None:
         self.session, self.config, self.store = session, config, Store(root / "checkpoints")
+        self.keys = keys
+        self.owners: dict[str, str] = {}
+        """Names of the keys with which sessions were made."""
+        self._answers, self._unloaded = Counter[str](), Counter[str]()  # what answers and former models took
+        self._took: dict[str, dict[str, int]] = {}  # of requests whose results are about to be noted
+        self._moments = itertools.count(1)
         self.journal = Journal(root / "journal")
         self.promises = Promises(self._note)
         self.sessions: dict[str, list[str]] = {}
@@ -146,15 +165,66 @@ class Service:
 
     # The journal --------------------------------------------------------------------------------------------------
 
-    def _note(self, id: str, result: Result) -> None:
+    def _note(self, id: str, result: Result, again: bool) -> None:
         """Put a result into the journal. Answers wait for it unless it would be computed again to the same end."""
         wait = isinstance(result, dict) and result.get("type") != "optim_step"
         model = self.models.get(id.rpartition(":")[0])
-        line = ANSWERS if ":sample:" in id else SERVICE if model is None else model.line
-        self.journal.result(line, id, result, wait=wait)
-        if line == ANSWERS and self.journal.sizes[line] > _LONG_LINE:
+        self.keys.end(id)
+        used = self._took.pop(id, {})
+        if again:
+            used = {}
+        if ":sample:" not in id:
+            if model is not None:
+                model.used.update(used)
+            self.journal.result(SERVICE if model is None else model.line, id, result, wait=wait, used=used)
+            return
+        self._answers.update(used)
+        self.journal.result(ANSWERS, id, result, wait=wait, used=used)
+        if self.journal.sizes[ANSWERS] > _LONG_LINE:
             unfetched = {**self.promises.unfetched(":sample:"), id: result}
-            self.journal.begin(line, self.journal.numbers[line] + 1, (), unfetched)
+            totals = Record({"used": dict(self._answers)})
+            self.journal.begin(ANSWERS, self.journal.numbers[ANSWERS] + 1, [totals], unfetched)
+
+    def restore_answers(self, line: Line) -> None:
+        """Have results of answers, and what they took."""
+        self.promises.restore(line.results, ())
+        for used in line.used:
+            self._answers.update(used)
+
+    def usage(self) -> dict[str, dict[str, int]]:
+        """Count what each key took that may be seen: `tokens` of forward passes, of which `learned` ones, `steps`, and
+        for answers tokens of `prompts` and `sampled` ones."""
+        total = self._answers + self._unloaded
+        for model in self.models.values():
+            total.update(self._taken(model))
+        rows: dict[str, dict[str, int]] = {}
+        for name, count in sorted(total.items()):
+            what, _, owner = name.partition(" ")
+            if KEY.get() in (None, owner):
+                rows.setdefault(owner, {})[what] = count
+        return rows
+
+    def _taken(self, model: Model) -> dict[str, int]:
+        return {f"{what} {self.owner(model.id)}": count for what, count in model.used.items()}
+
+    def owner(self, id: str) -> str | None:
+        """Name of the key of a session, and of what is its: models, samplers and promises; None: there is no such."""
+        return self.owners.get(id.partition(":")[0])
+
+    def visible(self, id: str) -> bool:
+        """Is this of a session that was made with the key that is shown?"""
+        return KEY.get() in (None, self.owner(id))
+
+    def checkpoint(self, path: CheckpointPath) -> dict[str, Any]:
+        """Facts of a checkpoint that may be seen.
+
+        Raises:
+            Refused: there is none.
+        """
+        about = self.store.about(path)
+        if KEY.get() not in (None, about.get("owner", OWNER)):
+            raise Refused(f"there is no checkpoint {path}", 404)
+        return about
 
     def restore(self, line: Line, base: str) -> None:
         """Have the sessions, models and samplers that there were; nothing of them is computed yet.
@@ -174,12 +244,15 @@ class Service:
                 )
         absent = {id for id, result in line.results.items() if isinstance(result, dict) and "error" in result}
         absent |= {each.facts["model"] for each in line.records if each.facts["call"] == "unload_model"}
+        for used in line.used:
+            self._unloaded.update(used)
         live = [each for each in line.records if not absent & {each.facts.get("id"), each.facts.get("model")}]
         for record in live:
             facts = record.facts
             match facts["call"]:
                 case "create_session":
                     self.sessions[facts["session"]] = []
+                    self.owners[facts["session"]] = facts.get("owner", OWNER)
                 case "finish_session":
                     self._finished.add(facts["session"])
                 case "create_model":
@@ -193,7 +266,8 @@ class Service:
             else:
                 self._make(model)
         records = [each for each in live if "id" not in each.facts or each.facts["id"] in line.results]
-        records = [Record({"call": "base", "base": base}), *(each for each in records if each.facts["call"] != "base")]
+        first = Record({"call": "base", "base": base, "used": dict(self._unloaded)})
+        records = [first, *(each for each in records if each.facts["call"] != "base")]
         results = {id: result for id, result in line.results.items() if id in self.models}
         self.journal.begin(SERVICE, line.number + 1, records, results)
 
@@ -205,6 +279,8 @@ class Service:
             line: its own, whose requests are to be run again.
         """
         self.promises.restore(line.results, {each.facts["id"] for each in line.records if "id" in each.facts})
+        for used in line.used:
+            model.used.update(used)
         if any(each.facts.get("saved") for each in line.records):
             model.saved = line.number
             if model.id in self.promises and self.promises.over(model.id):
@@ -212,8 +288,10 @@ class Service:
 
     async def _present(self, model: Model) -> None:
         """Have a model's adapters in the trainer, as its last saved state or its beginning has them."""
+        model.last_turn = next(self._moments)
         if model.open:
             return
+        await self._make_room()
         trainer, about = self.session.trainer, model.about
         lora = {"r": about["rank"], "alpha": ALPHA, "target_modules": _targets(about)}
         await trainer.open_model(model.adapters, lora, about["seed"])
@@ -227,6 +305,18 @@ class Service:
             await trainer.close_model(model.adapters)
             raise
         model.open = True
+
+    async def _make_room(self) -> None:
+        """Have models that nobody asks for wait on the disk, the one first that was asked for longest ago."""
+        there = [model for model in self.models.values() if model.open]
+        for model in sorted(there, key=lambda each: each.last_turn)[: max(0, len(there) - self.config.max_open + 1)]:
+            if model.lock.locked() or model.gathered or model.spoilt is not None:
+                continue
+            async with model.lock:
+                if model.stepped:
+                    await self._save_state(model, model.order.over, {})
+                model.open = False
+                await self.session.trainer.close_model(model.adapters)
 
     async def _save_state(self, model: Model, number: int, results: Mapping[str, Result]) -> None:
         """Save a model's state, from which a restart goes on.
@@ -245,17 +335,19 @@ class Service:
         await asyncio.to_thread(put_directory, partial, directory)
         for id, result in results.items():
             self.journal.result(model.line, id, result, wait=False)
+            if self.promises.before(id) is None:
+                model.used.update(self._took.pop(id, {}))
         results = {**self.promises.unfetched(f"{model.id}:"), **results}
-        self.journal.begin(model.line, number, [Record({"saved": True})], results)
-        model.saved, model.seconds = number, 0.0
+        self.journal.begin(model.line, number, [Record({"saved": True, "used": dict(model.used)})], results)
+        model.saved, model.seconds, model.stepped = number, 0.0, False
 
     # Sessions -----------------------------------------------------------------------------------------------------
 
     def create_session(self) -> str:
         """Begin a session of a client; its id."""
         id = secrets.token_hex(12)
-        self.sessions[id] = []
-        self.journal.put(SERVICE, {"call": "create_session", "session": id})
+        self.sessions[id], self.owners[id] = [], KEY.get() or OWNER
+        self.journal.put(SERVICE, {"call": "create_session", "session": id, "owner": self.owners[id]})
         return id
 
     def check_session(self, id: Any) -> str:
@@ -264,7 +356,7 @@ class Service:
         Raises:
             Refused: it is not.
         """
-        if id not in self.sessions:
+        if id not in self.sessions or not self.visible(str(id)):
             raise Refused(f"there is no session {str(id)[:200]!r}", 404)
         if id in self._finished:
             raise Refused(f"session {id} has finished", 410)
@@ -313,7 +405,7 @@ class Service:
             return id
         path = None if load is None else CheckpointPath.of(load[0])
         if path is not None:
-            saved = self.store.about(path)
+            saved = self.checkpoint(path)
             about = {
                 **{key: saved[key] for key in ("rank", "attn", "mlp", "seed")},
                 "user_metadata": about["user_metadata"],
@@ -322,7 +414,7 @@ class Service:
         if not 1 <= about["rank"] <= self.config.max_rank:
             raise Refused(f"lora_config.rank={about['rank']} must be from 1 to {self.config.max_rank}")
         if len(self.models) >= self.config.max_models:
-            raise Refused(f"this service has room for {self.config.max_models} models; unload one", 429)
+            raise Busy(f"this service has room for {self.config.max_models} models; unload one")
         model = self._add(id, about, load)
         self.journal.request(SERVICE, id, {"call": "create_model", "about": about, "load": load})
         self._make(model)
@@ -337,7 +429,8 @@ class Service:
         async def make() -> Result:
             answer: Result = {"type": "create_model", "model_id": model.id}
             try:
-                await self._present(model)
+                async with model.lock:
+                    await self._present(model)
                 if model.load is not None:
                     answer = {"type": "load_weights", "path": model.load[0], "model_id": model.id}
                     await self._save_state(model, 0, {})  # its checkpoint may be deleted
@@ -355,19 +448,25 @@ class Service:
         Raises:
             Refused: there is none.
         """
-        if (model := self.models.get(id)) is None:
+        if (model := self.models.get(id)) is None or not self.visible(model.id):
             raise Refused(f"there is no model {str(id)[:200]!r}", 404)
         model.last_request = time.time()
         return model
 
-    def submit(self, model: Model, number: int | None, work: Work, *, once: bool = False) -> str:
+    def submit(
+        self, model: Model, number: int | None, work: Work, *, tokens: int | None = 0, once: bool = False
+    ) -> str:
         """Promise the result of a request to a model; the same number again is the same request.
 
         Args:
             model: to which.
             number: of the request; None: the next one.
             work: gives its result, when its turn has come.
+            tokens: of it; None: it is not counted for its key.
             once: it is not run again after a restart, if it had a result.
+
+        Raises:
+            Busy: its key has as many as it may have.
         """
         number = model.number(number)
         id = f"{model.id}:{number}"
@@ -376,15 +475,36 @@ class Service:
             if once and (result := self.promises.before(id)) is not None:
                 return result
             self.model(model.id)  # it may have been unloaded
-            await self._present(model)
-            began = time.monotonic()
-            try:
-                return await work()
-            finally:
-                model.seconds += time.monotonic() - began
+            async with model.lock:
+                await self._present(model)
+                began = time.monotonic()
+                try:
+                    return await work()
+                finally:
+                    model.seconds += time.monotonic() - began
 
+        if tokens is not None:
+            self._admit(id, tokens, last=number > model.order.last)
         self.promises.make(id, lambda: model.order.run(number, turn))
         return id
+
+    def _admit(self, id: str, tokens: int, *, last: bool = True) -> None:
+        """Count a request for its key, unless it is there already.
+
+        Args:
+            id: of its promise.
+            tokens: of it.
+            last: nothing waits for it.
+
+        Raises:
+            Busy: its key has as many as it may have.
+        """
+        if id in self.promises:
+            return
+        owner = self.owners[id.partition(":")[0]]
+        if last and KEY.get() is not None:  # what was promised before a restart, and what others wait for, has room
+            self.keys.admit(owner, tokens)
+        self.keys.begin(id, owner, tokens)
 
     def _fail_again(self, model: Model, number: int) -> None:
         """Let a request fail that failed before a restart: it may have been the machine's fault, and its client knows.
@@ -411,7 +531,7 @@ class Service:
                 model.spoilt = str(error)
             raise Refused(str(error))
 
-        id = self.submit(model, number, refused)
+        id = self.submit(model, number, refused, tokens=None)
         self.keep_request(model, id, {"call": "refuse", "seq_id": number, "error": str(error), "spoils": spoils})
 
     def keep_request(self, model: Model, id: str, facts: Mapping[str, Any], body: bytes = b"") -> None:
@@ -443,22 +563,24 @@ class Service:
         except (TypeError, ValueError) as error:
             self.refuse(model, request.seq_id or None, error)
             raise Refused(str(error)) from None
-        number = model.number(request.seq_id or None)
+        number, tokens = model.number(request.seq_id or None), sum(len(datum.tokens) for datum in data)
 
         async def work() -> Result:
             mine = TokenPass(data, None if request.forward_only else loss, model.adapters)
             try:
                 if not request.forward_only:
                     self._fail_again(model, number)
-                logprobs = await self._passes.run(mine, sum(len(datum.tokens) for datum in data))
+                logprobs = await self._passes.run(mine, tokens)
             except BaseException as error:  # cancelled, too: the gradient is not what was asked for
                 if not request.forward_only:
                     model.spoilt = f"a forward_backward before it failed: {error}"
                 raise
+            model.gathered = model.gathered or not request.forward_only
+            self._took[f"{model.id}:{number}"] = {"tokens": tokens, "learned": 0 if request.forward_only else tokens}
             losses = TokenLosses.of(data, loss, logprobs)
             return pass_result(losses.logprobs, {"loss:sum": losses.loss})
 
-        return self.submit(model, number, work)
+        return self.submit(model, number, work, tokens=tokens)
 
     def optim_step(self, model: Model, number: int | None, settings: Mapping[str, Any]) -> str:
         """Take a step; id of the promise.
@@ -476,7 +598,7 @@ class Service:
         number = model.number(number)
 
         async def work() -> Result:
-            spoilt, model.spoilt = model.spoilt, None
+            spoilt, model.spoilt, model.gathered = model.spoilt, None, False
             if spoilt is not None:
                 await self.session.trainer.forget_gradients(model.adapters)
                 raise Refused(f"optim_step: the step was not taken and its gradients are forgotten, since {spoilt}")
@@ -486,6 +608,8 @@ class Service:
                 await self.session.trainer.forget_gradients(model.adapters)
                 raise
             numbers = await self.session.trainer.optim_step(adam, model.adapters)
+            model.stepped = True
+            self._took[f"{model.id}:{number}"] = {"steps": 1}
             result: Result = {"type": "optim_step", "metrics": {key: float(value) for key, value in numbers.items()}}
             if model.seconds >= self.config.replay_seconds:
                 await self._save_state(model, number, {f"{model.id}:{number}": result})
@@ -510,6 +634,7 @@ class Service:
             "run_metadata": facts["user_metadata"],
             "user_metadata": how.get("user_metadata"),
             "request": f"{model.id}:{number}",
+            "owner": self.owner(model.id),
         }
         optimizer = path.kind == "weights"
 
@@ -536,7 +661,8 @@ class Service:
         if run in self.models:
             raise Refused(f"model_seq_id={number} is in use")
         target = CheckpointPath(run, source.kind, source.name)
-        await self.store.copy(source, target, expiry(ttl))
+        self.checkpoint(source)
+        await self.store.copy(source, target, expiry(ttl), self.owners[session])
         return target
 
     def load(self, model: Model, number: int | None, path: CheckpointPath, *, optimizer: bool) -> str:
@@ -546,14 +672,14 @@ class Service:
             Refused: there is none.
         """
         if path.run != model.id:
-            self.store.about(path)
+            self.checkpoint(path)
         number = model.number(number)
 
         async def work() -> Result:
             self._fail_again(model, number)
             self.store.about(path)
             await self.session.trainer.load_model(model.adapters, str(self.store.directory(path)), optimizer)
-            model.spoilt = None
+            model.spoilt, model.gathered, model.stepped = None, False, True
             result: Result = {"type": "load_weights", "path": str(path), "model_id": model.id}
             await self._save_state(model, number, {f"{model.id}:{number}": result})  # the checkpoint may be deleted
             return result
@@ -568,7 +694,9 @@ class Service:
             await self.session.trainer.close_model(model.adapters)
             del self.models[model.id]
             result: Result = {"type": "unload_model", "model_id": model.id}
-            self.journal.put(SERVICE, {"call": "unload_model", "model": model.id})
+            used = self._taken(model)
+            self._unloaded.update(used)
+            self.journal.put(SERVICE, {"call": "unload_model", "model": model.id, "used": used})
             self.journal.result(SERVICE, f"{model.id}:{number}", result, wait=True)
             self.journal.end(model.line)
             return result
@@ -585,7 +713,7 @@ class Service:
         """
         id = f"{self.check_session(session)}:sample:{number}"
         if path is not None:
-            self.store.about(CheckpointPath.of(path))
+            self.checkpoint(CheckpointPath.of(path))
         if id not in self.samplers:
             self._add_sampler(id, path or BASE)
         return id
@@ -600,17 +728,18 @@ class Service:
         Raises:
             Refused: there is none.
         """
-        if (sampler := self.samplers.get(id)) is None:
+        if (sampler := self.samplers.get(id)) is None or not self.visible(sampler.id):
             raise Refused(f"there is no sampling session {str(id)[:200]!r}", 404)
         return sampler
 
     def sample(self, sampler: Sampler, number: int | None, request: SampleRequest) -> str:
         """Answer; id of the promise."""
         id = f"{sampler.id}:{secrets.randbits(48) if number is None else number}"
-        self.promises.make(id, lambda: self._sample(sampler, request))
+        self._admit(id, len(request.prompt) + request.count * request.sampling["max_new_tokens"])
+        self.promises.make(id, lambda: self._sample(sampler, request, id))
         return id
 
-    async def _sample(self, sampler: Sampler, request: SampleRequest) -> Result:
+    async def _sample(self, sampler: Sampler, request: SampleRequest, id: str) -> Result:
         weights = self._key(sampler.weights)
         async with self._weights.at(weights):
             version = self._version
@@ -623,6 +752,8 @@ class Service:
             prompt = await self._prompt_logprobs(weights, request) if request.prompt_logprobs else None
         if any((each.versions != version).any() for each in answers):
             raise RuntimeError(f"answers of {sampler.id} are not all by version {version} of the weights")
+        owner, sampled = self.owner(id), sum(len(each.response_ids) for each in answers)
+        self._took[id] = {f"prompts {owner}": len(request.prompt), f"sampled {owner}": sampled}
         ended = {"stop": "stop", "text": "stop"}
         return sample_result(
             ((ended.get(each.finish, "length"), each.response_ids, each.logprobs) for each in answers), prompt

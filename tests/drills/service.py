@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
+from safetensors.numpy import load_file
 
 from rlinf.runs.rules import load_config
 from rlinf.service.serve import serving
@@ -37,7 +38,7 @@ from tests.service.serving import KEY, TINY, read_sample, request
 REPLAY = "serve.replay_seconds=0.05"
 """States are saved often enough for a drill to meet one."""
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
-PATIENCE = 90.0
+PATIENCE = 300.0
 """Seconds for what takes one or two."""
 
 
@@ -183,12 +184,15 @@ def normal(progress: Progress) -> dict[tuple[int, int], object]:
 
 
 def weights(directory: Path) -> dict[str, str]:
-    """Sums of the files of the last checkpoints."""
+    """Sums of the tensors of the last checkpoints, adapters' and optimizers'."""
     files = sorted((directory / "tiny-service/checkpoints").glob("*/weights/end/*.safetensors"))
-    return {
-        f"{path.parts[-4].partition('-')[2]}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
-    }
+    found = {}
+    for path in files:
+        digest = hashlib.sha256()
+        for name, tensor in sorted(load_file(path).items()):
+            digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode() + tensor.tobytes())
+        found[f"{path.parts[-4].partition('-')[2]}/{path.name}"] = digest.hexdigest()
+    return found
 
 
 def arguments(directory: Path, port: int = 0) -> list[str]:
@@ -336,6 +340,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--each", type=int, default=10, help="kills of a script")
+    parser.add_argument(
+        "--imitated", type=float, default=0.0, help="share of scripts whose kills are copies of the disk"
+    )
     parser.add_argument("--command", type=float, default=0.1, help="share of services begun as `rlinf serve`")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -345,12 +352,18 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             wanted = asyncio.run(reference(seed, Path(name) / "reference"))
             progress, directory = Progress(script(seed)), Path(name) / "killed"
-            asyncio.run(killed(progress, directory, random.Random(seed), kills, options.command))
+            rng = random.Random(seed)
+            real = first >= options.imitated * options.kills
+            if real:
+                asyncio.run(killed(progress, directory, rng, kills, options.command))
+            else:
+                directory = asyncio.run(imitated(progress, directory, rng, kills))
             found = normal(progress), weights(directory)
         wrong = [key for key in wanted[0] if found[0].get(key) != wanted[0][key]]
         bad += bool(wrong) or found[1] != wanted[1]
         print(
-            f"seed {seed}: {kills} kills, {len(wanted[0])} results, {len(wrong)} of them others {wrong}; "
+            f"seed {seed}: {kills} {'kills' if real else 'copies'}, {len(wanted[0])} results, "
+            f"{len(wrong)} of them others {wrong}; "
             f"weights {'equal' if found[1] == wanted[1] else 'OTHERS'}",
             flush=True,
         )

@@ -32,13 +32,14 @@ class Http:
 
     Args:
         url: the service's.
+        key: that is shown.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, url: str, key: str = KEY) -> None:
+        self._url, self._key = url, key
 
     async def __aenter__(self) -> Http:
-        self._session = aiohttp.ClientSession(headers={"X-API-Key": KEY})
+        self._session = aiohttp.ClientSession(headers={"X-API-Key": self._key})
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -12,7 +12,7 @@ from tests.service.serving import Http, tiny
 async def test_a_killed_service_goes_on_bit_for_bit(tmp_path):
     wanted = await reference(3, tmp_path / "reference")
     progress = Progress(script(3))
-    last = await imitated(progress, tmp_path / "killed", random.Random(7), 2)
+    last = await imitated(progress, tmp_path / "killed", random.Random(7), 1)
     assert normal(progress) == wanted[0]
     assert weights(last) == wanted[1]
 

@@ -10,6 +10,7 @@ VENV := .venv
 PEERS := .venv-peers
 TRL := .venv-trl
 SB3 := .venv-sb3
+COOKBOOK := .venv-cookbook
 SGLANG := .venv-sglang
 VLLM := .venv-vllm
 ENVIRONMENTS := .venv-environments
@@ -210,6 +211,21 @@ $(SB3)/.installed: benchmarks/peers/requirements-sb3.txt constraints.txt | $(SB3
 	$(SB3)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -r benchmarks/peers/requirements-sb3.txt
 	$(SB3)/bin/python -c 'import importlib.metadata as m; print("stable-baselines3", m.version("stable-baselines3"))'
 	touch $@
+
+# The official client's cookbook; see the file for why it is installed without what it asks for.
+$(COOKBOOK)/.installed: benchmarks/peers/requirements-cookbook.txt constraints.txt | $(COOKBOOK)/bin/python
+	$(COOKBOOK)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(COOKBOOK)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -r benchmarks/peers/requirements-cookbook.txt
+	$(COOKBOOK)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook==0.6.1
+	$(COOKBOOK)/bin/python -c 'import importlib.metadata as m; print("tinker-cookbook", m.version("tinker-cookbook"), "tinker", m.version("tinker"))'
+	touch $@
+
+.PHONY: test-cookbook bench-cookbook
+test-cookbook: install $(COOKBOOK)/.installed  ## create .venv-cookbook, and try a recipe of the official client's cookbook against a service
+	$(BIN)/python -m pytest tests/service/test_cookbook.py
+
+bench-cookbook: install $(COOKBOOK)/.installed  ## run the cookbook's recipes against a service; BENCH_ARGS="sl_loop rl_loop" chooses
+	$(BIN)/python -m benchmarks.cookbook $(BENCH_ARGS)
 
 # An inference server's pins exclude ours, so each has an environment of its own. Nothing is resolved: the file has it all.
 .PHONY: vllm

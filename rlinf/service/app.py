@@ -25,7 +25,7 @@ from rlinf.service.journal import ANSWERS, SERVICE, Line, Record
 from rlinf.service.keys import KEY, Busy
 from rlinf.service.promises import failure
 from rlinf.service.service import Model, SampleRequest, Service
-from rlinf.service.wire import PROTOBUF, BadPass, read_pass
+from rlinf.service.wire import PROTOBUF, BadPass, Targets, read_pass
 
 _POLL = 30.0
 """Seconds for which a fetch waits for its result; clients give up after 45."""
@@ -385,7 +385,7 @@ class App:
 
     async def _asample(self, body: Mapping[str, Any]) -> Answer:
         sampler = self._service.sampler(wanted(body, "sampling_session_id", str))
-        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
             if body.get(name):
                 raise Refused(f"{name}: this service does not serve that yet")
         request = self._read_sample(body)
@@ -428,7 +428,10 @@ class App:
         )
         if not 0 <= seed <= _MOST_SEED:
             raise Refused(f"sampling_params.seed={seed} must be from 0 to {_MOST_SEED}")
-        return SampleRequest(prompt, count, seed, sampling, wanted(body, "prompt_logprobs", bool, False), last)
+        targets = wanted(body, "target_prompt_logprobs", dict, None)
+        about = None if targets is None else Targets.of(targets, len(prompt) - 1, vocabulary or 2**31)
+        wants_prompt = wanted(body, "prompt_logprobs", bool, False)
+        return SampleRequest(prompt, count, seed, sampling, wants_prompt, last, about)
 
     # Lists --------------------------------------------------------------------------------------------------------
 
@@ -494,8 +497,11 @@ class App:
         return path
 
     async def _finish(self, request: web.Request) -> Answer:
+        ids = []
         for model in self._service.finish(request.match_info["id"]):
-            self._promised(model, "unload_model", self._service.unload(model, None), {"model_id": model.id})
+            ids.append(self._service.unload(model, None))
+            self._promised(model, "unload_model", ids[-1], {"model_id": model.id})
+        await asyncio.gather(*(self._service.promises.result(id, _POLL) for id in ids))
         return web.Response(status=204)
 
     async def _delete(self, request: web.Request) -> Answer:

@@ -33,7 +33,7 @@ from rlinf.service.checkpoints import OWNER, CheckpointPath, Refused, Store, exp
 from rlinf.service.journal import ANSWERS, SERVICE, Journal, Line, Record, Result, put_directory
 from rlinf.service.keys import KEY, Busy, Keys
 from rlinf.service.promises import FairTurns, InOrder, Promises, Switching, Work
-from rlinf.service.wire import PassRequest, pass_result, sample_result
+from rlinf.service.wire import PassRequest, Targets, pass_result, sample_result
 from rlinf.training.optimizer import Adam
 from rlinf.training.schedule import TokenPass
 
@@ -119,6 +119,8 @@ class SampleRequest:
     prompt_logprobs: bool = False
     last: int | None = None
     """So many of the prompt's last tokens get log-probs; None: all but the first."""
+    targets: Targets | None = None
+    """Tokens whose log-probs are asked for within the prompt."""
 
 
 class Service:
@@ -578,7 +580,7 @@ class Service:
             model.gathered = model.gathered or not request.forward_only
             self._took[f"{model.id}:{number}"] = {"tokens": tokens, "learned": 0 if request.forward_only else tokens}
             losses = TokenLosses.of(data, loss, logprobs)
-            return pass_result(losses.logprobs, {"loss:sum": losses.loss})
+            return pass_result(losses.logprobs, {"loss:sum": losses.loss}, request.widths)
 
         return self.submit(model, number, work, tokens=tokens)
 
@@ -749,25 +751,38 @@ class Service:
                     for index in range(request.count)
                 )
             )
-            prompt = await self._prompt_logprobs(weights, request) if request.prompt_logprobs else None
+            prompt, of_targets = await self._prompt_logprobs(weights, request)
         if any((each.versions != version).any() for each in answers):
             raise RuntimeError(f"answers of {sampler.id} are not all by version {version} of the weights")
         owner, sampled = self.owner(id), sum(len(each.response_ids) for each in answers)
         self._took[id] = {f"prompts {owner}": len(request.prompt), f"sampled {owner}": sampled}
         ended = {"stop": "stop", "text": "stop"}
         return sample_result(
-            ((ended.get(each.finish, "length"), each.response_ids, each.logprobs) for each in answers), prompt
+            ((ended.get(each.finish, "length"), each.response_ids, each.logprobs) for each in answers),
+            prompt,
+            of_targets,
         )
 
-    async def _prompt_logprobs(self, weights: str, request: SampleRequest) -> np.ndarray:
-        ids = request.prompt
-        logprobs = np.full(len(ids), np.nan, np.float32)
-        if len(ids) > 1:
+    async def _prompt_logprobs(
+        self, weights: str, request: SampleRequest
+    ) -> tuple[np.ndarray | None, tuple[Targets, np.ndarray] | None]:
+        """The log-probs that are asked for of a prompt: of its own tokens, and of others in their places."""
+        ids, targets = request.prompt, request.targets
+        others = [] if targets is None else [np.where(each < 0, ids[1:], each) for each in targets.tokens.T]
+        data = [Datum(ids[:-1], each) for each in (*([ids[1:]] if request.prompt_logprobs else []), *others)]
+        scores: list[np.ndarray] = []
+        if data and len(ids) > 1:
             own = (self._opened[weights],) if weights != BASE else ()  # the session's is the base: nobody trains it
-            (logprobs[1:],) = await self.session.trainer.forward([Datum(ids[:-1], ids[1:])], *own)
+            scores = await self.session.trainer.forward(data, *own)
+        of_targets = None if targets is None else (targets, np.stack(scores[len(data) - len(others) :], axis=1))
+        if not request.prompt_logprobs:
+            return None, of_targets
+        logprobs = np.full(len(ids), np.nan, np.float32)
+        if scores:
+            logprobs[1:] = scores[0]
         if request.last is not None:
             logprobs[: len(ids) - request.last] = np.nan
-        return logprobs
+        return logprobs, of_targets
 
     def _key(self, weights: str) -> str:
         """Name these weights, with when they were saved: another checkpoint may have taken the path since.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,14 @@ _MESSAGES = {
     "ArrayRecord": "1 type_tag string; 2 fields NamedBatch*; 3 num_datums int64",
     "ForwardBackwardOutput": "1 loss_fn_output_type string; 2 loss_fn_outputs ArrayRecord*; 3 metrics NamedNumber*",
     "SampledSequence": "1 stop_reason int32; 2 tokens bytes; 3 logprobs bytes",
-    "SampleResponse": "1 sequences SampledSequence*; 2 prompt_logprobs bytes",
+    "SampleResponse": "1 sequences SampledSequence*; 2 prompt_logprobs bytes; 5 target_prompt_logprobs Tensor",
 }
 """Fields of each message: number, name and type; * for any number of them. A map is on the wire what a list of keys
 with values is, and an enumeration what a whole number is."""
 _FLOAT32, _INT64, _INT32 = 1, 2, 3
 _DTYPES: Mapping[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype("<i4")}
+MOST_TARGETS = 32
+"""Targets at one position of a text: each costs a forward pass of its own."""
 STOP_REASONS = {"stop": 0, "length": 1}
 
 
@@ -78,6 +81,8 @@ class PassRequest:
     loss: str
     settings: dict[str, float | str]
     forward_only: bool
+    widths: list[int]
+    """Of each datum that was sent, targets at a position: so many of `data` are made of it; 0: one, as a plain list."""
 
 
 class BadPass(ValueError):
@@ -94,6 +99,58 @@ class BadPass(ValueError):
         self.model_id, self.seq_id = model_id, seq_id
 
 
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Tokens whose log-probs are asked for at positions of a prompt."""
+
+    tokens: np.ndarray
+    """int64 [tokens of the prompt - 1, targets]; -1: none."""
+    places: tuple[np.ndarray, np.ndarray] | None
+    """Row and column of each, where they came as a sparse tensor: so goes the answer."""
+
+    @staticmethod
+    def of(value: Mapping[str, Any], rows: int, vocabulary: int) -> Targets:
+        """Read a tensor in JSON.
+
+        Args:
+            value: the tensor.
+            rows: that it must have.
+            vocabulary: tokens are below it.
+
+        Raises:
+            ValueError: it is none, or of another shape, or has other tokens.
+        """
+        try:
+            data, shape = np.array(value["data"], np.int64), tuple(value["shape"])
+            crow, places = value.get("sparse_crow_indices"), None
+            if len(shape) != 2 or not rows or shape[0] != rows or not 1 <= shape[1] <= MOST_TARGETS:
+                raise ValueError(f"its shape is {list(shape)} and must be [{rows}, 1 to {MOST_TARGETS}]")
+            if crow is None:
+                tokens = data.reshape(shape)
+            else:
+                places = np.repeat(np.arange(rows), np.diff(crow)), np.array(value["sparse_col_indices"], np.int64)
+                tokens = np.full(shape, -1)
+                tokens[places] = data
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            raise ValueError(f"target_prompt_logprobs: {error}") from None
+        if tokens.min() < -1 or tokens.max() >= vocabulary or tokens.max() < 0:
+            raise ValueError(
+                f"target_prompt_logprobs must name tokens, each from 0 to {vocabulary - 1}, or -1 for none"
+            )
+        return Targets(tokens, places)
+
+    def answered(self, logprobs: np.ndarray) -> dict[str, Any]:
+        """Fields of the `Tensor` with their log-probs, 0 where none was asked for."""
+        values = np.where(self.tokens < 0, 0.0, logprobs).astype("<f4")
+        about = {"dtype": _FLOAT32, "shape": list(values.shape)}
+        if self.places is None:
+            return {**about, "dense": values.tobytes()}
+        rows, columns = self.places
+        ends = np.searchsorted(rows, np.arange(len(values) + 1)).astype("<i8")
+        csr = {"values": values[rows, columns].tobytes(), "crow_indices": ends.tobytes()}
+        return {**about, "sparse_csr": {**csr, "col_indices": columns.astype("<i8").tobytes()}}
+
+
 def read_pass(body: bytes) -> PassRequest:
     """Read a `ForwardBackwardRequest`.
 
@@ -101,21 +158,45 @@ def read_pass(body: bytes) -> PassRequest:
         BadPass: it has something in it that is not text.
         ValueError: it is none.
     """
-    message = _CLASS["ForwardBackwardRequest"]()
-    try:
-        message.ParseFromString(body)
-    except DecodeError as error:
-        raise ValueError(f"the body is no ForwardBackwardRequest: {error}") from None
+    message = read("ForwardBackwardRequest", body)
     settings: dict[str, float | str] = {each.key: each.value for each in message.loss_fn_config}
     for each in message.loss_fn_config_v2:
         settings[each.key] = each.value.text or each.value.number
-    data = []
+    data: list[Datum] = []
+    widths = []
     for number, each in enumerate(message.data):
         try:
-            data.append(_datum(each))
+            datum = _datum(each)
+            widths.append(datum.targets.shape[1] if datum.targets.ndim == 2 else 0)
+            data += _columns(datum, message.loss_fn)
         except ValueError as error:
             raise BadPass(f"datum {number}: {error}", message.model_id, message.seq_id) from None
-    return PassRequest(message.model_id, message.seq_id, data, message.loss_fn, settings, message.forward_only)
+    about = message.model_id, message.seq_id, data, message.loss_fn, settings, message.forward_only
+    return PassRequest(*about, widths)
+
+
+def _columns(datum: Datum, loss: str) -> list[Datum]:
+    """The data of which one with several targets at each position, [tokens, targets], is the sum.
+
+    Raises:
+        ValueError: the loss is of one target at a position, or the shapes do not fit.
+    """
+    if datum.targets.ndim != 2:
+        return [datum]
+    if loss != "cross_entropy":
+        raise ValueError(
+            f"target_tokens has the shape {list(datum.targets.shape)}; several are for cross_entropy alone"
+        )
+    for name, value in datum.inputs.items():
+        if value.shape != datum.targets.shape:
+            shapes = f"{list(value.shape)} and must have that of target_tokens, {list(datum.targets.shape)}"
+            raise ValueError(f"{name} has the shape {shapes}")
+    if not 0 < datum.targets.shape[1] <= MOST_TARGETS:
+        raise ValueError(f"target_tokens has {datum.targets.shape[1]} targets at a position, not 1 to {MOST_TARGETS}")
+    return [
+        Datum(datum.tokens, targets, {name: value[:, number] for name, value in datum.inputs.items()})
+        for number, targets in enumerate(datum.targets.T)
+    ]
 
 
 def _datum(message: Any) -> Datum:
@@ -150,31 +231,37 @@ def _array(data: bytes, dtype: int, name: str) -> np.ndarray:
     return np.frombuffer(data, _DTYPES[dtype]).copy()
 
 
-def pass_result(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
+def pass_result(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float], widths: Sequence[int]) -> bytes:
     """Write a `ForwardBackwardOutput`.
 
     Args:
-        logprobs: of each datum.
+        logprobs: of each of the data.
         metrics: by the names that clients merge by, such as `loss:sum`.
+        widths: see `PassRequest`.
     """
-    ends = np.cumsum([0, *(each.nbytes for each in logprobs)], dtype="<i8")
-    data = b"".join(each.astype("<f4").tobytes() for each in logprobs)
-    batch = {"data": data, "offsets": ends.tobytes(), "dtype": _FLOAT32}
-    record = {"type_tag": "ArrayRecord", "fields": [{"key": "logprobs", "value": batch}], "num_datums": len(logprobs)}
+    rest, records = iter(logprobs), []
+    for width, alike in groupby(widths):  # a record is of arrays that are alike but for their length
+        arrays = [np.stack([next(rest) for _ in range(max(1, width))], axis=1).astype("<f4") for _ in alike]
+        ends = np.cumsum([0, *(each.nbytes for each in arrays)], dtype="<i8")
+        batch = {"data": b"".join(each.tobytes() for each in arrays), "offsets": ends.tobytes(), "dtype": _FLOAT32}
+        batch["trailing_shape"] = [width] if width else []
+        fields = [{"key": "logprobs", "value": batch}]
+        records.append({"type_tag": "ArrayRecord", "fields": fields, "num_datums": len(arrays)})
     numbers = [{"key": key, "value": value} for key, value in metrics.items()]
-    return written(
-        "ForwardBackwardOutput", loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics=numbers
-    )
+    return written("ForwardBackwardOutput", loss_fn_output_type="ArrayRecord", loss_fn_outputs=records, metrics=numbers)
 
 
 def sample_result(
-    answers: Iterable[tuple[str, np.ndarray, np.ndarray]], prompt_logprobs: np.ndarray | None = None
+    answers: Iterable[tuple[str, np.ndarray, np.ndarray]],
+    prompt_logprobs: np.ndarray | None = None,
+    of_targets: tuple[Targets, np.ndarray] | None = None,
 ) -> bytes:
     """Write a `SampleResponse`.
 
     Args:
         answers: why each ended, see `STOP_REASONS`; its tokens, and their log-probs.
         prompt_logprobs: of each token of the prompt, NaN where there is none.
+        of_targets: tokens that were asked about at positions of the prompt, and their log-probs, [positions, targets].
     """
     sequences = [
         {
@@ -184,8 +271,24 @@ def sample_result(
         }
         for reason, tokens, logprobs in answers
     ]
-    prompt = {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs.astype("<f4").tobytes()}
+    prompt: dict[str, Any] = {}
+    if prompt_logprobs is not None:
+        prompt["prompt_logprobs"] = prompt_logprobs.astype("<f4").tobytes()
+    if of_targets is not None:
+        prompt["target_prompt_logprobs"] = of_targets[0].answered(of_targets[1])
     return written("SampleResponse", sequences=sequences, **prompt)
+
+
+def read(name: str, body: bytes) -> Any:
+    """Read a message of that name, with its fields as attributes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return _CLASS[name].FromString(body)
+    except DecodeError as error:
+        raise ValueError(f"the body is no {name}: {error}") from None
 
 
 def written(name: str, **fields: Any) -> bytes:

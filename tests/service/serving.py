@@ -87,6 +87,6 @@ def request(model, number, tokens=(3, 4, 5), targets=(4, 5, 6), loss="cross_entr
 
 def read_sample(body):
     """Tokens and log-probs of the answers of a `SampleResponse`, and the log-probs of its prompt."""
-    message = wire._CLASS["SampleResponse"].FromString(body)
+    message = wire.read("SampleResponse", body)
     logprobs = [np.frombuffer(each.logprobs, "<f4") for each in message.sequences]
     return [each.tokens for each in message.sequences], [*logprobs, np.frombuffer(message.prompt_logprobs, "<f4")]

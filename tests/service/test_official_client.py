@@ -7,7 +7,9 @@ import runpy
 import urllib.error
 import urllib.request
 
+import numpy as np
 import pytest
+import torch
 
 from tests.launching import ROOT
 from tests.service.serving import KEY, tiny
@@ -22,7 +24,7 @@ async def test_the_official_client_trains_samples_saves_and_goes_on(tmp_path):
 
 def datum(**more):
     types = tinker.types
-    inputs = {"target_tokens": [4, 5, 6], **(more or {"weights": [0.0, 1.0, 1.0]})}
+    inputs: dict = {"target_tokens": [4, 5, 6], **(more or {"weights": [0.0, 1.0, 1.0]})}
     return types.Datum(model_input=types.ModelInput.from_ints([3, 4, 5]), loss_fn_inputs=inputs)
 
 
@@ -38,6 +40,14 @@ def program(url):
 
     before = trained.forward([datum()], "cross_entropy").result()
     assert len(before.loss_fn_outputs[0]["logprobs"].tolist()) == 3
+    double = datum(target_tokens=[[4, 9], [5, 9], [6, 9]], weights=[[0.0, 0.0], [1.0, 0.25], [1.0, -0.5]])
+    both = trained.forward([datum(), double], "cross_entropy").result()
+    of_one, of_two = (each["logprobs"].to_numpy() for each in both.loss_fn_outputs)
+    assert (of_one.shape, of_two.shape) == ((3,), (3, 2))
+    assert of_two[:, 0] == pytest.approx(of_one, abs=1e-6)
+    assert both.metrics["loss:sum"] == pytest.approx(
+        2 * before.metrics["loss:sum"] - 0.25 * of_two[1, 1] + 0.5 * of_two[2, 1], rel=1e-5
+    )
     sums = []
     for _ in range(4):  # both are sent before either is waited for
         learned = trained.forward_backward([datum()] * 2, "cross_entropy")
@@ -71,6 +81,17 @@ def program(url):
     assert first.stop_reason in ("stop", "length")
     whole = types.ModelInput.from_ints([3, 4, *first.tokens])
     assert sampler.compute_logprobs(whole).result()[2:] == pytest.approx(first.logprobs, abs=1e-5)
+    asked = np.array([[4, 9], [-1, 7], *[[-1, -1]] * (len(first.tokens) - 1)])
+    for targets in (
+        types.TensorData.from_numpy(asked),
+        types.TensorData.from_torch_sparse(torch.tensor(asked), pad_value=-1),
+    ):
+        answer = sampler.sample(whole, 1, params, include_prompt_logprobs=True, target_prompt_logprobs=targets).result()
+        found = answer.target_prompt_logprobs.to_torch()
+        found = found.to_dense() if found.is_sparse_csr else found
+        assert found.shape == asked.shape
+        assert found[0, 0].item() == pytest.approx(answer.prompt_logprobs[1], abs=1e-6)
+        assert (found[1, 1].item() < 0, found[1, 0].item(), found[2:].abs().sum().item()) == (True, 0.0, 0.0)
     named = trained.save_weights_for_sampler("named").result().path
     again = service.create_sampling_client(model_path=named).result()
     assert (
@@ -116,6 +137,34 @@ def program(url):
     service.close("success").result()
     assert rest.list_training_runs().result().cursor.total_count == 0  # its models are gone, its checkpoints are not
     assert len(rest.list_user_checkpoints().result().checkpoints) == 4
+
+
+async def test_gradients_gather_until_a_step_and_are_of_sums(tmp_path):
+    async with tiny(tmp_path) as url:
+        await asyncio.to_thread(gathering, url)
+
+
+def gathering(url):
+    service = tinker.ServiceClient(base_url=url, api_key=KEY)
+    data = [
+        datum(weights=[1.0, 1.0, 1.0]),
+        datum(weights=[0.5, -2.0, 0.0]),
+        datum(target_tokens=[9, 9, 9], weights=[1.0, 1.0, 1.0]),
+    ]
+    learned = []
+    for calls in ([data], [data[:1], data[1:]], [[each] for each in data]):
+        model = service.create_lora_training_client(base_model="tiny", rank=2, seed=3).result()
+        for _ in range(2):
+            sent = [model.forward_backward(call, "cross_entropy") for call in calls]
+            step = model.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
+            sums = [each.result().metrics["loss:sum"] for each in sent]
+            assert step.metrics["loss"] == pytest.approx(sum(sums), rel=1e-6)  # nothing is divided, nothing is left out
+        with pytest.raises(tinker.TinkerError, match="forward_backward"):
+            model.optim_step(tinker.AdamParams(learning_rate=0.05)).result()  # it was taken
+        after = model.forward(data, "cross_entropy").result()
+        learned.append(np.concatenate([each["logprobs"].to_numpy() for each in after.loss_fn_outputs]))
+    assert learned[1] == pytest.approx(learned[0], abs=1e-5)
+    assert learned[2] == pytest.approx(learned[0], abs=1e-5)
 
 
 async def test_the_example_goes_through_its_loop(tmp_path, monkeypatch, capsys):

@@ -161,6 +161,7 @@ BAD = [
     ("asample", {"sampling_session_id": "x"}, 404, "x"),
     ("asample", {"num_samples": 0}, 400, "num_samples"),
     ("asample", {"topk_prompt_logprobs": 3}, 400, "topk_prompt_logprobs"),
+    ("asample", {"target_prompt_logprobs": {"data": [3], "shape": [1, 1]}}, 400, "target_prompt_logprobs"),
     ("asample", {"prompt": {"chunks": []}}, 400, "prompt"),
     ("asample", {"prompt": {"chunks": [{"tokens": [99]}]}}, 400, "prompt"),
     ("asample", {"prompt": {"chunks": [{"tokens": [3] * 40}]}}, 400, "40"),

@@ -22,7 +22,9 @@ SCORED_BY = "scored_by"
 """Column of a prompt's row that names the benchmark whose function scores its answers; the run's own scores others."""
 _BOXED = "put your final answer within \\boxed{}."
 _LETTER = "put the letter of your final answer, A, B, C or D, within \\boxed{}."
-_MARKED = r"(?:\\boxed\{\s*(?:\\text\w*\{)?|[Aa]nswer(?:\s+is)?\s*:?\s*)[*\s]*\(?(?P<answer>[A-D])(?![A-Za-z])"
+_OPTION = "put the letter of your final answer within \\boxed{}."
+_CODE = "Write the whole program in one block of Python, functions and imports included."
+_MARKED = r"(?:\\boxed\{\s*(?:\\text\w*\{)?|[Aa]nswer(?:\s+is)?\s*:?\s*)[*\s]*\(?(?P<answer>[A-J])(?![A-Za-z])"
 """Where the letter of an option stands: in a box, or behind "answer", "answer is" or "answer:"; the last one counts."""
 
 
@@ -63,22 +65,50 @@ class Benchmark:
     """How many the published set has; None: unknown."""
 
 
+def _choice(
+    data: str, split: str, columns: dict[str, Any], problems: int, asks: str = _OPTION, **how: Any
+) -> Benchmark:
+    """Multiple choice: lettered options, and a letter as the answer."""
+    template = f"{{prompt}}\n\n{{choices}}\n\nPlease reason step by step, and {asks}"
+    reward: dict[str, Any] = {"reward": "rlinf.rewards.regex", "args": {"pattern": _MARKED}}
+    return Benchmark(data, split, columns, template=template, problems=problems, **reward, **how)
+
+
+def _program(data: str, problems: int) -> Benchmark:
+    """A program that passes all tests of its row; each is answered once, greedily."""
+    columns, template = {"prompt": "prompt", "answer": None}, f"{{prompt}}\n\n{_CODE}"
+    return Benchmark(data, "test", columns, template, reward="rlinf.rewards.code", problems=problems, **_ONCE)
+
+
+_ONCE: dict[str, Any] = {"samples": 1, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 4096}
+_FOUR: dict[str, Any] = {"samples": 4}
+_GPQA = ["Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"]
+_ANSWER_KEY = {"choices": "choices", "answer": "answerKey"}
 KNOWN: Mapping[str, Benchmark] = {
     "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", problems=30),
     "aime25": Benchmark("math-ai/aime25", problems=30),
-    "gpqa-diamond": Benchmark(
+    "hmmt-feb25": Benchmark("MathArena/hmmt_feb_2025", "train", problems=30),
+    "amc23": Benchmark("math-ai/amc23", problems=40),
+    "math-500": Benchmark("HuggingFaceH4/MATH-500", problems=500, **_FOUR),
+    "minerva-math": Benchmark("math-ai/minervamath", problems=272, **_FOUR),
+    "gsm8k": Benchmark("openai/gsm8k:main", problems=1319, **_ONCE),
+    "gpqa-diamond": _choice(
         "Idavidrein/gpqa:gpqa_diamond",
         "train",
-        {
-            "prompt": "Question",
-            "answer": None,
-            "choices": ["Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"],
-        },
-        template=f"{{prompt}}\n\n{{choices}}\n\nPlease reason step by step, and {_LETTER}",
-        reward="rlinf.rewards.regex",
-        args={"pattern": _MARKED},
-        problems=198,
+        {"prompt": "Question", "answer": None, "choices": _GPQA},
+        198,
+        _LETTER,
     ),
+    "mmlu": _choice("cais/mmlu:all", "test", {"choices": "choices"}, 14042, **_ONCE),
+    "mmlu-pro": _choice("TIGER-Lab/MMLU-Pro", "test", {"choices": "options", "answer": "answer_index"}, 12032, **_ONCE),
+    "arc-challenge": _choice("allenai/ai2_arc:ARC-Challenge", "test", _ANSWER_KEY, 1172, **_ONCE),
+    "openbook-qa": _choice("allenai/openbookqa:main", "test", {"prompt": "question_stem", **_ANSWER_KEY}, 500, **_ONCE),
+    "commonsense-qa": _choice("tau/commonsense_qa", "validation", _ANSWER_KEY, 1221, **_ONCE),
+    "medqa": _choice(
+        "GBaker/MedQA-USMLE-4-options", "test", {"choices": "options", "answer": "answer_idx"}, 1273, **_ONCE
+    ),
+    "humaneval-plus": _program("evalplus/humanevalplus", 164),
+    "mbpp-plus": _program("evalplus/mbppplus", 378),
 }
 """Benchmarks by name. Options of GPQA stand in an order drawn from the number of their row."""
 _KEYS = {each.key for each in leaves(Benchmark)} - {"problems"}

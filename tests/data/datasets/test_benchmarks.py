@@ -1,6 +1,7 @@
 """Benchmarks by name: what is read of their files, how they are asked, and what is wrong with an entry."""
 
 import csv
+import inspect
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from rlinf.data.datasets.benchmarks import KNOWN, SCORED_BY, benchmark_mistakes,
 from rlinf.data.datasets.load import load_data
 from rlinf.data.datasets.source import DataError
 from rlinf.data.tokenizer import character_tokenizer
+from rlinf.rewards.base import Reward
 from rlinf.rewards.regex import regex
 from rlinf.runs.rules import load_config
 from tests.stand_in import TEMPLATE
@@ -171,3 +173,64 @@ def test_what_is_not_said_is_the_benchmarks_own():
     }
     changed = benchmark_of("gpqa-diamond", {"reward": "rlinf.rewards.exact"})
     assert (changed.reward, changed.args) == ("rlinf.rewards.exact", {})
+
+
+PROGRAM = "def double(x):\n    return 2 * x"
+MATHS = {"hmmt-feb25": "problem", "amc23": "question", "math-500": "problem"}
+LETTERED = {"label": ["A", "B", "C"], "text": ["red", "green", "blue"]}
+ROWS = {
+    **{name: ({column: "1 + 1?", "answer": "2"}, "\\boxed{2}", "\\boxed{3}") for name, column in MATHS.items()},
+    "minerva-math": ({"question": "1 + 1?", "answer": "\\frac{1}{2}"}, "so 0.5", "so 2"),
+    "gsm8k": ({"question": "1 + 1?", "answer": "One and one.\n#### 2"}, "It is \\boxed{2}", "It is 3"),
+    "mmlu": ({"question": "?", "choices": ["red", "green", "blue", "grey"], "answer": 2}, "\\boxed{C}", "\\boxed{A}"),
+    "mmlu-pro": (
+        {"question": "?", "options": [*"0123456", "I", "8", "9"], "answer": "I", "answer_index": 8},
+        "The answer is (I).",
+        "The answer is (H).",
+    ),
+    "arc-challenge": ({"question": "?", "choices": LETTERED, "answerKey": "B"}, "Answer: B", "Answer: A"),
+    "openbook-qa": ({"question_stem": "?", "choices": LETTERED, "answerKey": "C"}, "\\boxed{\\text{C}}", "Answer: A"),
+    "commonsense-qa": ({"question": "?", "choices": LETTERED, "answerKey": "A"}, "\\boxed{A}", "\\boxed{B}"),
+    "medqa": (
+        {"question": "?", "options": {"A": "red", "B": "green"}, "answer_idx": "B", "answer": "green"},
+        "\\boxed{B}",
+        "Answer: A",
+    ),
+    "humaneval-plus": (
+        {
+            "prompt": "def double(x):\n    '''Twice as much.'''\n",
+            "entry_point": "double",
+            "test": "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-1) == -2\n",
+        },
+        f"```python\n{PROGRAM}\n```",
+        f"```python\n{PROGRAM} + 1\n```",
+    ),
+    "mbpp-plus": (
+        {
+            "prompt": "Double a number.",
+            "test_list": ["assert double(2) == 4"],
+            "test": "def assertion(out, exp, atol):\n    assert out == exp\n\ninputs = [[2], [-3]]\nresults = [4, -6]\n"
+            "for i, (inp, exp) in enumerate(zip(inputs, results)):\n    assertion(double(*inp), exp, 0)\n",
+        },
+        f"```python\n{PROGRAM}\n```",
+        "```python\ndef double(x):\n    return abs(2 * x)\n```",  # right for the first input, and in test_list
+    ),
+}
+"""A row of each, with the columns of the published set; an answer that is right and one that is wrong."""
+
+
+@pytest.mark.parametrize("name", KNOWN.keys() - {"aime24", "aime25", "gpqa-diamond"})
+async def test_a_row_of_each_is_asked_and_scored(name, tokenizer, tmp_path):
+    row, right, wrong = ROWS[name]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    found, _ = asked(tokenizer, **{name: str(path)})
+    (prompt,) = found[name]
+    assert "Please reason step by step" in prompt.text or "one block of Python" in prompt.text
+    benchmark = benchmark_of(name, None)
+    reward = Reward.of(benchmark.reward, benchmark.args)
+    for answer, value in ((right, 1.0), (wrong, 0.0)):
+        offered = {**prompt.row, "response": answer, "answer": prompt.answer, "prompt": prompt.text}
+        score = reward(offered)
+        score = await score if inspect.isawaitable(score) else score
+        assert float(getattr(score, "value", score)) == value

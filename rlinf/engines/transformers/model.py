@@ -601,7 +601,7 @@ class Block:
         """Compute the rest of the block after attention: its output projection and the feed-forward layer."""
         hidden = _product(attended, self.output.weight, self.output.bias, hidden)
         gate, up = _product(_rms_norm(hidden, self.norms[1]), *self.gate_up).chunk(2, dim=-1)
-        return _product(F.silu(gate) * up, self.down.weight, self.down.bias, hidden)
+        return _product(F.silu(gate).mul_(up), self.down.weight, self.down.bias, hidden)
 
 
 def causal_bias(real: Tensor, dtype: torch.dtype, tokens: int, window: int | None = None) -> Tensor:

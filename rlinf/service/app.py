@@ -75,6 +75,22 @@ def wanted(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], de
     return value
 
 
+async def _object(request: web.Request) -> dict[str, Any]:
+    """A body in JSON; none is as good as one without values."""
+    body = parse_json(await request.read() or b"{}")
+    if not isinstance(body, dict):
+        raise Refused("the body must be a JSON object")
+    return body
+
+
+def _model_number(body: Mapping[str, Any]) -> int:
+    """Number of a model within its session, of which there are checkpoints by name."""
+    number: int = wanted(body, "model_seq_id", int)
+    if not 0 <= number < 10**9:
+        raise Refused(f"model_seq_id={number} must be from 0 to {10**9 - 1}")
+    return number
+
+
 class App:
     """Answers requests.
 
@@ -125,9 +141,7 @@ class App:
         except (UserError, ValueError) as error:
             wait = {"Retry-After": "1"} if isinstance(error, Busy) else {}
             return web.json_response(failure(error), status=getattr(error, "status", 400), headers=wait)
-        except (
-            Exception
-        ) as error:  # a bug, or a disk that takes nothing: its log says it, and clients read that it does
+        except Exception as error:  # a bug, or a disk that takes nothing: the log has all of it
             return web.json_response(failure(error), status=500)
 
     # After a restart ----------------------------------------------------------------------------------------------
@@ -202,9 +216,7 @@ class App:
 
         async def handle(request: web.Request) -> Answer:
             key = request.headers.get("X-Idempotency-Key")
-            body = parse_json(await request.read() or b"{}")
-            if not isinstance(body, dict):
-                raise Refused("the body must be a JSON object")
+            body = await _object(request)
             if key is None:
                 return await handler(body)
             key = f"{KEY.get()} {request.path} {key}"
@@ -247,9 +259,7 @@ class App:
         return {"type": "session_heartbeat"}
 
     async def _retrieve(self, request: web.Request) -> Answer:
-        body = parse_json(await request.read())
-        if not isinstance(body, dict):
-            raise Refused("the body must be a JSON object")
+        body = await _object(request)
         id = wanted(body, "request_id", str)
         if not self._service.visible(id):
             raise Refused(f"there is no request {id[:200]!r}", 404)
@@ -280,7 +290,7 @@ class App:
             "mlp": wanted(lora, "train_mlp", bool, True),
             "user_metadata": wanted(body, "user_metadata", dict, None),
         }
-        id = self._service.create_model(wanted(body, "session_id", str), wanted(body, "model_seq_id", int), about)
+        id = self._service.create_model(wanted(body, "session_id", str), _model_number(body), about)
         return {"request_id": id, "model_id": id}
 
     async def _unload_model(self, body: dict[str, Any]) -> Answer:
@@ -351,7 +361,7 @@ class App:
         if body.get("session_id") is None:  # into a project, of which there are none: all is of one owner
             session, number = self._service.create_session(), 0
         else:
-            session, number = wanted(body, "session_id", str), wanted(body, "model_seq_id", int)
+            session, number = wanted(body, "session_id", str), _model_number(body)
         return {"tinker_path": str(await self._service.copy(session, number, source, body.get("ttl_seconds")))}
 
     async def _load_weights(self, body: dict[str, Any]) -> Answer:
@@ -365,7 +375,7 @@ class App:
         if body.get("base_model") is not None:
             self._service.check_base(body["base_model"])
         about = {"user_metadata": wanted(body, "user_metadata", dict, None)}
-        session, number = wanted(body, "session_id", str), wanted(body, "model_seq_id", int)
+        session, number = wanted(body, "session_id", str), _model_number(body)
         id = self._service.create_model(session, number, about, (str(path), optimizer))
         return {"request_id": id, "model_id": id}
 
@@ -509,7 +519,7 @@ class App:
         return web.Response(status=204)
 
     async def _expire(self, request: web.Request) -> Answer:
-        body = parse_json(await request.read())
+        body = await _object(request)
         await self._service.store.expire(self._named(request), expiry(body.get("ttl_seconds")))
         return web.Response(status=204)
 
@@ -584,6 +594,6 @@ def _stops(stop: Any) -> dict[str, Any]:
     stops = [stop] if isinstance(stop, str) else stop
     if isinstance(stops, list) and all(isinstance(each, str) and each for each in stops) and stops:
         return {"stop": stops, "stop_ids": ()}
-    if isinstance(stops, list) and all(type(each) is int for each in stops):
+    if isinstance(stops, list) and all(type(each) is int and 0 <= each < 2**31 for each in stops):
         return {"stop": (), "stop_ids": tuple(stops)}
     raise Refused(f"sampling_params.stop={str(stop)[:100]!r} must be texts, or tokens")

@@ -31,7 +31,7 @@ _KEPT = 4096
 
 def failure(error: Exception) -> dict[str, Any]:
     """Describe a failed request as clients read it; what is no mistake of theirs goes into the log, whole."""
-    if isinstance(error, UserError | ValueError | TypeError | FloatingPointError):
+    if isinstance(error, UserError | ValueError | FloatingPointError):
         return {"error": str(error), "category": "user"}
     logger.error("a request failed", exc_info=error)
     return {"error": f"the service failed ({type(error).__name__}); its log says why", "category": "server"}
@@ -234,7 +234,7 @@ class Switching:
                 self._state = None
                 await self._switch(state)
                 self._state = state
-        except Exception as failed:
+        except Exception as failed:  # whatever it is, those that wait are given it
             error = failed
         self._changing = None
         together = [turn for wanted, turn in self._waiting if wanted == state and not turn.done()]
@@ -296,7 +296,7 @@ class FairTurns(Generic[T, R]):
         while going := self._next():
             try:
                 results = await self._work([each.item for each in going])
-            except Exception as error:
+            except Exception as error:  # whatever it is, those that wait are given it
                 for each in going:
                     if not each.result.done():
                         each.result.set_exception(error)

@@ -358,7 +358,7 @@ class Service:
         Raises:
             Refused: it is not.
         """
-        if id not in self.sessions or not self.visible(str(id)):
+        if not isinstance(id, str) or id not in self.sessions or not self.visible(id):
             raise Refused(f"there is no session {str(id)[:200]!r}", 404)
         if id in self._finished:
             raise Refused(f"session {id} has finished", 410)

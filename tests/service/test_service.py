@@ -145,7 +145,18 @@ BAD = [
     ("create_model", {"lora_config": {"rank": 1, "train_attn": False, "train_mlp": False}}, 400, "train_attn"),
     ("create_model", {"session_id": "abc"}, 404, "abc"),
     ("create_model", {"optimizer_config": {"type": "dimuon"}}, 400, "dimuon"),
+    ("create_model", {"model_seq_id": -1}, 400, "model_seq_id"),
+    ("create_model", {"model_seq_id": 10**9}, 400, "model_seq_id"),
+    ("create_model", {"lora_config": []}, 400, "lora_config"),
+    ("create_model", {"session_id": ["x"]}, 400, "session_id"),
+    ("create_model", {"session_id": "FINISHED"}, 410, "finished"),
+    ("session_heartbeat", {"session_id": {"x": 1}}, 404, "x"),
+    ("session_heartbeat", {"session_id": "FINISHED"}, 410, "finished"),
     ("get_info", {"model_id": "nobody:train:0"}, 404, "nobody"),
+    ("get_info", {"model_id": 5}, 400, "model_id"),
+    ("optim_step", {"adam_params": {"learning_rate": float("nan")}}, 400, "learning_rate"),
+    ("optim_step", {"adam_params": None}, 400, "adam_params"),
+    ("optim_step", {"seq_id": "1", "adam_params": {}}, 400, "seq_id"),
     ("optim_step", {"adam_params": {"learning_rate": -1}}, 400, "learning_rate"),
     ("optim_step", {"adam_params": {"lr": 1}}, 400, "lr"),
     ("optim_step", {"adam_params": {"beta2": "much"}}, 400, "beta2"),
@@ -157,6 +168,12 @@ BAD = [
     ("load_weights", {"path": "tinker://abcdabcd:train:0/weights/../x", "optimizer": True}, 400, "path"),
     ("load_weights", {"path": "tinker://abcdabcd:train:0/weights/x", "optimizer": True}, 404, "abcdabcd"),
     ("load_weights", {"path": "/etc/passwd", "optimizer": True}, 400, "path"),
+    ("load_weights", {"path": "tinker://abcdabcd:train:0/weights/x", "optimizer": "yes"}, 400, "optimizer"),
+    ("save_weights", {"path": "..", "overwrite": True}, 400, "path"),
+    ("save_weights", {"path": "x" * 200}, 400, "path"),
+    ("save_weights_for_sampler", {"path": ".hidden"}, 400, "path"),
+    ("save_weights_for_sampler", {}, 400, "sampling_session_seq_id"),
+    ("weights_info", {"tinker_path": ["a"]}, 400, "path"),
     ("create_sampling_session", {"model_path": "tinker://abcdabcd:train:0/weights/x"}, 404, "abcdabcd"),
     ("asample", {"sampling_session_id": "x"}, 404, "x"),
     ("asample", {"num_samples": 0}, 400, "num_samples"),
@@ -167,6 +184,13 @@ BAD = [
     ("asample", {"prompt": {"chunks": [{"tokens": [3] * 40}]}}, 400, "40"),
     ("asample", {"sampling_params": {"temperature": -1}}, 400, "temperature"),
     ("asample", {"sampling_params": {"stop": [["x"]]}}, 400, "stop"),
+    ("asample", {"sampling_params": {"stop": [2**40]}}, 400, "stop"),
+    ("asample", {"sampling_params": {"seed": -1}}, 400, "seed"),
+    ("asample", {"sampling_params": {"temperature": float("nan")}}, 400, "temperature"),
+    ("asample", {"sampling_params": {"max_tokens": 0}}, 400, "max_tokens"),
+    ("asample", {"num_samples": 10**9}, 400, "num_samples"),
+    ("asample", {"prompt": {"chunks": [{"tokens": [True]}]}}, 400, "prompt"),
+    ("asample", {"prompt": {"chunks": [{"type": "image", "tokens": [3]}]}}, 400, "prompt"),
     ("retrieve_future", {"request_id": "x"}, 404, "x"),
     ("save_weights_external", {"path": "a/b"}, 400, "path"),
     ("save_weights_external", {"path": "a", "age_encryption_recipients": ["age1"]}, 400, "age_encryption_recipients"),
@@ -180,6 +204,10 @@ DATA = [
     ({"tokens": (3, 4, 99)}, "model_input"),
     ({"targets": (4, 5)}, "target_tokens"),
     ({"weights": [1, 1]}, "weights"),
+    ({"targets": ()}, "target_tokens"),
+    ({"tokens": (), "targets": ()}, "model_input"),
+    ({"weights": [1, float("inf"), 1]}, "weights"),
+    ({"loss": "importance_sampling", "logprobs": [0, 0], "advantages": [1, 1, 1]}, "logprobs"),
     ({"loss": "ppo"}, "weights"),
     ({"loss": "ppo", "logprobs": [0, 0, 0]}, "advantages"),
     ({"loss": "stable_reinforce"}, "stable_reinforce"),
@@ -202,7 +230,12 @@ async def test_bad_requests_are_refused_by_what_is_wrong_and_touch_nothing(tmp_p
             },
             "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 3},
         }  # fmt: skip
+        finished = (await http.ask("create_session", {}))[1]["session_id"]
+        async with http._session.post(f"{url}/api/v1/sessions/{finished}/finish", json={}) as gone:
+            assert gone.status == 204
         for path, change, status, named in BAD:
+            if change.get("session_id") == "FINISHED":
+                change = {**change, "session_id": finished}
             body = {**good.get(path, {"model_id": model}), **change}
             found, answer = await http.ask(path, body)
             assert (found, answer["category"]) == (status, "user"), (path, change, answer)
@@ -220,5 +253,14 @@ async def test_bad_requests_are_refused_by_what_is_wrong_and_touch_nothing(tmp_p
         assert (await http.ask("create_session", {}, headers={"X-API-Key": "tml-other"}))[0] == 401
         assert (await http.ask("healthz", method="GET", headers={"X-API-Key": "none"}))[0] == 200
         runs = (await http.ask("training_runs", method="GET"))[1]["training_runs"]
-        assert runs[0]["training_run_id"] == model
+        assert [each["training_run_id"] for each in runs] == [model]
         assert not [*(tmp_path / "tiny-service" / "checkpoints").glob("*")]
+        assert (await http.ask("usage", method="GET"))[1]["usage"] == {}
+        half = await http.done("optim_step", {"model_id": model, "adam_params": ADAM})
+        assert "not taken" in half["error"]
+        steps = []
+        for each in (model, await http.model()):  # nothing of all that is in the model
+            await http.learn(each, 0)
+            steps.append(await http.done("optim_step", {"model_id": each, "adam_params": ADAM}))
+        assert steps[0] == steps[1]
+        assert steps[0]["type"] == "optim_step"

@@ -208,8 +208,7 @@ class Rollout(Receiver):
         conversation: int | None = None,
         name: str | None = None,
         begun: PartialAnswer | None = None,
-        temperature: float | None = None,
-        max_new_tokens: int | None = None,
+        adapter: str | None = None,
         **sampling: Any,
     ) -> Completion:
         """One answer to one prompt; any number of callers at once share the running batch.
@@ -227,10 +226,9 @@ class Rollout(Receiver):
             name: of the call, unique: `answering` tells by it how far the answer is. None: it does not.
             begun: the beginning of the answer, as `answering` told it: it is read, not made again, where the engine can
                 go on with it.
-            temperature: logits are divided by it; 0 takes the likeliest token. Default: the actor's own.
-            max_new_tokens: default: the actor's own.
-            sampling: any of top_p, top_k, min_p, min_new_tokens, stop, and stop_ids in place of the model's end tokens;
-                default: the actor's own.
+            adapter: name of the adapters that answer, which `load` brought; None: the model itself.
+            sampling: any of temperature (0 takes the likeliest token), max_new_tokens, top_p, top_k, min_p,
+                min_new_tokens, stop, and stop_ids in place of the model's end tokens; default: the actor's own.
 
         Raises:
             ValueError: an empty prompt, one that is too long, or a setting out of range.
@@ -239,10 +237,9 @@ class Rollout(Receiver):
         if isinstance(prompt, str):
             raise ValueError("answer: the prompt is a str: give its token ids, as the tokenizer encodes it")
         ids, images = (prompt.token_ids, prompt.images) if isinstance(prompt, Prompt) else (np.asarray(prompt), ())
-        overrides = {"temperature": temperature, "max_new_tokens": max_new_tokens, **sampling}
-        rules = _overridden("answer", self._sampling, **overrides)
+        rules = _overridden("answer", self._sampling, **sampling)
         begun = begun if self._engine.hands_over else None
-        request = Request(next(self._ids), ids, rules, seed, begun, images, conversation)
+        request = Request(next(self._ids), ids, rules, seed, begun, images, conversation, adapter)
         if name is not None:
             self._answer_names[request.id] = name
         try:
@@ -327,6 +324,20 @@ class Rollout(Receiver):
     async def abort(self) -> None:
         """End all answers in flight where they stand, and read no more prompts: `generate` yields what there is."""
         await self._engine.abort()
+
+    @endpoint
+    async def takes_adapters(self) -> bool:
+        """`load` takes weights that are adapters, by which answers are then made beside those of the model."""
+        return self._engine.adapters is not None
+
+    @endpoint
+    async def unload(self, adapter: str) -> None:
+        """Hold adapters no more that `load` brought and nobody is answered by.
+
+        Raises:
+            ValueError: somebody is, or there are none of that name.
+        """
+        await self._engine.unload(adapter)
 
     @endpoint
     async def pause(self) -> None:

@@ -80,6 +80,9 @@ class Weights:
     they have no checksums."""
     lineage: Any = None
     """`differences.Lineage`, for machines that need only what has changed since a version; None: they get the whole."""
+    adapter: str | None = None
+    """Name of the adapters that these are, scaled, for an engine that holds them beside its model's weights; None: they
+    are a model's."""
 
     @staticmethod
     def pack(

@@ -166,6 +166,8 @@ class Request:
     """Names the conversation of which this is a turn: an engine with `keeps_conversations` may keep what it has read
     when the answer ends, so that the next request of that name, whose prompt begins with this prompt and answer, has
     only its new tokens read. None: nothing is kept. It changes no answer, up to rounding."""
+    adapter: str | None = None
+    """Name of the adapters that answer, see `Engine.adapters`; None: the model itself."""
 
     @property
     def cache_tokens(self) -> int:
@@ -296,6 +298,8 @@ class Engine(ABC):
     """It tells to which experts of its model tokens went."""
     reads_images: bool = False
     """Its model reads the pictures of a prompt."""
+    adapters: Mapping[str, int] | None = None
+    """Versions of the adapters that it holds beside its model, by name; None: it takes none."""
     way: Way = Way()
     """How it decodes."""
     _ranged: tuple[np.ndarray, int, int] | None = None  # see `_range_of`
@@ -388,6 +392,10 @@ class Engine(ABC):
         An engine that sleeps keeps them until it wakes.
         """
 
+    async def unload(self, adapter: str) -> None:
+        """Hold adapters no more, or raise ValueError if they are not here or somebody is answered by them."""
+        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
+
     async def sleep(self) -> None:
         """Give the device's memory back: KV caches are dropped, weights move to the host."""
         raise NotImplementedError(f"{type(self).__name__} does not sleep")
@@ -423,6 +431,10 @@ class Engine(ABC):
                 f"{name} has the token id {least if least < 0 else largest}, and the model of {engine} has ids from 0 "
                 f"to {'its last' if self.vocabulary is None else self.vocabulary - 1}: do tokenizer and model belong "
                 "together?"
+            )
+        if request.adapter is not None and request.adapter not in (self.adapters or ()):
+            raise RequestRefused(
+                f"{name} wants the adapters {request.adapter!r}, which {engine} has not: load them first"
             )
         if self.max_length is not None and (length := request.cache_tokens + 1) > self.max_length:
             raise RequestRefused(

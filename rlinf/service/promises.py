@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -261,6 +261,45 @@ class _Waiting(Generic[T, R]):
     size: int
     result: asyncio.Future[R]
     credit: int = 0
+
+
+class Residents(Generic[T]):
+    """Things that are fetched when they are wanted, and given up when others are wanted more.
+
+    Args:
+        fetch: gets one.
+        give_up: is told of one that nobody uses.
+        most: that stay without being used.
+    """
+
+    def __init__(
+        self, fetch: Callable[[str], Awaitable[T]], give_up: Callable[[T], Awaitable[object]], most: int
+    ) -> None:
+        self._fetch, self._give_up, self._most = fetch, give_up, most
+        self._there: OrderedDict[str, asyncio.Future[T]] = OrderedDict()  # the one wanted last at the end
+        self._users: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def at(self, key: str) -> AsyncIterator[T]:
+        """One of them, which stays as long as it is used."""
+        coming = self._there.get(key)
+        if coming is None or (coming.done() and (coming.cancelled() or coming.exception() is not None)):
+            coming = self._there[key] = asyncio.ensure_future(self._fetch(key))
+        self._there.move_to_end(key)
+        self._users[key] += 1
+        try:
+            yield await asyncio.shield(coming)
+        finally:
+            self._users[key] -= 1
+            idle = [name for name, one in self._there.items() if one.done() and not self._users[name]]
+            for name in idle[: max(0, len(idle) - self._most)]:
+                idle_one = self._there.pop(name)
+                if not idle_one.cancelled() and idle_one.exception() is None:
+                    await self._give_up(idle_one.result())
+
+    async def close(self) -> None:
+        """Give up what is being fetched."""
+        await cancel_all([each for each in self._there.values() if isinstance(each, asyncio.Task)])
 
 
 class FairTurns(Generic[T, R]):

@@ -2,8 +2,8 @@
 
 In: calls of the API, read (`app.py`). Out: ids at once, and results as promises. A model is a set of adapters on the
 session's base with an optimizer of its own; its requests run in the order of their numbers. A sampler answers by a
-saved checkpoint, whose adapters are merged and published to the rollout when it is asked. Who wakes whom: see
-`promises.py`.
+saved checkpoint, whose adapters the rollout gets when it is asked; only an engine that takes none gets merged weights
+in turn. Who wakes whom: see `promises.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ from rlinf.config.load import InputError
 from rlinf.config.text import ServeConfig
 from rlinf.data.rng import mix
 from rlinf.data.sample import Datum
+from rlinf.data.weights import Weights
 from rlinf.flows.session import TokenLosses, checked_data
+from rlinf.models.language.lora import scaled_tensors
 from rlinf.runs.library.session import Session
 from rlinf.service.checkpoints import OWNER, CheckpointPath, Refused, Store, expiry
 from rlinf.service.journal import ANSWERS, SERVICE, Journal, Line, Record, Result, put_directory
 from rlinf.service.keys import KEY, Busy, Keys
-from rlinf.service.promises import FairTurns, InOrder, Promises, Switching, Work
+from rlinf.service.promises import FairTurns, InOrder, Promises, Residents, Switching, Work
 from rlinf.service.wire import PassRequest, Targets, pass_result, sample_result
 from rlinf.training.optimizer import Adam
 from rlinf.training.schedule import TokenPass
@@ -40,7 +43,9 @@ from rlinf.training.schedule import TokenPass
 ALPHA = 32
 """Adapters' output is scaled by ALPHA / rank, as the API has it."""
 _OPEN_SAMPLERS = 4
-"""Checkpoints whose adapters stay in memory, to be published or asked for log-probs again."""
+"""Checkpoints whose adapters stay in the trainer, to be merged or asked for log-probs again."""
+_HELD_SAMPLERS = 64
+"""Checkpoints whose adapters stay in the engine when nobody is answered by them."""
 _LONG_LINE = 2**24
 """Bytes of the journal of answers after which those that were fetched are left out of it."""
 _SAVED = {
@@ -150,7 +155,11 @@ class Service:
         self.samplers: dict[str, Sampler] = {}
         self._names = itertools.count(1)
         self._published = itertools.count(session.step + 1)
-        self._opened: dict[str, str] = {}  # adapters in the trainer, by path of a checkpoint
+        self._opened = Residents(self._open, lambda name: session.trainer.close_model(name), _OPEN_SAMPLERS)
+        """Adapters in the trainer, by the keys of checkpoints."""
+        self._held = Residents(self._hold, lambda pair: session.rollout.unload(pair[0]), _HELD_SAMPLERS)
+        """Adapters in the engine and their versions, by the keys of checkpoints."""
+        self._takes_adapters: bool | None = None
         self._version = 0
         self._rollout = RolloutModel(lambda: session.rollout)
         self._weights = Switching(self._publish)
@@ -163,6 +172,8 @@ class Service:
         await self.promises.close()
         await self._passes.close()
         await self._weights.close()
+        await self._held.close()
+        await self._opened.close()
         await self.journal.close()
 
     # The journal --------------------------------------------------------------------------------------------------
@@ -743,11 +754,11 @@ class Service:
 
     async def _sample(self, sampler: Sampler, request: SampleRequest, id: str) -> Result:
         weights = self._key(sampler.weights)
-        async with self._weights.at(weights):
-            version = self._version
+        async with self._answering(weights) as (adapter, version):
+            how = {**request.sampling, **({} if adapter is None else {"adapter": adapter})}
             answers = await asyncio.gather(
                 *(
-                    self._rollout.answer(request.prompt, seed=mix(request.seed, index), **request.sampling)
+                    self._rollout.answer(request.prompt, seed=mix(request.seed, index), **how)
                     for index in range(request.count)
                 )
             )
@@ -763,6 +774,30 @@ class Service:
             of_targets,
         )
 
+    @asynccontextmanager
+    async def _answering(self, weights: str) -> AsyncIterator[tuple[str | None, int]]:
+        """The weights of a key answer: by which adapters in the engine, None for the model itself, and which version
+        they are. An engine that takes no adapters answers by one set of merged weights at a time."""
+        rollout = self.session.rollout
+        if self._takes_adapters is None:
+            self._takes_adapters = all(await rollout.takes_adapters())
+        if not self._takes_adapters:
+            async with self._weights.at(weights):
+                yield None, self._version
+        elif weights == BASE:
+            yield None, (await rollout.version())[0]
+        else:
+            async with self._held.at(weights) as pair:
+                yield pair
+
+    async def _hold(self, weights: str) -> tuple[str, int]:
+        """Have the engine hold the adapters of a key; their name there, and their version."""
+        directory = self.store.directory(CheckpointPath.of(weights.rpartition("@")[0]))
+        name, version = f"s{next(self._names)}", next(self._published)
+        packed = await asyncio.to_thread(lambda: Weights.pack(scaled_tensors(directory), version))
+        await self.session.rollout.load(replace(packed, adapter=name))
+        return name, version
+
     async def _prompt_logprobs(
         self, weights: str, request: SampleRequest
     ) -> tuple[np.ndarray | None, tuple[Targets, np.ndarray] | None]:
@@ -772,8 +807,11 @@ class Service:
         data = [Datum(ids[:-1], each) for each in (*([ids[1:]] if request.prompt_logprobs else []), *others)]
         scores: list[np.ndarray] = []
         if data and len(ids) > 1:
-            own = (self._opened[weights],) if weights != BASE else ()  # the session's is the base: nobody trains it
-            scores = await self.session.trainer.forward(data, *own)
+            if weights == BASE:  # which the session's own adapters are, that nobody trains
+                scores = await self.session.trainer.forward(data)
+            else:
+                async with self._opened.at(weights) as name:
+                    scores = await self.session.trainer.forward(data, name)
         of_targets = None if targets is None else (targets, np.stack(scores[len(data) - len(others) :], axis=1))
         if not request.prompt_logprobs:
             return None, of_targets
@@ -793,24 +831,19 @@ class Service:
         return BASE if weights == BASE else f"{weights}@{self.store.about(CheckpointPath.of(weights))['time']}"
 
     async def _publish(self, weights: str) -> None:
-        """Have the rollout answer by the weights of a key."""
-        trainer, name = self.session.trainer, None
-        if weights != BASE:
-            name = await self._open(weights)
-        self._version = next(self._published)
-        await self.session.rollout.load(trainer.model_weights(name, self._version))
+        """Have the rollout answer by the weights of a key, merged."""
+        trainer, self._version = self.session.trainer, next(self._published)
+        if weights == BASE:
+            await self.session.rollout.load(trainer.model_weights(None, self._version))
+        else:
+            async with self._opened.at(weights) as name:
+                await self.session.rollout.load(trainer.model_weights(name, self._version))
 
     async def _open(self, weights: str) -> str:
-        """Name of the adapters of a key in the trainer, where they stay until others are wanted more."""
-        if weights in self._opened:
-            self._opened[weights] = self._opened.pop(weights)  # the last wanted is the last to be closed
-            return self._opened[weights]
+        """Have the trainer open the adapters of a key; their name there."""
         path = CheckpointPath.of(weights.rpartition("@")[0])
         name = f"s{next(self._names)}"
         await self.session.trainer.open_model(name, {"path": str(self.store.directory(path))}, 0)
-        self._opened[weights] = name
-        while len(self._opened) > _OPEN_SAMPLERS:
-            await self.session.trainer.close_model(self._opened.pop(next(iter(self._opened))))
         return name
 
 

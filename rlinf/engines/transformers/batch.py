@@ -42,8 +42,8 @@ class Sampled(NamedTuple):
     """int64 [rows]"""
     logprobs: np.ndarray
     """float32 [rows]"""
-    version: int
-    """Version of the weights that made them."""
+    version: int | np.ndarray
+    """Version of the weights that made them: of all, or int32 [rows]."""
 
 
 class Slots:
@@ -177,6 +177,10 @@ class Slots:
                 finishes[row] = "stop" if stopped[row] else "length"
         return sorted(finishes.items())
 
+    def adapters(self, slots: Iterable[int]) -> list[str | None]:
+        """Names of the adapters that answer in slots; None for the model itself, and in a slot without an answer."""
+        return [None if (request := self.requests.get(slot)) is None else request.adapter for slot in slots]
+
     def close(self, slots: np.ndarray, finishes: Sequence[Finish]) -> list[tuple[Request, Completion]]:
         """End answers and free their slots, int64 [ended]."""
         lengths = self.lengths[slots].tolist()
@@ -270,7 +274,9 @@ class Conversations:
 
     def taken(self, request: Request) -> CachedText | None:
         """Give out what there is of a request's conversation, if it has one, and keep it no more."""
-        return None if request.conversation is None or request.images else self.take(request.conversation)
+        if request.conversation is None or request.images or request.adapter:
+            return None
+        return self.take(request.conversation)
 
     def shrink(self, most: int) -> None:
         """Drop what was used longest ago, until no more than so many tokens are kept."""
@@ -397,6 +403,7 @@ class BandedRows:
         for rectangle in side_by_side(jobs, pads=self._forward.pads):
             ids, real, past = input_of(rectangle, device)
             images = [records.requests[job.slots[0]].images for job in rectangle]
+            self._forward.rows_by(records.adapters(job.slots[0] for job in rectangle))
             logits, layers = self._forward.read(ids, real, images, past)
             if (routes := self._forward.routes()) is not None:
                 of_texts = routes.reshape(*ids.shape, *routes.shape[1:])
@@ -427,6 +434,8 @@ class BandedRows:
             view.ended.clear()
         for band in self.bands:
             band.reserve()
+        adapters = records.adapters(view.slots.tolist())
+        self._forward.rows_by(adapters)
         logits = self._forward.step(view.ids, view.positions, self.bands)
         if (routes := self._forward.routes()) is not None:
             records.routed_step(view.slots, routes)
@@ -438,7 +447,7 @@ class BandedRows:
         view.ids = tokens
         view.positions += 1
         view.answered += 1
-        return Sampled(view.slots, *to_host(tokens, logprobs), self._forward.version)
+        return Sampled(view.slots, *to_host(tokens, logprobs), self._forward.versions_of(adapters))
 
     def settle(self) -> None:
         return None
@@ -713,6 +722,9 @@ class Batch:
 
     def load(self, weights: Weights, reread: bool) -> None:
         """Switch to other weights; if told so, forget the keys and values that the old ones made."""
+        if weights.adapter is not None:  # nobody answers by the old ones but those who go on with the new
+            self.settle()
+            return self.forward.load(weights)
         if reread:
             self.settle()
         self.forward.load(weights)
@@ -720,6 +732,19 @@ class Batch:
         self._conversations.forget(None)
         if reread:
             self._forget()
+
+    def unload(self, adapter: str) -> bool:
+        """Hold adapters no more; False: they are not here, or somebody is answered by them."""
+        adapters = self.forward.adapters
+        if (
+            adapters is None
+            or adapter not in adapters.versions
+            or any(one.adapter == adapter for one in self.requests())
+        ):
+            return False
+        self.settle()
+        adapters.unload(adapter)
+        return True
 
     def _forget(self) -> None:
         """Give back the memory of keys and values: what is still in flight is read again before the next token, once
@@ -747,7 +772,8 @@ class Batch:
                 logits = self.forward.allowed(logits)
                 first = torch.zeros(len(some), dtype=torch.int64, device=logits.device)
                 sampled = choose(logits, rules, first, padding=self.forward.padding)
-                self._extend(Sampled(some, *to_host(*sampled), self.forward.version))
+                versions = self.forward.versions_of(self._slots.adapters(some.tolist()))
+                self._extend(Sampled(some, *to_host(*sampled), versions))
         self._rows.joined()
 
     def _step(self) -> None:
@@ -767,7 +793,7 @@ class Batch:
         """
         slots = sampled.slots
         if len(lost := slots[~np.isfinite(sampled.logprobs) & (slots >= 0)]):
-            raise FloatingPointError(self._not_finite(lost, sampled.version))
+            raise FloatingPointError(self._not_finite(lost, int(np.max(sampled.version))))
         ended = self._slots.add(sampled)
         if ended:
             ended_slots = slots[[row for row, _ in ended]]
@@ -795,7 +821,12 @@ class Batch:
         """Keep what these answers have read, of those that belong to conversations; int64 [ended]."""
         for slot in slots.tolist():
             request = self._slots.requests[slot]
-            if request.conversation is None or request.images or self._read_with[slot] != self._weights:
+            if (
+                request.conversation is None
+                or request.images
+                or request.adapter
+                or self._read_with[slot] != self._weights
+            ):
                 continue
             self._longest = max(self._longest, request.cache_tokens)
             ids = self._slots.text_ids(slot)
@@ -816,10 +847,10 @@ class Batch:
         Yields:
             Slots, int64 [some], and the logits after the text of each, [some, vocabulary].
         """
-        jobs: dict[PrefixKey, PrefillJob] = {}
+        jobs: dict[tuple[PrefixKey, str | None], PrefillJob] = {}
         for slot in slots:
             request, text = self._slots.requests[slot], self._slots.text_ids(slot)
-            key = request.prefix_key(text)
+            key = request.prefix_key(text), request.adapter
             job = jobs.get(key) or PrefillJob(text, text, [], None)
             jobs[key] = job.continuing(self._conversations.taken(request))
             job.slots.append(slot)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlinf.data.images import Pictures
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Compute, Engine, EngineSetup, Request, Scheduler, StepStats, StopTexts, named
-from rlinf.engines.transformers.batch import Batch
+from rlinf.engines.transformers.batch import BandedRows, Batch
 from rlinf.engines.transformers.graphs import Graphs, rows_for, unknown
 from rlinf.engines.transformers.model import ModelForward, fastest
 from rlinf.models.language.int8 import no_int8, round_layers
@@ -155,6 +155,8 @@ class TransformersEngine(Engine):
         self.keeps_conversations = reusable != 0
         rows, self.decoding = rows_for(self._forward, how.max_rows, how.graphs, how.max_tokens)
         self.way = _way(self.decoding, self._forward, how.graphs)
+        if not isinstance(rows, BandedRows):  # recorded steps have no place for them
+            self._forward.adapters = None
         self._batch = Batch(self._forward, rows, how.max_rows, StopTexts.of(tokenizer), how.max_tokens, reusable)
         self._scheduler = Scheduler(how.max_rows, how.max_tokens, self.check_request)
         self._driving = False
@@ -165,6 +167,10 @@ class TransformersEngine(Engine):
     @property
     def version(self) -> int:
         return self._forward.version
+
+    @property
+    def adapters(self) -> Mapping[str, int] | None:  # type: ignore[override]  # read here, never set
+        return None if self._forward.adapters is None else self._forward.adapters.versions
 
     @property
     def rounding(self) -> float | None:  # type: ignore[override]  # read here, never set
@@ -221,6 +227,11 @@ class TransformersEngine(Engine):
     async def load(self, weights: Weights) -> None:
         await self.check(weights)
         await self._work(self._batch.load, weights, self._reread)
+
+    async def unload(self, adapter: str) -> None:
+        waits = any(one.adapter == adapter for call in self._scheduler.calls for one in call.waiting)
+        if waits or not await self._work(self._batch.unload, adapter):
+            raise ValueError(f"adapters {adapter} are not here, or somebody is answered by them")
 
     async def check(self, weights: Weights) -> None:
         await self._compute(self._forward.check, weights)

@@ -36,6 +36,7 @@ from transformers.cache_utils import (
 from rlinf.data.images import GRID, Pictures
 from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights, misfits
+from rlinf.engines.transformers.adapters import Own, RowAdapters
 from rlinf.engines.transformers.cache import Band, BandCache, Layers, Place
 from rlinf.models.language.int8 import Int8Layers, Int8Linear, Int8Weight, join
 from rlinf.models.language.moe import Routers, watch
@@ -75,6 +76,8 @@ class ModelForward:
 
     slower: str | None = None
     """Why it is not the lean forward; None if it is."""
+    adapters: RowAdapters | None = None
+    """Those that rows may have; None: it takes none."""
 
     def __init__(self, model: PreTrainedModel, version: int, pictures: Pictures | None = None):
         self.device: torch.device = model.device
@@ -177,6 +180,16 @@ class ModelForward:
         logits = [self._step(token, position, band) for token, position, band in parts]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
+    def rows_by(self, names: Sequence[str | None]) -> None:
+        """Have the rows of the passes that follow computed with their own adapters; None for the model itself."""
+
+    def versions_of(self, names: Sequence[str | None]) -> int | np.ndarray:
+        """Versions of the weights that rows are computed with: of all, or int32 [rows]."""
+        if self.adapters is None or not any(names):
+            return self.version
+        own = self.adapters.versions
+        return np.array([self.version if name is None else own[name] for name in names], np.int32)
+
     def allowed(self, logits: Tensor) -> Tensor:
         """Logits, [rows, vocabulary], of which tokens are drawn: an answer never has placeholders of pictures."""
         if self._pictures is None:
@@ -273,6 +286,12 @@ class ModelForward:
 
     def check(self, weights: Weights) -> None:
         """Raise ValueError if `weights` are not this model's, by name and shape; changes nothing."""
+        if weights.adapter is not None:
+            if self.adapters is None:
+                raise ValueError(
+                    f"adapters {weights.adapter}: {type(self._model).__name__} is decoded without any here"
+                )
+            return self.adapters.check(weights)
         own = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()} | self.int8.shapes
         kinds = {name: tensor.dtype for name, tensor in weights.named()}
         odd = "; ".join(f"{name} is of {kind}" for name, kind in kinds.items() if not kind.is_floating_point)
@@ -288,6 +307,8 @@ class ModelForward:
         them on.
         """
         self.check(weights)
+        if weights.adapter is not None and self.adapters is not None:
+            return self.adapters.load(weights)
         self.version = weights.version
         if self._parking is not None and self._parking.parked:
             self._arrived = weights
@@ -443,6 +464,13 @@ class LeanForward(ModelForward):
     def __init__(self, model: PreTrainedModel, version: int):
         super().__init__(model, version)
         self._join()
+        self.adapters = RowAdapters(model.model.layers, self.embedding)
+
+    def rows_by(self, names: Sequence[str | None]) -> None:
+        assert self.adapters is not None
+        own = self.adapters.of_rows(names) if any(names) else []
+        for number, block in enumerate(self.blocks):
+            block.own = own[number] if own else _NONE
 
     def read(
         self,
@@ -517,6 +545,9 @@ class LeanForward(ModelForward):
         return tuple(tensor.data_ptr() for tensor in (*self._held(), *joined))
 
 
+_NONE: tuple[Own | None, ...] = (None,) * 4
+
+
 class Block:
     """One transformer layer, which sees so many tokens at most, itself included; None for all."""
 
@@ -533,6 +564,8 @@ class Block:
         self.queries = attention.q_proj.out_features // self.head
         self.keys = attention.k_proj.out_features // self.head
         self.scale = float(attention.scaling)
+        self.own: tuple[Own | None, ...] = _NONE
+        """What adapters of the rows add to the four products of the block."""
 
     def read(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, past: tuple[Tensor, Tensor] | None
@@ -588,7 +621,8 @@ class Block:
 
     def unturned(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys before they are rotated, [..., heads, head size], and values."""
-        heads = _product(_rms_norm(hidden, self.norms[0]), *self.qkv)
+        heads = _product(normed := _rms_norm(hidden, self.norms[0]), *self.qkv)
+        heads = heads if self.own[0] is None else self.own[0].onto(heads, normed)
         heads = heads.view(*heads.shape[:-1], self.queries + 2 * self.keys, self.head)
         turning, values = heads.split([self.queries + self.keys, self.keys], dim=-2)
         query_norm, key_norm = self.head_norms
@@ -599,9 +633,13 @@ class Block:
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Compute the rest of the block after attention: its output projection and the feed-forward layer."""
+        _, own_output, own_gate_up, own_down = self.own
         hidden = _product(attended, self.output.weight, self.output.bias, hidden)
-        gate, up = _product(_rms_norm(hidden, self.norms[1]), *self.gate_up).chunk(2, dim=-1)
-        return _product(F.silu(gate).mul_(up), self.down.weight, self.down.bias, hidden)
+        hidden = hidden if own_output is None else own_output.onto(hidden, attended)
+        both = _product(normed := _rms_norm(hidden, self.norms[1]), *self.gate_up)
+        gate, up = (both if own_gate_up is None else own_gate_up.onto(both, normed)).chunk(2, dim=-1)
+        hidden = _product(inner := F.silu(gate).mul_(up), self.down.weight, self.down.bias, hidden)
+        return hidden if own_down is None else own_down.onto(hidden, inner)
 
 
 def causal_bias(real: Tensor, dtype: torch.dtype, tokens: int, window: int | None = None) -> Tensor:

@@ -240,6 +240,16 @@ def saved_values(model: nn.Module, name: str, directory: str) -> Iterator[tuple[
             yield parameter, file.get_tensor(key).to(parameter.dtype)
 
 
+def scaled_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names in the plain model, and values, of what saved adapters of one rank add: B is scaled by alpha / rank."""
+    config = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    with safe_open(directory / ADAPTER_WEIGHTS, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118  # no mapping
+            value = file.get_tensor(key)
+            scale = config["lora_alpha"] / config["r"] if ".lora_B." in key else 1.0
+            yield key.removeprefix(_SAVED_AS), value * scale
+
+
 def start_adapters(model: nn.Module, seed: int, adapter: str = POLICY) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """The values with which new adapters of a name start; see `adapter_values`."""
     generator = torch.Generator().manual_seed(seed)

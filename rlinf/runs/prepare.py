@@ -26,7 +26,7 @@ from rlinf.config.importing import mistake_in, resolve
 from rlinf.config.learning import DPO, REWARD_MODEL, SFT, SUPERVISED
 from rlinf.config.load import ConfigError, InputError, Problem
 from rlinf.config.text import RewardConfig, RunConfig
-from rlinf.data.datasets.source import Source
+from rlinf.data.datasets.source import ListRows, Source
 from rlinf.data.step import works_ahead
 from rlinf.engines.base import lacking, no_rounding, unable
 from rlinf.metrics.machine import machine
@@ -469,8 +469,13 @@ def _with_tasks(objects: InMemory, config: RunConfig) -> InMemory:
     key, value = ("agent", agent) if config.agent.function is None else ("agent.function", config.agent.function)
     named = objects.evaluation is not None or config.evaluation.data is not None
     with naming(key, value, "listing its tasks"):
-        held_out = objects.evaluation if named else agent.held_out() if config.evaluation.problems else None
-        return replace(objects, train=agent.tasks(), evaluation=held_out)
+        name = type(agent).__name__
+        train = ListRows(f"tasks of {name}", agent.tasks())
+        if named or not config.evaluation.problems:
+            return replace(objects, train=train)
+        held_out = agent.held_out()
+        evaluated = ListRows(f"held-out tasks of {name}", held_out) if held_out else None
+        return replace(objects, train=train, evaluation=evaluated)
 
 
 def refuse_idle(placement: Placing, plan: RunPlan) -> None:

@@ -31,6 +31,7 @@ from rlinf.agents.record import Asked, Call
 from rlinf.agents.tools.formats import FORMATS, CallFormat
 from rlinf.config.importing import mistake_in, resolve
 from rlinf.config.load import ConfigError, InputError, Problem
+from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
 from rlinf.data.tokenizer import pretrained
 from rlinf.engines.base import Completion, PartialAnswer, PartialGroup, Request, Sampling
@@ -145,7 +146,9 @@ def configured_agent(config: RunConfig, flow: Any, passed: Agent | None = None) 
         try:
             function = resolve(ENVIRONMENTS.get(str(wanted.function), str(wanted.function)))
         except RAISED as error:
-            advice = f"importing it failed: {type(error).__name__}: {error}"
+            close = nearest(str(wanted.function).replace("-", "_"), ENVIRONMENTS)
+            hint = f"; did you mean {close}?" if close else ""
+            advice = f"importing it failed: {type(error).__name__}: {error}{hint}"
             return None, [*mistakes, (key, agent_or_name, advice)]
     if not callable(function) and not lasts(function):
         return None, [

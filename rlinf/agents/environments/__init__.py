@@ -5,6 +5,16 @@ and has `tasks()` and `held_out()`: rows to learn from, and others to be evaluat
 class is made when a run is prepared, so making one starts nothing; what it needs is opened by `async with`.
 """
 
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError, validate_call
+
+from rlinf.runtime.base.errors import UserError
+
 ENVIRONMENTS = {
     "openenv": "rlinf.agents.environments.openenv.OpenEnv",
     "reasoning_gym": "rlinf.agents.environments.reasoning_gym.ReasoningGym",
@@ -12,3 +22,24 @@ ENVIRONMENTS = {
     "verifiers": "rlinf.agents.environments.verifiers.Verifiers",
 }
 """Short names that `agent.function` takes for a dotted path."""
+
+Size = Annotated[int, Field(ge=1, le=1 << 20)]
+"""Tasks, turns or players: at least one; seeds of what is held out begin behind the most."""
+HeldOut = Annotated[int, Field(ge=0, le=1 << 20)]
+"""Tasks to be evaluated on; 0 evaluates on none."""
+
+
+def checked(init: Callable[..., None]) -> Callable[..., None]:
+    """An environment's `__init__` that refuses arguments of other types, or out of range, with a line for each."""
+    validated = validate_call(config={"arbitrary_types_allowed": True})(init)
+
+    @functools.wraps(init)
+    def checking(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            validated(self, *args, **kwargs)
+        except ValidationError as error:
+            wrong = {".".join(str(at) for at in each["loc"][:2]): each for each in error.errors()}
+            lines = [f"{where}={each['input']!r:.60}: {each['msg']}" for where, each in wrong.items()]
+            raise UserError(f"{type(self).__name__}: {'; '.join(lines)}") from None
+
+    return checking

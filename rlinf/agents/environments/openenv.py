@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 
+from rlinf.agents.environments import HeldOut, Size, checked
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import Child
@@ -46,6 +47,7 @@ class OpenEnv:
         UserError: `server` is neither.
     """
 
+    @checked
     def __init__(
         self,
         server: str | Sequence[str],
@@ -53,9 +55,9 @@ class OpenEnv:
         action: str | None = None,
         observation: str | None = None,
         instructions: str | None = None,
-        turns: int = 30,
-        size: int = 1000,
-        held_out: int = 50,
+        turns: Size = 30,
+        size: Size = 1000,
+        held_out: HeldOut = 50,
     ) -> None:
         if not server or (isinstance(server, str) and "://" not in server):
             raise UserError(f"openenv: server={server!r} is no URL such as http://127.0.0.1:8000, and no list of words")

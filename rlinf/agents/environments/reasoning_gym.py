@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import random
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from rlinf.agents.environments import HeldOut, Size, checked
 from rlinf.config.schema import nearest
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
@@ -47,18 +50,21 @@ class ReasoningGym:
         UserError: the package is not installed, there is no such generator, or it does not take its settings.
     """
 
+    @checked
     def __init__(
         self,
         generators: str | Sequence[str] | Mapping[str, Mapping[str, Any] | None],
         *,
-        size: int = 1000,
-        held_out: int = 200,
+        size: Size = 1000,
+        held_out: HeldOut = 200,
         seed: int = 0,
         instructions: str | None = TAGGED,
         tagged: bool | None = None,
     ) -> None:
         package = _package()
         named = package.utils.SYSTEM_PROMPTS
+        if instructions and instructions not in named and (close := nearest(instructions, named)):
+            raise UserError(f"reasoning_gym: instructions={instructions!r}: did you mean {close}?")
         self._system = named.get(instructions, instructions) if instructions else None
         self._tagged = instructions in named if tagged is None else tagged
         self._extract = package.utils.extract_answer
@@ -70,11 +76,13 @@ class ReasoningGym:
         settings = generators if isinstance(generators, Mapping) else dict.fromkeys(generators)
         if not settings:
             raise UserError("reasoning_gym: `generators` names none")
-        self._weights = {name: float((how or {}).get("weight", 1.0)) for name, how in settings.items()}
+        self._weights = {name: _weight(name, (how or {}).get("weight", 1.0)) for name, how in settings.items()}
         self._generators = {name: self._generator(package, name, how or {}) for name, how in settings.items()}
 
     def _generator(self, package: Any, name: str, how: Mapping[str, Any]) -> Any:
         own = {key: value for key, value in how.items() if key != "weight"}
+        if name == "composite":
+            raise UserError("reasoning_gym: generators.composite: a mixture is what `generators` itself is")
         if name not in package.factory.DATASETS:
             close = nearest(name, package.factory.DATASETS)
             hint = f"did you mean {close}?" if close else f"there are {', '.join(sorted(package.factory.DATASETS))}"
@@ -123,6 +131,12 @@ class ReasoningGym:
         return Score(float(score), {row["generator"]: float(score)}, extracted=answer)
 
 
+def _weight(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"reasoning_gym: generators.{name}.weight={value!r}: a number above 0")
+    return float(value)
+
+
 def _kept_out(row: Mapping[str, Any]) -> bool:
     """A row is evaluated on, and so is never learned from."""
     return zlib.crc32(row["question"].encode()) % _ONE_IN == 0
@@ -130,7 +144,9 @@ def _kept_out(row: Mapping[str, Any]) -> bool:
 
 def _package() -> Any:
     try:
-        package = importlib.import_module("reasoning_gym")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of what it imports
+            package = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise UserError(f"reasoning_gym: {error}; pip install 'rlinf[environments]'") from error
     importlib.import_module("reasoning_gym.factory")

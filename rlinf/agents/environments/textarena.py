@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlinf.agents.agent import worked_on
+from rlinf.agents.environments import HeldOut, Size, checked
 from rlinf.config.importing import resolve
 from rlinf.config.schema import nearest
 from rlinf.rewards.base import Score
@@ -47,35 +48,42 @@ class TextArena:
         UserError: the package is not installed, or there is no such game.
     """
 
+    @checked
     def __init__(
         self,
         games: str | Sequence[str],
         *,
-        players: int | None = None,
+        players: Size | None = None,
         opponent: Any = None,
-        size: int = 1000,
-        held_out: int = 100,
+        size: Size = 1000,
+        held_out: HeldOut = 100,
         seed: int = 0,
-        turns: int = 100,
+        turns: Size = 100,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._names = [games] if isinstance(games, str) else list(games)
         if not self._names:
             raise UserError("textarena: `games` names none")
         self._players, self._turns, self._settings = players, turns, dict(settings or {})
-        self._opponent = resolve(opponent) if isinstance(opponent, str) else opponent
+        self._opponent = _resolved(opponent) if isinstance(opponent, str) else opponent
+        if self._opponent is not None and not callable(self._opponent):
+            raise UserError(f"textarena: opponent={opponent!r} is no function from a text to an action")
         self._sizes, self._seed = (size, held_out), seed
         self._openings = [self._opening(name) for name in self._names]
+        if self._opponent is not None and any(count == 1 for count, _ in self._openings):
+            raise UserError("textarena: opponent: a game with one player would never ask it")
 
     def _opening(self, name: str) -> tuple[int, str]:
         """Players of a game, and what the first of them reads."""
         counts = range(1, _MOST_PLAYERS + 1) if self._players is None else (self._players,)
+        refusal = ""
         for count in counts:
             try:
                 return count, _Game(name, self._settings, count, self._seed).turn()[1]
-            except _Players:
-                continue
-        raise UserError(f"textarena: {name} is not played by {self._players or f'1 to {_MOST_PLAYERS}'} players")
+            except _Players as error:
+                refusal = str(error)
+        many = f"1 to {_MOST_PLAYERS}" if self._players is None else str(self._players)
+        raise UserError(f"textarena: {name} is not played by {many} players, or not with its settings; {refusal}")
 
     def tasks(self) -> list[dict[str, Any]]:
         """Games to learn from: name, seed, the seat of the model against an opponent, and the opening text."""
@@ -111,6 +119,8 @@ class TextArena:
                 action = answer.text
             else:
                 action = await worked_on(lambda text, _: self._opponent(text), text, llm)
+                if not isinstance(action, str):
+                    raise UserError(f"textarena: the opponent returned {action!r:.60}, which is no text")
             if game.over_after(action):
                 break
         rewards, wrong = game.outcome()
@@ -131,6 +141,10 @@ would download, or a key to somebody's model."""
 
 
 def _in_a_line(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return f"its own code wants a newer Python ({error})"
+    if isinstance(error, LookupError) and "nltk" in str(error):
+        return f"it wants words of nltk that are not here: {str(error).strip(' *').split(chr(10))[1].strip()}"
     lines = [line.strip(" *") for line in str(error).splitlines()]
     return next((line for line in lines if line), type(error).__name__)
 
@@ -206,6 +220,13 @@ class _Game:
         finally:
             self._dice = random.getstate()
             random.setstate(others)
+
+
+def _resolved(path: str) -> Any:
+    try:
+        return resolve(path)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"textarena: opponent={path!r}: {error}") from error
 
 
 def _package() -> Any:

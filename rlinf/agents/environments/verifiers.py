@@ -25,9 +25,11 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
+from rlinf.agents.environments import HeldOut, Size, checked
 from rlinf.config.load import RunFailure
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.progress import work
 from rlinf.runtime.processes.supervisor import Child, ChildDied
 
 _WORKER = ("-P", __file__.replace("verifiers.py", "verifiers_worker.py"))
@@ -62,13 +64,14 @@ class Verifiers:
         UserError: there is no verifiers.
     """
 
+    @checked
     def __init__(
         self,
         environment: str | Mapping[str, Any],
         *,
         python: str | None = None,
-        size: int = 1000,
-        held_out: int = 100,
+        size: Size = 1000,
+        held_out: HeldOut = 100,
     ) -> None:
         self._settings = {"taskset": {"id": environment}} if isinstance(environment, str) else dict(environment)
         self._python, self._size, self._held_out = python or _interpreter(), size, held_out
@@ -91,7 +94,12 @@ class Verifiers:
 
     @functools.cached_property
     def _rows(self) -> list[dict[str, Any]]:
-        listed = subprocess.run([self._python, *_WORKER, self._request], capture_output=True, check=False)
+        command = [self._python, *_WORKER, self._request]
+        try:
+            with work("asking verifiers for its tasks"):
+                listed = subprocess.run(command, capture_output=True, check=False, timeout=_STARTING)
+        except subprocess.TimeoutExpired as error:
+            raise UserError(f"verifiers: it did not list its tasks within {_STARTING:g} s") from error
         first = listed.stdout.partition(b"\n")[0]
         if listed.returncode or not first:
             raise UserError(f"verifiers: it has no tasks for us: {_reason(listed.stderr.decode(errors='replace'))}")

@@ -657,7 +657,7 @@ def _no_prompt(value: Any) -> str | None:
     return None
 
 
-Source = str | Path | Iterable[Row] | AsyncIterable[Row] | Callable[[], Iterable[Row] | AsyncIterable[Row]]
+Source = ListRows | str | Path | Iterable[Row] | AsyncIterable[Row] | Callable[[], Iterable[Row] | AsyncIterable[Row]]
 """A file, several by a pattern with `*`, a directory, a hub name, `module.name` of an object; or that object: a list, a
 table of pandas, polars, Arrow or `datasets`, an iterable or async iterable of mappings, or a function making one."""
 
@@ -699,6 +699,8 @@ def open_rows(source: Source, *, split: str = "train") -> Rows | Iterated:
     """
     if isinstance(source, str | Path):
         return _named(str(source), split)
+    if isinstance(source, ListRows):
+        return source
     name = getattr(source, "__qualname__", type(source).__name__)
     if isinstance(source, AsyncIterable):
         again = _Remembered(name, source) if hasattr(source, "__anext__") else source

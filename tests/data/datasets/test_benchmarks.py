@@ -219,7 +219,7 @@ ROWS = {
 """A row of each, with the columns of the published set; an answer that is right and one that is wrong."""
 
 
-@pytest.mark.parametrize("name", KNOWN.keys() - {"aime24", "aime25", "gpqa-diamond"})
+@pytest.mark.parametrize("name", sorted(KNOWN.keys() - {"aime24", "aime25", "gpqa-diamond"}))
 async def test_a_row_of_each_is_asked_and_scored(name, tokenizer, tmp_path):
     row, right, wrong = ROWS[name]
     path = tmp_path / "rows.jsonl"

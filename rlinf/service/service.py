@@ -159,7 +159,7 @@ class Service:
         """Adapters in the trainer, by the keys of checkpoints."""
         self._held = Residents(self._hold, lambda pair: session.rollout.unload(pair[0]), _HELD_SAMPLERS)
         """Adapters in the engine and their versions, by the keys of checkpoints."""
-        self._takes_adapters: bool | None = False  # None asks the engine: off, since answers differed once in a while
+        self._takes_adapters: bool | None = None
         self._version = 0
         self._rollout = RolloutModel(lambda: session.rollout)
         self._weights = Switching(self._publish)

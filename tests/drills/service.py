@@ -52,12 +52,12 @@ class Ask:
 
 
 def script(seed: int, steps: int = 6) -> list[list[Ask]]:
-    """Requests of two models, in the order of their numbers."""
+    """Requests of two models, in the order of their numbers; samplers of both have ids of their own."""
     rng = random.Random(seed)
-    return [[*_steps(rng, steps)] for _ in range(2)]
+    return [[*_steps(rng, steps, model)] for model in range(2)]
 
 
-def _steps(rng: random.Random, steps: int):
+def _steps(rng: random.Random, steps: int, model: int):
     number = 0
 
     def ask(path: str, /, **more) -> Ask:
@@ -77,7 +77,7 @@ def _steps(rng: random.Random, steps: int):
         elif kind < 0.5:
             yield ask("save_weights", path="again", overwrite=True)
         elif kind < 0.8:
-            yield ask("save_weights_for_sampler", sampling_session_seq_id=step)
+            yield ask("save_weights_for_sampler", sampling_session_seq_id=2 * step + model)  # one of each model
         elif kind < 0.9:
             yield ask("load_weights", path="again", optimizer=True)
     yield ask("save_weights", path="end")

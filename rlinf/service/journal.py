@@ -239,7 +239,7 @@ class Journal:
         for old in _segments(directory)[:-2]:
             old.unlink()
         for state in directory.glob("*.state"):
-            if state.stem < path.stem:
+            if not state.name.startswith(".") and state.stem < path.stem:  # a later one may be just being written
                 shutil.rmtree(state, ignore_errors=True)
 
     # Reading ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 import shutil
 import time
@@ -40,6 +41,7 @@ from rlinf.service.wire import PassRequest, Targets, pass_result, sample_result
 from rlinf.training.optimizer import Adam
 from rlinf.training.schedule import TokenPass
 
+logger = logging.getLogger(__name__)
 ALPHA = 32
 """Adapters' output is scaled by ALPHA / rank, as the API has it."""
 _OPEN_SAMPLERS = 4
@@ -625,7 +627,10 @@ class Service:
             self._took[f"{model.id}:{number}"] = {"steps": 1}
             result: Result = {"type": "optim_step", "metrics": {key: float(value) for key, value in numbers.items()}}
             if model.seconds >= self.config.replay_seconds:
-                await self._save_state(model, number, {f"{model.id}:{number}": result})
+                try:
+                    await self._save_state(model, number, {f"{model.id}:{number}": result})
+                except OSError:  # the step is taken, and the journal has all that leads to it
+                    logger.exception("the state of %s could not be saved after request %d", model.id, number)
             return result
 
         return self.submit(model, number, work)

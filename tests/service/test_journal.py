@@ -43,6 +43,17 @@ async def test_a_segment_begins_with_what_is_not_over_and_the_one_before_keeps_r
     assert Journal(tmp_path).recover() == {}
 
 
+async def test_a_segment_leaves_the_state_alone_that_is_being_written(tmp_path):
+    journal = await written(tmp_path)
+    for number in (1, 2):
+        journal.state("m", number).mkdir()
+    later = journal.state("m", 3).with_name(f".{journal.state('m', 3).name}")
+    later.mkdir()
+    journal.begin("m", 2, [Record({"saved": True})], {})
+    await journal.synced()
+    assert {path.name for path in (tmp_path / "m").glob("*.state")} == {"000000002.state", later.name}
+
+
 async def test_a_torn_end_is_cut_and_damage_before_it_is_an_error(tmp_path):
     await (await written(tmp_path)).close()
     path = tmp_path / "m" / "000000000.log"

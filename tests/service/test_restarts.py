@@ -30,3 +30,14 @@ async def test_models_are_not_put_on_another_base(tmp_path):
         assert (await http.done("unload_model", {"model_id": model}))["type"] == "unload_model"
         assert (await http.ask("get_info", {"model_id": model}))[0] == 404
     assert not (tmp_path / "tiny-service" / "journal" / model.replace(":", "-")).exists()
+
+
+async def test_a_step_is_a_step_though_no_state_can_be_saved_after_it(tmp_path):
+    async with tiny(tmp_path, "serve.replay_seconds=0") as url, Http(url) as http:
+        model = await http.model()
+        await http.learn(model, 1)
+        (tmp_path / "tiny-service" / "journal" / model.replace(":", "-") / ".000000002.state").write_text("in its way")
+        taken = [await http.done("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})]
+        await http.learn(model, 3)
+        taken.append(await http.done("optim_step", {"model_id": model, "seq_id": 4, "adam_params": {}}))
+        assert [each["type"] for each in taken] == ["optim_step"] * 2

@@ -24,6 +24,7 @@ _BY_ENDPOINT = {
     "train": "training",
     "sft": "training",
     "forward_backward": "training",
+    "token_passes": "training",
     "optim_step": "training",
     "forward": "scoring",
     "model_weights": "sync",

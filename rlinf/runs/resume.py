@@ -159,7 +159,7 @@ class Resumed:
 
 _COMMON = (
     *("name", "output_dir", "steps", "log_every", "trace", "flow", "system", "callbacks", "keep_previous"),
-    *("optimizer", "checkpoint", "metrics", "placement", "algorithm"),
+    *("optimizer", "checkpoint", "metrics", "placement", "algorithm", "weights"),
 )
 TEXT: Mapping[str, Resumed] = {
     **dict.fromkeys(_COMMON, Resumed("applied")),

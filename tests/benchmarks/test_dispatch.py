@@ -18,7 +18,9 @@ def test_a_layer_of_a_micro_batch_asks_for_few_operators_beyond_those_of_a_plain
     )
     assert theirs["operators"] > 50
     assert ours["operators"] - theirs["operators"] <= BARS[OPERATORS]
-    assert ours["copies"] <= theirs["copies"], "no weight is cast in a micro-batch"
+    # in bfloat16 attention trains in float32 on a CPU: queries, keys, values and what comes of them are cast, and back
+    attention = 8 if dtype == "bfloat16" else 0
+    assert ours["copies"] <= theirs["copies"] + attention, "no weight is cast in a micro-batch"
 
 
 def test_a_decode_step_asks_for_less_than_half_of_what_transformers_does():

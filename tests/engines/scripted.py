@@ -153,6 +153,8 @@ def right(requests, found, version=0):
 class Weights(SimpleNamespace):
     """As much of real weights as the scripted forward looks at."""
 
+    adapter = None
+
 
 async def ticks(count):
     for _ in range(count):

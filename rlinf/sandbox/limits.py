@@ -13,8 +13,9 @@ from typing import Literal, cast
 
 from rlinf.sandbox.inside.supervise import LENGTH
 
-Outcome = Literal["ok", "error", "timeout", "memory", "output", "killed"]
-"""It ended with status 0; with another one; it exceeded its seconds; its memory; its output; a signal ended it."""
+Outcome = Literal["ok", "error", "timeout", "memory", "output", "killed", "disk"]
+"""It ended with status 0; with another one; it exceeded its seconds; its memory; its output; a signal ended it; its
+container wrote more than it may."""
 
 
 class SandboxError(RuntimeError):

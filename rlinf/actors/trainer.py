@@ -252,6 +252,22 @@ class Trainer(TextTrainer):
         return logprobs
 
     @endpoint(device=True, joint=True, late=True)
+    async def likeliest(
+        self, rows: Sequence[Row], count: int, model: str = POLICY
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The tokens that a model holds likeliest in place of each learned one of rows, the likeliest first: int64
+        [learned, count], and their log-probs, float32; of each row."""
+        self._model(model)
+        results: list[tuple[np.ndarray, np.ndarray]] = []
+        for some in cut(rows, [row.size for row in rows], self._packing.budget):
+            how = partial(self._fsdp().outputs, adapter=model, likeliest=count)
+            tokens, logprobs, *_ = await self.compute_spmd(how, pack(some))
+            ends = np.cumsum([row.learned for row in some])[:-1]
+            arrays = (np.split(each.cpu().numpy(), ends) for each in (tokens, logprobs.float()))
+            results += zip(*arrays, strict=True)
+        return results if self.rank == 0 else []
+
+    @endpoint(device=True, joint=True, late=True)
     async def token_passes(self, passes: Sequence[TokenPass]) -> list[list[np.ndarray]]:
         """`forward_backward`, and without a loss `forward`, of several models that `open_model` made, in common batches
         where no model's results can depend on the others'.

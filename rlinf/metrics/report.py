@@ -230,7 +230,7 @@ class Report:
             self.line(f"an earlier run of this name is now {_short_path(moved)} {sizes_text}")
         for removal in self._directory.removed:
             if removal == self._directory.path:
-                self.line("an earlier run of this name, which had not done a step, is removed")
+                self.line(f"an earlier run in {_short_path(removal)}, which had not done a step, is removed")
             else:
                 self.line(f"the oldest run of this name, {_short_path(removal)}, is removed; see keep_previous")
         self._since = time.perf_counter()

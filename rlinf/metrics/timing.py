@@ -27,6 +27,7 @@ _BY_ENDPOINT = {
     "token_passes": "training",
     "optim_step": "training",
     "forward": "scoring",
+    "likeliest": "scoring",
     "model_weights": "sync",
     "learn": "training",
     "remember": "training",

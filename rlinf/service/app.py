@@ -24,7 +24,8 @@ from rlinf.service.checkpoints import OWNER, CheckpointPath, Refused, expiry, mo
 from rlinf.service.journal import ANSWERS, SERVICE, Line, Record
 from rlinf.service.keys import KEY, Busy
 from rlinf.service.promises import failure
-from rlinf.service.service import Model, SampleRequest, Service
+from rlinf.service.samplers import MOST_LIKELIEST, SampleRequest
+from rlinf.service.service import Model, Service
 from rlinf.service.wire import PROTOBUF, BadPass, Targets, read_pass
 
 _POLL = 30.0
@@ -395,9 +396,8 @@ class App:
 
     async def _asample(self, body: Mapping[str, Any]) -> Answer:
         sampler = self._service.sampler(wanted(body, "sampling_session_id", str))
-        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-            if body.get(name):
-                raise Refused(f"{name}: this service does not serve that yet")
+        if body.get("prompt_alt_tokens_k"):
+            raise Refused("prompt_alt_tokens_k: this service draws nothing in place of a prompt's tokens")
         request = self._read_sample(body)
         id = self._service.sample(sampler, wanted(body, "seq_id", int, None), request)
         params = {**body["sampling_params"], "seed": request.seed}
@@ -441,7 +441,11 @@ class App:
         targets = wanted(body, "target_prompt_logprobs", dict, None)
         about = None if targets is None else Targets.of(targets, len(prompt) - 1, vocabulary or 2**31)
         wants_prompt = wanted(body, "prompt_logprobs", bool, False)
-        return SampleRequest(prompt, count, seed, sampling, wants_prompt, last, about)
+        likeliest = [wanted(body, f"topk_{part}_logprobs", int, 0) for part in ("prompt", "sample")]
+        most = min(MOST_LIKELIEST, vocabulary or MOST_LIKELIEST)
+        if not all(0 <= each <= most for each in likeliest):
+            raise Refused(f"topk_prompt_logprobs, topk_sample_logprobs: {likeliest} must be from 0 to {most}")
+        return SampleRequest(prompt, count, seed, sampling, wants_prompt, last, about, *likeliest)
 
     # Lists --------------------------------------------------------------------------------------------------------
 

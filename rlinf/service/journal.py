@@ -23,6 +23,7 @@ from typing import Any
 from rlinf.config.load import InputError
 from rlinf.config.reading import parse_json
 from rlinf.data.safetensors_io import sync_directory
+from rlinf.storage.files import sync
 
 Result = dict[str, Any] | bytes
 """JSON values, or a protobuf message."""
@@ -234,7 +235,8 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
-        _sync_names(directory, self._root, self._root.parent)
+        for parent in (directory, self._root, self._root.parent):
+            sync(parent)
         self._segments[line] = path
         for old in _segments(directory)[:-2]:
             old.unlink()
@@ -279,15 +281,6 @@ def _segments(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("*.log") if not path.name.startswith("."))
 
 
-def _sync_names(*directories: Path) -> None:
-    for directory in directories:
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def _whole(path: Path) -> list[Record]:
     """Records of a segment; a torn one at its end, which nobody was answered by, is cut off.
 
@@ -329,4 +322,4 @@ def put_directory(partial: Path, target: Path) -> None:
     sync_directory(partial)
     shutil.rmtree(target, ignore_errors=True)  # nobody names it yet
     partial.rename(target)
-    _sync_names(target.parent)
+    sync(target.parent)

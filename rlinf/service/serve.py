@@ -72,6 +72,9 @@ async def serving(config: RunConfig, say: Callable[[str], None]) -> AsyncIterato
         port = listener.getsockname()[1]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         say(f"{config.name}: serves {config.serve.model_name} to clients of the Tinker API; checkpoints go to {root}")
+        if service.sessions:
+            count = f"{len(service.models)} models and {len(service.samplers)} samplers"
+            say(f"  it goes on with what clients had: {count} of {len(service.sessions)} sessions")
         say(f"  TINKER_BASE_URL={url} TINKER_API_KEY={token or 'one of serve.keys'}")
         if not local:
             say(f"  serve.host={host}: the key and all data cross the network unencrypted; put TLS before it")

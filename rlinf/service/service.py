@@ -2,8 +2,7 @@
 
 In: calls of the API, read (`app.py`). Out: ids at once, and results as promises. A model is a set of adapters on the
 session's base with an optimizer of its own; its requests run in the order of their numbers. A sampler answers by a
-saved checkpoint, whose adapters the rollout gets when it is asked; only an engine that takes none gets merged weights
-in turn. Who wakes whom: see `promises.py`.
+saved checkpoint (`samplers.py`). Who wakes whom: see `promises.py`.
 """
 
 from __future__ import annotations
@@ -15,39 +14,30 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlinf.agents.llm import RolloutModel
 from rlinf.algos.token_losses import TokenLoss
 from rlinf.config.load import InputError
 from rlinf.config.text import ServeConfig
-from rlinf.data.rng import mix
-from rlinf.data.sample import Datum
-from rlinf.data.weights import Weights
 from rlinf.flows.session import TokenLosses, checked_data
-from rlinf.models.language.lora import scaled_tensors
 from rlinf.runs.library.session import Session
 from rlinf.service.checkpoints import OWNER, CheckpointPath, Refused, Store, expiry
 from rlinf.service.journal import ANSWERS, SERVICE, Journal, Line, Record, Result, put_directory
 from rlinf.service.keys import KEY, Busy, Keys
-from rlinf.service.promises import FairTurns, InOrder, Promises, Residents, Switching, Work
-from rlinf.service.wire import PassRequest, Targets, pass_result, sample_result
+from rlinf.service.promises import FairTurns, InOrder, Promises, Work
+from rlinf.service.samplers import BASE, SampleRequest, Samplers
+from rlinf.service.wire import PassRequest, pass_result
 from rlinf.training.optimizer import Adam
 from rlinf.training.schedule import TokenPass
 
 logger = logging.getLogger(__name__)
 ALPHA = 32
 """Adapters' output is scaled by ALPHA / rank, as the API has it."""
-_OPEN_SAMPLERS = 4
-"""Checkpoints whose adapters stay in the trainer, to be merged or asked for log-probs again."""
-_HELD_SAMPLERS = 64
-"""Checkpoints whose adapters stay in the engine when nobody is answered by them."""
 _LONG_LINE = 2**24
 """Bytes of the journal of answers after which those that were fetched are left out of it."""
 _SAVED = {
@@ -58,8 +48,6 @@ _SAVED = {
 """Results' types by the kind of checkpoint that was written."""
 _QUANTUM = 4096
 """Tokens of each model that learn in a turn with others; more wait until those with fewer have had theirs."""
-BASE = ""
-"""In place of a checkpoint: the base model."""
 
 
 @dataclass(slots=True)
@@ -114,22 +102,6 @@ class Sampler:
     """Path of a checkpoint, or `BASE`."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """Answers that were asked for."""
-
-    prompt: np.ndarray
-    count: int
-    seed: int
-    sampling: Mapping[str, Any]
-    """For the rollout's `answer`."""
-    prompt_logprobs: bool = False
-    last: int | None = None
-    """So many of the prompt's last tokens get log-probs; None: all but the first."""
-    targets: Targets | None = None
-    """Tokens whose log-probs are asked for within the prompt."""
-
-
 class Service:
     """Everything that clients have.
 
@@ -156,15 +128,7 @@ class Service:
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
         self._names = itertools.count(1)
-        self._published = itertools.count(session.step + 1)
-        self._opened = Residents(self._open, lambda name: session.trainer.close_model(name), _OPEN_SAMPLERS)
-        """Adapters in the trainer, by the keys of checkpoints."""
-        self._held = Residents(self._hold, lambda pair: session.rollout.unload(pair[0]), _HELD_SAMPLERS)
-        """Adapters in the engine and their versions, by the keys of checkpoints."""
-        self._takes_adapters: bool | None = None
-        self._version = 0
-        self._rollout = RolloutModel(lambda: session.rollout)
-        self._weights = Switching(self._publish)
+        self._samplers = Samplers(session, self.store)
         self._passes: FairTurns[TokenPass, list[np.ndarray]] = FairTurns(
             lambda passes: session.trainer.token_passes(passes), _QUANTUM
         )
@@ -173,9 +137,7 @@ class Service:
         """Give up what is under way; what was promised is done after the next start."""
         await self.promises.close()
         await self._passes.close()
-        await self._weights.close()
-        await self._held.close()
-        await self._opened.close()
+        await self._samplers.close()
         await self.journal.close()
 
     # The journal --------------------------------------------------------------------------------------------------
@@ -752,104 +714,17 @@ class Service:
 
     def sample(self, sampler: Sampler, number: int | None, request: SampleRequest) -> str:
         """Answer; id of the promise."""
+        owner = self.owner(sampler.id)
         id = f"{sampler.id}:{secrets.randbits(48) if number is None else number}"
         self._admit(id, len(request.prompt) + request.count * request.sampling["max_new_tokens"])
-        self.promises.make(id, lambda: self._sample(sampler, request, id))
+
+        async def work() -> Result:
+            result, sampled = await self._samplers.answer(sampler.weights, request)
+            self._took[id] = {f"prompts {owner}": len(request.prompt), f"sampled {owner}": sampled}
+            return result
+
+        self.promises.make(id, work)
         return id
-
-    async def _sample(self, sampler: Sampler, request: SampleRequest, id: str) -> Result:
-        weights = self._key(sampler.weights)
-        async with self._answering(weights) as (adapter, version):
-            how = {**request.sampling, **({} if adapter is None else {"adapter": adapter})}
-            answers = await asyncio.gather(
-                *(
-                    self._rollout.answer(request.prompt, seed=mix(request.seed, index), **how)
-                    for index in range(request.count)
-                )
-            )
-            prompt, of_targets = await self._prompt_logprobs(weights, request)
-        if any((each.versions != version).any() for each in answers):
-            raise RuntimeError(f"answers of {sampler.id} are not all by version {version} of the weights")
-        owner, sampled = self.owner(id), sum(len(each.response_ids) for each in answers)
-        self._took[id] = {f"prompts {owner}": len(request.prompt), f"sampled {owner}": sampled}
-        ended = {"stop": "stop", "text": "stop"}
-        return sample_result(
-            ((ended.get(each.finish, "length"), each.response_ids, each.logprobs) for each in answers),
-            prompt,
-            of_targets,
-        )
-
-    @asynccontextmanager
-    async def _answering(self, weights: str) -> AsyncIterator[tuple[str | None, int]]:
-        """The weights of a key answer: by which adapters in the engine, None for the model itself, and which version
-        they are. An engine that takes no adapters answers by one set of merged weights at a time."""
-        rollout = self.session.rollout
-        if self._takes_adapters is None:
-            self._takes_adapters = all(await rollout.takes_adapters())
-        if not self._takes_adapters:
-            async with self._weights.at(weights):
-                yield None, self._version
-        elif weights == BASE:
-            yield None, (await rollout.version())[0]
-        else:
-            async with self._held.at(weights) as pair:
-                yield pair
-
-    async def _hold(self, weights: str) -> tuple[str, int]:
-        """Have the engine hold the adapters of a key; their name there, and their version."""
-        directory = self.store.directory(CheckpointPath.of(weights.rpartition("@")[0]))
-        name, version = f"s{next(self._names)}", next(self._published)
-        packed = await asyncio.to_thread(lambda: Weights.pack(scaled_tensors(directory), version))
-        await self.session.rollout.load(replace(packed, adapter=name))
-        return name, version
-
-    async def _prompt_logprobs(
-        self, weights: str, request: SampleRequest
-    ) -> tuple[np.ndarray | None, tuple[Targets, np.ndarray] | None]:
-        """The log-probs that are asked for of a prompt: of its own tokens, and of others in their places."""
-        ids, targets = request.prompt, request.targets
-        others = [] if targets is None else [np.where(each < 0, ids[1:], each) for each in targets.tokens.T]
-        data = [Datum(ids[:-1], each) for each in (*([ids[1:]] if request.prompt_logprobs else []), *others)]
-        scores: list[np.ndarray] = []
-        if data and len(ids) > 1:
-            if weights == BASE:  # which the session's own adapters are, that nobody trains
-                scores = await self.session.trainer.forward(data)
-            else:
-                async with self._opened.at(weights) as name:
-                    scores = await self.session.trainer.forward(data, name)
-        of_targets = None if targets is None else (targets, np.stack(scores[len(data) - len(others) :], axis=1))
-        if not request.prompt_logprobs:
-            return None, of_targets
-        logprobs = np.full(len(ids), np.nan, np.float32)
-        if scores:
-            logprobs[1:] = scores[0]
-        if request.last is not None:
-            logprobs[: len(ids) - request.last] = np.nan
-        return logprobs, of_targets
-
-    def _key(self, weights: str) -> str:
-        """Name these weights, with when they were saved: another checkpoint may have taken the path since.
-
-        Raises:
-            Refused: there is none of that path any more.
-        """
-        return BASE if weights == BASE else f"{weights}@{self.store.about(CheckpointPath.of(weights))['time']}"
-
-    async def _publish(self, weights: str) -> None:
-        """Have the rollout answer by the weights of a key, merged."""
-        trainer, self._version = self.session.trainer, next(self._published)
-        if weights == BASE:
-            await self.session.rollout.load(trainer.model_weights(None, self._version))
-        else:
-            async with self._opened.at(weights) as name:
-                await self.session.rollout.load(trainer.model_weights(name, self._version))
-
-    async def _open(self, weights: str) -> str:
-        """Have the trainer open the adapters of a key; their name there."""
-        path = CheckpointPath.of(weights.rpartition("@")[0])
-        name = f"s{next(self._names)}"
-        await self.session.trainer.open_model(name, {"path": str(self.store.directory(path))}, 0)
-        return name
 
 
 def _targets(about: Mapping[str, Any]) -> Sequence[str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from itertools import groupby, zip_longest
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -36,8 +36,10 @@ _MESSAGES = {
     "NamedBatch": "1 key string; 2 value BatchedTensor",
     "ArrayRecord": "1 type_tag string; 2 fields NamedBatch*; 3 num_datums int64",
     "ForwardBackwardOutput": "1 loss_fn_output_type string; 2 loss_fn_outputs ArrayRecord*; 3 metrics NamedNumber*",
-    "SampledSequence": "1 stop_reason int32; 2 tokens bytes; 3 logprobs bytes",
-    "SampleResponse": "1 sequences SampledSequence*; 2 prompt_logprobs bytes; 5 target_prompt_logprobs Tensor",
+    "TopkLogprobs": "1 token_ids bytes; 2 logprobs bytes; 3 k uint32; 4 length uint32",
+    "SampledSequence": "1 stop_reason int32; 2 tokens bytes; 3 logprobs bytes; 4 topk_sampled_logprobs TopkLogprobs",
+    "SampleResponse": "1 sequences SampledSequence*; 2 prompt_logprobs bytes; 3 topk_prompt_logprobs TopkLogprobs; "
+    "5 target_prompt_logprobs Tensor",
 }
 """Fields of each message: number, name and type; * for any number of them. A map is on the wire what a list of keys
 with values is, and an enumeration what a whole number is."""
@@ -46,6 +48,8 @@ _DTYPES: Mapping[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), _INT64: np.dt
 MOST_TARGETS = 32
 """Targets at one position of a text: each costs a forward pass of its own."""
 STOP_REASONS = {"stop": 0, "length": 1}
+_NO_LOGPROB = -99999.0
+"""Beside token 0: there is no likeliest token at a place."""
 
 
 def _classes() -> Mapping[str, Any]:
@@ -151,6 +155,38 @@ class Targets:
         return {**about, "sparse_csr": {**csr, "col_indices": columns.astype("<i8").tobytes()}}
 
 
+class Likeliest(NamedTuple):
+    """The likeliest tokens at places of a text, the likeliest first."""
+
+    tokens: np.ndarray
+    """int64 [places, tokens]"""
+    logprobs: np.ndarray
+    """float32 [places, tokens]"""
+
+    def behind(self, count: int) -> Likeliest:
+        """These behind so many places at which there are none."""
+        blank = ((count, 0), (0, 0))
+        return Likeliest(np.pad(self.tokens, blank), np.pad(self.logprobs, blank, constant_values=_NO_LOGPROB))
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of the `TopkLogprobs`."""
+        length, count = self.tokens.shape
+        arrays = {"token_ids": self.tokens.astype("<i4").tobytes(), "logprobs": self.logprobs.astype("<f4").tobytes()}
+        return {**arrays, "k": count, "length": length}
+
+
+class Scores(NamedTuple):
+    """Log-probs that are asked for beside answers."""
+
+    prompt: np.ndarray | None = None
+    """Of each token of the prompt, NaN where there is none."""
+    of_targets: tuple[Targets, np.ndarray] | None = None
+    """Tokens that were asked about at positions of the prompt, and their log-probs, [positions, targets]."""
+    likeliest_of_prompt: Likeliest | None = None
+    likeliest_of_answers: Sequence[Likeliest] = ()
+    """Of each answer; none: they were not asked for."""
+
+
 def read_pass(body: bytes) -> PassRequest:
     """Read a `ForwardBackwardRequest`.
 
@@ -251,31 +287,29 @@ def pass_result(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float], wi
     return written("ForwardBackwardOutput", loss_fn_output_type="ArrayRecord", loss_fn_outputs=records, metrics=numbers)
 
 
-def sample_result(
-    answers: Iterable[tuple[str, np.ndarray, np.ndarray]],
-    prompt_logprobs: np.ndarray | None = None,
-    of_targets: tuple[Targets, np.ndarray] | None = None,
-) -> bytes:
+def sample_result(answers: Iterable[tuple[str, np.ndarray, np.ndarray]], scores: Scores) -> bytes:
     """Write a `SampleResponse`.
 
     Args:
         answers: why each ended, see `STOP_REASONS`; its tokens, and their log-probs.
-        prompt_logprobs: of each token of the prompt, NaN where there is none.
-        of_targets: tokens that were asked about at positions of the prompt, and their log-probs, [positions, targets].
+        scores: what else was asked.
     """
     sequences = [
         {
             "stop_reason": STOP_REASONS[reason],
             "tokens": tokens.astype("<i4").tobytes(),
             "logprobs": logprobs.astype("<f4").tobytes(),
+            **({} if likeliest is None else {"topk_sampled_logprobs": likeliest.fields()}),
         }
-        for reason, tokens, logprobs in answers
+        for (reason, tokens, logprobs), likeliest in zip_longest(answers, scores.likeliest_of_answers)
     ]
     prompt: dict[str, Any] = {}
-    if prompt_logprobs is not None:
-        prompt["prompt_logprobs"] = prompt_logprobs.astype("<f4").tobytes()
-    if of_targets is not None:
-        prompt["target_prompt_logprobs"] = of_targets[0].answered(of_targets[1])
+    if scores.prompt is not None:
+        prompt["prompt_logprobs"] = scores.prompt.astype("<f4").tobytes()
+    if scores.of_targets is not None:
+        prompt["target_prompt_logprobs"] = scores.of_targets[0].answered(scores.of_targets[1])
+    if scores.likeliest_of_prompt is not None:
+        prompt["topk_prompt_logprobs"] = scores.likeliest_of_prompt.fields()
     return written("SampleResponse", sequences=sequences, **prompt)
 
 

@@ -166,12 +166,12 @@ class FsdpBackEnd:
         self.module.weigh_compiling(seconds, _ours(optimization).remaining)
 
     @torch.no_grad()
-    def outputs(self, batch: Packed, *, adapter: str | None = adapters.POLICY) -> Outputs:
+    def outputs(self, batch: Packed, *, adapter: str | None = adapters.POLICY, likeliest: int = 0) -> Outputs:
         here = batch.to(next(self.module.parameters()).device)
         if adapter != adapters.POLICY:  # another policy, which routes by itself
             here = here.routed(None)
         with nullcontext() if adapter == adapters.POLICY else adapters.using(self.module, adapter):
-            outputs: Outputs = self.module(here)
+            outputs: Outputs = self.module(here, likeliest=likeliest) if likeliest else self.module(here)
         reshard(self.module)  # without a backward pass the whole weights would stay, and grow old
         return outputs
 

@@ -92,6 +92,7 @@ def program(url):
         assert found.shape == asked.shape
         assert found[0, 0].item() == pytest.approx(answer.prompt_logprobs[1], abs=1e-6)
         assert (found[1, 1].item() < 0, found[1, 0].item(), found[2:].abs().sum().item()) == (True, 0.0, 0.0)
+    likeliest(sampler, service.create_sampling_client(base_model="tiny").result())
     named = trained.save_weights_for_sampler("named").result().path
     again = service.create_sampling_client(model_path=named).result()
     assert (
@@ -137,6 +138,37 @@ def program(url):
     service.close("success").result()
     assert rest.list_training_runs().result().cursor.total_count == 0  # its models are gone, its checkpoints are not
     assert len(rest.list_user_checkpoints().result().checkpoints) == 4
+
+
+def likeliest(*samplers):
+    """Those of three words, beside the log-probs of every word at the places of a prompt and of its answers."""
+    types, every = tinker.types, range(18)
+    prompt, params = types.ModelInput.from_ints([3, 4, 7]), types.SamplingParams(max_tokens=4, seed=2, temperature=0.5)
+    for sampler in samplers:
+        answer = sampler.sample(prompt, 2, params, topk_prompt_logprobs=3, topk_sample_logprobs=3).result()
+        nothing, *places = answer.topk_prompt_logprobs
+        assert nothing is None
+        texts = [[3, 4, 7, *each.tokens] for each in answer.sequences]
+        for place, best in enumerate(places, 1):
+            ends = [[*texts[0][:place], word] for word in every]
+            scores = [sampler.compute_logprobs(types.ModelInput.from_ints(end)).result()[-1] for end in ends]
+            assert [word for word, _ in best] == sorted(every, key=lambda word: -scores[word])[:3]
+            assert [score for _, score in best] == pytest.approx(sorted(scores)[:-4:-1], abs=1e-5)
+        for each in answer.sequences:
+            assert len(each.topk_logprobs) == len(each.tokens)
+            for word, score, best in zip(each.tokens, each.logprobs, each.topk_logprobs, strict=True):
+                assert best == sorted(best, key=lambda pair: -pair[1])
+                if word in dict(best):
+                    assert dict(best)[word] == pytest.approx(score, abs=1e-5)  # at the answers' temperature, too
+                else:
+                    assert score <= best[-1][1] + 1e-5
+    last = samplers[0].sample(prompt, 1, params, True, topk_prompt_logprobs=2, prompt_logprobs_last_n=1).result()
+    assert last.topk_prompt_logprobs[:2] == [None, None]
+    assert last.topk_prompt_logprobs[2] == places_of(samplers[0], prompt, params)
+
+
+def places_of(sampler, prompt, params):
+    return sampler.sample(prompt, 1, params, topk_prompt_logprobs=2).result().topk_prompt_logprobs[2]
 
 
 async def test_gradients_gather_until_a_step_and_are_of_sums(tmp_path):

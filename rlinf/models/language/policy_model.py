@@ -326,38 +326,57 @@ class PolicyModel(nn.Module):
         if gradient_checkpointing:
             checkpoint_blocks(self._layers)
 
-    def forward(self, batch: Packed, *, entropy_slope: bool = False) -> ModelOutputs:
+    def forward(self, batch: Packed, *, entropy_slope: bool = False, likeliest: int = 0) -> ModelOutputs:
         """Log-prob and entropy of every learned token, under softmax(logits / temperature).
 
         Args:
             batch: the sequences.
             entropy_slope: entropies are differentiable, too.
+            likeliest: not 0: so many tokens instead that are likeliest in place of every learned one.
 
         Returns:
             Log-probs, differentiable, and entropies; nats, float32 [learned]. Then `Routed`, if routers are watched.
+            Of the likeliest, the likeliest first: tokens, int64 [learned, likeliest], and their log-probs.
         """
         with self.computing():
-            return self._scored(batch, entropy_slope)
+            return self._likeliest(batch, likeliest) if likeliest else self._scored(batch, entropy_slope)
+
+    def _likeliest(self, batch: Packed, count: int) -> ModelOutputs:
+        if (share := self._share(batch)) is not None:
+            raise ValueError("the likeliest tokens are not told of a model that is split over processes")
+        parts = [slice(start, start + self._chunk) for start in range(0, len(batch.targets), self._chunk)]
+        if self.plain_head:
+            hidden, weight, bias = self._before_head(batch, share)
+            chunks = (_logits(hidden[part], weight, bias, batch.temperature, part) for part in parts)
+        else:
+            whole, one = wide(self._own_logits(batch, share)), batch.temperature
+            chunks = (whole[part] if one is None else whole[part] / one[part, None] for part in parts)
+        best = [torch.log_softmax(logits, dim=-1).topk(count) for logits in chunks]
+        return torch.cat([tokens for _, tokens in best]), torch.cat([logprobs for logprobs, _ in best])
+
+    def _own_logits(self, batch: Packed, share: Share | None) -> Tensor:
+        """Logits as the model makes them, [learned, vocabulary]."""
+        logits = self._outputs(self.model, batch, "logits", share)
+        return logits if self.pictures is None else logits + never(self.pictures, logits)
+
+    def _before_head(self, batch: Packed, share: Share | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states, [learned, width], of which weight, [vocabulary, width], and bias make logits."""
+        head: Any = self.model.get_output_embeddings()
+        hidden, bias = self._outputs(self.model.base_model, batch, "last_hidden_state", share), head.bias
+        if self.pictures is not None:
+            banned = never(self.pictures, head.weight[:, 0])
+            bias = banned if bias is None else bias + banned
+        return hidden, head.weight, bias
 
     def _scored(self, batch: Packed, entropy_slope: bool) -> ModelOutputs:
         share = self._share(batch)
         mine = batch if share is None else share.batch
         if not self.plain_head:
-            logits = self._outputs(self.model, batch, "logits", share)
-            if self.pictures is not None:
-                logits = logits + never(self.pictures, logits)
+            logits = self._own_logits(batch, share)
             outputs = logprobs_of_logits(logits, mine.targets, mine.temperature, entropy_slope=entropy_slope)
         else:
-            head: Any = self.model.get_output_embeddings()
-            hidden = self._outputs(self.model.base_model, batch, "last_hidden_state", share)
-            bias = getattr(head, "bias", None)
-            if self.pictures is not None:
-                banned = never(self.pictures, head.weight[:, 0])
-                bias = banned if bias is None else bias + banned
             outputs = token_logprobs(
-                hidden,
-                head.weight,
-                bias,
+                *self._before_head(batch, share),
                 mine.targets,
                 mine.temperature,
                 chunk=self._chunk,

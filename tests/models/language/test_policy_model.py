@@ -20,16 +20,18 @@ ROWS = [
 
 
 def one_by_one(net):
-    """Log-probs and entropies, each sequence alone, by the model's own forward with plain attention."""
+    """Log-probs, entropies and the log-probs of every token, each sequence alone, by the model's own forward with plain
+    attention."""
     net.set_attn_implementation("eager")
-    logprobs, entropies = [], []
+    logprobs, entropies, every = [], [], []
     for row in ROWS:
         ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
         places = slice(len(row.prompt_ids) - 1, len(row.prompt_ids) + len(row.response_ids) - 1)
         spread = torch.log_softmax(net(ids).logits[0, places].float() / row.temperature, dim=-1)
         logprobs.append(spread.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0])
         entropies.append(-(spread.exp() * spread).sum(-1))
-    return torch.cat(logprobs), torch.cat(entropies)
+        every.append(spread.detach())
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(every)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +56,15 @@ def test_a_model_is_run_as_far_apart_from_its_own_way_as_gives_the_same(kind, mo
     (logprobs * weights).sum().backward()
     found = gradients(net)
     net.zero_grad()
-    expected, spread = one_by_one(net)
+    with torch.no_grad():
+        tokens, scores = policy(pack(ROWS), likeliest=3)
+    expected, spread, every = one_by_one(net)
     (expected * weights).sum().backward()
     torch.testing.assert_close(logprobs, expected, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(entropy, spread, atol=2e-6, rtol=1e-5)
     assert furthest(found, gradients(net)) < 1e-5
+    torch.testing.assert_close(scores, every.sort(descending=True).values[:, :3], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(scores, every.gather(1, tokens), atol=2e-6, rtol=1e-5)
 
 
 def test_dropout_is_off():

@@ -171,6 +171,21 @@ async def test_a_crashed_child_is_restarted_after_growing_pauses_until_the_limit
     await child.stop()
 
 
+async def test_the_end_of_a_life_is_awaited_and_the_next_one_is_ready_after_it() -> None:
+    async with Child(["sleep", "60"], name="weak", backoff=QUICK) as child:
+        ending = asyncio.create_task(child.ended())
+        await asyncio.sleep(0)
+        assert not ending.done()
+        before = child.pid
+        assert before is not None
+        os.kill(before, signal.SIGKILL)
+        await ending
+        assert not child.up
+        await child.ready()
+        assert child.pid not in (None, before)
+    await asyncio.wait_for(child.ended(), 1.0)
+
+
 async def test_deaths_are_forgotten_once_it_was_up_for_long_enough() -> None:
     child = Child(
         python("import time; time.sleep(0.02)"), name="mayfly", max_restarts=1, backoff=QUICK, reset_after=0.0

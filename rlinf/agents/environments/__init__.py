@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, validate_call
 
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.processes.supervisor import Child
 
 ENVIRONMENTS = {
     "openenv": "rlinf.agents.environments.openenv.OpenEnv",
@@ -27,6 +28,8 @@ Size = Annotated[int, Field(ge=1, le=1 << 20)]
 """Tasks, turns or players: at least one; seeds of what is held out begin behind the most."""
 HeldOut = Annotated[int, Field(ge=0, le=1 << 20)]
 """Tasks to be evaluated on; 0 evaluates on none."""
+_LONGEST_REASON = 500
+"""Characters of a reason that are shown."""
 
 
 def checked(init: Callable[..., None]) -> Callable[..., None]:
@@ -43,3 +46,14 @@ def checked(init: Callable[..., None]) -> Callable[..., None]:
             raise UserError(f"{type(self).__name__}: {'; '.join(lines)}") from None
 
     return checking
+
+
+def reason(text: str) -> str:
+    """The last line that a process wrote as it died, or that it wrote nothing."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip()[:_LONGEST_REASON] if lines else "it said nothing"
+
+
+def last_words(child: Child) -> str:
+    """The last line that a supervised process wrote."""
+    return reason("\n".join(child.output))

@@ -8,17 +8,18 @@ again when it dies, and ends with the run.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
-from rlinf.agents.environments import HeldOut, Size, checked
+from rlinf.agents.environments import HeldOut, Size, checked, last_words
+from rlinf.config.load import RunFailure
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.processes.supervisor import Child
+from rlinf.runtime.processes.supervisor import Child, ChildDied, free_address
 
 _HELD_OUT = 1 << 20
 """Distance between the seeds of what is learned and of what is held out."""
@@ -33,7 +34,8 @@ class OpenEnv:
 
     Args:
         server: its URL, such as `http://127.0.0.1:8000`; or the words of a command that starts it, in which `{port}`
-            stands for its port: `["uvicorn", "my_env.server.app:app", "--port", "{port}"]`.
+            stands for its port: `["uvicorn", "my_env.server.app:app", "--port", "{port}"]`. With `{host}` it is given
+            an address of this machine's own that others do not guess; without, it is to listen on 127.0.0.1.
         action: field of the action that takes the model's text; None: the only one that the server's schema has beside
             `metadata`.
         observation: text of an observation, a template such as `"{prompt} {feedback}"` of its fields; None: all that
@@ -83,17 +85,28 @@ class OpenEnv:
         self._http = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         try:
             if not isinstance(self._server, str):
-                self._url = f"http://127.0.0.1:{_free_port()}"
-                words = [word.replace("{port}", self._url.rpartition(":")[2]) for word in self._server]
-                how: dict[str, Any] = {"start_deadline": _STARTING}
-                self._child = Child(words, name="openenv", health=self._healthy, **how)
-                await self._child.start()
-            if not self._action:
-                self._action = await self._only_field()
+                await self._start(self._server)
+            self._action = self._field(await self._schema())
         except BaseException:
             await self.__aexit__()
             raise
         return self
+
+    async def _start(self, command: Sequence[str]) -> None:
+        """Start a server, and wait until it is up.
+
+        Raises:
+            RunFailure: it is not.
+        """
+        host, port = free_address(hidden=any("{host}" in word for word in command))
+        self._url = f"http://{host}:{port}"
+        words = [word.replace("{port}", str(port)).replace("{host}", host) for word in command]
+        how: dict[str, Any] = {"start_deadline": _STARTING}
+        self._child = Child(words, name="openenv", health=self._healthy, **how)
+        try:
+            await self._child.start()
+        except ChildDied as died:
+            raise RunFailure(f"openenv: {words[0]} could not be started: {last_words(self._child)}") from died
 
     async def __aexit__(self, *error: Any) -> None:
         await self._http.close()
@@ -104,10 +117,14 @@ class OpenEnv:
         """Play a session to its end.
 
         Raises:
-            RuntimeError: the server answered with an error, or hung up.
+            RuntimeError: the server answered with an error or nonsense, or hung up.
+            RunFailure: it died again and again.
         """
         if self._child is not None:
-            await self._child.ready()
+            try:
+                await self._child.ready()
+            except ChildDied as died:
+                raise RunFailure(f"openenv: its server died too often: {last_words(self._child)}") from died
         messages = [{"role": "system", "content": self._instructions}] if self._instructions else []
         total, steps = 0.0, 0
         async with self._http.ws_connect(f"{self._url}/ws", max_msg_size=_LONGEST) as session:
@@ -117,7 +134,7 @@ class OpenEnv:
                 answer = await llm.chat(messages)
                 messages.append(answer.message)
                 state = await _asked(session, "step", {self._action: answer.text})
-                total, steps = total + float(state["reward"] or 0.0), steps + 1
+                total, steps = total + state["reward"], steps + 1
             await session.send_json({"type": "close"})
         return Score(total, {"done": float(state["done"]), "turns": float(steps)})
 
@@ -136,33 +153,55 @@ class OpenEnv:
         async with self._http.get(f"{self._url}/health") as answer:
             return answer.ok
 
-    async def _only_field(self) -> str:
-        """The field of an action that takes a text, where the server's schema has one.
+    async def _schema(self) -> dict[str, Any]:
+        """The server's schema of an action.
 
         Raises:
-            UserError: it has several, or none.
+            UserError: nobody answers at its address, or something else than a server of OpenEnv.
         """
-        async with self._http.get(f"{self._url}/schema") as answer:
-            schema = (await answer.json())["action"]
+        where, status = f"openenv: server={self._url}", 0
+        try:
+            async with asyncio.timeout(_STARTING), self._http.get(f"{self._url}/schema") as answer:
+                status = answer.status
+                schema = json.loads(await answer.read())["action"]
+                return dict(schema)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise UserError(f"{where}: nobody answers there: {error or type(error).__name__}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{where}: this is no server of OpenEnv: /schema has status {status}, no action") from error
+
+    def _field(self, schema: Mapping[str, Any]) -> str:
+        """The field of an action that takes a text: the one that is named, or the only one.
+
+        Raises:
+            UserError: there are several, none, or none of that name.
+        """
         fields = [name for name in schema.get("properties", {}) if name != "metadata"]
-        if len(fields) != 1:
-            raise UserError(f"openenv: agent.args.action: name the action's field that takes the text: {fields}")
+        if self._action and (not fields or self._action in fields):
+            return self._action
+        if self._action or len(fields) != 1:
+            named = f" has no {self._action!r}" if self._action else ""
+            raise UserError(f"openenv: agent.args.action{named}: name the field that takes the text: {fields}")
         return fields[0]
 
 
-async def _asked(session: aiohttp.ClientWebSocketResponse, kind: str, data: Mapping[str, Any]) -> Any:
-    """Ask for something, and return the observation that answers it."""
+async def _asked(session: aiohttp.ClientWebSocketResponse, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask for something, and return the answer: `observation`, `reward` and `done`.
+
+    Raises:
+        RuntimeError: it is an error, or no answer.
+    """
     await session.send_json({"type": kind, "data": data})
     answer = await session.receive()
     if answer.type is not aiohttp.WSMsgType.TEXT:
-        raise RuntimeError(f"openenv: the server hung up at {kind}")
-    message = json.loads(answer.data)
-    if message.get("type") != "observation":
-        raise RuntimeError(f"openenv: {kind}: {message.get('data', message)}")
-    return message["data"]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        why = f": {answer.data}" if answer.type is aiohttp.WSMsgType.ERROR else ""
+        raise RuntimeError(f"openenv: the server hung up at {kind}{why}")
+    try:
+        message = json.loads(answer.data)
+        if message["type"] != "observation":
+            raise RuntimeError(f"openenv: {kind}: {message.get('data', message)!s:.500}")
+        state = message["data"]
+        reward, observation = float(state.get("reward") or 0.0), dict(state["observation"])
+        return {"observation": observation, "reward": reward, "done": bool(state["done"])}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(f"openenv: {kind}: the server answered nonsense: {answer.data!r:.200}") from error

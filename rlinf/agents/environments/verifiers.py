@@ -12,7 +12,6 @@ the episodes that it played fail, and another one is started.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import importlib.util
 import json
@@ -25,7 +24,7 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
-from rlinf.agents.environments import HeldOut, Size, checked
+from rlinf.agents.environments import HeldOut, Size, checked, last_words, reason
 from rlinf.config.load import RunFailure
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
@@ -42,8 +41,6 @@ _DEATHS = 3
 """Deaths in a row that end the run; a process that has lived for a minute begins a new count."""
 _STARTING = 300.0
 """Seconds that the process has to import verifiers and to make its tasks."""
-_LONGEST_REASON = 500
-"""Characters of a reason that are told."""
 _ONE_IN = 8
 """Of so many tasks at least, one is held out."""
 
@@ -102,7 +99,7 @@ class Verifiers:
             raise UserError(f"verifiers: it did not list its tasks within {_STARTING:g} s") from error
         first = listed.stdout.partition(b"\n")[0]
         if listed.returncode or not first:
-            raise UserError(f"verifiers: it has no tasks for us: {_reason(listed.stderr.decode(errors='replace'))}")
+            raise UserError(f"verifiers: it has no tasks for us: {reason(listed.stderr.decode(errors='replace'))}")
         rows = json.loads(first)["tasks"]
         if not rows:
             raise UserError(f"verifiers: the taskset {self._settings['taskset']} has no tasks")
@@ -127,7 +124,7 @@ class Verifiers:
         try:
             await self._child.start()
         except ChildDied as died:
-            raise RunFailure(f"verifiers: its process could not be started: {_last_words(self._child)}") from died
+            raise RunFailure(f"verifiers: its process could not be started: {last_words(self._child)}") from died
         return self
 
     async def __aexit__(self, *error: Any) -> None:
@@ -160,49 +157,50 @@ class Verifiers:
 
     async def _up(self) -> asyncio.StreamWriter:
         """The way to a process that lives."""
-        while True:
-            try:
+        try:
+            await self._child.ready()
+            while self._lines is None:  # it hung up, so it ends
+                await self._child.ended()
                 await self._child.ready()
-            except ChildDied as died:
-                raise RunFailure(
-                    f"verifiers: its process died {_DEATHS} times in a row: {_last_words(self._child)}"
-                ) from died
-            if self._lines is not None:
-                return self._lines
-            await asyncio.sleep(0)  # it has just died, which its keeper is about to tell
+        except ChildDied as died:
+            raise RunFailure(
+                f"verifiers: its process died {_DEATHS} times in a row: {last_words(self._child)}"
+            ) from died
+        return self._lines
 
     async def _connected(self, child: Child) -> bool:
+        """It is connected; a process that hung up and lives on is no longer healthy."""
         if child.pid != self._pid:
             reader, self._lines = await asyncio.open_unix_connection(self._socket, limit=_LONGEST)
             self._pid = child.pid
             self._reading = [*(each for each in self._reading if not each.done())]
             self._reading.append(asyncio.create_task(self._read(reader, self._lines), name="results of verifiers"))
-        return True
+        return self._lines is not None
 
     async def _read(self, reader: asyncio.StreamReader, lines: asyncio.StreamWriter) -> None:
         """Hand out results until the process ends; then fail what it played."""
-        with contextlib.suppress(ConnectionError):
+        cause = ""
+        try:
             async for line in reader:
                 result = json.loads(line)
                 if (waits := self._waiting.get(result["episode"])) is not None and not waits.done():
                     waits.set_result(result)
+        except ConnectionError:
+            pass
+        except ValueError as error:  # a line without end, or one that is no JSON
+            cause = f"it was ended, as it wrote what is no result: {error}"
+        if self._lines is lines:
+            self._lines = None
         lines.close()
-        self._lines = None
-        life = self._child._life
-        if life is not None:
-            await asyncio.wait([life.exited])
+        await self._child.ended()
         for waits in self._waiting.values():
             if not waits.done():
-                waits.set_result({"errors": [f"its process died: {_last_words(self._child)}"]})
+                waits.set_result({"errors": [cause or f"its process died: {last_words(self._child)}"]})
 
 
 def _write(lines: asyncio.StreamWriter, **line: Any) -> None:
     if not lines.is_closing():
         lines.write(json.dumps(line).encode() + b"\n")
-
-
-def _last_words(child: Child) -> str:
-    return _reason("\n".join(child.output))
 
 
 def _interpreter() -> str:
@@ -214,9 +212,3 @@ def _interpreter() -> str:
         "verifiers: it is not installed here: `make environments` makes an environment that has it, and "
         "agent.args.python names one of your own"
     )
-
-
-def _reason(text: str) -> str:
-    """The last line that a process wrote as it died, or that it wrote nothing."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip()[:_LONGEST_REASON] if lines else "it said nothing"

@@ -15,9 +15,7 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import shutil
-import socket
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +38,7 @@ from rlinf.data.weights import Weights
 from rlinf.engines.base import EngineSetup, Sampling
 from rlinf.runtime.base.progress import work
 from rlinf.runtime.base.tasks import OwnDirectory
-from rlinf.runtime.processes.supervisor import Child, ChildDied
+from rlinf.runtime.processes.supervisor import Child, ChildDied, free_address
 
 if TYPE_CHECKING:
     import aiohttp
@@ -446,7 +444,7 @@ class ServerChild:
         watch: Watch = Watch(),
     ) -> None:
         self.server, self._prepare, self._busy = server, prepare, busy
-        host, port = _free_address()
+        host, port = free_address()
         self.http = Http(f"http://{host}:{port}", server.kind, silence=settings.silence)
         self._prepared: int | None = None  # process id of the life that has its weights
         self._scratch = Path(tempfile.mkdtemp(prefix="rlinf-"))  # of its sockets, which it leaves behind when killed
@@ -493,9 +491,8 @@ class ServerChild:
         Raises:
             ChildDied: there is no next life.
         """
-        life = self.child._life
-        if life is not None:
-            await asyncio.wait([life.exited], timeout=pause)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.child.ended(), pause)
         try:
             await self.child.ready()
         except ChildDied as died:
@@ -524,17 +521,3 @@ class ServerChild:
         elif not self._busy():
             await self.server.healthy(self.http)
         return True
-
-
-def _free_address() -> tuple[str, int]:
-    """A port of this machine that nobody else can reach, at an address that scans of 127.0.0.1 do not find."""
-    draw = random.SystemRandom()
-    host = f"127.{draw.randrange(1, 255)}.{draw.randrange(256)}.{draw.randrange(1, 255)}"
-    for address in (host, "127.0.0.1"):  # some systems have the latter alone
-        with socket.socket() as probe:
-            try:
-                probe.bind((address, 0))
-            except OSError:
-                continue
-            return address, int(probe.getsockname()[1])
-    raise OSError("no port is free on 127.0.0.1")

@@ -25,6 +25,7 @@ import json
 import logging
 import os
 import pickle
+import random
 import shlex
 import signal
 import socket
@@ -346,6 +347,8 @@ class Child:
         self._ready: asyncio.Future[Process] = loop.create_future()
         self._failed: asyncio.Future[None] = loop.create_future()
         self._asked: asyncio.Future[float] = loop.create_future()
+        self._ended: asyncio.Future[None] = loop.create_future()
+        self._ended.set_result(None)
         self._task = asyncio.create_task(self._supervise(), name=f"child {self.name}")
         try:
             await self.ready()
@@ -380,6 +383,11 @@ class Child:
         """Wait until the child is up. Raises `ChildDied` if it will not be."""
         self._check_started()
         await asyncio.shield(self._ready)
+
+    async def ended(self) -> None:
+        """Wait until the present life is over, which returns at once between lives; `ready` is then about the next."""
+        self._check_started()
+        await asyncio.shield(self._ended)
 
     async def failed(self) -> None:
         """Wait until the child is given up, then raise `ChildDied`; returns if it is stopped before."""
@@ -445,7 +453,7 @@ class Child:
         self._life = life = Process(
             self._argv, channel=channel, env=env, cwd=self._cwd, log=log, lines=self._rules.lines
         )
-        self._up_since = None
+        self._up_since, self._ended = None, loop.create_future()
         attend = asyncio.create_task(self._attend(life), name=f"health of {self.name}")
         grace = self._rules.stop_deadline
         alone = False
@@ -458,7 +466,10 @@ class Child:
             attend.cancel()
             self._down()
             await asyncio.wait([attend])
-            await life.end(grace)
+            try:
+                await life.end(grace)
+            finally:
+                self._ended.set_result(None)
         wrong = None if attend.cancelled() else attend.exception()
         if self._up_since is not None and loop.time() - self._up_since >= self._rules.reset_after:
             self._failures = 0
@@ -554,6 +565,21 @@ async def _deadline(seconds: float, text: str) -> AsyncIterator[list[str]]:
             yield reason
     except TimeoutError:
         raise RuntimeFault("; ".join([text.format(f"{seconds:g} s"), *reason])) from None
+
+
+def free_address(*, hidden: bool = True) -> tuple[str, int]:
+    """A port of this machine that nobody else can reach, at an address that scans of 127.0.0.1 do not find if it is to
+    be hidden."""
+    draw = random.SystemRandom()
+    host = f"127.{draw.randrange(1, 255)}.{draw.randrange(256)}.{draw.randrange(1, 255)}"
+    for address in (host, "127.0.0.1") if hidden else ("127.0.0.1",):  # some systems have the latter alone
+        with socket.socket() as probe:
+            try:
+                probe.bind((address, 0))
+            except OSError:
+                continue
+            return address, int(probe.getsockname()[1])
+    raise OSError("no port is free on 127.0.0.1")
 
 
 # Calls into a child -----------------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
 from rlinf.agents.environments.openenv import OpenEnv
+from rlinf.config.load import RunFailure
 from rlinf.runtime.base.errors import UserError
 from tests.agents.acting import begun
 
@@ -105,6 +107,41 @@ async def test_an_action_of_several_fields_wants_one_named(url, fields, monkeypa
         monkeypatch.setitem(FIELDS, name, {})
     with pytest.raises(UserError, match=r"agent\.args\.action"):
         await OpenEnv(url).__aenter__()
+
+
+async def test_an_action_that_the_server_does_not_have_is_named(url):
+    with pytest.raises(UserError, match=r"action.*'mood'.*message"):
+        await OpenEnv(url, action="mood").__aenter__()
+
+
+@pytest.mark.parametrize("action", [None, "message"])
+@pytest.mark.parametrize("body", ["not found", "[1]", "{}", '{"action": 5}'])
+async def test_a_url_that_serves_something_else_is_a_mistake_of_the_user(action, body):
+    async def anything(request):
+        return web.Response(text=body, status=404 if body == "not found" else 200)
+
+    application = web.Application()
+    application.router.add_get("/{path:.*}", anything)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        with pytest.raises(UserError, match=rf"{address}.*no server of OpenEnv"):
+            await OpenEnv(address, action=action).__aenter__()
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://no-such-host.invalid:80", "ftp://127.0.0.1"])
+async def test_a_url_that_nobody_serves_is_a_mistake_of_the_user(address):
+    with pytest.raises(UserError, match=f"server={address}.*nobody answers"):
+        await OpenEnv(address, action="message").__aenter__()
+
+
+async def test_a_server_that_cannot_be_started_is_told_with_its_last_words():
+    with pytest.raises(RunFailure, match="no such port"):
+        await OpenEnv([sys.executable, "-c", "import sys; sys.exit('no such port')"]).__aenter__()
 
 
 def test_rows_are_seeds_and_none_is_both_learned_from_and_held_out():

@@ -416,8 +416,8 @@ class Episodes:
             returned = await self._within(task, episode)
             task.done[episode.index] = samples_of(returned, episode, self._judge is not None)
         except Exception as error:
-            if isinstance(error, RunFailure) or (isinstance(error, RuntimeFault) and not isinstance(error, UserError)):
-                raise  # a lost host or actor, or an environment that cannot be kept up, is not the episode's own failure
+            if isinstance(error, (RunFailure, RuntimeFault)) and not isinstance(error, UserError):
+                raise  # a lost actor, or an environment that cannot be kept up, is not the episode's own failure
             task.failed[episode.index] = remark = remark_on(error, self._program)
             for tally in tallies:
                 tally.failure(episode, error, remark)

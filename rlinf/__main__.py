@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from rlinf.runs.starting import Starting
 
 PR_SET_PDEATHSIG = 1
+M_ARENA_MAX = -8
+"""Option of glibc's `mallopt`."""
 
 
 def main() -> int:
@@ -20,6 +22,14 @@ def main() -> int:
     from rlinf.cli.commands import main as answer
 
     return answer()
+
+
+def share_heap() -> None:
+    """Have all threads allocate from one heap, so that what one has freed serves the others: glibc gives threads heaps
+    of their own, into which no large tensor fits. To be called before the first thread starts; elsewhere nothing
+    happens."""
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(M_ARENA_MAX, 1)
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -32,6 +42,7 @@ def launch(arguments: Sequence[str]) -> int:
         # Whoever kills torchrun while this process still imports ends it too: it would wait for the others, and hold
         # the lock of its run directory, for minutes.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    share_heap()
     starting = Starting(process=True)
     gc.disable()  # imports make much and drop little: looking through it was a fifth of a start; a run turns it on
     try:

@@ -413,6 +413,8 @@ class Group:
         Raises:
             ValueError: the group has not been judged.
         """
+        if None not in [sample.reward for sample in self.samples]:  # as nearly always
+            return self.samples
         if any(sample.outcome is None and sample.reward is None for sample in self.samples):
             raise ValueError(
                 f"group of prompt {self.prompt.id} has samples without a reward: put judge.score between generation "

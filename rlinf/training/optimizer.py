@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from rlinf.algos.loss_sum import EffectiveSize, Explained, LossSum, Max, Mean, Metric, MetricGroup, within
 from rlinf.config.learning import LearningSettings
-from rlinf.runtime.base.tensors import give_back_freed, shard_of
+from rlinf.runtime.base.tensors import give_back_freed, keep_freed, shard_of
 
 Schedule = Literal["constant", "linear", "cosine"]
 """The course of the learning rate after the warm-up."""
@@ -425,6 +425,8 @@ class ScheduledOptimizer:
         self._leads = True  # of all ranks that share a batch, one does
         learns = (parameter for parameter in module.parameters() if parameter.requires_grad)
         self._parameters = [*(learns if parameters is None else parameters)]
+        if any(parameter.device.type == "cpu" for parameter in self._parameters):
+            keep_freed()  # the next step's gradients and activations are as large
         rates = {"lr": settings.lr, "weight_decay": settings.weight_decay}
         self.optimizer = adamw(self._parameters, settings.kind, betas=settings.betas, **rates)
         self._hyperparameters = hyperparameters(self.optimizer)

@@ -30,8 +30,10 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '\n' if m.role == 'user' el
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 ONE_ANIMAL = {"min_animals": 1, "max_animals": 1, "min_instances": 1, "max_instances": 1}
 LETTERS = {"letter_counting": {"max_words": 5}}
+RULE = {"up": 0.2, "down": 0.05, "tasks": 48}
 ENVIRONMENTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "letter_counting": ("reasoning_gym", {"generators": LETTERS, "instructions": None}, 40),
+    "levels": ("reasoning_gym", {"generators": "letter_counting", "instructions": None, "curriculum": RULE}, 40),
     "leg_counting": ("reasoning_gym", {"generators": {"leg_counting": ONE_ANIMAL}, "instructions": None}, 40),
     "chain_sum": ("reasoning_gym", {"generators": {"chain_sum": ONE_DIGIT}, "instructions": None}, 40),
     "GuessTheNumber": ("textarena", {"games": "GuessTheNumber-v0"}, 25),
@@ -77,7 +79,9 @@ def main() -> None:
             curve = [round(statistics.mean(rewards[at : at + 5]), 3) for at in range(0, len(rewards), 5)]
             seconds = time.process_time() - start
             held_out = f"held out {result.before.accuracy:.3f} -> {result.after.accuracy:.3f}"
-            print(f"{name} seed {seed}: {curve}, {held_out}, {seconds:.0f} processor seconds", flush=True)
+            levels = {key: [row[key] for row in result.metrics] for key in result.metrics[-1] if key.endswith("/level")}
+            reached = "".join(f", {key} {own[0]:g} -> {own[-1]:g}" for key, own in levels.items())
+            print(f"{name} seed {seed}: {curve}, {held_out}{reached}, {seconds:.0f} processor seconds", flush=True)
 
 
 if __name__ == "__main__":

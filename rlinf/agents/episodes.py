@@ -285,7 +285,8 @@ class Episodes:
         self._watch = watch
         self._play, self._n, self._begin, self._timeout, self._judge = play, n, begin, timeout, judge
         self._program = defined_at(play)
-        self._own = Tally()
+        self._own = Tally()  # counts alone: it lasts as long as tasks come
+        self._callers = tuple(tallies)
         self._tallies = (self._own, *tallies)
         self._room = asyncio.Semaphore(at_once)
         self._holding: set[Episode] = set()  # a place in the room
@@ -441,6 +442,10 @@ class Episodes:
         groups = groups_of(task.done) if task.done else []
         if self._judge is not None:
             groups = [await self._judge(group) if any(map(unjudged, group.samples)) else group for group in groups]
+        rewards = [reward for group in groups for reward in group.rewards]
+        if rewards and task.first.prompt is not None:
+            for tally in (task.tally, *self._callers):
+                tally.rewarded.append((task.first.prompt, sum(rewards) / len(rewards)))
         if task.number in self._open:
             failed = dict(sorted(task.failed.items()))
             self._news.put_nowait(Outcome(task.first.task, tuple(groups), failed, task.tally, task.number))

@@ -260,6 +260,8 @@ class Tally:
     """Tokens of their records that were not made again."""
     dropped: int = 0
     """Tokens of their records that were of no use."""
+    rewarded: list[tuple[Prompt, float]] = field(default_factory=list)
+    """Tasks of which episodes went well, with the mean of their rewards."""
 
     def failure(self, episode: Episode, error: BaseException, remark: str) -> None:
         """An episode failed."""

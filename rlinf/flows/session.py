@@ -112,6 +112,8 @@ class Running:
     """How the model writes calls of tools; None: as its chat template says."""
     endpoint: Endpoint | None = None
     """Where agents in other frameworks find the model."""
+    learn: Callable[[Sequence[tuple[Prompt, float]]], Mapping[str, float]] = lambda outcomes: {}
+    """Tells the run's environment what came of a step's tasks; returns its metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -617,7 +619,8 @@ class RunSession:
             self._running.dropped(task, FAILED, (attempt,))
         for note in tally.notes():
             self._running.say(note)
-        return tally.metrics()
+        outcomes = sorted(tally.rewarded, key=lambda outcome: outcome[0].id)
+        return {**tally.metrics(), **self._running.learn(outcomes)}
 
     async def _checked(self, groups: Any) -> AsyncIterator[Group]:
         """Groups of a batch, judged and in reach of the algorithm.

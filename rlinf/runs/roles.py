@@ -25,7 +25,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rlinf.agents.agent import Agent, LastingAgent, lasts
 from rlinf.agents.chat import ChatFormat
-from rlinf.agents.environments import ENVIRONMENTS
+from rlinf.agents.environments import ENVIRONMENTS, Adapting
 from rlinf.agents.episodes import OpenTask
 from rlinf.agents.record import Asked, Call
 from rlinf.agents.tools.formats import FORMATS, CallFormat
@@ -193,6 +193,12 @@ def _bound(function: Any, arguments: Mapping[str, Any]) -> tuple[Agent, str]:
 def brings_tasks(agent: Any) -> bool:
     """An agent has `tasks()`, rows of its own to learn from, as environments do."""
     return callable(getattr(agent, "tasks", None))
+
+
+def adapting(agent: Agent | None) -> Adapting | None:
+    """An agent's environment, where its tasks depend on what came of those before."""
+    source: Any = agent.source if isinstance(agent, LastingAgent) else agent
+    return source if isinstance(source, Adapting) and not inspect.isclass(source) else None
 
 
 def _opens_otherwise(function: Any) -> bool:

@@ -84,6 +84,7 @@ from rlinf.runs.roles import (
     Role,
     Roles,
     RolloutKeeper,
+    adapting,
     only,
     own_roles,
     running_of,
@@ -166,6 +167,7 @@ class TextWorkload(Workload[Evaluation]):
         self.evaluates_every, self.patience = config.evaluation.every, config.evaluation.patience
         self.moving_reference, self.own_roles = config.reference.kind == "ema", tuple(config.roles)
         self.data = load_data_of(config, plan.objects)
+        self._environment = adapting(plan.objects.agent)
         self.counters: dict[str, int] = {}
         """How much was drawn by sessions, for their randomness to go on after a checkpoint."""
         self.ledger = Ledger(own=not plan.flow.__module__.startswith(_OUR_FLOWS))
@@ -200,7 +202,7 @@ class TextWorkload(Workload[Evaluation]):
             teaches=partial(teaches, self.algorithm),
         )
         keeper = RolloutKeeper(lambda: self.run.roles["rollout"], lambda: self._session)
-        return InFlight(rules, draw=self.data.train.draw, keeper=keeper, ledger=self.ledger, end=self.config.steps)
+        return InFlight(rules, draw=self.tasks, keeper=keeper, ledger=self.ledger, end=self.config.steps)
 
     def _alarms_of(self, no_end: str) -> TextAlarms:
         config, objects = self.config, self.plan.objects
@@ -274,9 +276,16 @@ class TextWorkload(Workload[Evaluation]):
             ledger=self.ledger,
         )
 
+    async def tasks(self, count: int) -> list[Prompt]:
+        """The next prompts of the data, as the run's environment makes them."""
+        prompts, environment = await self.data.train.draw(count), self._environment
+        if environment is None:
+            return prompts
+        return await asyncio.to_thread(lambda: [environment.draw(prompt) for prompt in prompts])
+
     async def _drawn(self, count: int) -> Sequence[Prompt]:
         """The next prompts, entered in the ledger."""
-        prompts = await self.data.train.draw(count)
+        prompts = await self.tasks(count)
         self.ledger.drawn((prompt.id for prompt in prompts), self.config.algorithm.group_size)
         return prompts
 
@@ -319,6 +328,7 @@ class TextWorkload(Workload[Evaluation]):
             say=self.run.report.line,
             dropped=(lambda *_: None) if self.ahead else self.ledger.dropped,  # what is in flight tells it itself
             endpoint=self._endpoint,
+            learn=(lambda _: {}) if self._environment is None else self._environment.learn,
         )
 
     async def evaluate(self) -> Evaluation | None:
@@ -406,7 +416,8 @@ class TextWorkload(Workload[Evaluation]):
         return {"state": self.program}
 
     def position(self) -> dict[str, Any]:
-        return {"problems": self.data.state_dict(), "session": self.counters, "ledger": self.ledger.state_dict()}
+        position = {"problems": self.data.state_dict(), "session": self.counters, "ledger": self.ledger.state_dict()}
+        return position if self._environment is None else {**position, "environment": self._environment.state_dict()}
 
     @property
     def restartable(self) -> bool:
@@ -418,6 +429,8 @@ class TextWorkload(Workload[Evaluation]):
         self.run.before, self.run.after = evaluation_of(queue["before"]), evaluation_of(queue["after"])
         self.counters |= queue.get("session", {})
         self.ledger.load_state_dict(queue.get("ledger", {}))
+        if self._environment is not None:
+            self._environment.load_state_dict(queue.get("environment", {}))
         if self.program is not None:
             self.program.update(queue.get("state", {}))
 

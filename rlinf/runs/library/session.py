@@ -274,7 +274,7 @@ class Session(RunSession):
         self._open("draw")
         if self._arguments.objects.passed.train is no_problems:
             raise UserError("session.draw: the session has no problems; give it data=…")
-        return list(await self._workload.data.train.draw(count))
+        return await self._workload.tasks(count)
 
     def online(self, *, batch: int = 64, max_age: int = 4, keep: int = 10_000) -> Online:
         """Serve answers and learn from what people say of them, however late: `async with s.online() as service:`.

@@ -31,7 +31,7 @@ async def test_answers_are_scored_as_the_package_scores_them():
         said = drawn.choice([right, f"{right} ", f"it is {right}", wrong, "no idea"])
         llm, _ = begun(said)
         score = await environment(task(row), llm)
-        entry = environment._entries[row["entry"]]
+        entry = environment._entries[row["generator"], 0, row["entry"]]
         assert score.value == scored_by[row["generator"]](said.strip(), entry)
         scores.add(score.value)
     assert {0.0, 1.0} < scores

@@ -39,7 +39,7 @@ from rlinf.sandbox.limits import Channel, Isolation, Limits, Program, Result, Sa
 _START_DEADLINE = 30.0
 """Seconds that the fork server has to start; it takes 0.1 s on an idle machine."""
 _BOOT = (
-    "import sys; sys.path.append(sys.argv[1]); from rlinf.sandbox.inside.warden import main; main(int(sys.argv[2]),"
+    "import sys; sys.path.append(sys.argv[1]); from rlinf.sandbox.inside.{} import main; main(int(sys.argv[2]),"
     " sys.argv[3])"
 )
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -89,14 +89,40 @@ def _spawn(weak: bool, preload: Sequence[str], reason: str) -> Warden:
             f"{reason} Without namespaces, root would run programs as `nobody`, who may not read {sys.base_prefix}: "
             "start as an ordinary user"
         )
-    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     paths = {"home": home, "shown": [sys.base_prefix, os.path.realpath(sys.base_prefix), sys.prefix]}
     modules = {"packages": [*packages, *more], "preload": [*preload]}
-    settings = json.dumps({"owner": os.getpid(), **paths, **modules, "weak": weak, "root": root})
+    process, control, answer = launch("warden", {**paths, **modules, "weak": weak, "root": root})
+    if "refused" in answer:
+        Warden(process, control, Isolation("weak", "", ())).end()
+        refusal = answer["refused"]
+        raise SandboxError(
+            f"programs cannot be kept apart on this machine: {refusal}. It takes user namespaces (sysctl "
+            "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, "
+            "user.max_user_namespaces > 0; in a container, a seccomp profile that allows unshare and mount). "
+            "allow_weak=True runs programs without them; docs/sandbox.md says what holds then."
+        )
+    walls = [words for least, words in _LANDLOCK if answer["landlock"] >= least] if weak else _HELD
+    guards = (*walls, *_ALWAYS, *(("a filter of system calls (no sockets)",) if answer["filter"] else ()))
+    return Warden(process, control, Isolation("weak" if weak else "namespaces", reason, guards))
+
+
+def launch(server: str, settings: Mapping[str, Any]) -> tuple[subprocess.Popen[bytes], socket.socket, dict[str, Any]]:
+    """Start a fork server, which ends with this process; blocks until it answers.
+
+    Args:
+        server: its module in `inside`.
+        settings: for it.
+
+    Returns:
+        Its process, our end of the socket to it, and its answer, which has `refused` where it cannot serve.
+    """
+    home = str(Path(rlinf.sandbox.__file__).parents[2])
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     flags = ["-S", "-s", "-P", "-B", "-X", "utf8"]
+    text = json.dumps({"owner": os.getpid(), **settings})
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, *flags, "-c", _BOOT, home, str(theirs.fileno()), settings],
+            [sys.executable, *flags, "-c", _BOOT.format(server), home, str(theirs.fileno()), text],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -110,19 +136,8 @@ def _spawn(weak: bool, preload: Sequence[str], reason: str) -> Warden:
         answer = json.loads(control.recv(1 << 16) or b'{"refused": "it ended at once"}')
     except TimeoutError:
         answer = {"refused": f"it did not start within {_START_DEADLINE:g} s"}
-    if "refused" in answer:
-        Warden(process, control, Isolation("weak", "", ())).end()
-        refusal = answer["refused"]
-        raise SandboxError(
-            f"programs cannot be kept apart on this machine: {refusal}. It takes user namespaces (sysctl "
-            "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, "
-            "user.max_user_namespaces > 0; in a container, a seccomp profile that allows unshare and mount). "
-            "allow_weak=True runs programs without them; docs/sandbox.md says what holds then."
-        )
     control.settimeout(None)
-    walls = [words for least, words in _LANDLOCK if answer["landlock"] >= least] if weak else _HELD
-    guards = (*walls, *_ALWAYS, *(("a filter of system calls (no sockets)",) if answer["filter"] else ()))
-    return Warden(process, control, Isolation("weak" if weak else "namespaces", reason, guards))
+    return process, control, answer
 
 
 def isolation(*, allow_weak: bool = True) -> Isolation:

@@ -144,7 +144,7 @@ class Containers(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
 
-def packed(source: str | Path | bytes, target: str) -> IO[bytes]:
+def pack(source: str | Path | bytes, target: str) -> IO[bytes]:
     """Pack what is uploaded as a tar file whose paths begin at the container's root. Blocks.
 
     Raises:
@@ -168,7 +168,7 @@ def packed(source: str | Path | bytes, target: str) -> IO[bytes]:
     return file
 
 
-def unpacked(tar_file: IO[bytes], target: str | Path) -> None:
+def unpack(tar_file: IO[bytes], target: str | Path) -> None:
     """Put what was downloaded, a tar file with one root, at a path here; nothing in it leads out of there. Blocks.
 
     Raises:

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import platform
 import resource
+import socket
+import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -80,8 +83,17 @@ def available() -> bool:
     return platform.machine() in _MACHINES
 
 
-def forbid_calls() -> None:
+_OF_CONTAINERS = frozenset(
+    ("socket", "memfd_create", "shmget", "semget", "msgget", "mq_open", "personality", "io_setup")
+)
+"""Calls that a container's programs may make: what these make lies in namespaces of its own."""
+
+
+def forbid_calls(container: bool = False) -> None:
     """Filter the calls of this process from now on, and forbid it to gain privileges.
+
+    Args:
+        container: allow what programs of a container may do besides.
 
     Raises:
         OSError: the kernel refuses.
@@ -91,15 +103,20 @@ def forbid_calls() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
     if not available():
         return
-    code = program(platform.machine())
+    code = program(platform.machine(), _OF_CONTAINERS if container else frozenset())
     buffer = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in code))
     header = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
     if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.create_string_buffer(header), 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")
 
 
-def program(machine: str) -> list[tuple[int, int, int, int]]:
-    """The filter for a kind of processor: instructions (code, steps if true, steps if false, operand)."""
+def program(machine: str, allowed: frozenset[str] = frozenset()) -> list[tuple[int, int, int, int]]:
+    """The filter for a kind of processor: instructions (code, steps if true, steps if false, operand).
+
+    Args:
+        machine: the kind.
+        allowed: calls that it does not refuse; of sockets those of this machine and of the Internet's protocols.
+    """
     mark, calls, clone, ioctl = _MACHINES[machine]
     refuse, unknown = _REFUSE | errno.EPERM, _REFUSE | errno.ENOSYS
     instructions = [
@@ -110,12 +127,17 @@ def program(machine: str) -> list[tuple[int, int, int, int]]:
     ]
     if machine == "x86_64":
         instructions += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, unknown)]  # the x32 interface
-    for number in sorted({*calls.values(), *_SAME.values()}):
+    refused = {name: number for name, number in {**calls, **_SAME}.items() if name not in allowed}
+    for number in sorted(refused.values()):
         instructions += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, refuse)]
     instructions += [
         (_EQUAL, 0, 1, _CLONE3),
         (_RETURN, 0, 0, unknown),
     ]  # its flags cannot be seen; libc falls back to clone
+    if "socket" in allowed:
+        wanted = [(_EQUAL, 3 - place, 0, family) for place, family in enumerate((1, 2, 10))]
+        instructions += [(_EQUAL, 0, 6, calls["socket"]), (_LOAD, 0, 0, _FIRST), *wanted]
+        instructions += [(_RETURN, 0, 0, _REFUSE | errno.EAFNOSUPPORT), (_RETURN, 0, 0, _ALLOW)]
     instructions += [
         (_EQUAL, 0, 3, clone),
         (_LOAD, 0, 0, _FIRST),
@@ -188,7 +210,8 @@ def _checked(name: str, *args: int | bytes) -> int:
 _NEW_MOUNTS, _NEW_USERS = 0x00020000, 0x10000000
 _NEW_ALL = _NEW_MOUNTS | _NEW_USERS | 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 """Mounts, users; control groups, host name, System V objects, processes, network."""
-_BIND, _RECURSIVE, _PRIVATE, _NOSUID, _NODEV, _DETACH = 4096, 16384, 1 << 18, 2, 4, 2
+_NEW_NETWORK = 0x40000000
+_BIND, _RECURSIVE, _PRIVATE, _NOSUID, _NODEV, _NOEXEC, _DETACH = 4096, 16384, 1 << 18, 2, 4, 8, 2
 _MOUNT_SETATTR, _PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _AT_FDCWD, _AT_RECURSIVE = 1, 2, 4, -100, 0x8000
 _OPEN_TREE, _MOVE_MOUNT, _CLONE_TREE, _FROM_DESCRIPTOR = 428, 429, 0x80000 | 0x8000 | 1, 4
@@ -221,14 +244,14 @@ def enter(readable: Sequence[str]) -> int:
     root, user, group = os.geteuid() == 0, os.geteuid(), os.getegid()
     users = [(0, user), (UNPRIVILEGED, UNPRIVILEGED)] if root else [(0, user)]
     groups = [(0, group), (UNPRIVILEGED, UNPRIVILEGED)] if root else [(0, group)]
-    with _Mapper(proc, users, groups, root) as mapper:  # root's map can only be written from outside
+    with Mapper(proc, users, groups, root) as mapper:  # root's map can only be written from outside
         _call("unshare(user namespace)", _libc.unshare, _NEW_USERS | _NEW_MOUNTS)
         mapper.map()
     _new_root([path for path in readable if os.path.isdir(path)])
     return proc
 
 
-class _Mapper:
+class Mapper:
     """A process that stays outside a new user namespace and says who its users are."""
 
     def __init__(self, proc: int, users: list[tuple[int, int]], groups: list[tuple[int, int]], keep_groups: bool):
@@ -249,7 +272,7 @@ class _Mapper:
         os.close(self._answer)
         self._answer = answer
 
-    def __enter__(self) -> _Mapper:
+    def __enter__(self) -> Mapper:
         return self
 
     def map(self) -> None:
@@ -293,28 +316,19 @@ def write_maps(
 def _new_root(readable: Sequence[str]) -> None:
     """Make a read-only root of bind mounts, and let go of the old one."""
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
-    names = [name for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32") if os.path.islink(f"/{name}")]
-    links = {name: os.readlink(f"/{name}") for name in names}
-    trees = ["/usr", *(f"/{name}" for name in ("bin", "sbin", "lib", "lib64") if name not in links)]
-    files = ["/etc/ld.so.cache", *(f"/dev/{name}" for name in _CONFINE_DEVICES)]
-    wanted = _outermost([path for path in [*trees, *readable] if os.path.isdir(path)])
-    if hidden := [path for path in wanted if path in ("/", WORK)]:
+    trees, files, links = machine(readable)
+    if hidden := [path for path in trees if path in ("/", WORK)]:
         raise OSError(
             f"{hidden[0]} itself holds the interpreter or its packages, and a program has its own; install them into "
             "a directory below"
         )
-    sources = {path: os.open(path, os.O_PATH) for path in [*wanted, *files] if os.path.exists(path)}
+    sources = {path: os.open(path, os.O_PATH) for path in [*trees, *files]}
     _mount("sandbox", WORK, "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m,nr_inodes=2k")
     for path, source in sources.items():
-        target = Path(f"{WORK}{path}")
-        if path in files:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.touch()
-        else:
-            target.mkdir(parents=True, exist_ok=True)
-        _mount(f"/proc/self/fd/{source}", str(target), None, _BIND | _RECURSIVE)
+        _make_place(f"{WORK}{path}", path in files)
+        _mount(f"/proc/self/fd/{source}", f"{WORK}{path}", None, _BIND | _RECURSIVE)
         os.close(source)
-        _read_only(str(target), devices=path.startswith("/dev/"))
+        _read_only(f"{WORK}{path}", devices=path.startswith("/dev/"))
     for name, leads in links.items():
         os.symlink(leads, f"{WORK}/{name}")
     Path(f"{WORK}/etc").mkdir(exist_ok=True)
@@ -323,11 +337,38 @@ def _new_root(readable: Sequence[str]) -> None:
     Path(f"{WORK}{WORK}").mkdir(exist_ok=True)
     if not os.path.isdir(f"{WORK}/dev/shm"):  # where an environment lies below it, it is shown and no more
         os.symlink(WORK, f"{WORK}/dev/shm")
-    os.chdir(WORK)
+    _pivot(WORK)
+    _read_only("/", recursive=False)
+
+
+def machine(readable: Sequence[str]) -> tuple[list[str], list[str], dict[str, str]]:
+    """Parts of this machine that a root without an image shows: directories, files and devices, links in `/`."""
+    names = [name for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32") if os.path.islink(f"/{name}")]
+    links = {name: os.readlink(f"/{name}") for name in names}
+    trees = ["/usr", *(f"/{name}" for name in ("bin", "sbin", "lib", "lib64") if name not in links), *readable]
+    files = ["/etc/ld.so.cache", *(f"/dev/{name}" for name in _CONFINE_DEVICES)]
+    return (
+        _outermost([path for path in trees if os.path.isdir(path)]),
+        [path for path in files if os.path.exists(path)],
+        links,
+    )
+
+
+def _make_place(path: str, file: bool) -> None:
+    """Make an empty file or directory on which something is mounted."""
+    os.makedirs(os.path.dirname(path) if file else path, exist_ok=True)
+    if file:
+        if os.path.islink(path):
+            os.unlink(path)
+        Path(path).touch()
+
+
+def _pivot(root: str) -> None:
+    """Make a mounted directory the root, and let go of the old one."""
+    os.chdir(root)
     _call("pivot_root", _libc.syscall, _PIVOT_ROOT[os.uname().machine], b".", b".")
     _call("umount of the old root", _libc.umount2, b".", _DETACH)
     os.chdir("/")
-    _read_only("/", recursive=False)
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
@@ -339,12 +380,15 @@ def _outermost(paths: Sequence[str]) -> list[str]:
     return outermost
 
 
-def isolate() -> None:
+def isolate(network: bool = False) -> None:
     """Give the calling process namespaces of its own; its next child is the first process of the new one.
 
     The maps of its users are to be written by another process, in the fork server's namespace.
+
+    Args:
+        network: leave it the machine's network.
     """
-    _call("unshare", _libc.unshare, _NEW_ALL)
+    _call("unshare", _libc.unshare, _NEW_ALL & ~(_NEW_NETWORK if network else 0))
 
 
 def private_directory(size: int) -> None:
@@ -369,6 +413,102 @@ def private_directory(size: int) -> None:
         os.close(tree)
 
 
+CONTAINER_CAPABILITIES = (0, 1, 3, 4, 5, 10)
+"""CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, NET_BIND_SERVICE: what the owner of a container's files is used to."""
+
+
+def private_root(spec: Mapping[str, Any]) -> tuple[int, int]:
+    """Give the first process of a container, who becomes its root user, a root directory of its own.
+
+    Args:
+        spec: `layers`, directories that hold its files, the uppermost first, which are not written; `bytes` that may be
+            written, in memory; `visible`, directories of this machine besides /usr that are seen in it, read-only, or
+            None for nothing of the machine; `network`, names are resolved as on this machine; `upper`, where what is
+            written goes instead of into memory, or None.
+
+    Returns:
+        Descriptors of the directory that is written and of its file system.
+
+    Raises:
+        OSError: the kernel refuses; the text has the call.
+    """
+    _mount(None, "/", None, _RECURSIVE | _PRIVATE)
+    trees, files, links = machine(spec["visible"] or ())
+    if spec["visible"] is None:
+        trees, files, links = [], [path for path in files if path.startswith("/dev/")], {}
+    else:
+        trees += ["/etc/alternatives", "/etc/ssl"]
+    wanted = [*trees, *files, "/dev/tty", *(["/etc/resolv.conf"] if spec["network"] else [])]
+    copies = {path: _copied(os.path.realpath(path)) for path in wanted if os.path.exists(path)}
+    layers = [f"/proc/self/fd/{os.open(path, os.O_PATH | os.O_DIRECTORY)}" for path in spec["layers"]]
+    over = f"/proc/self/fd/{os.open(spec['upper'], os.O_PATH | os.O_DIRECTORY)}" if spec["upper"] else WORK
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    end_with_parent()
+    size = int(spec["bytes"])
+    _mount("container", WORK, "tmpfs", _NOSUID | _NODEV, f"mode=755,size={size},nr_inodes={max(1024, size >> 12)}")
+    for path in (f"{over}/upper", f"{over}/work", *(f"{WORK}/{name}" for name in ("none", "root", "proc"))):
+        os.mkdir(path)
+    _mount("proc", f"{WORK}/proc", "proc", _NOSUID | _NODEV | _NOEXEC)  # refused where no other is to be seen
+    copies = {"/proc": _copied(f"{WORK}/proc"), **copies}
+    upper, disk = (os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in (f"{over}/upper", WORK))
+    options = f"lowerdir={':'.join([*layers, f'{WORK}/none'])},upperdir={over}/upper,workdir={over}/work,userxattr"
+    _mount("container", f"{WORK}/root", "overlay", _NOSUID | _NODEV, options)
+    _pivot(f"{WORK}/root")
+    _furnish(copies, links)
+    return upper, disk
+
+
+def _copied(path: str) -> int:
+    """A copy of the mounts at a path, to be mounted elsewhere."""
+    return _call(f"open_tree of {path}", _libc.syscall, _OPEN_TREE, _AT_FDCWD, path.encode(), _CLONE_TREE)
+
+
+def _furnish(copies: Mapping[str, int], links: Mapping[str, str]) -> None:
+    """Mount in a new root what is shown of the machine, and /proc and /dev of its own."""
+    for path in ("/proc", "/dev"):
+        if os.path.islink(path):
+            os.unlink(path)  # an image may hold anything
+        os.makedirs(path, exist_ok=True)
+    _mount("dev", "/dev", "tmpfs", _NOSUID, "mode=755,size=64k")
+    os.mkdir("/dev/pts")
+    _mount("devpts", "/dev/pts", "devpts", _NOSUID | _NOEXEC, "newinstance,ptmxmode=0666,mode=620")
+    for path, copy in copies.items():
+        _make_place(path, not stat.S_ISDIR(os.fstat(copy).st_mode))
+        _call(f"move_mount to {path}", _libc.syscall, _MOVE_MOUNT, copy, b"", _AT_FDCWD, path.encode(), 4)
+        os.close(copy)
+        if not path.startswith(("/dev/", "/proc")):
+            _read_only(path)
+    for name, leads in {
+        **links,
+        "dev/fd": "/proc/self/fd",
+        "dev/stdin": "fd/0",
+        "dev/stdout": "fd/1",
+        "dev/stderr": "fd/2",
+        "dev/ptmx": "pts/ptmx",
+        "dev/shm": WORK,
+    }.items():
+        if not os.path.lexists(f"/{name}"):
+            os.symlink(leads, f"/{name}")
+    for path, text in {
+        "/etc/passwd": "root:x:0:0::/root:/bin/sh\n",
+        "/etc/group": "root:x:0:\n",
+        "/etc/hosts": "127.0.0.1 localhost\n",
+    }.items():
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if not os.path.exists(path):
+            Path(path).write_text(text)
+    for path, mode in (("/tmp", 0o1777), ("/var/tmp", 0o1777), ("/root", 0o700)):
+        os.makedirs(path, exist_ok=True)
+        os.chmod(path, mode)
+
+
+def raise_loopback() -> None:
+    """Set the loopback device of a new network namespace going."""
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14s", b"lo", 0x41, b""))  # SIOCSIFFLAGS: up, running
+
+
 def become(inside: int, set_groups: bool) -> None:
     """Become a user for good, and give up all capabilities."""
     if set_groups:
@@ -378,31 +518,38 @@ def become(inside: int, set_groups: bool) -> None:
     drop_capabilities()
 
 
-def drop_capabilities() -> None:
-    """Give up all capabilities, also of programs started later."""
+def drop_capabilities(keep: Sequence[int] = ()) -> None:
+    """Give up all capabilities, also of programs started later.
+
+    Args:
+        keep: numbers of those that stay.
+    """
     _libc.prctl(_PR_CAP_AMBIENT, 4, 0, 0, 0)
     capability = 0
-    while _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
+    while capability in keep or _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
         capability += 1
-    header, none = struct.pack("Ii", _CAPABILITIES_3, 0), bytes(24)
-    _call("capset", _libc.capset, header, none)
+    mask = sum(1 << number for number in keep)
+    header, rest = struct.pack("Ii", _CAPABILITIES_3, 0), struct.pack("6I", mask, mask, 0, 0, 0, 0)
+    _call("capset", _libc.capset, header, rest)
 
 
-def restrict(limits: Mapping[str, float], others: int) -> None:
+def restrict(limits: Mapping[str, float], others: int, container: bool = False) -> None:
     """Set resource limits, and filter system calls, for this process and all that it starts.
 
     Args:
         limits: the fields of `Limits`.
         others: processes of this user that count besides those of the program.
+        container: programs of every kind run, many of which reserve far more addresses than they use; so it is what
+            they may write that is limited.
     """
     seconds, memory = max(1, round(limits["cpu_seconds"] + 0.5)), int(limits["memory_bytes"])
     wanted = {
         resource.RLIMIT_CPU: (seconds, seconds + 1),  # SIGXCPU, and a second later SIGKILL
-        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_DATA if container else resource.RLIMIT_AS: memory,
         resource.RLIMIT_NPROC: int(limits["processes"]) + others,
         resource.RLIMIT_NOFILE: int(limits["open_files"]),
         resource.RLIMIT_FSIZE: int(limits["file_bytes"]),
-        resource.RLIMIT_STACK: 64 << 20,
+        resource.RLIMIT_STACK: (8 if container else 64) << 20,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
@@ -415,7 +562,7 @@ def restrict(limits: Mapping[str, float], others: int) -> None:
         soft, most = value if isinstance(value, tuple) else (value, value)
         ceiling = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (min(soft, ceiling), ceiling))
-    forbid_calls()
+    forbid_calls(container)
 
 
 def end_with_parent() -> None:

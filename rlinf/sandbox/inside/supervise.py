@@ -118,7 +118,7 @@ class Server:
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """State of one run: its request, output and outcome."""
 
     request: dict[str, Any]
@@ -129,6 +129,12 @@ class _Run:
     """The limit that it exceeded."""
     status: bytes = b""
     """What the first process reported."""
+    child: int = 0
+    """The program's process, where it is a child of ours and no first process reports its end."""
+    ours: int = 2
+    """Processes at the top of its tree that are ours, and whose memory does not count: holder and first."""
+    disk: int = -1
+    """A descriptor in the file system that the program may fill, if that is to be watched."""
 
 
 def supervise(server: Server, link: socket.socket, stdin: int, channel: int) -> None:
@@ -141,30 +147,34 @@ def supervise(server: Server, link: socket.socket, stdin: int, channel: int) -> 
             program's.
         channel: a descriptor that the program is given as number 3, or -1.
     """
-    request = pickle.loads(_received(link))  # from our own process, which may do as it likes with this one
-    run = _Run(request)
+    request = pickle.loads(received(link))  # from our own process, which may do as it likes with this one
+    run = Run(request)
     (out, out_end), (err, err_end), (report, report_end) = os.pipe(), os.pipe(), os.pipe()
     ends = (stdin, out_end, err_end, report_end, channel)
     confine.adopt()
     start = time.monotonic()
     directory = tempfile.mkdtemp(prefix="sandbox-") if server.weak else ""
-    root = _unheld(server, run, ends, directory) if server.weak else _held(server, run, ends)
+    if server.weak:
+        root = run.child = _unheld(server, run, ends, directory)
+        run.ours = 0
+    else:
+        root = _held(server, run, ends)
     for end in ends:
         if end >= 0:
             os.close(end)
-    run.output = {out: bytearray(), err: bytearray()}
-    _watch(server, run, link, (out, err, report), root, start + request["limits"]["wall_seconds"])
+    watch(server, run, link, (out, err, report), root, start + request["limits"]["wall_seconds"])
     seconds = time.monotonic() - start
-    _end(server, root)
+    end_all(server, root)
+    drain(run)
     if directory:
         shutil.rmtree(directory, ignore_errors=True)
-    _answer(run, link, seconds)
+    answer(run, link, seconds)
 
 
 # Starting ------------------------------------------------------------------------------------------------------------
 
 
-def _held(server: Server, run: _Run, ends: tuple[int, ...]) -> int:
+def _held(server: Server, run: Run, ends: tuple[int, ...]) -> int:
     """Start holder and first process; returns the holder's number."""
     (ready, tell), (go, let_go) = os.pipe(), os.pipe()
     holder = os.fork()
@@ -184,7 +194,7 @@ def _held(server: Server, run: _Run, ends: tuple[int, ...]) -> int:
     return holder
 
 
-def _hold(server: Server, run: _Run, ends: tuple[int, ...], tell: int, go: int) -> NoReturn:
+def _hold(server: Server, run: Run, ends: tuple[int, ...], tell: int, go: int) -> NoReturn:
     report = ends[3]
     try:
         confine.end_with_parent()
@@ -207,7 +217,7 @@ def _hold(server: Server, run: _Run, ends: tuple[int, ...], tell: int, go: int) 
         os._exit(1)
 
 
-def _first(server: Server, run: _Run, ends: tuple[int, ...]) -> NoReturn:
+def _first(server: Server, run: Run, ends: tuple[int, ...]) -> NoReturn:
     """The first process of the namespace: starts the program, and waits for its end."""
     report, limits = ends[3], run.request["limits"]
     try:
@@ -236,7 +246,7 @@ def _first(server: Server, run: _Run, ends: tuple[int, ...]) -> NoReturn:
         os._exit(0)
 
 
-def _unheld(server: Server, run: _Run, ends: tuple[int, ...], directory: str) -> int:
+def _unheld(server: Server, run: Run, ends: tuple[int, ...], directory: str) -> int:
     """Start the program without namespaces; returns its number."""
     if server.root:
         os.chown(directory, confine.UNPRIVILEGED, confine.UNPRIVILEGED)
@@ -256,7 +266,7 @@ def _unheld(server: Server, run: _Run, ends: tuple[int, ...], directory: str) ->
         os._exit(1)
 
 
-def _program(server: Server, run: _Run, ends: tuple[int, ...], others: int) -> NoReturn:
+def _program(server: Server, run: Run, ends: tuple[int, ...], others: int) -> NoReturn:
     """Be the program: its descriptors and no others, its limits, its code.
 
     Args:
@@ -265,12 +275,7 @@ def _program(server: Server, run: _Run, ends: tuple[int, ...], others: int) -> N
     stdin, out, err, report, channel = ends
     request, wanted = run.request, [stdin, out, err, *([channel] if channel >= 0 else [])]
     try:
-        high = [os.dup2(end, 200 + number) for number, end in enumerate(wanted)]  # out of each other's way
-        last = os.dup2(report, 199, inheritable=False)
-        for number, end in enumerate(high):
-            os.dup2(end, number)
-        os.closerange(len(high), last)
-        os.closerange(last + 1, 4096)
+        last = arrange(wanted, report)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if server.weak:
             confine.confine_files((*server.readable, *server.packages), os.getcwd())
@@ -285,23 +290,35 @@ def _program(server: Server, run: _Run, ends: tuple[int, ...], others: int) -> N
         os._exit(121)  # what went wrong in starting it was printed, if it could be
 
 
+def arrange(wanted: list[int], report: int) -> int:
+    """Make descriptors the first ones of this process, and close all others but `report`; returns its new number."""
+    high = [os.dup2(end, 200 + number) for number, end in enumerate(wanted)]  # out of each other's way
+    last = os.dup2(report, 199, inheritable=False)
+    for number, end in enumerate(high):
+        os.dup2(end, number)
+    os.closerange(len(high), last)
+    os.closerange(last + 1, 4096)
+    return last
+
+
 # Watching ------------------------------------------------------------------------------------------------------------
 
 
-def _watch(
-    server: Server, run: _Run, link: socket.socket, pipes: tuple[int, int, int], root: int, deadline: float
+def watch(
+    server: Server, run: Run, link: socket.socket, pipes: tuple[int, int, int], root: int, deadline: float
 ) -> None:
     """Collect what the program prints until it ends, exceeds a limit, or nobody wants it any more."""
     out, err, report = pipes
+    run.output = {out: bytearray(), err: bytearray()}
     poll = select.poll()
     for descriptor in (*pipes, link.fileno()):
         poll.register(descriptor, select.POLLIN)
-    exited = os.pidfd_open(root) if server.weak else -1
+    exited = os.pidfd_open(run.child) if run.child else -1
     if exited >= 0:
         poll.register(exited, select.POLLIN)
-    open_pipes, most = {out, err, report}, int(run.request["limits"]["output_bytes"])
+    most = int(run.request["limits"]["output_bytes"])
     look = time.monotonic() + _LOOK_EVERY
-    while not run.status:
+    while not (run.status or run.outcome):
         now = time.monotonic()
         if now >= deadline:
             run.outcome = "timeout"
@@ -313,59 +330,66 @@ def _watch(
         for descriptor, _ in poll.poll(max(0, 1000 * (min(deadline, look) - time.monotonic())) + 1):
             if descriptor == link.fileno():  # whoever asked says no more, so this is the end of it
                 run.outcome = "killed"
+                run.output.clear()
                 return
             if descriptor == exited:
-                run.status = b"=%d" % os.waitstatus_to_exitcode(os.waitpid(root, 0)[1])
+                run.status = b"=%d" % os.waitstatus_to_exitcode(os.waitpid(run.child, 0)[1])
                 continue
             data = os.read(descriptor, _CHUNK)
             if not data:
                 poll.unregister(descriptor)
-                open_pipes.discard(descriptor)
-                if descriptor == report and not server.weak:
+                if descriptor == report and not run.child:
                     run.status = b"?"  # the first process was killed
             elif descriptor == report:
                 run.status = data
             else:
                 _keep(run, descriptor, data, most)
-        if run.outcome:
-            break
-    _end(server, root)
-    _drain(run, [descriptor for descriptor in (out, err) if descriptor in open_pipes], most)
 
 
-def _keep(run: _Run, descriptor: int, data: bytes, most: int) -> None:
+def _keep(run: Run, descriptor: int, data: bytes, most: int) -> None:
     room = most - sum(map(len, run.output.values()))
     run.output[descriptor] += data[:room]
     if len(data) > room:
         run.outcome = run.outcome or "output"
 
 
-def _drain(run: _Run, descriptors: list[int], most: int) -> None:
-    """Read what is still in the pipes of a program whose processes are all dead."""
-    for descriptor in descriptors:
+def drain(run: Run) -> None:
+    """Read what is still in the pipes of a program that has ended."""
+    most = int(run.request["limits"]["output_bytes"])
+    for descriptor in run.output:
         os.set_blocking(descriptor, False)
         try:
-            while data := os.read(descriptor, _CHUNK):
+            while run.outcome != "output" and (data := os.read(descriptor, _CHUNK)):
                 _keep(run, descriptor, data, most)
         except BlockingIOError:
             pass  # somebody else holds the other end: it has nothing more to say to us
 
 
-def _exceeds(server: Server, run: _Run, root: int) -> bool:
+def _exceeds(server: Server, run: Run, root: int) -> bool:
     """True if all processes together use more than they may; then `run.outcome` says what."""
     limits = run.request["limits"]
-    clock, memory = used(server.proc, root, 0 if server.weak else 2)  # holder and first are ours
+    clock, memory = used(server.proc, root, run.ours)
     if memory > limits["memory_bytes"]:
         run.outcome = "memory"
     elif clock > limits["cpu_seconds"]:
         run.outcome = "timeout"
+    elif full(run.disk):
+        run.outcome = "disk"
     return bool(run.outcome)
+
+
+def full(disk: int) -> bool:
+    """True if nothing more can be written to the file system of a descriptor; False where there is none."""
+    if disk < 0:
+        return False
+    state = os.fstatvfs(disk)
+    return state.f_bavail == 0 or state.f_favail == 0
 
 
 # The end -------------------------------------------------------------------------------------------------------------
 
 
-def _end(server: Server, root: int) -> None:
+def end_all(server: Server, root: int) -> None:
     """Kill the program and all that descends from it; wait until nothing of it is left."""
     if not server.weak:
         try:
@@ -384,7 +408,7 @@ def _end(server: Server, root: int) -> None:
             return
 
 
-def _answer(run: _Run, link: socket.socket, seconds: float) -> None:
+def answer(run: Run, link: socket.socket, seconds: float) -> None:
     """Tell how it ended: outcome and status as text, then what was printed."""
     status = run.status.decode(errors="replace")
     code = status[1:] if status.startswith("=") and not run.outcome else ""
@@ -399,7 +423,7 @@ def _answer(run: _Run, link: socket.socket, seconds: float) -> None:
         pass  # nobody waits any more
 
 
-def _received(link: socket.socket) -> bytes:
+def received(link: socket.socket) -> bytes:
     return _exactly(link, int.from_bytes(_exactly(link, LENGTH), "big"))
 
 

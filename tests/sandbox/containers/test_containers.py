@@ -1,0 +1,156 @@
+"""Containers of every provider do the same; one table of behaviour is run over all of them."""
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlinf.sandbox.containers.namespaces import Namespaces
+from rlinf.sandbox.containers.protocol import LIMITS, ContainerEnded, ContainersError
+
+QUICK = replace(LIMITS, file_bytes=8 << 20, memory_bytes=256 << 20, wall_seconds=20.0, output_bytes=10_000)
+
+
+@contextlib.asynccontextmanager
+async def namespaces(directory):
+    async with Namespaces(directory / "cache") as provider:
+        try:
+            await (await provider.start()).end()
+        except ContainersError as error:
+            pytest.skip(str(error))
+        yield provider
+
+
+PROVIDERS = {"namespaces": namespaces}
+
+
+@pytest.fixture(params=PROVIDERS)
+async def containers(request, tmp_path):
+    async with PROVIDERS[request.param](tmp_path) as provider:
+        yield provider
+
+
+async def test_a_command_has_its_status_output_input_directory_and_variables(containers):
+    box = await containers.start(workdir="/repo", env={"A": "1", "B": "1"}, limits=QUICK)
+    result = await box.run("pwd; echo $A$B; cat; echo wrong >&2; exit 3", env={"B": "2"}, stdin="given\n")
+    assert (result.outcome, result.exit_code) == ("error", 3)
+    assert (result.stdout, result.stderr) == ("/repo\n12\ngiven\n", "wrong\n")
+    assert (await box.run("pwd", cwd="/tmp")).stdout == "/tmp\n"
+    assert (await box.run(["echo", "$A", "a b"])).stdout == "$A a b\n"
+    assert (await box.run(["no-such-program"])).exit_code == 127
+
+
+async def test_files_stay_between_commands_and_are_no_other_containers(containers):
+    one, other = await containers.start(limits=QUICK), await containers.start(limits=QUICK)
+    await one.run("echo mine > /tmp/file; mkdir -p /etc/own; echo here > /etc/own/x")
+    assert (await one.run("cat /tmp/file /etc/own/x")).stdout == "mine\nhere\n"
+    assert (await other.run("ls /tmp /etc/own")).exit_code == 2
+
+
+async def test_files_are_copied_in_and_out(containers, tmp_path):
+    (tmp_path / "repo/inner").mkdir(parents=True)
+    (tmp_path / "repo/run.sh").write_text("echo ran")
+    (tmp_path / "repo/run.sh").chmod(0o755)
+    (tmp_path / "repo/inner/link").symlink_to("../run.sh")
+    box = await containers.start(limits=QUICK)
+    await box.upload(tmp_path / "repo", "/deep/er/repo")
+    await box.upload(b"bytes \0\xff", "/deep/data")
+    assert (await box.run("./run.sh; readlink inner/link", cwd="/deep/er/repo")).stdout == "ran\n../run.sh\n"
+    await box.run("echo changed > inner/new; mkfifo inner/pipe", cwd="/deep/er/repo")
+    await box.download("/deep/er/repo", tmp_path / "back")
+    await box.download("/deep/data", tmp_path / "out/data")
+    assert {path.name for path in (tmp_path / "back").rglob("*")} == {"run.sh", "inner", "link", "new"}
+    assert (tmp_path / "back/inner/new").read_text() == "changed\n"
+    assert (tmp_path / "back/run.sh").stat().st_mode & 0o111
+    assert (tmp_path / "out/data").read_bytes() == b"bytes \0\xff"
+    with pytest.raises(FileNotFoundError, match="/deep/none"):
+        await box.download("/deep/none", tmp_path / "none")
+    with pytest.raises(ContainersError, match="absolute"):
+        await box.upload(b"", "../outside")
+
+
+async def test_a_download_that_leads_out_is_refused(containers, tmp_path):
+    box = await containers.start(limits=QUICK)
+    await box.run("mkdir /tmp/d; ln -s /etc/passwd /tmp/d/link")
+    with pytest.raises(ContainersError, match="link"):
+        await box.download("/tmp/d", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+async def test_a_snapshot_starts_containers_with_the_same_files(containers):
+    box = await containers.start(workdir="/repo", env={"A": "1"}, limits=QUICK)
+    await box.run("mkdir -p old/under kept; echo 1 > old/under/file; echo 1 > kept/file; echo 1 > gone")
+    first = await box.snapshot()
+    after = await containers.start(first, limits=QUICK)
+    await after.run("rm -r old gone; mkdir old; echo 2 > old/new; echo 2 > kept/file; ln -s kept link")
+    second = await after.snapshot()
+    again, last = await containers.start(first, limits=QUICK), await containers.start(second, limits=QUICK)
+    listing = "find . | sort | tr '\\n' ' '; cat kept/file; echo $A"
+    assert (await again.run(listing)).stdout == ". ./gone ./kept ./kept/file ./old ./old/under ./old/under/file 1\n1\n"
+    assert (await last.run(listing)).stdout == ". ./kept ./kept/file ./link ./old ./old/new 2\n1\n"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "command"),
+    [
+        ("timeout", "sleep 1000 & trap '' TERM INT; sleep 1000"),
+        ("output", "yes"),
+        ("output", "yes >&2"),
+        ("killed", "kill -9 $$"),
+    ],
+)
+async def test_a_command_that_exceeds_a_limit_ends_and_its_container_lives_on(containers, outcome, command):
+    box = await containers.start(limits=QUICK)
+    await box.run("echo kept > /tmp/file")
+    result = await box.run(command, seconds=0.3 if outcome == "timeout" else 10)
+    assert result.outcome == outcome
+    assert len(result.stdout) + len(result.stderr) <= QUICK.output_bytes
+    assert (await box.run("cat /tmp/file")).stdout == "kept\n"
+    assert (await box.run("cat /proc/*/comm | grep -c -e sleep -e yes")).stdout == "0\n"
+
+
+async def test_what_a_command_leaves_in_the_background_goes_on(containers):
+    box = await containers.start(limits=QUICK)
+    assert (await box.run("(sleep 0.2; echo late > /tmp/late) > /dev/null 2>&1 & echo now")).stdout == "now\n"
+    assert (await box.run("while [ ! -e /tmp/late ]; do sleep 0.05; done; cat /tmp/late")).stdout == "late\n"
+
+
+async def test_a_container_that_writes_too_much_is_ended_with_the_cause(containers):
+    box = await containers.start(limits=QUICK)
+    assert (await box.run("dd if=/dev/zero of=/tmp/big bs=1M count=100 2>/dev/null; sleep 5")).outcome == "disk"
+    with pytest.raises(ContainerEnded, match="disk"):
+        await box.run("true")
+
+
+async def test_a_fork_bomb_and_its_memory_are_bounded(containers):
+    box = await containers.start(limits=replace(QUICK, processes=40))
+    bomb = await box.run("bomb() { bomb | bomb & }; bomb; sleep 1", seconds=3)
+    assert bomb.outcome in ("ok", "error", "timeout", "memory", "output")
+    assert (await box.run("true", seconds=5)).outcome in ("ok", "error", "timeout")  # bounded, or ended by its memory
+    await box.end()
+
+
+async def test_an_ended_container_says_so_and_ending_it_again_is_harmless(containers):
+    box = await containers.start(limits=QUICK)
+    await box.end()
+    await box.end()
+    with pytest.raises(ContainerEnded, match="ended"):
+        await box.run("true")
+
+
+async def test_an_image_that_does_not_exist_is_one_line(containers):
+    with pytest.raises(ContainersError, match="nowhere:1") as refusal:
+        await containers.start("nowhere:1")
+    assert "\n" not in str(refusal.value)
+
+
+async def test_of_this_machine_nothing_is_seen_but_programs(tmp_path):
+    async with namespaces(tmp_path) as provider:
+        box = await provider.start(limits=QUICK)
+        secret = Path(tmp_path / "secret")
+        secret.write_text("x")
+        assert (await box.run(f"cat {secret} /etc/shadow; touch /usr/x; ls /home")).stdout == ""
+        assert (await box.run("ls /proc | grep -c '^[0-9]'")).stdout in ("4\n", "5\n")
+        refused = await box.run("for c in 'mount -t tmpfs x /tmp' 'unshare -U true' 'chroot /'; do $c && echo $c; done")
+        assert refused.stdout == ""

@@ -60,7 +60,7 @@ CPU = torch.device("cpu")
 
 
 class Counted(TorchDispatchMode):
-    """Counts operators and copies, by the phase that it is told."""
+    """Counts operators, copies, and those of them that are of weights, by the phase that it is told."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,6 +71,7 @@ class Counted(TorchDispatchMode):
         if not (function.is_view or name == "_unsafe_view" or "empty" in name or function.namespace == "prim"):
             self.seen[f"{self.phase} operators"] += 1
             self.seen[f"{self.phase} copies"] += name in COPIES
+            self.seen[f"{self.phase} weights copied"] += name in COPIES and isinstance(arguments[0], torch.nn.Parameter)
         return function(*arguments, **(keywords or {}))
 
 

@@ -21,6 +21,7 @@ from rlinf.runtime.processes.supervisor import Child
 
 ENVIRONMENTS = {
     "gymnasium_text": "rlinf.agents.environments.gymnasium_text.GymnasiumText",
+    "harbor": "rlinf.agents.environments.harbor.Harbor",
     "openenv": "rlinf.agents.environments.openenv.OpenEnv",
     "reasoning_gym": "rlinf.agents.environments.reasoning_gym.ReasoningGym",
     "textarena": "rlinf.agents.environments.textarena.TextArena",

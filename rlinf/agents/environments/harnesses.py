@@ -1,0 +1,260 @@
+"""Harnesses: programs and loops that work on a task in a container, asking the model for each step.
+
+In: a task's instruction, its container and the model. Out: how it ended, as numbers by name. Three kinds: a loop of our
+own with one tool; mini-swe-agent, which works outside the container and has its commands run inside; and any program
+with a command line, such as Claude Code. What the model said is recorded by `llm`, whichever of them asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rlinf.agents.environments import last_words, reason
+from rlinf.agents.llm import ContextFull
+from rlinf.agents.tools.python import result_text
+from rlinf.config.load import RunFailure
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.processes.supervisor import Child, ChildDied, Process
+
+_WORKER = ("-P", __file__.replace("harnesses.py", "mini_swe_worker.py"))
+_STARTING = 300.0
+"""Seconds that mini-swe-agent has to be imported."""
+_VARIABLES = {
+    "PYTHONPATH": None,
+    "MSWEA_SILENT_STARTUP": "1",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+"""Variables of its processes: our path is not theirs, a policy of ours has no price, and nothing is fetched."""
+_LONGEST = 1 << 26
+"""Bytes of a line from mini-swe-agent."""
+PROGRAMS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "claude_code": (
+        ["claude", "-p", "{instruction}", "--model", "policy", "--dangerously-skip-permissions"],
+        {
+            "ANTHROPIC_BASE_URL": "{url}",
+            "ANTHROPIC_API_KEY": "{key}",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "IS_SANDBOX": "1",
+        },
+    ),
+    "codex": (
+        [
+            *("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
+            *("-m", "policy", "-c", "openai_base_url={url}", "{instruction}"),
+        ],
+        {"CODEX_API_KEY": "{key}"},
+    ),
+    "qwen_code": (
+        ["qwen", "-y", "--auth-type", "openai", "-p", "{instruction}"],
+        {"OPENAI_BASE_URL": "{url}", "OPENAI_API_KEY": "{key}", "OPENAI_MODEL": "policy"},
+    ),
+}
+"""Command lines and variables of programs that are known by name."""
+
+
+class Bash:
+    """A conversation with one tool, which runs a command in the container; it ends with an answer without a call.
+
+    Args:
+        turns: most answers.
+    """
+
+    def __init__(self, turns: int = 50) -> None:
+        self._turns = turns
+
+    async def __call__(self, instruction: str, box: Any, llm: Any) -> dict[str, float]:
+        """Work on a task."""
+
+        async def bash(command: str) -> str:
+            """Run a command in a shell of its own, and return what it prints and how it ended.
+
+            Args:
+                command: for bash; files stay between commands, variables and directories do not.
+            """
+            return result_text(await box.run(["bash", "-c", command]))
+
+        messages: list[Any] = [{"role": "user", "content": instruction}]
+        turns = 0
+        while turns < self._turns:
+            try:
+                answer = await llm.chat(messages, tools=[bash])
+            except ContextFull:
+                if not turns:
+                    raise
+                break  # what was done so far is judged, or a model that fills its context would never be told so
+            turns += 1
+            messages += [answer.message, *await answer.results()]
+            if not answer.calls and not answer.broken:
+                break
+        return {"turns": float(turns)}
+
+
+class MiniSwe:
+    """mini-swe-agent; its commands run in the container.
+
+    Args:
+        python: interpreter of the environment in which it is installed.
+        config: name or path of its configuration; `mini_textbased.yaml` is for models that call no tools.
+        settings: of its sections `agent`, `model` and `environment`, over the configuration's.
+    """
+
+    def __init__(self, python: str, *, config: str = "mini.yaml", settings: Mapping[str, Any] | None = None) -> None:
+        self._python, self._config, self._settings = python, config, json.dumps(settings or {})
+
+    async def __aenter__(self) -> MiniSwe:
+        self._room = tempfile.mkdtemp(prefix="rlinf-mini-swe-")
+        self._socket = os.path.join(self._room, "episodes")
+        command = [self._python, *_WORKER, self._config, self._settings, self._socket]
+        how: dict[str, Any] = {"health": self._listens, "env": _VARIABLES, "start_deadline": _STARTING}
+        self._child = Child(command, name="mini-swe-agent", **how)
+        try:
+            await self._child.start()
+        except ChildDied as died:
+            raise RunFailure(f"mini-swe-agent: it could not be started: {last_words(self._child)}") from died
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._child.stop()
+        shutil.rmtree(self._room, ignore_errors=True)
+
+    async def _listens(self, child: Child) -> bool:
+        _, writer = await asyncio.open_unix_connection(self._socket)
+        writer.close()
+        return True
+
+    async def __call__(self, instruction: str, box: Any, llm: Any) -> dict[str, float]:
+        """Work on a task.
+
+        Raises:
+            RuntimeError: the agent ended before the model had answered, or its process died.
+            RunFailure: it died again and again.
+        """
+        try:
+            await self._child.ready()
+        except ChildDied as died:
+            raise RunFailure(f"mini-swe-agent: it died too often: {last_words(self._child)}") from died
+        reader, writer = await asyncio.open_unix_connection(self._socket, limit=_LONGEST)
+        try:
+            _write(writer, task=instruction, url=llm.base_url, key=llm.api_key)
+            commands = 0
+            async for line in reader:
+                message = json.loads(line)
+                if "ended" in message:
+                    return _ended(llm, "mini-swe-agent", message.get("error"), commands=float(commands))
+                commands += 1
+                _write(writer, **await _executed(box, message))
+        finally:
+            writer.transport.abort()
+        raise RuntimeError(f"mini-swe-agent: its process died: {last_words(self._child)}")
+
+
+async def _executed(box: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a command of mini-swe-agent's, and return what its own environments return."""
+    words = ["bash", "-c", wanted["command"]]
+    result = await box.run(words, seconds=wanted["seconds"], cwd=wanted["cwd"], env=wanted["env"])
+    ended = "" if result.outcome in ("ok", "error") else f"the command was stopped: {result.outcome}"
+    status = -1 if ended else result.exit_code
+    return {"output": result.stdout + result.stderr, "returncode": status, "exception_info": ended}
+
+
+class Program:
+    """A program with a command line. It works on this machine, with its user's rights, on a copy of the container's
+    directory, and with a home of its own; what it leaves goes back into the container.
+
+    Args:
+        command: its words; `{instruction}`, `{url}` and `{key}` stand for the task and the model's endpoint.
+        env: variables, likewise.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        if shutil.which(command[0]) is None:
+            raise UserError(f"harness: there is no program {command[0]!r} on PATH")
+        self._command, self._env = list(command), dict(env or {})
+
+    async def __call__(self, instruction: str, box: Any, llm: Any) -> dict[str, float]:
+        """Work on a task.
+
+        Raises:
+            RuntimeError: the program ended before the model had answered.
+        """
+        values = {"instruction": instruction, "url": llm.base_url, "key": llm.api_key}
+        room = await asyncio.to_thread(tempfile.mkdtemp, prefix="rlinf-harness-")
+        try:
+            work, home = os.path.join(room, "work"), os.path.join(room, "home")
+            os.mkdir(home)
+            await box.download(box.workdir, work)
+            env = {**os.environ, "HOME": home, **{name: _filled(value, values) for name, value in self._env.items()}}
+            words = [_filled(word, values) for word in self._command]
+            program = Process(words, channel=False, env=env, cwd=work, log=None, lines=20)
+            try:
+                status = await asyncio.shield(program.exited)
+            finally:
+                await program.end()
+                await box.run(["find", box.workdir, "-mindepth", "1", "-delete"])
+                await box.upload(work, box.workdir)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, room, ignore_errors=True)
+        last = reason("\n".join(program.output))
+        failure = f"it exited with status {status}: {last}" if status else None
+        return _ended(llm, words[0], failure)
+
+
+def _ended(llm: Any, name: str, failure: str | None, **more: float) -> dict[str, float]:
+    """Numbers of a harness that has ended; one that failed before the model was asked is no attempt.
+
+    Raises:
+        RuntimeError: it failed before.
+    """
+    if failure is not None and not llm.trajectories.turns:
+        raise RuntimeError(f"{name}: {failure}")
+    return {"harness_failed": float(failure is not None), **more}
+
+
+def harness_of(choice: str | Mapping[str, Any] | Sequence[str] | None) -> Any:
+    """The harness that a configuration names.
+
+    Args:
+        choice: None for the loop of our own; a name; words of a command line; or a mapping with the `name`, or the
+            `command`, and further arguments.
+
+    Raises:
+        UserError: there is none of this name, or it takes other arguments.
+    """
+    wanted: dict[str, Any] = {"name": choice} if isinstance(choice, str) else {}
+    if isinstance(choice, Mapping):
+        wanted = dict(choice)
+    elif choice is not None and not isinstance(choice, str):
+        wanted = {"command": list(choice)}
+    name = wanted.pop("name", None if "command" in wanted else "bash")
+    makers: dict[Any, Any] = {None: Program, "bash": Bash, "mini_swe": MiniSwe}
+    if name in PROGRAMS:
+        command, env = PROGRAMS[name]
+        wanted = {"command": wanted.pop("command", command), "env": {**env, **wanted.pop("env", {})}, **wanted}
+        name = None
+    if name not in makers:
+        names = ", ".join(sorted([*PROGRAMS, "bash", "mini_swe"]))
+        raise UserError(f"harness={name!r}: there are {names}, and any command line")
+    try:
+        return makers[name](**wanted)
+    except TypeError as error:
+        raise UserError(f"harness {name or 'command'}: {error}") from error
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", value)
+    return text
+
+
+def _write(writer: asyncio.StreamWriter, **message: Any) -> None:
+    with suppress(ConnectionError):
+        writer.write(json.dumps(message).encode() + b"\n")

@@ -27,13 +27,24 @@ from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Prompt, Sample, read_only
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer, padding_ids
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, Engine, EngineSetup, PartialAnswer, PartialGroup, Request, Sampling, make
+from rlinf.engines.base import (
+    Completion,
+    Engine,
+    EngineSetup,
+    Hear,
+    PartialAnswer,
+    PartialGroup,
+    Request,
+    Sampling,
+    make,
+)
 from rlinf.metrics.limits import BYTES, DECODE, READ
 from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, cost_of, pictures_of
 from rlinf.models.language.cost import ModelCost
 from rlinf.models.language.sources import limits
 from rlinf.models.language.truth import Way
 from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.base.tensors import own_device
 from rlinf.runtime.streams.stream import Consumer, Stream, each
 from rlinf.training.weight_sync import Receiver
@@ -234,16 +245,60 @@ class Rollout(Receiver):
             ValueError: an empty prompt, one that is too long, or a setting out of range.
             TypeError: a setting that there is not.
         """
+        how: dict[str, Any] = {"conversation": conversation, "name": name, "partial": begun, "adapter": adapter}
+        return await self._answer(prompt, None, seed=seed, **how, **sampling)
+
+    @endpoint(device=True)
+    async def stream(
+        self, prompt: Prompt | Sequence[int] | np.ndarray, **how: Any
+    ) -> AsyncIterator[list[int] | Completion]:
+        """One answer to one prompt, told as it comes.
+
+        Args:
+            prompt, how: as of `answer`, and it is the same answer.
+
+        Yields:
+            New tokens, as many as have come since, those of `begun` first; then the answer. Tokens are told once the
+            answer goes on behind them, so the last is not; an engine that does not tell them gives the answer alone.
+
+        Raises:
+            ValueError, TypeError: as `answer`.
+        """
+        news: asyncio.Queue[Sequence[int] | None] = asyncio.Queue()
+        answering = asyncio.create_task(self._answer(prompt, news.put_nowait, **how))
+        answering.add_done_callback(lambda _: news.put_nowait(None))
+        try:
+            while (tokens := await news.get()) is not None:
+                yield [*tokens]
+            yield await answering
+        finally:  # who stops listening wants no answer
+            await cancel_all([answering])
+
+    async def _answer(
+        self,
+        prompt: Prompt | Sequence[int] | np.ndarray,
+        hear: Hear | None,
+        *,
+        seed: int,
+        conversation: int | None = None,
+        name: str | None = None,
+        partial: PartialAnswer | None = None,
+        adapter: str | None = None,
+        **sampling: Any,
+    ) -> Completion:
         if isinstance(prompt, str):
             raise ValueError("answer: the prompt is a str: give its token ids, as the tokenizer encodes it")
         ids, images = (prompt.token_ids, prompt.images) if isinstance(prompt, Prompt) else (np.asarray(prompt), ())
         rules = _overridden("answer", self._sampling, **sampling)
-        begun = begun if self._engine.hands_over else None
-        request = Request(next(self._ids), ids, rules, seed, begun, images, conversation, adapter)
+        partial = partial if self._engine.hands_over else None
+        request = Request(next(self._ids), ids, rules, seed, partial, images, conversation, adapter)
         if name is not None:
             self._answer_names[request.id] = name
+        listening = () if hear is None or not self._engine.streams else (hear,)
+        if listening and partial is not None:
+            listening[0](partial.response_ids.tolist())
         try:
-            completion = await self._engine.answer(request)
+            completion = await self._engine.answer(request, *listening)
         finally:
             self._answer_names.pop(request.id, None)
         if self._notes is not None:

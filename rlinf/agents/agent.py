@@ -22,13 +22,13 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlinf.agents.arguments import Awaited, WrongType, number, running_loop, shown, token_ids
 from rlinf.agents.chat import ChatFormat, Message, are_messages, copied
-from rlinf.agents.llm import Reply, Setting
+from rlinf.agents.llm import Listener, Reply, Setting
 from rlinf.agents.tools.formats import CallFormat, ToolCall
 from rlinf.agents.tools.tool import Tools
 from rlinf.agents.trajectories import Counts, Trajectories, Turn
@@ -106,6 +106,21 @@ class Attempt:
     """The event loop of the run: calls from other threads are answered there."""
 
 
+class _Asked(NamedTuple):
+    """One call of the model."""
+
+    call: str
+    """Which, for errors."""
+    parent: Turn | None
+    """The turn that it goes on from."""
+    new_ids: np.ndarray
+    """What is read behind that, int64 [tokens]."""
+    sampling: Mapping[str, Any]
+    """Settings of this call."""
+    listener: Listener | None
+    """Hears the answer as it comes."""
+
+
 class AgentLLM:
     """A language model as an agent sees it. Every call is recorded, and learned from.
 
@@ -139,6 +154,11 @@ class AgentLLM:
         """The record."""
         attempt.agents[name] = self
 
+    @property
+    def call_format(self) -> CallFormat:
+        """How the model writes calls of tools."""
+        return self._attempt.calls
+
     def agent(self, name: str, *, weight: float = 1.0, **sampling: Any) -> AgentLLM:
         """The model as another agent of the same task calls it: its trajectories are compared with those of agents of
         that name, and may have a reward of their own.
@@ -161,6 +181,7 @@ class AgentLLM:
         *,
         tools: Any = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        listener: Listener | None = None,
         **sampling: Any,
     ) -> Awaited[Answer]:
         """Let the model answer messages; await it.
@@ -169,6 +190,7 @@ class AgentLLM:
             messages: all that was said so far, the answers' own `message`s among them; those are not encoded again.
             tools: that the model may call: functions with type hints, `Tool`s, or schemas.
             chat_template_kwargs: further arguments of the chat template, such as `{"enable_thinking": False}`.
+            listener: hears the answer as it comes.
             sampling: any of `max_new_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `min_new_tokens`, `stop`; and
                 `seed`, with which the same tokens get the same answer each time.
 
@@ -178,11 +200,17 @@ class AgentLLM:
         """
         if not are_messages(messages, "llm.chat"):
             raise WrongType(f"llm.chat: {shown(messages)} is no list of messages such as {{'role': 'user', …}}")
-        asking = self._chatted([copied(message) for message in messages], tools, chat_template_kwargs or {}, sampling)
+        copies, template = [copied(message) for message in messages], chat_template_kwargs or {}
+        asking = self._chatted(copies, tools, template, sampling, listener)
         return Awaited(asking, "llm.chat(…)", self._attempt.home)
 
     async def _chatted(
-        self, messages: list[Message], tools: Any, template: Mapping[str, Any], sampling: Mapping[str, Any]
+        self,
+        messages: list[Message],
+        tools: Any,
+        template: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+        listener: Listener | None,
     ) -> Answer:
         schemas, runnable = _offered(tools)
         chat = self._chat.with_arguments(**template, **({"tools": schemas} if schemas else {}))
@@ -196,41 +224,38 @@ class AgentLLM:
                 message["tool_calls"] = [call.message for call in calls]
             return [*messages, message], (parsed, calls)
 
-        reply, turn, (whole, (parsed, calls)) = await self._answered("llm.chat", parent, new_ids, sampling, said, chat)
+        question = _Asked("llm.chat", parent, new_ids, sampling, listener)
+        reply, turn, (whole, (parsed, calls)) = await self._answered(question, said, chat)
         own = (reply.text, reply.ids, reply.logprobs, reply.versions, reply.finish)
         more: dict[str, Any] = {"message": whole[-1], "turn": turn, "tools": runnable, "home": self._attempt.home}
         return Answer(*own, parsed.content, calls, parsed.broken, **more)
 
-    def generate(self, prompt: Any, **sampling: Any) -> Awaited[Reply]:
+    def generate(self, prompt: Any, *, listener: Listener | None = None, **sampling: Any) -> Awaited[Reply]:
         """Let the model go on from token ids, or from a text as it stands; await it.
 
         Args:
             prompt: all that it reads: int [tokens], or a text. Ids that begin with what an earlier call read and
                 answered go on from it; a text is encoded whole.
-            sampling: as of `chat`.
+            listener, sampling: as of `chat`.
 
         Raises:
             UserError: as `chat`; `ContextFull`: not one token fits.
         """
-        return Awaited(self._generated(prompt, sampling), "llm.generate(…)", self._attempt.home)
+        return Awaited(self._generated(prompt, sampling, listener), "llm.generate(…)", self._attempt.home)
 
-    async def _generated(self, prompt: Any, sampling: Mapping[str, Any]) -> Reply:
+    async def _generated(self, prompt: Any, sampling: Mapping[str, Any], listener: Listener | None) -> Reply:
         text_ids = self._chat.ids(prompt, first=True) if isinstance(prompt, str) else prompt
         ids = token_ids(text_ids, self._attempt.setting.vocabulary, "llm.generate")
         parent, new_ids = self.trajectories.of_ids(ids)
-        reply, _, _ = await self._answered("llm.generate", parent, new_ids, sampling, lambda *_: ([], None), None)
+        question = _Asked("llm.generate", parent, new_ids, sampling, listener)
+        reply, _, _ = await self._answered(question, lambda *_: ([], None), None)
         return reply
 
     async def _answered(
-        self,
-        call: str,
-        parent: Turn | None,
-        new_ids: np.ndarray,
-        sampling: Mapping[str, Any],
-        parse: Callable[[Reply, str], tuple[list[Message], Any]],
-        chat: ChatFormat | None,
+        self, question: _Asked, parse: Callable[[Reply, str], tuple[list[Message], Any]], chat: ChatFormat | None
     ) -> tuple[Reply, Turn, tuple[list[Message], Any]]:
         attempt, setting = self._attempt, self._attempt.setting
+        call, parent, new_ids, sampling, listener = question
         if attempt.closed:
             raise UserError(f"{call}: the episode is over; await every call before the agent returns")
         before = np.empty(0, np.int64) if parent is None else parent.ids()
@@ -249,7 +274,15 @@ class AgentLLM:
         self._lines.add(line)
         if parent is not None:
             parent.claimed = True
-        done = await setting.llm.answer(ids, seed=seed, conversation=line, **settings)
+        more = {}
+        if listener is not None:
+            listener.reads(new_ids, len(before))
+            more = {"hear": listener.tells}
+        try:
+            done = await setting.llm.answer(ids, seed=seed, conversation=line, **more, **settings)
+        except asyncio.CancelledError:
+            self.trajectories.counts.given_up += 1
+            raise
         if attempt.closed:
             raise UserError(f"{call}: the episode was over before the answer came; await every call")
         reply = Reply.of(done, self._chat.tokenizer.decode)

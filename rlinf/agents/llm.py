@@ -8,7 +8,7 @@ Who wakes whom: the rollout's reply wakes the conversation.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -17,8 +17,9 @@ import numpy as np
 
 from rlinf.agents.arguments import WrongType, WrongValue
 from rlinf.data.sample import read_only
-from rlinf.engines.base import Completion, Finish, PartialAnswer, Sampling
-from rlinf.runtime.base.errors import UserError
+from rlinf.engines.base import Completion, Finish, Hear, PartialAnswer, Sampling
+from rlinf.runtime.base.errors import RemoteError, UserError
+from rlinf.runtime.streams.stream import Stream
 
 SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "min_new_tokens", "stop")
 """Names of the sampling settings that an answer may be asked for with."""
@@ -44,11 +45,28 @@ class LLM(Protocol):
                 be one turn only.
             sampling: `temperature`, `max_new_tokens` and the like; what is not given is the model's own.
                 Of a call in an episode also `name`, its own, and `begun`, the answer's beginning, which is not made
-                again, or None.
+                again, or None. Of a call that somebody listens to also `hear`, which may be called with the answer's
+                new tokens as they come.
         """
 
     def ended(self, conversation: int) -> None:
         """No further turn of this conversation will come."""
+
+
+class Listener(Protocol):
+    """Hears an answer as it comes; called on the event loop of the run."""
+
+    def reads(self, new_ids: np.ndarray, cached: int) -> None:
+        """The model is asked.
+
+        Args:
+            new_ids: what it reads behind the earlier answer that it goes on from, int64 [tokens].
+            cached: tokens up to the end of that.
+        """
+
+    def tells(self, ids: Sequence[int]) -> None:
+        """Further tokens of the answer have come, and it goes on behind them. Those that nothing told come with the
+        answer: its last one, and all of a model that tells none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,6 +189,7 @@ class RolloutModel:
         conversation: int | None = None,
         name: str | None = None,
         begun: PartialAnswer | None = None,
+        hear: Hear | None = None,
         **sampling: Any,
     ) -> Completion:
         """See `LLM`.
@@ -179,6 +198,7 @@ class RolloutModel:
             ids, seed, conversation, sampling: as there.
             name: by which `answering` tells how far the answer is; None: it does not.
             begun: the beginning of the answer, which is not made again.
+            hear: as there.
         """
         rollout = self._rollout()
         rank = len(rollout) if conversation is None else self._ranks.get(conversation, len(rollout))
@@ -191,9 +211,11 @@ class RolloutModel:
         over = self._over.pop(rank, None)
         forgetting = None if over is None else rollout[rank].forget(over)
         try:
-            answer: Completion = await rollout[rank].answer(
-                ids, seed=seed, conversation=conversation, **recorded, **sampling
-            )
+            how = {"seed": seed, "conversation": conversation, **recorded, **sampling}
+            if hear is None:
+                answer: Completion = await rollout[rank].answer(ids, **how)
+            else:
+                answer = await _heard(rollout[rank].stream(ids, **how), hear)
         finally:
             if conversation is None:
                 self._held[rank] -= 1
@@ -212,3 +234,15 @@ class RolloutModel:
         if (rank := self._ranks.pop(conversation, None)) is not None:
             self._held[rank] -= 1
             self._over.setdefault(rank, []).append(conversation)
+
+
+async def _heard(stream: Stream[Any], hear: Hear) -> Completion:
+    """Tell the tokens of an answer as they come, and return it. Cancelled, it ends the answer."""
+    try:
+        async for item in stream:
+            if isinstance(item, Completion):
+                return item
+            hear(item)
+    finally:
+        await stream.close()
+    raise RemoteError("the rollout ended an answer without giving it")

@@ -246,6 +246,8 @@ class Tally:
     """Exception of the first that failed."""
     calls: int = 0
     """Answers of the model to agents."""
+    given_up: int = 0
+    """Calls whose answer nobody waited for to its end."""
     branches: int = 0
     """How often an agent's history was rewritten or forked; see `trajectories`."""
     by_agent: Counter[str] = field(default_factory=Counter)
@@ -284,6 +286,7 @@ class Tally:
             counts = episode.llm.counts()
             self.calls += counts.calls
             self.branches += counts.branches
+            self.given_up += counts.given_up
             for name, agent in episode.llm.agents.items():
                 if name:
                     self.by_agent[name] += agent.trajectories.counts.calls
@@ -317,6 +320,8 @@ class Tally:
         }
         if self.calls:
             values |= {"episodes/calls": self.calls / self.played, "episodes/branches": self.branches / self.played}
+        if self.given_up:
+            values["episodes/given_up"] = self.given_up / self.played
         return values | {f"agent/{name}/calls": count / self.played for name, count in sorted(self.by_agent.items())}
 
     def warnings(self) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlinf.agents.llm import LLM
-from rlinf.engines.base import Completion, PartialAnswer
+from rlinf.engines.base import Completion, Hear, PartialAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,15 +187,18 @@ class RecordedModel:
     def __init__(self, llm: LLM, record: Record) -> None:
         self._llm, self._record = llm, record
 
-    async def answer(self, ids: np.ndarray, *, seed: int, conversation: int | None, **sampling: Any) -> Completion:
+    async def answer(
+        self, ids: np.ndarray, *, seed: int, conversation: int | None, hear: Hear | None = None, **sampling: Any
+    ) -> Completion:
         """See `LLM`."""
         call = self._record.ask(ids, seed, sampling)
-        if call.answer is not None:
+        if call.answer is not None:  # whose listener hears all of it at its end
             await asyncio.sleep(0)  # agents that call at the same time do so again
             return call.answer
+        recorded = {"name": call.name, "begun": call.begun, **({} if hear is None else {"hear": hear})}
         try:
             answer: Completion = await self._llm.answer(
-                ids, seed=seed, conversation=conversation, name=call.name, begun=call.begun, **sampling
+                ids, seed=seed, conversation=conversation, **recorded, **sampling
             )
         except BaseException:
             self._record.given_up(call)

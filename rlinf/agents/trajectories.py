@@ -89,6 +89,8 @@ class Counts:
     """Answers of the model."""
     joined: int = 0
     """Number of answers that went on from an earlier turn's tokens."""
+    given_up: int = 0
+    """Calls whose answer nobody waited for to its end, such as those of clients that left."""
     branches: int = 0
     """How many began a branch although the model had said something before: the history was rewritten, or forked."""
 

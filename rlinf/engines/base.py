@@ -262,6 +262,10 @@ class RequestRefused(ValueError):
     """An engine cannot answer a request: what was asked is wrong, and no code of ours."""
 
 
+Hear = Callable[[Sequence[int]], None]
+"""Is called with tokens that are new."""
+
+
 class Engine(ABC):
     """Generates text with one model.
 
@@ -292,6 +296,8 @@ class Engine(ABC):
     """It hands new weights on through host memory, as to a server, wherever they come from."""
     keeps_conversations: bool = False
     """It keeps what it has read of a `Request.conversation` for the next turn; others read everything again."""
+    streams: bool = False
+    """Its `answer` tells tokens as they come."""
     reads_text: bool = False
     """It can decode answers, to find stop texts in them."""
     routes: bool = False
@@ -331,10 +337,15 @@ class Engine(ABC):
                 for completion in completions:
                     yield completion
 
-    async def answer(self, request: Request) -> Completion:
+    async def answer(self, request: Request, hear: Hear | None = None) -> Completion:
         """Answer one request for a caller who waits for nothing else: thousands at once share the batch.
 
         Cancelled, it ends the request. `take_out` leaves it where it is: it has a caller here.
+
+        Args:
+            request: what to answer.
+            hear: called on the event loop with new tokens, as they come, of an engine that `streams`; only with tokens
+                behind which the answer goes on, so never with the one that ended it.
 
         Raises:
             ValueError, Exception: as `batches`.

@@ -7,6 +7,7 @@ import pytest
 
 from rlinf import ActorSystem
 from rlinf.actors.rollout import Rollout
+from rlinf.agents.llm import RolloutModel
 from rlinf.data.rng import mix
 from tests.actors.test_rollout import SHARED, Parked, asked, collected, weights
 
@@ -51,6 +52,23 @@ async def test_a_caller_who_is_cancelled_frees_its_row(system):
     short = await rollout[0].answer(ids, seed=2, max_new_tokens=3)
     assert len(short.response_ids) <= 3
     assert endless.cancelled()
+
+
+async def test_a_streamed_answer_is_the_same_and_whoever_stops_listening_frees_its_row(system):
+    rollout = await system.spawn(Rollout, name="rollout", **SETTINGS, max_rows=1)
+    ids = asked(1)[0].token_ids
+    expected = await rollout[0].answer(ids, seed=1)
+    *told, answer = await collected(rollout[0].stream(ids, seed=1))
+    assert answer.response_ids.tolist() == expected.response_ids.tolist()
+    tokens = [token for tokens in told for token in tokens]
+    assert tokens == expected.response_ids.tolist()[: len(tokens)]
+    model = RolloutModel(lambda: rollout)
+    begun = asyncio.Event()
+    settings = {"max_new_tokens": 30_000, "min_new_tokens": 30_000, "hear": lambda _: begun.set()}
+    endless = asyncio.ensure_future(model.answer(ids, seed=1, **settings))
+    await begun.wait()
+    endless.cancel()
+    assert len((await model.answer(ids, seed=2, max_new_tokens=3)).response_ids) <= 3
 
 
 async def test_abort_pause_and_new_weights_reach_single_answers(system):

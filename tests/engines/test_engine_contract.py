@@ -584,3 +584,39 @@ async def test_closed_no_process_is_left(started):
 async def test_engines_that_cannot_be_made_say_why(engine, args, error, text):
     with pytest.raises(error, match=text):
         await make(engine, EngineSetup("it", {}, contextlib.nullcontext), args)
+
+
+async def streaming(started, kind, **settings):
+    engine = await started(kind, **settings)
+    if not engine.streams:
+        pytest.skip("it does not tell tokens as they come")
+    return engine
+
+
+async def test_tokens_are_told_as_they_come_and_the_answer_is_the_same(kind, started):
+    engine = await streaming(started, kind)
+    requests = ragged(5, Sampling(30, stop_ids=(0,)))
+    told = {asked.id: [] for asked in requests}
+    ended = []
+
+    async def heard(asked):
+        completion = await engine.answer(asked, told[asked.id].append)
+        ended.append(asked.id)
+        return completion
+
+    found = {one.id: one for one in await asyncio.gather(*map(heard, requests))}
+    right(requests, found)
+    for asked in requests:
+        tokens = [token for tokens in told[asked.id] for token in tokens]
+        assert tokens == found[asked.id].response_ids.tolist()[: len(tokens)]
+        assert len(tokens) < len(found[asked.id].response_ids)  # the one that ended it is not told
+        assert len(tokens) >= len(found[asked.id].response_ids) - 2
+
+
+async def test_an_answer_that_is_heard_and_given_up_frees_its_row(kind, started):
+    engine = await streaming(started, kind, max_rows=1)
+    begun = asyncio.Event()
+    endless = asyncio.create_task(engine.answer(request(1, [1, 2], Sampling(5000)), lambda _: begun.set()))
+    await begun.wait()
+    endless.cancel()
+    assert len((await engine.answer(request(2, [1, 2], Sampling(3)))).response_ids) == 3

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlinf.agents.endpoint.call import Call, event
-from rlinf.agents.endpoint.openai import pieces
 from rlinf.agents.endpoint.requests import (
     ClientAnswer,
     Fields,
@@ -29,6 +28,7 @@ from rlinf.agents.endpoint.requests import (
     tool_choice,
     words,
 )
+from rlinf.agents.endpoint.streaming import Piece
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -58,10 +58,8 @@ async def messages_reply(call: Call) -> web.StreamResponse:
         (result,) = results
         return {**head, "content": _blocks(result, thinks), **_stop(result), "usage": _usage(result)}
 
-    def events(results: list[ClientAnswer]) -> Iterable[bytes]:
-        return _events(head, results[0], thinks)
-
-    return await call.reply(call.answers(request, head["id"]), whole, events, _event({"type": "ping"}))
+    events = _MessageEvents(call, head, thinks)
+    return await call.reply(lambda: call.answers(request, head["id"]), whole, events, _event({"type": "ping"}))
 
 
 async def count_reply(call: Call) -> web.StreamResponse:
@@ -180,11 +178,15 @@ def _stop(result: ClientAnswer) -> dict[str, Any]:
 
 
 def _usage(result: ClientAnswer) -> dict[str, int]:
+    return _counts(result.prompt_tokens, result.cached, len(result.reply.ids))
+
+
+def _counts(prompt: int, cached: int, written: int) -> dict[str, int]:
     return {
-        "input_tokens": result.prompt_tokens - result.cached,
-        "cache_read_input_tokens": result.cached,
+        "input_tokens": prompt - cached,
+        "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": len(result.reply.ids),
+        "output_tokens": written,
     }
 
 
@@ -192,32 +194,66 @@ def _event(value: dict[str, Any]) -> bytes:
     return event(value, value["type"])
 
 
-def _events(head: dict[str, Any], result: ClientAnswer, thinks: bool) -> Iterable[bytes]:
-    usage = _usage(result)
-    opening: dict[str, Any] = {
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": {**usage, "output_tokens": 0},
-    }
-    yield _event({"type": "message_start", "message": {**head, **opening}})
-    for number, block in enumerate(_blocks(result, thinks)):
-        start, deltas = _block_start(block)
-        yield _event({"type": "content_block_start", "index": number, "content_block": start})
-        for delta in deltas:
-            yield _event({"type": "content_block_delta", "index": number, "delta": delta})
-        yield _event({"type": "content_block_stop", "index": number})
-    yield _event({"type": "message_delta", "delta": _stop(result), "usage": usage})
-    yield _event({"type": "message_stop"})
+class _MessageEvents:
+    """The events of a message's stream; see `Events`."""
 
+    def __init__(self, call: Call, head: dict[str, Any], thinks: bool) -> None:
+        self._call, self._head, self._thinks = call, head, thinks
+        self._begun = False
+        self._blocks = 0  # that were started
+        self._open: str | None = None  # type of the block that is being filled
 
-def _block_start(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block before it is filled, and what fills it."""
-    if block["type"] == "text":
-        return {**block, "text": ""}, [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
-    if block["type"] == "thinking":
-        deltas = [{"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])]
-        signed = {"type": "signature_delta", "signature": block["signature"]}
-        return {**block, "thinking": "", "signature": ""}, [*deltas, signed]
-    written = json.dumps(block["input"], ensure_ascii=False)
-    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(written)]
+    def piece(self, piece: Piece) -> Iterable[bytes]:
+        live = self._call.live
+        yield from self._opening((live and live.prompt) or (0, 0))
+        if piece.kind == "text":
+            yield from self._filled("text", {"type": "text", "text": "", "citations": None})
+            yield self._delta({"type": "text_delta", "text": piece.text})
+        elif self._thinks:
+            yield from self._filled("thinking", {**_THOUGHT, "thinking": "", "signature": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": piece.text})
+
+    def end(self, results: list[ClientAnswer]) -> Iterable[bytes]:
+        (result,) = results
+        yield from self._opening((result.prompt_tokens, result.cached))
+        for place, block in enumerate(_blocks(result, self._thinks)):
+            if block["type"] == "tool_use":
+                yield from self._filled("tool_use", {**block, "input": {}})
+                written = json.dumps(block["input"], ensure_ascii=False)
+                yield self._delta({"type": "input_json_delta", "partial_json": written})
+                yield from self._closing()
+            elif place >= self._blocks:  # it has no words
+                yield from self._filled(block["type"], block)
+        yield from self._closing()
+        yield _event({"type": "message_delta", "delta": _stop(result), "usage": _usage(result)})
+        yield _event({"type": "message_stop"})
+
+    def _opening(self, counts: tuple[int, int]) -> Iterable[bytes]:
+        """The message begins: tokens that were read, and how many of them earlier answers had."""
+        if self._begun:
+            return
+        self._begun = True
+        opening: dict[str, Any] = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _counts(*counts, 0),
+        }
+        yield _event({"type": "message_start", "message": {**self._head, **opening}})
+
+    def _filled(self, kind: str, empty: dict[str, Any]) -> Iterable[bytes]:
+        """A block of this kind is being filled."""
+        if self._open != kind:
+            yield from self._closing()
+            self._open, self._blocks = kind, self._blocks + 1
+            yield _event({"type": "content_block_start", "index": self._blocks - 1, "content_block": empty})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._blocks - 1, "delta": delta})
+
+    def _closing(self) -> Iterable[bytes]:
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": _THOUGHT["signature"]})
+        if self._open is not None:
+            yield _event({"type": "content_block_stop", "index": self._blocks - 1})
+        self._open = None

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -29,12 +30,23 @@ from rlinf.agents.endpoint.requests import (
     refused,
     template_of,
 )
+from rlinf.agents.endpoint.streaming import Live, Piece
 from rlinf.runtime.base.tasks import cancel_all
 
 logger = logging.getLogger(__name__)
 _ALIVE = 10.0
 """Seconds after which a client that waits for a stream is told that it still comes."""
 _SERVER_FAILED = "the model failed to answer; the log of the run says why"
+
+
+class Events(Protocol):
+    """Answers as the events of a protocol's stream; it remembers how far it is."""
+
+    def piece(self, piece: Piece) -> Iterable[bytes]:
+        """Tell further words of an answer: its reasoning first, and then its text."""
+
+    def end(self, results: list[ClientAnswer]) -> Iterable[bytes]:
+        """Tell what is left of whole answers, of which all words were told."""
 
 
 @dataclass(slots=True)
@@ -54,9 +66,11 @@ class Call:
 
     streamed: bool = False
     """The answer is a stream of events."""
+    live: Live | None = None
+    """The answers while they come, of such a stream."""
 
     async def answers(
-        self, request: ModelRequest, response: str, *, keep: list[dict[str, Any]] | None = None
+        self, request: ModelRequest, response: str, *, keep: list[dict[str, Any]] | None = None, first: int = 0
     ) -> list[ClientAnswer]:
         """Ask the model and return its answers.
 
@@ -64,6 +78,7 @@ class Call:
             request: to what.
             response: id of the response.
             keep: messages that a later request goes on from by that id; None: none may.
+            first: number of the first of these answers among those of the response.
 
         Raises:
             ApiError, UserError, Exception: it cannot answer.
@@ -78,9 +93,10 @@ class Call:
                 request.messages_with_instruction() if request.messages else [], format
             )
         endpoint.unheeded(session, self.body.unheeded)
-        thinks = endpoint.thinks(session.llm)
+        how: dict[str, Any] = {"thinks": endpoint.thinks(session.llm), "live": self.live}
         asking = [
-            asyncio.ensure_future(ask(session.llm, one, endpoint.applying, thinks=thinks)) for one in _each(request)
+            asyncio.ensure_future(ask(session.llm, one, endpoint.applying, number=number, **how))
+            for number, one in enumerate(_each(request), first)
         ]
         session.asking.update(asking)
         try:
@@ -125,52 +141,60 @@ class Call:
 
     async def reply(
         self,
-        answers: Awaitable[list[ClientAnswer]],
+        answering: Callable[[], Awaitable[list[ClientAnswer]]],
         whole: Callable[[list[ClientAnswer]], Any],
-        events: Callable[[list[ClientAnswer]], Iterable[bytes]],
+        events: Events,
         ping: bytes = b": alive\n\n",
     ) -> web.StreamResponse:
-        """A response of one object, or of a stream where the request wishes for one; arguments as of `stream`."""
+        """A response of one object, or of a stream where the request wishes for one.
+
+        Args:
+            answering: asks the model.
+            whole: makes the object of its answers.
+            events: what becomes of them in a stream.
+            ping: says in a stream that the answer still comes.
+        """
         if self.streamed:
-            return await self.stream(answers, events, ping)
-        return self.json(whole(await answers))
+            return await self._stream(answering, events, ping)
+        return self.json(whole(await answering()))
 
     def json(self, value: Any) -> web.Response:
         """A response of one object."""
         return web.Response(body=dumped(value), content_type="application/json")
 
-    async def stream(
-        self,
-        answers: Awaitable[list[ClientAnswer]],
-        events: Callable[[list[ClientAnswer]], Iterable[bytes]],
-        ping: bytes,
+    async def _stream(
+        self, answering: Callable[[], Awaitable[list[ClientAnswer]]], events: Events, ping: bytes
     ) -> web.StreamResponse:
-        """A response of server-sent events. It begins once the model has answered, or after some seconds.
-
-        Args:
-            answers: of the model.
-            events: what they become.
-            ping: says that the answer still comes.
-        """
+        """A response of server-sent events. It begins with the first words, or after some seconds."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        answering = asyncio.ensure_future(answers)
+        live = self.live = Live(answering)
         try:
-            await asyncio.wait([answering], timeout=_ALIVE)
-            if answering.done():
-                answering.result()  # a mistake is still told by the status
-            await response.prepare(self.request)
-            while not answering.done():
-                await response.write(ping)
-                await asyncio.wait([answering], timeout=_ALIVE)
+            while not live.task.done():
+                parts = [b"".join(events.piece(piece)) for piece in live.take()] if await live.news(_ALIVE) else [ping]
+                if live.task.done() and not response.prepared:
+                    live.task.result()  # a mistake is still told by the status
+                if parts:
+                    await self._write(response, b"".join(parts))
             try:
-                await response.write(b"".join(events(answering.result())))
+                last = [b"".join(events.piece(piece)) for piece in live.rest()]
+                last += events.end(live.task.result())
             except Exception as error:
+                if not response.prepared:
+                    raise
                 failure = client_error(error, self.request.path).body(anthropic=self.anthropic)
-                await response.write(event(failure, "error" if self.anthropic else None))
+                last = [event(failure, "error" if self.anthropic else None)]
+            await self._write(response, b"".join(last))
             await response.write_eof()
         finally:
-            await cancel_all([answering])
+            await cancel_all([live.task])
+            if live.waited is not None:
+                self.endpoint.metrics.began(re.sub("^/s/[^/]+", "", self.request.path), live.waited)
         return response
+
+    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
+        if not response.prepared:
+            await response.prepare(self.request)
+        await response.write(data)
 
 
 def _each(request: ModelRequest) -> list[ModelRequest]:

@@ -70,14 +70,23 @@ class Metrics:
     """Sessions."""
     branches: int = 0
     """Histories that were rewritten or forked, in sessions that are over."""
-    _seconds: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0] * (len(_BOUNDS) + 1)))
-    _total: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _seconds: dict[tuple[str, str], list[int]] = field(
+        default_factory=lambda: defaultdict(lambda: [0] * (len(_BOUNDS) + 1))
+    )
+    _total: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
 
     def ended(self, route: str, status: int, seconds: float) -> None:
         """A request is over."""
         self.requests[route, status] += 1
-        self._seconds[route][bisect_left(_BOUNDS, seconds)] += 1
-        self._total[route] += seconds
+        self._counted("request", route, seconds)
+
+    def began(self, route: str, seconds: float) -> None:
+        """The first words of a streamed answer were there after so long."""
+        self._counted("first_words", route, seconds)
+
+    def _counted(self, what: str, route: str, seconds: float) -> None:
+        self._seconds[what, route][bisect_left(_BOUNDS, seconds)] += 1
+        self._total[what, route] += seconds
 
     def text(self, sessions: int, branches: int) -> str:
         """All of it.
@@ -102,14 +111,17 @@ class Metrics:
         tell("sessions", "gauge", ("", sessions))
         tell("sessions_total", "counter", ("", self.opened))
         tell("branches_total", "counter", ("", self.branches + branches))
-        lines.append("# TYPE rlinf_endpoint_request_seconds histogram")
-        for route, counts in sorted(self._seconds.items()):
-            below = 0
+        section = ""
+        for (what, route), counts in sorted(self._seconds.items()):
+            if what != section:
+                section = what
+                lines.append(f"# TYPE rlinf_endpoint_{what}_seconds histogram")
+            below, name = 0, f"rlinf_endpoint_{what}_seconds"
             for bound, count in zip((*map(str, _BOUNDS), "+Inf"), counts, strict=True):
                 below += count
-                lines.append(f'rlinf_endpoint_request_seconds_bucket{{route="{route}",le="{bound}"}} {below}')
-            lines.append(f'rlinf_endpoint_request_seconds_sum{{route="{route}"}} {self._total[route]:g}')
-            lines.append(f'rlinf_endpoint_request_seconds_count{{route="{route}"}} {below}')
+                lines.append(f'{name}_bucket{{route="{route}",le="{bound}"}} {below}')
+            lines.append(f'{name}_sum{{route="{route}"}} {self._total[what, route]:g}')
+            lines.append(f'{name}_count{{route="{route}"}} {below}')
         return "\n".join(lines) + "\n"
 
 

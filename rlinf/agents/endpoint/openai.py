@@ -1,9 +1,9 @@
 """OpenAI's protocols: `/v1/chat/completions`, `/v1/completions` and `/v1/responses`.
 
-In: a request's fields. Out: what the official clients read, whole or as a stream. A stream begins when the answer is
-complete: the engine gives whole answers, with the tokens and log-probs that are learned from. `/v1/completions` takes
-texts and token ids that the model goes on from, as they stand. `/v1/responses` takes with `previous_response_id` also
-what was said up to that response; responses are kept as long as their session, unless `store` is false.
+In: a request's fields. Out: what the official clients read, whole or as a stream, which tells words as they come, and a
+call of a tool once it is whole. `/v1/completions` takes texts and token ids that the model goes on from, as they stand.
+`/v1/responses` takes with `previous_response_id` also what was said up to that response; responses are kept as long as
+their session, unless `store` is false.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import asyncio
 import base64
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from rlinf.agents.endpoint.requests import (
     unsupported,
     words,
 )
+from rlinf.agents.endpoint.streaming import Kind, Piece
 from rlinf.agents.tools.formats import ToolCall
 from rlinf.runtime.base.tasks import cancel_all
 
@@ -51,8 +53,6 @@ _ABOUT_SERVERS = ("store", "service_tier", "prompt_cache_key", "prompt_cache_ret
 IGNORED = (*_ABOUT_CLIENTS, *_ABOUT_SERVERS, "prediction")
 """Fields that say nothing about what the answer means."""
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_PIECE = 256
-"""Characters of a streamed piece of text."""
 
 
 async def chat_reply(call: Call) -> web.StreamResponse:
@@ -69,10 +69,7 @@ async def chat_reply(call: Call) -> web.StreamResponse:
         value = {**head, "object": "chat.completion", "choices": choices, "usage": usage(results)}
         return {**value, "prompt_token_ids": prompt_ids(results[0])} if form.ids else value
 
-    def chunks(results: list[ClientAnswer]) -> Iterable[bytes]:
-        return _chunks(form, head, results, with_usage)
-
-    return await call.reply(call.answers(request, head["id"]), whole, chunks)
+    return await call.reply(lambda: call.answers(request, head["id"]), whole, _ChatEvents(form, head, with_usage))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,35 +280,38 @@ def _choice(form: _TokenForm, number: int, result: ClientAnswer) -> dict[str, An
     return {**choice, "token_ids": result.reply.ids.tolist()} if form.ids else choice
 
 
-def pieces(text: str) -> Iterator[str]:
-    """A text in pieces for a stream."""
-    return (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+class _ChatEvents:
+    """The chunks of a chat's stream; see `Events`."""
 
+    def __init__(self, form: _TokenForm, head: dict[str, Any], with_usage: bool) -> None:
+        self._form, self._with_usage = form, with_usage
+        self._head = {**head, "object": "chat.completion.chunk"}
+        self._begun: set[int] = set()
 
-def _chunks(form: _TokenForm, head: dict[str, Any], answers: list[ClientAnswer], with_usage: bool) -> Iterable[bytes]:
-    head = {**head, "object": "chat.completion.chunk"}
+    def piece(self, piece: Piece) -> Iterable[bytes]:
+        yield from self._opening(piece.number)
+        key = "content" if piece.kind == "text" else "reasoning_content"
+        yield self._chunk(piece.number, {key: piece.text})
 
-    def chunk(number: int, delta: dict[str, Any], finish: str | None = None, content: Any = None) -> bytes:
+    def end(self, results: list[ClientAnswer]) -> Iterable[bytes]:
+        for number, result in enumerate(results):
+            yield from self._opening(number)
+            for place, each in enumerate(result.calls):
+                whole = _call_shown(each, each.name in customs(self._form.call.body))
+                yield self._chunk(number, {"tool_calls": [{"index": place, **whole}]})
+            if result.refusal is not None:
+                yield self._chunk(number, {"refusal": result.refusal})
+            yield self._chunk(number, {}, _finish(result), self._form.content_logprobs(result))
+        yield from _stream_end(self._head, usage(results) if self._with_usage else None)
+
+    def _opening(self, number: int) -> Iterable[bytes]:
+        if number not in self._begun:
+            self._begun.add(number)
+            yield self._chunk(number, {"role": "assistant", "content": "", "refusal": None})
+
+    def _chunk(self, number: int, delta: dict[str, Any], finish: str | None = None, content: Any = None) -> bytes:
         choice = {"index": number, "delta": delta, "logprobs": content, "finish_reason": finish}
-        return event({**head, "choices": [choice], **({"usage": None} if with_usage else {})})
-
-    for number, result in enumerate(answers):
-        opening = {"role": "assistant", "content": "", "refusal": None}
-        yield chunk(number, opening, content=form.content_logprobs(result))
-        for piece in pieces(result.reasoning or ""):
-            yield chunk(number, {"reasoning_content": piece})
-        for piece in pieces(result.text):
-            yield chunk(number, {"content": piece})
-        for place, each in enumerate(result.calls):
-            whole = _call_shown(each, each.name in customs(form.call.body))
-            kind, key = whole["type"], "input" if whole["type"] == "custom" else "arguments"
-            yield chunk(number, {"tool_calls": [{**whole, "index": place, kind: {**whole[kind], key: ""}}]})
-            for piece in pieces(whole[kind][key]):
-                yield chunk(number, {"tool_calls": [{"index": place, kind: {key: piece}}]})
-        if result.refusal is not None:
-            yield chunk(number, {"refusal": result.refusal})
-        yield chunk(number, {}, _finish(result))
-    yield from _stream_end(head, usage(answers) if with_usage else None)
+        return event({**self._head, "choices": [choice], **({"usage": None} if self._with_usage else {})})
 
 
 def _stream_end(head: dict[str, Any], counts: dict[str, Any] | None) -> Iterable[bytes]:
@@ -345,15 +345,24 @@ async def completion_reply(call: Call) -> web.StreamResponse:
         choices = [_completion_choice(form, number, each) for number, each in enumerate(results)]
         return {**head, "choices": choices, "usage": _usage(results, count)}
 
-    def chunks(results: list[ClientAnswer]) -> Iterable[bytes]:
+    def end(results: list[ClientAnswer]) -> Iterable[bytes]:
         for number, each in enumerate(results):
-            choice = _completion_choice(form, number, each)
-            for piece in pieces(each.text):
-                yield event({**head, "choices": [{**choice, "text": piece, "finish_reason": None, "logprobs": None}]})
-            yield event({**head, "choices": [{**choice, "text": ""}]})
+            yield event({**head, "choices": [{**_completion_choice(form, number, each), "text": ""}]})
         yield from _stream_end(head, _usage(results, count) if with_usage else None)
 
-    return await call.reply(_completions(call, request, prompts, head["id"]), whole, chunks)
+    answering = partial(_completions, call, request, prompts, head["id"])
+    return await call.reply(answering, whole, _CompletionEvents(head, end))
+
+
+class _CompletionEvents:
+    """The chunks of a completion's stream; see `Events`."""
+
+    def __init__(self, head: dict[str, Any], end: Callable[[list[ClientAnswer]], Iterable[bytes]]) -> None:
+        self._head, self.end = head, end
+
+    def piece(self, piece: Piece) -> Iterable[bytes]:
+        choice = {"index": piece.number, "text": piece.text, "finish_reason": None, "logprobs": None}
+        yield event({**self._head, "choices": [choice]})
 
 
 async def _completions(
@@ -366,7 +375,10 @@ async def _completions(
     if not all(map(len, ids)):
         raise invalid("prompt", "prompt has no token; give at least one")
     requests = [replace(request, ids=each) for each in ids]
-    asking = [asyncio.ensure_future(call.answers(one, f"{response}-{n}")) for n, one in enumerate(requests)]
+    asking = [
+        asyncio.ensure_future(call.answers(one, f"{response}-{n}", first=n * one.count))
+        for n, one in enumerate(requests)
+    ]
     try:
         results = [result for one in asking for result in await one]
     finally:
@@ -426,12 +438,10 @@ _RESPONSES_ROLES = {"developer": "system", "system": "system", "user": "user", "
 _PARTS = ("input_text", "output_text", "text", "refusal")
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _FILLED = {
-    "message": ("content", ""),
-    "reasoning": ("content", ""),
     "function_call": ("arguments", "function_call_arguments"),
     "custom_tool_call": ("input", "custom_tool_call_input"),
 }
-"""Kinds of items: the field that a stream fills, and the events that do it."""
+"""Kinds of calls: the field that a stream fills, and the events that do it."""
 _ECHOED: dict[str, Any] = {
     **dict.fromkeys(("instructions", "temperature", "top_p", "max_output_tokens", "previous_response_id")),
     "metadata": {},
@@ -488,9 +498,9 @@ async def responses_reply(call: Call) -> web.StreamResponse:
     }
     showing = _Showing(call, tools, logprobs=_INCLUDED[0] in wanted, sealed=_INCLUDED[1] in wanted)
     return await call.reply(
-        call.answers(request, f"resp_{call.id}", keep=messages if keep else None),
+        lambda: call.answers(request, f"resp_{call.id}", keep=messages if keep else None),
         lambda results: _whole(showing, shape, results[0]),
-        lambda results: _events(showing, shape, results[0]),
+        _ResponseEvents(showing, shape),
     )
 
 
@@ -647,22 +657,36 @@ class _Showing:
     """Reasoning with a text that a client which keeps nothing else of it sends back."""
 
 
+def _thought_item(showing: _Showing, text: str) -> dict[str, Any]:
+    parts = [{"type": "reasoning_text", "text": text}]
+    item: dict[str, Any] = {"id": f"rs_{showing.call.id}", "type": "reasoning", "summary": [], "content": parts}
+    if showing.sealed:
+        item["encrypted_content"] = _SEAL + base64.urlsafe_b64encode(text.encode()).decode()
+    return {**item, "status": "completed"}
+
+
+def _message_item(showing: _Showing, parts: list[dict[str, Any]], status: str) -> dict[str, Any]:
+    return {
+        "id": f"msg_{showing.call.id}",
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": parts,
+    }
+
+
+def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
 def _output(showing: _Showing, result: ClientAnswer) -> list[dict[str, Any]]:
     call, items = showing.call, list[dict[str, Any]]()
     if result.reasoning is not None:
-        parts = [{"type": "reasoning_text", "text": result.reasoning}]
-        thought: dict[str, Any] = {"id": f"rs_{call.id}", "type": "reasoning", "summary": [], "content": parts}
-        if showing.sealed:
-            thought["encrypted_content"] = _SEAL + base64.urlsafe_b64encode(result.reasoning.encode()).decode()
-        items.append({**thought, "status": "completed"})
+        items.append(_thought_item(showing, result.reasoning))
     if result.text or not result.calls:
-        content = token_logprobs(call, result) if showing.logprobs else []
-        part: dict[str, Any] = {"type": "output_text", "text": result.text, "annotations": [], "logprobs": content}
+        part = _text_part(result.text, token_logprobs(call, result) if showing.logprobs else [])
         parts = [part] if result.refusal is None else [part, {"type": "refusal", "refusal": result.refusal}]
-        status = "incomplete" if result.cut else "completed"
-        items.append(
-            {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "status": status, "content": parts}
-        )
+        items.append(_message_item(showing, parts, "incomplete" if result.cut else "completed"))
     for number, each in enumerate(result.calls):
         tool = showing.tools.get(each.name)
         item = {"call_id": f"call_{each.id}", "name": each.name if tool is None else tool.name, "status": "completed"}
@@ -693,47 +717,90 @@ def _whole(showing: _Showing, shape: dict[str, Any], result: ClientAnswer) -> di
     }
 
 
-def _events(showing: _Showing, shape: dict[str, Any], result: ClientAnswer) -> Iterable[bytes]:
-    count = -1
+class _ResponseEvents:
+    """The events of a response's stream; see `Events`."""
 
-    def told(kind: str, **more: Any) -> bytes:
-        nonlocal count
-        count += 1
-        return event({"type": kind, "sequence_number": count, **more}, kind)
+    def __init__(self, showing: _Showing, shape: dict[str, Any]) -> None:
+        self._showing, self._shape = showing, shape
+        self._count = 0  # events so far
+        self._items = 0  # that were added
+        self._open: Kind | None = None  # the item that is being filled
+        self._text = ""  # in it
 
-    opening = {**shape, "status": "in_progress", "output": [], "usage": None}
-    yield told("response.created", response=opening)
-    yield told("response.in_progress", response=opening)
-    whole = _whole(showing, shape, result)
-    for place, item in enumerate(whole["output"]):
+    def piece(self, piece: Piece) -> Iterable[bytes]:
+        yield from self._opening()
+        if self._open != piece.kind:
+            if self._open == "reasoning":
+                yield from self._closing(_thought_item(self._showing, self._text))
+            yield from self._added(piece.kind)
+        self._text += piece.text
+        more: dict[str, Any] = {"logprobs": []} if piece.kind == "text" else {}
+        name = "reasoning_text" if piece.kind == "reasoning" else "output_text"
+        yield self._event(f"response.{name}.delta", **self._part(), delta=piece.text, **more)
+
+    def end(self, results: list[ClientAnswer]) -> Iterable[bytes]:
+        whole = _whole(self._showing, self._shape, results[0])
+        yield from self._opening()
+        for place, item in enumerate(whole["output"]):
+            if item["type"] not in ("reasoning", "message"):
+                yield from self._call(place, item)
+                continue
+            kind: Kind = "reasoning" if item["type"] == "reasoning" else "text"
+            if place >= self._items:
+                yield from self._added(kind)
+            if self._open == kind:
+                yield from self._closing(item)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        self._count += 1
+        return event({"type": kind, "sequence_number": self._count - 1, **more}, kind)
+
+    def _opening(self) -> Iterable[bytes]:
+        if not self._count:
+            opening = {**self._shape, "status": "in_progress", "output": [], "usage": None}
+            yield self._event("response.created", response=opening)
+            yield self._event("response.in_progress", response=opening)
+
+    def _part(self, number: int = 0) -> dict[str, Any]:
+        """Where the item's part stands that is being filled."""
+        name = "rs" if self._open == "reasoning" else "msg"
+        here = {"item_id": f"{name}_{self._showing.call.id}", "output_index": self._items - 1}
+        return {**here, "content_index": number}
+
+    def _added(self, kind: Kind) -> Iterable[bytes]:
+        """An item of reasoning or a message is added, without its words."""
+        self._open, self._text, self._items = kind, "", self._items + 1
+        item = _thought_item(self._showing, "") if kind == "reasoning" else _message_item(self._showing, [], "")
+        item = {**item, "status": "in_progress", "content": []}
+        yield self._event("response.output_item.added", output_index=self._items - 1, item=item)
+        if kind == "text":
+            yield self._event("response.content_part.added", **self._part(), part=_text_part("", []))
+
+    def _closing(self, item: dict[str, Any]) -> Iterable[bytes]:
+        """The open item is whole."""
+        for number, part in enumerate(item["content"]):
+            here, name = self._part(number), part["type"]
+            if name == "refusal":
+                yield self._event("response.content_part.added", **here, part={**part, "refusal": ""})
+                yield self._event("response.refusal.delta", **here, delta=part["refusal"])
+                yield self._event("response.refusal.done", **here, refusal=part["refusal"])
+            else:
+                more = {"logprobs": part["logprobs"]} if name == "output_text" else {}
+                yield self._event(f"response.{name}.done", **here, text=part["text"], **more)
+            if name != "reasoning_text":
+                yield self._event("response.content_part.done", **here, part=part)
+        yield self._event("response.output_item.done", output_index=self._items - 1, item=item)
+        self._open = None
+
+    def _call(self, place: int, item: dict[str, Any]) -> Iterable[bytes]:
+        """A call of a tool, at once."""
         here: dict[str, Any] = {"item_id": item["id"], "output_index": place}
         key, kind = _FILLED[item["type"]]
-        empty = {key: [] if key == "content" else ""}
-        yield told("response.output_item.added", output_index=place, item={**item, "status": "in_progress", **empty})
-        if key == "content":
-            for number, part in enumerate(item["content"]):
-                yield from _part_events(told, {**here, "content_index": number}, part)
-        else:
-            for piece in pieces(item[key]):
-                yield told(f"response.{kind}.delta", **here, delta=piece)
-            named = {"name": item["name"]} if key == "arguments" else {}
-            yield told(f"response.{kind}.done", **here, **named, **{key: item[key]})
-        yield told("response.output_item.done", output_index=place, item=item)
-    yield told(f"response.{whole['status']}", response=whole)
-
-
-def _part_events(emit: Any, here: dict[str, Any], part: dict[str, Any]) -> Iterable[bytes]:
-    """A part of a message or of reasoning: added, filled, done."""
-    name = part["type"]
-    if name == "reasoning_text":
-        for piece in pieces(part["text"]):
-            yield emit("response.reasoning_text.delta", **here, delta=piece)
-        yield emit("response.reasoning_text.done", **here, text=part["text"])
-        return
-    key, more = ("text", {"logprobs": part["logprobs"]}) if name == "output_text" else ("refusal", {})
-    empty = {**part, key: "", **({"logprobs": []} if more else {})}
-    yield emit("response.content_part.added", **here, part=empty)
-    for piece in pieces(part[key]):
-        yield emit(f"response.{name}.delta", **here, delta=piece, **({"logprobs": []} if more else {}))
-    yield emit(f"response.{name}.done", **here, **{key: part[key]}, **more)
-    yield emit("response.content_part.done", **here, part=part)
+        yield self._event(
+            "response.output_item.added", output_index=place, item={**item, "status": "in_progress", key: ""}
+        )
+        yield self._event(f"response.{kind}.delta", **here, delta=item[key])
+        named = {"name": item["name"]} if key == "arguments" else {}
+        yield self._event(f"response.{kind}.done", **here, **named, **{key: item[key]})
+        yield self._event("response.output_item.done", output_index=place, item=item)

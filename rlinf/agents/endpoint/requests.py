@@ -28,7 +28,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlinf.agents.agent import AgentLLM, Answer
 from rlinf.agents.chat import ChatFormat
-from rlinf.agents.llm import ContextFull, Reply
+from rlinf.agents.endpoint.streaming import THINK, THOUGHT, Live, Reading, thought_begins
+from rlinf.agents.llm import ContextFull, Listener, Reply
 from rlinf.agents.tools.formats import ToolCall
 from rlinf.agents.trajectories import Key, Turn
 from rlinf.data.datasets.conversations import call_arguments
@@ -385,6 +386,11 @@ class ToolChoice:
     single: bool = False
     """Not more than one may be called."""
 
+    @property
+    def asks_again(self) -> bool:
+        """The first answer need not be the one that the client is given."""
+        return self.may and (self.must or self.single)
+
     def unmet(self, calls: Sequence[ToolCall], broken: Sequence[str]) -> str | None:
         """A line for the model about calls that are not as wished; None: they are."""
         if not self.may:
@@ -477,7 +483,9 @@ def template_of(llm: AgentLLM, request: ModelRequest) -> ChatFormat:
     return llm.trajectories.chat.with_arguments(**more)
 
 
-async def ask(llm: AgentLLM, request: ModelRequest, applying: Applying, *, thinks: bool) -> ClientAnswer:
+async def ask(
+    llm: AgentLLM, request: ModelRequest, applying: Applying, *, thinks: bool, live: Live | None = None, number: int = 0
+) -> ClientAnswer:
     """Let the model answer once.
 
     Args:
@@ -485,12 +493,16 @@ async def ask(llm: AgentLLM, request: ModelRequest, applying: Applying, *, think
         request: what.
         applying: applies the schema of the answer, if one is asked for.
         thinks: the model writes `<think>…</think>` before its answers.
+        live: is told the answer as it comes; None: nobody is.
+        number: of the answer there.
 
     Raises:
         UserError: it cannot; see `AgentLLM.chat`.
     """
+    tokenizer, stops = llm.trajectories.chat.tokenizer, tuple(request.sampling.get("stop", ()))
     if request.ids is not None:
-        reply = await llm.generate(request.ids, **request.sampling)
+        listener = None if live is None else live.answer(number, tokenizer, Reading(stops))
+        reply = await llm.generate(request.ids, listener=listener, **request.sampling)
         turn = llm.trajectories.turns[-1]  # recorded last, in this very tick
         text, stop = _until_stopped(reply, reply.text, request)
         return _client_answer(reply, turn, text, stop)
@@ -500,13 +512,17 @@ async def ask(llm: AgentLLM, request: ModelRequest, applying: Applying, *, think
             "messages of the endpoint's clients are joined as they are, without their roles: the tokenizer has no "
             "chat template; set data.chat_template",
         )
-    answer, first = await _answer_as_wished(llm, request)
+    listener = None
+    if live is not None and not request.choice.asks_again:
+        marks = llm.call_format.marks if request.choice.may else ()
+        listener = live.answer(number, tokenizer, Reading(stops, thinks, marks))
+    answer, first = await _answer_as_wished(llm, request, listener)
     assert answer.turn is not None
     calls, whole = request.choice.calls_for_client(answer.calls), answer.text
-    thinking = thinks and _thought_is_begun(llm, answer.turn)
-    if thinking and _THOUGHT not in whole:
+    thinking = thinks and thought_begins(tokenizer.decode, answer.turn.new_ids)
+    if thinking and THOUGHT not in whole:
         calls = ()  # it was cut while it thought of them
-    text, stop = _until_stopped(answer, answer.content if calls else whole, request)
+    text, stop = _until_stopped(answer, _beside_calls(answer) if calls else whole, request)
     reasoning, text = split_thought(text, thinking=thinking) if thinks else (None, text)
     refusal = await request.form.wrong(text, applying) if request.form is not None and not calls else None
     key = llm.trajectories.also(answer.turn, message_of(text, calls), in_place_of=first)
@@ -514,16 +530,24 @@ async def ask(llm: AgentLLM, request: ModelRequest, applying: Applying, *, think
     return replace(result, reasoning=reasoning, calls=calls, refusal=refusal, key=key, again=first is not None)
 
 
+def _beside_calls(answer: Answer) -> str:
+    """The text beside calls; what was told of it before the first call came does not change."""
+    whole = answer.text
+    return f"{whole[: len(whole) - len(whole.lstrip())]}{answer.content}" if answer.content else ""
+
+
 def _client_answer(reply: Reply, turn: Turn, text: str, stop: str | None) -> ClientAnswer:
     cached = 0 if turn.parent is None else turn.parent.length
     return ClientAnswer(reply, text, None, (), stop, None, turn.length - len(reply.ids), cached, turn, b"")
 
 
-async def _answer_as_wished(llm: AgentLLM, request: ModelRequest) -> tuple[Answer, Turn | None]:
+async def _answer_as_wished(
+    llm: AgentLLM, request: ModelRequest, listener: Listener | None
+) -> tuple[Answer, Turn | None]:
     """The answer; and, where it is the second one, the first, which did not call tools as wished."""
     messages = request.messages_with_instruction()
     more = {"tools": request.tools, "chat_template_kwargs": request.template, **request.sampling}
-    answer = await llm.chat(messages, **more)
+    answer = await llm.chat(messages, listener=listener, **more)
     why = request.choice.unmet(answer.calls, answer.broken) if request.tools else None
     if why is None or answer.finish in ("length", "abort"):
         return answer, None
@@ -542,20 +566,10 @@ def _until_stopped(reply: Reply, text: str, request: ModelRequest) -> tuple[str,
     return (text if request.stop_shown else text[:at]), stop
 
 
-_THINK, _THOUGHT = "<think>", "</think>"
-_TAIL = 8
-"""Tokens at the end of a prompt in which it may begin the model's thought: `<think>` and a line end, by letters too."""
-
-
 def template_thinks(chat: ChatFormat) -> bool:
     """See in a chat template whether its model marks what it thinks by `<think>`."""
     template = chat.tokenizer.chat_template or ""
-    return _THOUGHT in (" ".join(template.values()) if isinstance(template, dict) else str(template))
-
-
-def _thought_is_begun(llm: AgentLLM, turn: Turn) -> bool:
-    """See whether the prompt has begun the model's thought, as templates of models that always think do."""
-    return str(llm.trajectories.chat.tokenizer.decode(turn.new_ids[-_TAIL:])).rstrip().endswith(_THINK)
+    return THOUGHT in (" ".join(template.values()) if isinstance(template, dict) else str(template))
 
 
 def split_thought(text: str, *, thinking: bool = False) -> tuple[str | None, str]:
@@ -566,9 +580,9 @@ def split_thought(text: str, *, thinking: bool = False) -> tuple[str | None, str
         thinking: the prompt has begun the thought.
     """
     inside = text.lstrip()
-    if not thinking and not inside.startswith(_THINK):
+    if not thinking and not inside.startswith(THINK):
         return None, text
-    thought, ended, rest = inside.removeprefix(_THINK).partition(_THOUGHT)
+    thought, ended, rest = inside.removeprefix(THINK).partition(THOUGHT)
     return thought.strip() or None, rest.lstrip() if ended else ""
 
 

@@ -113,6 +113,10 @@ class CallFormat:
     """Name by which `call_format` chooses it."""
     opens: ClassVar[re.Pattern[str]]
     """Matches, never empty, where calls begin."""
+    marks: ClassVar[tuple[str, ...] | None] = None
+    """Texts with one of which every call begins, for clients that read an answer as it comes: up to there it is text.
+    One of a single character begins a call only where nothing was said before it. None: calls begin otherwise, and such
+    clients get the answer at its end."""
     stop: ClassVar[tuple[str, ...]] = ()
     """Texts that end an answer in this format, besides the model's end tokens."""
     untyped: ClassVar[bool] = False
@@ -415,6 +419,7 @@ class Hermes(CallFormat):
     """Hermes, Qwen2.5, Qwen3 and others: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
 
     name = "hermes"
+    marks = ("<tool_call>",)
     opens = re.compile(r"<tool_call>")
 
     def read(self, text: str, match: re.Match[str]) -> Read:
@@ -445,6 +450,7 @@ class Qwen3Coder(CallFormat):
     """
 
     name = "qwen3_coder"
+    marks = ("<tool_call>", "<function=")
     opens = re.compile(r"<tool_call>\s*(?=<function=)|<function=|<tool_call>")
     untyped = True
 
@@ -488,6 +494,7 @@ class DeepSeek(CallFormat):
     """
 
     name = "deepseek_v3"
+    marks = (_ALL_BEGIN, _BEGIN, _ALL_END)
     opens = re.compile(f"{_ALL_BEGIN}|{_BEGIN}|{_ALL_END}")
 
     def read(self, text: str, match: re.Match[str]) -> Read:
@@ -532,6 +539,7 @@ class Mistral(CallFormat):
     """Mistral: `[TOOL_CALLS]` and a JSON list of calls; later `[TOOL_CALLS]name[ARGS]{…}`, once for each call."""
 
     name = "mistral"
+    marks = ("[TOOL_CALLS]",)
     opens = re.compile(r"\[TOOL_CALLS\]")
 
     def read(self, text: str, match: re.Match[str]) -> Read:
@@ -575,6 +583,7 @@ class LlamaJson(CallFormat):
     """
 
     name = "llama3_json"
+    marks = ("<|python_tag|>", "{")
     opens = re.compile(rf"<\|python_tag\|>|{_FRESH}\{{")
 
     def read(self, text: str, match: re.Match[str]) -> Read | None:
@@ -626,6 +635,7 @@ class Pythonic(CallFormat):
     """
 
     name = "pythonic"
+    marks = ("<|python_start|>", "[")
     opens = re.compile(rf"<\|python_start\|>\s*|{_FRESH}\[\s*(?=[A-Za-z_][\w.]*\s*\()")
 
     def read(self, text: str, match: re.Match[str]) -> Read | None:

@@ -36,6 +36,7 @@ from rlinf.engines.base import (
     Engine,
     EngineSetup,
     Finish,
+    Hear,
     PartialAnswer,
     Request,
     RequestRefused,
@@ -197,7 +198,7 @@ class ServedEngine(Engine):
             hung and is restarted.
     """
 
-    hands_over = sleeps = through_host = True
+    hands_over = sleeps = through_host = streams = True
 
     def __init__(self, setup: EngineSetup, files: ModelFiles, *, deadline: float = 300.0) -> None:
         self.max_rows, self.max_tokens, self.max_length = setup.max_rows, setup.max_tokens, setup.max_length
@@ -211,6 +212,7 @@ class ServedEngine(Engine):
         self._files, self._deadline = files, deadline
         self._scheduler = Scheduler(setup.max_rows, setup.max_tokens, self.check_request, self._admit)
         self._rows: dict[Request, Row] = {}
+        self._listeners: dict[Request, Hear] = {}
         self._streams: dict[str, Row] = {}  # asks that are open at the server
         self._names = (f"{secrets.token_hex(6)}-{number:012d}" for number in itertools.count())
         self._weights: Weights | None = None
@@ -242,8 +244,13 @@ class ServedEngine(Engine):
     def batches(self, requests: Iterable[Request] | AsyncIterable[Request]) -> AsyncGenerator[list[Completion], None]:
         return self._scheduler.batches(requests, self._advance, self._drop)
 
-    async def answer(self, request: Request) -> Completion:
-        return await self._scheduler.answer(self._scheduler.enter(request), self._advance, self._drop)
+    async def answer(self, request: Request, hear: Hear | None = None) -> Completion:
+        if hear is not None:
+            self._listeners[request] = hear  # before it enters: there may be room for it at once
+        try:
+            return await self._scheduler.answer(self._scheduler.enter(request), self._advance, self._drop)
+        finally:
+            self._listeners.pop(request, None)
 
     async def _advance(self) -> bool:
         return False  # tasks do the work
@@ -327,7 +334,8 @@ class ServedEngine(Engine):
             async with asyncio.timeout(None) as row.scope:
                 async with contextlib.aclosing(self.child.server.generate(self.child.http, ask)) as chunks:
                     async for chunk in chunks:
-                        self._count(row.take(chunk, self._version))
+                        self._count(new := row.take(chunk, self._version))
+                        self._tell(row, new)
                         if row.finish == "text":  # which the server does not know of
                             break
                     else:
@@ -343,6 +351,12 @@ class ServedEngine(Engine):
             if not ended:  # the server goes on with it
                 self._sweep(ask.id)
             self._wake()
+
+    def _tell(self, row: Row, new: int) -> None:
+        """Tell a listener the newest tokens, but for the one that ended the answer."""
+        hear = self._listeners.get(row.request)
+        if hear is not None and (tokens := row.tokens[len(row.tokens) - new : -1 if row.finish else None]):
+            hear(tokens)
 
     def _count(self, tokens: int) -> None:
         """Note how fast tokens come: so many steps of all rows as each has got tokens on average."""

@@ -11,6 +11,7 @@ ever gets an answer of a server that was restarted and has not got its weights b
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -490,8 +491,10 @@ class ServerChild:
         Raises:
             ChildDied: there is no next life.
         """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.child.ended(), pause)
         try:
-            await self.child.after_fault(pause)
+            await self.child.ready()
         except ChildDied as died:
             died.__cause__ = died.__cause__ or lost
             raise

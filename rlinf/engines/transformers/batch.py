@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -598,6 +598,12 @@ class Batch:
         """Put there by the event loop, to join at the beginning of the next `advance`."""
         self.unwanted: deque[Request] = deque()
         """Requests, put there by the event loop, that nobody wants answered any more."""
+        self.watched: set[Request] = set()
+        """Requests, put there by the event loop, whose tokens are told as they come."""
+        self.new_tokens: deque[tuple[Request, int]] = deque()
+        """Their new tokens, for the event loop to take."""
+        self.wake: Callable[[], object] = lambda: None
+        """Called by the thread when there are some."""
         self.interrupted = False
         """Set by anyone to have `advance` return after its step."""
         self.paused = False
@@ -795,11 +801,22 @@ class Batch:
         if len(lost := slots[~np.isfinite(sampled.logprobs) & (slots >= 0)]):
             raise FloatingPointError(self._not_finite(lost, int(np.max(sampled.version))))
         ended = self._slots.add(sampled)
+        if self.watched:
+            self._tell(sampled, {row for row, _ in ended})
         if ended:
             ended_slots = slots[[row for row, _ in ended]]
             self._keep(ended_slots)
             self._close(ended_slots, [finish for _, finish in ended], keep=True)
             self._rows.end(ended_slots)
+
+    def _tell(self, sampled: Sampled, ended: Collection[int]) -> None:
+        """Tell the new tokens of answers that are watched and go on."""
+        before = len(self.new_tokens)
+        for row, (slot, token) in enumerate(zip(sampled.slots.tolist(), sampled.tokens.tolist(), strict=True)):
+            if slot >= 0 and row not in ended and (request := self._slots.requests[slot]) in self.watched:
+                self.new_tokens.append((request, token))
+        if len(self.new_tokens) > before:
+            self.wake()
 
     def _close(self, slots: np.ndarray, finishes: Sequence[Finish], *, keep: bool) -> None:
         closed = self._slots.close(slots, finishes)

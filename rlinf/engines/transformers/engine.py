@@ -8,6 +8,7 @@ next one drives on. Nothing runs when nobody waits for an answer.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.data.images import Pictures
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, Compute, Engine, EngineSetup, Request, Scheduler, StepStats, StopTexts, named
+from rlinf.engines.base import (
+    Completion,
+    Compute,
+    Engine,
+    EngineSetup,
+    Hear,
+    Request,
+    Scheduler,
+    StepStats,
+    StopTexts,
+    named,
+)
 from rlinf.engines.transformers.batch import BandedRows, Batch
 from rlinf.engines.transformers.graphs import Graphs, rows_for, unknown
 from rlinf.engines.transformers.model import ModelForward, fastest
@@ -123,7 +135,7 @@ class TransformersEngine(Engine):
     """
 
     kv = ("keep", "reread")
-    hands_over = sleeps = rounds = True
+    hands_over = sleeps = rounds = streams = True
 
     def __init__(
         self,
@@ -159,6 +171,7 @@ class TransformersEngine(Engine):
             self._forward.adapters = None
         self._batch = Batch(self._forward, rows, how.max_rows, StopTexts.of(tokenizer), how.max_tokens, reusable)
         self._scheduler = Scheduler(how.max_rows, how.max_tokens, self.check_request)
+        self._listeners: dict[Request, Hear] = {}
         self._driving = False
         self._lost: deque[tuple[Request, Exception]] = deque()  # put there by the thread
         self._told: Exception | None = None  # the newest error that those who waited have been told
@@ -183,11 +196,31 @@ class TransformersEngine(Engine):
     def batches(self, requests: Iterable[Request] | AsyncIterable[Request]) -> AsyncGenerator[list[Completion], None]:
         return self._scheduler.batches(requests, self._advance, self._drop)
 
-    async def answer(self, request: Request) -> Completion:
+    async def answer(self, request: Request, hear: Hear | None = None) -> Completion:
         caller = self._scheduler.enter(request, self.stats.steps)
         if self._driving and self._scheduler.ready(self.stats.steps):
             self._batch.interrupted = True
-        return await self._scheduler.answer(caller, self._advance, self._drop)
+        if hear is None:
+            return await self._scheduler.answer(caller, self._advance, self._drop)
+        loop = asyncio.get_running_loop()
+        self._batch.wake = lambda: loop.call_soon_threadsafe(self._tell)
+        self._listeners[request] = hear
+        self._batch.watched.add(request)
+        try:
+            return await self._scheduler.answer(caller, self._advance, self._drop)
+        finally:
+            self._batch.watched.discard(request)
+            del self._listeners[request]
+
+    def _tell(self) -> None:
+        """Tell listeners the tokens that have come."""
+        new: dict[Request, list[int]] = {}
+        while self._batch.new_tokens:
+            request, token = self._batch.new_tokens.popleft()
+            new.setdefault(request, []).append(token)
+        for request, tokens in new.items():
+            if (hear := self._listeners.get(request)) is not None:
+                hear(tokens)
 
     async def _drop(self, requests: Sequence[Request]) -> None:
         self._batch.unwanted.extend(requests)

@@ -47,18 +47,20 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2.5}}</tool_call>'
 
 @dataclass
 class Scripted:
-    """Answers with the next of its texts, the last one again and again; log-probs number its calls."""
+    """Answers with the next of its texts, the last one again and again; log-probs number its calls. Listeners are told
+    token by token; with a `half`, it waits for that in the middle."""
 
     tokenizer: object
     texts: list[str] = field(default_factory=lambda: ["ab"])
     gate: asyncio.Event | None = None
+    half: asyncio.Event | None = None
     error: Exception | None = None
     calls: list = field(default_factory=list)
     """Of every call: what it read, what it said, the seed, the settings."""
     cancelled: int = 0
     over: list = field(default_factory=list)
 
-    async def answer(self, ids, *, seed, conversation, **sampling):
+    async def answer(self, ids, *, seed, conversation, hear=lambda ids: None, **sampling):
         number = len(self.calls)
         self.calls.append(None)
         try:
@@ -76,6 +78,14 @@ class Scripted:
             said, finish = said[: sampling["max_new_tokens"]], "length"
         said = np.asarray([*said, *([self.tokenizer.eos_token_id] if finish == "stop" else [])], np.int64)
         self.calls[number] = (np.asarray(ids), said, seed, sampling)
+        for place, token in enumerate(said[:-1].tolist()):
+            hear([token])
+            if self.half is not None and place == len(said) // 2:
+                try:
+                    await self.half.wait()
+                except asyncio.CancelledError:
+                    self.cancelled += 1
+                    raise
         logprobs = np.full(len(said), -float(number + 1), np.float32)
         return Completion(0, said, logprobs, np.full(len(said), 7, np.int32), finish)
 

@@ -62,6 +62,16 @@ async def test_what_fails_on_the_way_is_asked_for_again_from_its_tokens(started,
     assert engine.child.child.restarts == 0
 
 
+@pytest.mark.parametrize("wrong", [[], [503, "half"]])
+async def test_a_listener_hears_each_token_once_whatever_interrupts_the_answer(started, wrong):
+    engine, server = await started()
+    server.wrong, told = list(wrong), []
+    done = await engine.answer(asked := request(0, [3, 2], Sampling(12)), told.append)
+    right({0: done}, [asked])
+    assert len(told) > 1
+    assert [token for tokens in told for token in tokens] == done.response_ids.tolist()[:-1]
+
+
 async def test_experts_are_told_of_every_token_whatever_interrupts_the_answer(started):
     engine, server = await started(experts=EXPERTS)
     assert engine.routes

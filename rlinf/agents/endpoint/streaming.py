@@ -1,0 +1,255 @@
+"""Answers while they come: which of their words a client may be told before the answer has ended.
+
+In: tokens, as the engine makes them. Out: pieces of reasoning and of text that the whole answer begins with, however it
+ends: no piece cuts a character, is part of a text that stops the answer, or belongs to a call of a tool. What cannot be
+known before its end is told at its end. Who wakes whom: the engine's tokens, and the end of the answers, wake whoever
+awaits `Live.news`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+Kind = Literal["reasoning", "text"]
+THINK, THOUGHT = "<think>", "</think>"
+_TAIL = 8
+"""Tokens at the end of a prompt in which it may begin the model's thought: `<think>` and a line end, by letters too."""
+_PIECE = 256
+"""Characters of a piece of text that is told after the answer has ended."""
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_TORN = "\N{REPLACEMENT CHARACTER}"
+_PATIENT = 8
+"""Tokens without a whole character after which they are looked at less often."""
+
+
+def thought_begins(decode: Callable[..., Any], new_ids: np.ndarray) -> bool:
+    """See whether a prompt's end has begun the model's thought, as templates of models that always think do."""
+    return str(decode(new_ids[-_TAIL:])).rstrip().endswith(THINK)
+
+
+class Detokenizer:
+    """Turns tokens into text as they come; all that it gives is a beginning of the text of all of them.
+
+    A character may have several tokens. Tokens for single bytes show as one broken character each if any byte in their
+    row is wrong, so a row of them waits for its end.
+
+    Args:
+        tokenizer: the model's.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._before = self._given = 0  # of the tokens whose text was given: where the newest of them begin, and end
+        self._look = 0  # at so many tokens
+        self._silent = _rewrites(tokenizer)
+
+    def add(self, ids: Iterable[int]) -> str:
+        """Take further tokens; returns the text that is certain now."""
+        self._ids += ids
+        if self._silent or len(self._ids) < max(self._look, self._given + 1) or self._is_byte(self._ids[-1]):
+            return ""
+        shown = self._decoded(self._ids[self._before : self._given])
+        now = self._decoded(self._ids[self._before :])
+        if now.endswith(_TORN):  # perhaps a part of a character
+            if (torn := len(self._ids) - self._given) > _PATIENT:
+                self._look = len(self._ids) + torn // 2
+            return ""
+        self._before, self._given = self._given, len(self._ids)
+        return now[len(shown) :]
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
+
+    def _is_byte(self, id: int) -> bool:
+        name = self._tokenizer.convert_ids_to_tokens(id)
+        return isinstance(name, str) and _BYTE.fullmatch(name) is not None
+
+
+def _rewrites(tokenizer: Any) -> bool:
+    """The tokenizer takes spaces out of the text before words that come later."""
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return False
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    return type(model).__name__ != "BPE" or bool(getattr(tokenizer, forced, False))
+
+
+class Reading(NamedTuple):
+    """How an answer's text will be read once it is whole."""
+
+    stops: tuple[str, ...] = ()
+    """Texts that stop it."""
+    thinks: bool = False
+    """What stands in `<think>…</think>` is reasoning."""
+    marks: tuple[str, ...] | None = ()
+    """With one of which every call of a tool begins, if calls are told apart; see `CallFormat.marks`."""
+
+
+def certain(text: str, reading: Reading, thinking: bool) -> tuple[str, str]:
+    """The beginnings of the reasoning and of the text that an answer has, whatever follows.
+
+    Args:
+        text: the answer so far.
+        reading: how it will be read.
+        thinking: its prompt has begun the thought.
+    """
+    if reading.marks is None:
+        return "", ""
+    clear = text[: _clear_of(text, reading.stops)]
+    inside = clear.lstrip()
+    if not reading.thinks or (not thinking and not THINK.startswith(inside[: len(THINK)])):
+        return "", _before_calls(clear, reading.marks)
+    if not thinking and len(inside) < len(THINK):
+        return "", ""
+    if thinking and len(inside) < len(THINK) and THINK.startswith(inside):
+        return "", ""
+    thought, ended, rest = inside.removeprefix(THINK).partition(THOUGHT)
+    within = (
+        thought[: _clear_of(thought, reading.marks, calls=True)] if thinking else thought
+    )  # else no call begins in a thought
+    if not ended or len(within) < len(thought):
+        return within[: _clear_of(within, (THOUGHT,))].strip(), ""
+    return thought.strip(), _before_calls(rest.lstrip(), reading.marks)
+
+
+def _before_calls(text: str, marks: Sequence[str]) -> str:
+    """The text up to the first call, without the white space there."""
+    return text[: _clear_of(text, marks, calls=True)].rstrip() if marks else text
+
+
+def _clear_of(text: str, marks: Iterable[str], *, calls: bool = False) -> int:
+    """Where in a text the first of the marks begins, or may begin.
+
+    Args:
+        text: an answer so far.
+        marks: that end what is certain.
+        calls: they begin calls; one of a single character does so only where nothing was said before it.
+    """
+    end = len(text)
+    for mark in marks:
+        place = text.find(mark)
+        if calls and len(mark) == 1:
+            place = next((at.start() for at in re.finditer(re.escape(mark), text) if _fresh(text[: at.start()])), -1)
+        if place < 0:
+            parts = range(min(len(mark) - 1, len(text)), 0, -1)
+            place = next((len(text) - part for part in parts if text.endswith(mark[:part])), -1)
+        end = min(end, place) if place >= 0 else end
+    return end
+
+
+def _fresh(before: str) -> bool:
+    """Nothing was said yet, but for thoughts."""
+    return not before.strip() or before.rstrip().endswith(THOUGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some words of an answer."""
+
+    number: int
+    """Which of the response's answers."""
+    kind: Kind
+    """Part of the answer."""
+    text: str
+    """The words, at least one character."""
+
+
+class Live:
+    """The answers to one request of a client while they come. Each is heard by a `LiveAnswer`.
+
+    Args:
+        answering: makes them.
+    """
+
+    def __init__(self, answering: Callable[[], Awaitable[list[Any]]]) -> None:
+        self.start = asyncio.get_running_loop().time()
+        self.waited: float | None = None
+        """Seconds until the first words."""
+        self.prompt: tuple[int, int] | None = None
+        """Tokens that the model reads, and how many of them earlier answers had; None: it was not asked yet."""
+        self._told: dict[tuple[int, Kind], str] = {}
+        self._new: list[Piece] = []
+        self._news = asyncio.Event()
+        self.task = asyncio.ensure_future(answering())
+        """Comes to the answers."""
+        self.task.add_done_callback(lambda _: self._news.set())
+
+    def answer(self, number: int, tokenizer: Any, reading: Reading) -> LiveAnswer:
+        """Listens to one of the answers."""
+        return LiveAnswer(self, number, tokenizer, reading)
+
+    def tell(self, number: int, kind: Kind, whole: str) -> None:
+        """The part of an answer has come so far."""
+        so_far = self._told.get((number, kind), "")
+        if not whole.startswith(so_far):
+            raise RuntimeError(f"the {kind} of an answer does not begin with what of it was told: {so_far[-80:]!r}")
+        if len(whole) > len(so_far):
+            self._told[number, kind] = whole
+            self._new.append(Piece(number, kind, whole[len(so_far) :]))
+            if self.waited is None:
+                self.waited = asyncio.get_running_loop().time() - self.start
+            self._news.set()
+
+    async def news(self, seconds: float) -> bool:
+        """Wait for words or the end, no longer than so many seconds; True if there are some."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        self._news.clear()
+        return True
+
+    def take(self) -> list[Piece]:
+        """The words since the last time."""
+        new, self._new = self._new, []
+        return new
+
+    def rest(self) -> Iterator[Piece]:
+        """Tell the remainder of the whole answers.
+
+        Raises:
+            Exception: there are none; whatever kept the model from answering.
+        """
+        for number, result in enumerate(self.task.result()):
+            self.tell(number, "reasoning", result.reasoning or "")
+            self.tell(number, "text", result.text)
+        for piece in self.take():
+            for at in range(0, len(piece.text), _PIECE):
+                yield Piece(piece.number, piece.kind, piece.text[at : at + _PIECE])
+
+
+class LiveAnswer:
+    """A `Listener` that tells the words of one answer as soon as they are certain.
+
+    Args:
+        live: takes them.
+        number: which of the response's answers.
+        tokenizer: the model's.
+        reading: how the answer will be read.
+    """
+
+    def __init__(self, live: Live, number: int, tokenizer: Any, reading: Reading) -> None:
+        self._live, self._number, self._reading = live, number, reading
+        self._tokenizer, self._words = tokenizer, Detokenizer(tokenizer)
+        self._text, self._begun = "", False
+
+    def reads(self, new_ids: np.ndarray, cached: int) -> None:
+        """See `Listener`."""
+        self._live.prompt = (cached + len(new_ids), cached)
+        self._begun = self._reading.thinks and thought_begins(self._tokenizer.decode, new_ids)
+
+    def tells(self, ids: Sequence[int]) -> None:
+        """See `Listener`."""
+        if new := self._words.add(ids):
+            self._text += new
+            reasoning, text = certain(self._text, self._reading, self._begun)
+            self._live.tell(self._number, "reasoning", reasoning)
+            self._live.tell(self._number, "text", text)

@@ -9,6 +9,7 @@ again when it dies, and ends with the run.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ _HELD_OUT = 1 << 20
 """Distance between the seeds of what is learned and of what is held out."""
 _STARTING = 120.0
 """Seconds that a server has to be up."""
+_DYING = 5.0
+"""Seconds after a refused connection within which a server that was started here is known to have died."""
 _LONGEST = 1 << 26
 """Bytes of an observation."""
 
@@ -120,14 +123,9 @@ class OpenEnv:
             RuntimeError: the server answered with an error or nonsense, or hung up.
             RunFailure: it died again and again.
         """
-        if self._child is not None:
-            try:
-                await self._child.ready()
-            except ChildDied as died:
-                raise RunFailure(f"openenv: its server died too often: {last_words(self._child)}") from died
         messages = [{"role": "system", "content": self._instructions}] if self._instructions else []
         total, steps = 0.0, 0
-        async with self._http.ws_connect(f"{self._url}/ws", max_msg_size=_LONGEST) as session:
+        async with await self._session() as session:
             state = await _asked(session, "reset", {"seed": task.row["seed"]})
             while not state["done"] and steps < self._turns:
                 messages.append({"role": "user", "content": self._text(state["observation"])})
@@ -137,6 +135,21 @@ class OpenEnv:
                 total, steps = total + state["reward"], steps + 1
             await session.send_json({"type": "close"})
         return Score(total, {"done": float(state["done"]), "turns": float(steps)})
+
+    async def _session(self) -> aiohttp.ClientWebSocketResponse:
+        """A session of the server; if it has just died, of its next life."""
+        connect = functools.partial(self._http.ws_connect, f"{self._url}/ws", max_msg_size=_LONGEST)
+        if self._child is None:
+            return await connect()
+        try:
+            await self._child.ready()
+            try:
+                return await connect()
+            except aiohttp.ClientConnectionError:
+                await self._child.after_fault(_DYING)
+                return await connect()
+        except ChildDied as died:
+            raise RunFailure(f"openenv: its server died too often: {last_words(self._child)}") from died
 
     def _text(self, observation: Mapping[str, Any]) -> str:
         if self._observation is None:

@@ -160,8 +160,7 @@ class Verifiers:
         try:
             await self._child.ready()
             while self._lines is None:  # it hung up, so it ends
-                await self._child.ended()
-                await self._child.ready()
+                await self._child.after_fault()
         except ChildDied as died:
             raise RunFailure(
                 f"verifiers: its process died {_DEATHS} times in a row: {last_words(self._child)}"

@@ -11,7 +11,6 @@ ever gets an answer of a server that was restarted and has not got its weights b
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -491,10 +490,8 @@ class ServerChild:
         Raises:
             ChildDied: there is no next life.
         """
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.child.ended(), pause)
         try:
-            await self.child.ready()
+            await self.child.after_fault(pause)
         except ChildDied as died:
             died.__cause__ = died.__cause__ or lost
             raise

@@ -389,6 +389,13 @@ class Child:
         self._check_started()
         await asyncio.shield(self._ended)
 
+    async def after_fault(self, pause: float | None = None) -> None:
+        """Wait until it is up after what may be its death: until its next life, if this one ends within `pause`
+        seconds; otherwise it lives. Raises `ChildDied` if it will not be up."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.ended(), pause)
+        await self.ready()
+
     async def failed(self) -> None:
         """Wait until the child is given up, then raise `ChildDied`; returns if it is stopped before."""
         self._check_started()

@@ -12,7 +12,7 @@ wanted = json.loads(sys.argv[1])
 taskset = wanted["environment"]["taskset"]["id"]
 if taskset == "broken":
     sys.exit("ModuleNotFoundError: taskset 'broken' not found")
-NAMES = [] if taskset == "empty" else ["0.25", "error", "silence", "flood", "death", "unscored"] * 4
+NAMES = [] if taskset == "empty" else ["0.25", "error", "silence", "flood", "death", "unscored", "nan", "endless"] * 4
 if len(sys.argv) < 3:
     rows = [{"prompt": f"task {at}", "name": name} for at, name in enumerate(NAMES[: wanted["tasks"]])]
     sys.exit(print(json.dumps({"tasks": rows})))
@@ -41,6 +41,9 @@ for line in peer.makefile("r"):
         os._exit(3)
     elif what == "error":
         tell(episode=number, errors=["ToolsetError: the tool is gone"])
+    elif what == "endless":
+        out.write("x" * 300_000)
+        out.flush()
     elif what == "unscored":
         tell(episode=number, rewards={}, metrics={"cancelled": len(cancelled)}, errors=[])
     elif what == "flood":

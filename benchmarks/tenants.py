@@ -1,24 +1,33 @@
-"""Several models on one base: what learning together costs beside learning one after the other.
+"""Several models on one base: what learning together costs beside learning one after the other, and their memory.
 
     python -m benchmarks.tenants                          # a tiny model
     python -m benchmarks.tenants --model DIRECTORY --tokens 8 32 --repeat 3
+    python -m benchmarks.tenants --memory --model DIRECTORY --tenants 64 --tokens 8 --open 8
 
 Every tenant has adapters of rank 8 on all linear layers and a datum of so many tokens; both ways compute the same data,
 in turn, in one process. Before anything is timed, log-probs and the adapters after a step are compared bit for bit.
+
+`--memory` has one tenant after the other learn, and measures the process after each has taken a step: beside the bytes
+of its adapters and of what Adam keeps of them, and beside the process with one. Of more than `--open` tenants, those
+that learned first wait on the disk, as a service has them wait (`serve.max_open`).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
+import gc
 import itertools
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -79,6 +88,49 @@ async def both(
         return bool(equal), [(*await timed(apart), *await timed(together)) for _ in range(repeat)]
 
 
+def resident() -> int:
+    """Bytes of this process, without what its allocator would give back if it was asked."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
+
+
+def saved(directory: Path) -> int:
+    """Bytes of all tensors in a directory."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+async def memory(model: str | dict[str, object], tenants: int, tokens: int, most: int) -> None:
+    """Print the process's memory with one tenant, and with more."""
+    tokenizer = model if isinstance(model, str) else CHARACTERS
+    async with ActorSystem.local() as system:
+        trainer = await system.spawn(Trainer, model=model, tokenizer=tokenizer, lora={**LORA, "r": 1})
+        before = resident()
+        with tempfile.TemporaryDirectory() as name:
+            for number in range(tenants):
+                if number >= most:
+                    await trainer.save_model(f"t{number - most}", f"{name}/{number - most}")
+                    await trainer.close_model(f"t{number - most}")
+                await trainer.open_model(f"t{number}", LORA, number)
+                await trainer.forward_backward([datum(number, tokens)], LOSS, f"t{number}")
+                await trainer.optim_step(Adam(1e-3), f"t{number}")
+                if number == 0:
+                    first = resident()
+                    await trainer.save_model("t0", f"{name}/0")
+                    own = saved(Path(name, "0"))
+                    print(f"  without a tenant {before / 1e6:.0f} MB; adapters and optimizer of one {own / 1e6:.2f} MB")
+                if (number + 1) & number == 0 or number + 1 == tenants:
+                    now = resident()
+                    print(f"  {number + 1:3} tenants: {now / 1e6:.0f} MB, x {now / first:.2f} of one", end="")
+                    if more := min(number, most - 1):
+                        each = (now - first) / more
+                        print(
+                            f"; each of {more} further ones in memory {each / 1e6:.2f} MB, x {each / own:.2f}", end=""
+                        )
+                    print(flush=True)
+
+
 async def timed(way: Callable[[], Awaitable[object]]) -> tuple[float, float]:
     """Seconds of the wall and of the processor."""
     wall, processor = time.perf_counter(), time.process_time()
@@ -92,8 +144,13 @@ async def main() -> None:
     parser.add_argument("--tenants", type=int, default=16)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8, 32, 128], help="of each tenant")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--memory", action="store_true", help="measure the memory of tenants instead")
+    parser.add_argument("--open", type=int, default=64, help="tenants in memory")
     args = parser.parse_args()
     print(f"{args.model or 'tiny'}, {args.tenants} tenants of rank {LORA['r']}, {torch.get_num_threads()} threads")
+    if args.memory:
+        await memory(args.model or TINY, args.tenants, args.tokens[0], args.open)
+        return
     for tokens in args.tokens:
         equal, times = await both(args.model or TINY, args.tenants, tokens, args.repeat)
         wall = [apart / together for apart, _, together, _ in times]

@@ -29,8 +29,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +44,13 @@ from rlinf.config.load import InputError
 from rlinf.dashboard.lanes import Lanes, device_lanes
 from rlinf.dashboard.lanes_svg import device_lanes_svg
 from rlinf.runs.rules import load_config
+from rlinf.runs.start import run_to_end
 from rlinf.storage.directory import Checkpoint, RunDirectory, find_checkpoint
 from rlinf.storage.files import read_lines
 
 if TYPE_CHECKING:
-    from rlinf.config.text import RunConfig
     from rlinf.data.ledger import Balance, Held
+    from rlinf.runtime.system.system import ActorSystem
 
 _BEHIND = 10
 """By how much a page that a job started stands behind the job's own processes, in the kernel's counting."""
@@ -136,21 +138,29 @@ def serve(arguments: Sequence[str]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="sets a key, such as serve.port=8300")
     options = parser.parse_intermixed_args(arguments)
     look_in_working_directory()
-    config = load_config(shipped(options.config or "serve/tiny"), options.overrides, 1)
-    asyncio.run(_serve(config))
-
-
-async def _serve(config: RunConfig) -> None:
-    try:
-        from rlinf.service.serve import serving  # torch comes with it, which takes seconds
+    hosts = int(os.environ.get("WORLD_SIZE", "1"))
+    config = load_config(shipped(options.config or "serve/tiny"), options.overrides, hosts)
+    try:  # before the processes meet: torch comes with it, which takes seconds
+        from rlinf.service.serve import serving
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "google":
             raise
         raise InputError("rlinf serve needs protobuf: pip install 'rlinf[service]'") from None
+    service = partial(serving, config, partial(print, flush=True))
+    if hosts == 1:
+        asyncio.run(_serve(service))
+    else:  # nobody waits for a service to move
+        run_to_end(partial(_serve, service), replace(config.system, stall_after=None))
+
+
+async def _serve(
+    service: Callable[[ActorSystem | None], contextlib.AbstractAsyncContextManager[object]],
+    system: ActorSystem | None = None,
+) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    async with serving(config, lambda line: print(line, flush=True)):
+    async with service(system):
         await ended.wait()
 
 

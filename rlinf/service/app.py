@@ -291,6 +291,7 @@ class App:
             "mlp": wanted(lora, "train_mlp", bool, True),
             "user_metadata": wanted(body, "user_metadata", dict, None),
         }
+        wanted(lora, "train_unembed", bool, True)  # clients ask for it unless told otherwise; `weights_info` tells
         id = self._service.create_model(wanted(body, "session_id", str), _model_number(body), about)
         return {"request_id": id, "model_id": id}
 

@@ -21,6 +21,7 @@ from rlinf.config.load import InputError
 from rlinf.config.schema import leaves
 from rlinf.config.text import RunConfig
 from rlinf.runs.library.session import Session
+from rlinf.runtime.system.system import ActorSystem
 from rlinf.service.app import App
 from rlinf.service.checkpoints import OWNER
 from rlinf.service.keys import Keys
@@ -32,12 +33,15 @@ _READ = ("model", "rollout", "trainer", "placement", "metrics", "seed", "trace",
 
 
 @asynccontextmanager
-async def serving(config: RunConfig, say: Callable[[str], None]) -> AsyncIterator[tuple[str, str]]:
+async def serving(
+    config: RunConfig, say: Callable[[str], None], system: ActorSystem | None = None
+) -> AsyncIterator[tuple[str, str]]:
     """A service that listens.
 
     Args:
         config: checked.
         say: prints a line for people.
+        system: whose processes have the roles, by `placement`; None: this one has them all.
 
     Yields:
         Its URL and its key.
@@ -59,7 +63,10 @@ async def serving(config: RunConfig, say: Callable[[str], None]) -> AsyncIterato
     keys = Keys(named, config.serve.max_requests, config.serve.max_tokens)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_bound(host, config.serve.port))
-        session = await stack.enter_async_context(Session.local(run_dir=directory, **_settings(config)))
+        settings = {"run_dir": directory, **_settings(config)}
+        context = Session.local(**settings) if system is None else Session.connect(system, **settings)
+        session = await stack.enter_async_context(context)
+        await _try_models(session)
         service = Service(session, config.serve, root, keys)
         stack.push_async_callback(service.close)
         session.tokenizer.save_pretrained(root / "tokenizer")
@@ -79,6 +86,19 @@ async def serving(config: RunConfig, say: Callable[[str], None]) -> AsyncIterato
         if not local:
             say(f"  serve.host={host}: the key and all data cross the network unencrypted; put TLS before it")
         yield url, token or next(iter(named.values()))
+
+
+async def _try_models(session: Session) -> None:
+    """See that the trainer can have models of clients.
+
+    Raises:
+        InputError: it cannot.
+    """
+    try:
+        await session.trainer.open_model("probe", {"r": 1, "alpha": 1, "target_modules": "auto"})
+    except ValueError as error:
+        raise InputError(f"rlinf serve: models of clients cannot be trained so: {error}") from None
+    await session.trainer.close_model("probe")
 
 
 def _directory(config: RunConfig) -> Path:

@@ -736,5 +736,8 @@ def _targets(about: Mapping[str, Any]) -> Sequence[str]:
     if about["attn"] and about["mlp"]:
         return ["all-linear"]
     if not (about["attn"] or about["mlp"]):
-        raise Refused("lora_config: train_attn or train_mlp must be true; adapters of the unembedding are not served")
+        raise Refused(
+            "lora_config: train_attn or train_mlp must be true: train_unembed alone would make no adapters, since this "
+            "service gives the output embedding none"
+        )
     return ["auto"] if about["attn"] else ["all-but-attention"]

@@ -20,10 +20,11 @@ TINY = (
 
 
 @asynccontextmanager
-async def tiny(directory, *overrides):
+async def tiny(directory, *overrides, system=None):
     """Its URL."""
-    config = load_config("configs/serve/tiny.yaml", [*TINY, f"output_dir={directory}", *overrides], 1)
-    async with serving(config, lambda line: None) as (url, _):
+    hosts = 1 if system is None else system.hosts
+    config = load_config("configs/serve/tiny.yaml", [*TINY, f"output_dir={directory}", *overrides], hosts)
+    async with serving(config, lambda line: None, system) as (url, _):
         yield url
 
 

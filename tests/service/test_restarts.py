@@ -5,6 +5,7 @@ import random
 import pytest
 
 from rlinf.config.load import InputError
+from rlinf.runtime.system.system import ActorSystem
 from tests.drills.service import Progress, imitated, normal, reference, script, weights
 from tests.service.serving import Http, tiny
 
@@ -30,6 +31,35 @@ async def test_models_are_not_put_on_another_base(tmp_path):
         assert (await http.done("unload_model", {"model_id": model}))["type"] == "unload_model"
         assert (await http.ask("get_info", {"model_id": model}))[0] == 404
     assert not (tmp_path / "tiny-service" / "journal" / model.replace(":", "-")).exists()
+
+
+async def test_a_trainer_that_can_have_no_models_of_clients_is_refused_at_the_start(tmp_path):
+    with pytest.raises(InputError, match=r"trainer\.dtype"):
+        async with tiny(tmp_path, "trainer.dtype=bfloat16"):
+            pass
+
+
+async def learned_and_answered(http):
+    model = await http.model()
+    await http.learn(model, 1)
+    step = await http.done("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.3}})
+    body = {"model_id": model, "seq_id": 3, "sampling_session_seq_id": 0}
+    sampler = (await http.done("save_weights_for_sampler", body))["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
+    body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"seed": 1}}
+    return step, await http.done("asample", {**body, "num_samples": 2, "topk_sample_logprobs": 3})
+
+
+async def test_roles_in_processes_of_their_own_give_what_one_process_gives(tmp_path):
+    async with tiny(tmp_path / "one") as url, Http(url) as http:
+        wanted = await learned_and_answered(http)
+    apart = ("placement.trainer=0", "placement.rollout=1", "placement.judge=0")
+    async with (
+        ActorSystem.local(2, serialize=True) as system,  # as torchrun's processes are
+        tiny(tmp_path / "two", *apart, system=system) as url,
+        Http(url) as http,
+    ):
+        assert await learned_and_answered(http) == wanted
 
 
 async def test_a_step_is_a_step_though_no_state_can_be_saved_after_it(tmp_path):

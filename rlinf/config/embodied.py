@@ -397,9 +397,9 @@ class ImitationConfig:
     imitation, all that the run does (with the optimizer of `optimizer`)."""
 
     path: str | None = None
-    """Demonstrations: a directory of `rlinf record`, a LeRobot data set (2 or 3), a trajectory of ManiSkill (HDF5), or
-    RLDS-like archives (npz); null skips the warm-up."""
-    format: Literal["rlinf", "lerobot", "maniskill", "rlds"] | None = None
+    """Demonstrations: a directory of `rlinf record`, a LeRobot data set (2 or 3), a trajectory of ManiSkill, files of
+    robomimic or LIBERO (all HDF5), or RLDS-like archives (npz); null skips the warm-up."""
+    format: Literal["rlinf", "lerobot", "maniskill", "robomimic", "rlds"] | None = None
     """What lies there; null goes by its files."""
     names: dict[str, str] = field(default_factory=dict)
     """Our name for each feature of the data set, such as {observation.images.front: rgb, observation.state: state,

@@ -94,6 +94,7 @@ FORMATS = {
     "rlinf": "rlinf.data.demonstrations.episode.Records",
     "lerobot": "rlinf.data.demonstrations.lerobot.LeRobot",
     "maniskill": "rlinf.data.demonstrations.maniskill_h5.ManiSkillH5",
+    "robomimic": "rlinf.data.demonstrations.robomimic.Robomimic",
     "rlds": "rlinf.data.demonstrations.rlds_npz.RldsNpz",
 }
 """The class that reads each format; imported when asked for, since their packages are large."""
@@ -107,19 +108,19 @@ def format_of(path: Path) -> str:
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such file or directory")
-    if path.is_file():
-        kind = {".h5": "maniskill", ".hdf5": "maniskill", ".npz": "rlds"}.get(path.suffix)
-    elif (path / "meta" / "info.json").is_file():
-        kind = "lerobot"
-    else:
-        patterns = (("episode_*.json", "rlinf"), ("*.h5", "maniskill"), ("*.hdf5", "maniskill"), ("*.npz", "rlds"))
-        kind = next((name for pattern, name in patterns if any(path.glob(pattern))), None)
-    if kind is None:
-        raise FileNotFoundError(
-            f"{path} holds no demonstrations: neither episode_*.json (`rlinf record` writes them) nor meta/info.json "
-            "(LeRobot), *.h5 (ManiSkill) or *.npz (RLDS-like)"
-        )
-    return kind
+    if path.is_dir() and (path / "meta" / "info.json").is_file():
+        return "lerobot"
+    if path.is_dir() and any(path.glob("episode_*.json")):
+        return "rlinf"
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.suffix == ".npz":
+            return "rlds"
+        if file.suffix in (".h5", ".hdf5"):
+            return "maniskill" if file.with_suffix(".json").is_file() else "robomimic"
+    raise FileNotFoundError(
+        f"{path} holds no demonstrations: neither episode_*.json (`rlinf record` writes them) nor meta/info.json "
+        "(LeRobot), *.h5 or *.hdf5 (robomimic, LIBERO; ManiSkill, with a JSON file beside it) or *.npz (RLDS-like)"
+    )
 
 
 def open_episodes(path: Path, form: str | None = None, names: Mapping[str, str] | None = None) -> Episodes:

@@ -51,7 +51,6 @@ class ManiSkillH5(Episodes):
     def __init__(self, path: Path, names: Mapping[str, str] | None = None):
         super().__init__(path, names)
         self.file = _only_file(path)
-        _refuse_robomimic(self.file)
         self._entries = _entries(self.file.with_suffix(".json"))
         self.abouts = [
             About(each["elapsed_steps"], each.get("success"), each.get("instruction")) for each in self._entries
@@ -180,23 +179,6 @@ def _only_file(path: Path) -> Path:
         names = ", ".join(file.name for file in files) or "none"
         raise FileNotFoundError(f"{path}: name one file with trajectories; there is {names}")
     return files[0]
-
-
-def _refuse_robomimic(file: Path) -> None:
-    """Name a file of robomimic's layout (LIBERO's, too), which has the same ending and other contents.
-
-    Raises:
-        ValueError: it is one.
-    """
-    with needs("reading ManiSkill's trajectories"):
-        import h5py
-    with broken(file, "the file"), h5py.File(file) as content:
-        demonstrations = [name for name in content.get("data", ()) if name.startswith("demo_")]
-    if demonstrations:
-        raise ValueError(
-            f"{file} is of robomimic's layout (data/{demonstrations[0]}/...), as LIBERO's are, which is not read; "
-            "convert it to a LeRobot data set"
-        )
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:

@@ -258,7 +258,7 @@ def test_trajectories_that_do_not_fit_their_json_are_refused(tmp_path):
         with pytest.raises(ValueError, match=told):
             open_episodes(tmp_path).read(0)
     (tmp_path / "x.json").unlink()
-    with pytest.raises(ValueError, match=r"x.json: .*missing"):
+    with pytest.raises(ValueError, match=r"x\.json"):
         open_episodes(tmp_path)
 
 
@@ -331,13 +331,80 @@ def test_each_decision_has_the_instruction_of_its_row():
     assert decisions(shown, 2).instructions == ("open", "close", "close", "push", "push")
 
 
-@pytest.mark.parametrize("name", ["demo.hdf5", "low_dim.h5"])
-def test_a_file_of_robomimics_layout_is_named_and_not_taken_for_maniskills(tmp_path, name):
-    with h5py.File(tmp_path / name, "w") as file:
-        file.create_group("data/demo_0/obs")
-    for path in (tmp_path, tmp_path / name):
-        with pytest.raises(ValueError, match=r"robomimic.*LeRobot"):
-            open_episodes(path)
+def write_robomimic(file, episodes, attributes=()):
+    with h5py.File(file, "w") as content:
+        data = content.create_group("data")
+        data.attrs.update(attributes)
+        for name, (arrays, about) in episodes.items():
+            group = data.create_group(name)
+            group.attrs.update({"num_samples": len(arrays["actions"]), **about})
+            for path, rows in arrays.items():
+                group.create_dataset(path, data=rows)
+
+
+def rows_of(shape, seed, count=3, pixels=False):
+    numbers = np.random.default_rng(seed).random((count, *shape))
+    return (255 * numbers).astype(np.uint8) if pixels else numbers
+
+
+@pytest.mark.parametrize("name", ["low_dim.hdf5", "image.h5"])
+def test_robomimics_episodes_are_read_in_the_order_of_their_numbers(tmp_path, name):
+    parts = {"object": 10, "robot0_eef_pos": 3, "robot0_eef_quat": 4, "robot0_gripper_qpos": 2, "robot0_joint_pos": 7}
+    arrays = {
+        f"{which}/{each}": rows_of((size,), size) for each, size in parts.items() for which in ("obs", "next_obs")
+    }
+    arrays |= {f"obs/{each}_image": rows_of((8, 8, 3), 1, pixels=True) for each in ("agentview", "a_wrist")}
+    arrays |= {"actions": rows_of((7,), 2), "rewards": np.array([0.0, 0, 1]), "dones": np.array([0, 0, 1])}
+    failed = {**arrays, "rewards": np.zeros(3), "dones": np.zeros(3, int)}
+    shaped = {**arrays, "rewards": np.array([0.1, 0.2, 0.3])}
+    said = {"ep_meta": json.dumps({"lang": "lift the cube"})}
+    write_robomimic(tmp_path / name, {"demo_10": (shaped, {}), "demo_2": (failed, {}), "demo_0": (arrays, said)})
+    episodes = open_episodes(tmp_path)
+    assert [about.success for about in episodes.abouts] == [True, False, None]
+    found = episodes.read(0)
+    order = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos", "object")
+    state = np.concatenate([arrays[f"obs/{each}"] for each in order], axis=1)
+    last = np.concatenate([arrays[f"next_obs/{each}"][-1] for each in order])
+    np.testing.assert_allclose(found.observation["state"], [*state, last], rtol=1e-6)
+    cameras = np.concatenate([arrays["obs/agentview_image"], arrays["obs/a_wrist_image"]], axis=3)
+    np.testing.assert_array_equal(found.observation["rgb"][:3], cameras)  # what was seen in the end is not recorded
+    np.testing.assert_allclose(found.actions[:, 0], arrays["actions"], rtol=1e-6)
+    assert (found.instruction, found.terminated, episodes.read(1).terminated) == ("lift the cube", True, False)
+    assert sorted(episodes.read(0, pictures=False).observation) == ["state"]
+    one = open_episodes(tmp_path / name, names={"obs/object": "state", "actions": "actions"}).read(0)
+    assert one.observation["state"].shape == (4, 10)
+
+
+def test_liberos_files_are_tasks_with_pictures_as_its_simulator_shows_them(tmp_path):
+    for number, words in enumerate(["open the drawer", list("push the plate")]):
+        arrays = {
+            "obs/ee_states": rows_of((6,), 1),
+            "obs/gripper_states": rows_of((2,), 2),
+            "actions": rows_of((7,), 3),
+        }
+        arrays |= {"obs/joint_states": rows_of((7,), 4), "states": rows_of((50,), 5), "rewards": np.array([0, 0, 1])}
+        arrays |= {f"obs/{each}_rgb": rows_of((8, 8, 3), 6, pixels=True) for each in ("eye_in_hand", "agentview")}
+        about = {"problem_info": json.dumps({"language_instruction": words}), "macros_image_convention": "opengl"}
+        write_robomimic(tmp_path / f"task{number}_demo.hdf5", {"demo_0": (arrays, {})}, about)
+    episodes = open_episodes(tmp_path)
+    assert [about.instruction for about in episodes.abouts] == ["open the drawer", "push the plate"]
+    found = episodes.read(1)
+    state = np.concatenate([arrays["obs/ee_states"], arrays["obs/gripper_states"]], axis=1)
+    np.testing.assert_allclose(found.observation["state"][:3], state, rtol=1e-6)
+    pictures = [arrays[f"obs/{each}_rgb"][:, ::-1, ::-1] for each in ("agentview", "eye_in_hand")]
+    np.testing.assert_array_equal(found.observation["rgb"][:3], np.concatenate(pictures, axis=3))
+
+
+def test_an_hdf5_file_of_neither_layout_and_one_cut_in_half_are_told_by_their_names(tmp_path):
+    file = tmp_path / "other.hdf5"
+    with h5py.File(file, "w") as content:
+        content.create_dataset("data/actions", data=np.zeros((100, 7)))
+    with pytest.raises(ValueError, match=r"other\.hdf5: .*data/demo_0.*other\.json"):
+        open_episodes(file)
+    write_robomimic(file, {"demo_0": ({"obs/object": np.zeros((3, 2)), "actions": np.zeros((3, 7))}, {})})
+    file.write_bytes(file.read_bytes()[:-500])
+    with pytest.raises(ValueError, match=r"other\.hdf5"):
+        open_episodes(file)
 
 
 def shift_times(directory, version, by):

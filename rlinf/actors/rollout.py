@@ -239,7 +239,8 @@ class Rollout(Receiver):
                 go on with it.
             adapter: name of the adapters that answer, which `load` brought; None: the model itself.
             sampling: any of temperature (0 takes the likeliest token), max_new_tokens, top_p, top_k, min_p,
-                min_new_tokens, stop, and stop_ids in place of the model's end tokens; default: the actor's own.
+                min_new_tokens, stop, stop_ids in place of the model's end tokens, and form, see `Sampling`; default:
+                the actor's own.
 
         Raises:
             ValueError: an empty prompt, one that is too long, or a setting out of range.
@@ -690,12 +691,13 @@ def _sample(group: PartialGroup, index: int, completion: Completion, text: str) 
         truncated=completion.finish in ("length", "abort"),
         temperature=group.temperature,
         routes=completion.routes,
+        log_mass=completion.log_mass,
     )
 
 
 def _overridden(call: str, own: Sampling, **changes: Any) -> Sampling:
     """The actor's settings with those of a call, as far as they are not None, in their place."""
-    names = ("temperature", "max_new_tokens", "top_p", "top_k", "min_p", "min_new_tokens", "stop", "stop_ids")
+    names = ("temperature", "max_new_tokens", "top_p", "top_k", "min_p", "min_new_tokens", "stop", "stop_ids", "form")
     if unknown := sorted(changes.keys() - set(names)):
         raise TypeError(f"{call}: there is no setting {', '.join(unknown)}; those of a call are {', '.join(names)}")
     settings = {name: value for name, value in changes.items() if value is not None}

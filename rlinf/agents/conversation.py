@@ -175,7 +175,7 @@ class Conversation:
             self._temperature = temperature
         reply = Reply.of(done, self.chat.tokenizer.decode)
         self._turns.append(_Turn(len(self._segments), reply.finish))
-        self._segments.append(Segment(done.response_ids, done.logprobs, done.versions, done.routes))
+        self._segments.append(Segment(done.response_ids, done.logprobs, done.versions, done.routes, done.log_mass))
         if prefix is not None:  # it went on with an answer that a limit had cut, or that it was made to begin with
             self.messages[-1] = {**prefix, "content": f"{prefix['content']}{reply.text}"}
         else:

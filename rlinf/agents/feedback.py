@@ -282,6 +282,7 @@ def _plain(sample: Sample) -> dict[str, Any]:
         "prompt": sample.prompt.text,
         **{name: None if array is None else _text(array) for name, array in arrays.items()},
         "routes": None if sample.routes is None else _shaped(sample.routes),
+        "log_mass": None if sample.log_mass is None else _text(sample.log_mass),
         **{name: getattr(sample, name) for name in ("text", "truncated", "temperature", "weight", "agent")},
     }
 
@@ -293,6 +294,8 @@ def _sample(plain: Mapping[str, Any]) -> Sample:
     }
     routes = plain.get("routes")  # of journals from before there were any, none
     arrays["routes"] = None if routes is None else _of_shape(**routes)
+    log_mass = plain.get("log_mass")  # likewise
+    arrays["log_mass"] = None if log_mass is None else _array(log_mass, np.float32)
     return Sample(Prompt(0, _array(plain["prompt_ids"], np.int64), plain["prompt"]), 0, **arrays, **rest)
 
 

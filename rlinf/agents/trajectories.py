@@ -222,7 +222,7 @@ class Trajectories:
                 state.update(_canonical(message))
             key = _ended(state, words)
         length = (0 if parent is None else parent.length) + len(new_ids) + len(done.response_ids)
-        segment = Segment(done.response_ids, done.logprobs, done.versions, done.routes)
+        segment = Segment(done.response_ids, done.logprobs, done.versions, done.routes, done.log_mass)
         history = (parent, key, state, words, read_only(new_ids))
         turn = Turn(*history, segment, done.finish, temperature, conversation, length)
         self.counts.calls += 1

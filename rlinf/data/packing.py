@@ -63,7 +63,7 @@ class Row:
         return Row(
             prompt.token_ids,
             sample.response_ids,
-            sample.learned(sample.logprobs),
+            sample.column("logprobs"),
             advantage,
             sample.temperature or 1.0,
             columns or {},

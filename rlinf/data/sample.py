@@ -188,6 +188,8 @@ class Segment:
     """Version of the weights that generated each token, int32 [segment]; None where `logprobs` is None."""
     routes: np.ndarray | None = None
     """Routes of all that was read for it, from the beginning of the conversation; see `Sample.routes`."""
+    log_mass: np.ndarray | None = None
+    """Of an answer of a form, see `Sample.log_mass`, float32 [segment]."""
 
     def __post_init__(self) -> None:
         for name in ("token_ids", "logprobs", "versions"):
@@ -247,6 +249,11 @@ class Sample:
     routes: np.ndarray | None = None
     """Experts of a mixture to which each token went that was read, the prompt's too, uint8 or int16 [prompt + response
     - 1, layers, experts per token], see `data.routes`; None: nobody told."""
+    log_mass: np.ndarray | None = None
+    """Where a schema kept answers to its form: log of the probability that it left of the whole softmax at each token,
+    nats, float32 [response]. `logprobs` are those of the constrained distribution, that is of the softmax over what was
+    left; those of the whole softmax are the sum of both. 0 at tokens that nothing constrained, infinite where an engine
+    does not tell. None: nothing was constrained."""
 
     def __post_init__(self) -> None:
         if self.loss_mask is None and self.weight == 1.0:
@@ -290,6 +297,9 @@ class Sample:
         tokens = len(prompt.token_ids) + len(ids) - 1
         routes = routing.joined(tokens, [part.routes for part in segments])
         learned = read_only(mask.astype(bool))
+        if any(part.log_mass is not None for part in segments):
+            masses = [np.zeros(len(each.token_ids)) if each.log_mass is None else each.log_mass for each in segments]
+            more["log_mass"] = read_only(np.concatenate(masses).astype(np.float32))
         return Sample(prompt, index, *arrays, loss_mask=learned, routes=routes, **more)
 
     @property
@@ -340,9 +350,14 @@ class Sample:
     def column(self, name: str) -> np.ndarray:
         """Values of each learned token under that name (a field or a key of `per_token`), [learned].
 
+        `logprobs` are those of the whole softmax, which every other model computes, also where a schema constrained the
+        answer; infinite where they are not known.
+
         Raises:
             KeyError: nothing is.
         """
+        if name == "logprobs" and self.log_mass is not None:
+            return self.learned(self.logprobs + self.log_mass)
         return self.learned(getattr(self, name) if name in ("logprobs", "versions") else self.per_token[name])
 
     def judged(

@@ -28,7 +28,7 @@ from collections.abc import (
 )
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
-from math import isqrt
+from math import inf, isqrt
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -113,6 +113,8 @@ class Sampling:
     """Tokens that end an answer; the one that did is its last token."""
     stop_texts: tuple[str, ...] = ()
     """Texts that end an answer once its decoded tokens contain one; they stay in the answer."""
+    form: str = ""
+    """JSON that the answer keeps to while it is decoded, the `text` of a `rlinf.engines.grammars.Form`; "" for none."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -129,6 +131,10 @@ class Sampling:
             raise ValueError(f"min_new_tokens={self.min_new_tokens} must be at least 0")
         if isinstance(self.stop_texts, str) or not all(self.stop_texts):
             raise ValueError(f"stop_texts={self.stop_texts!r} must be a tuple of texts, none of them empty")
+        if self.form and self.min_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} must be 0 for an answer of a form, which ends with it"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,6 +149,14 @@ class PartialAnswer:
     """int32 [begun]"""
     routes: np.ndarray | None = None
     """[prompt + begun - 1, layers, experts per token]"""
+    log_mass: np.ndarray | None = None
+    """float32 [begun], of an answer of a form"""
+
+    @property
+    def masses(self) -> list[float]:
+        """`log_mass`, also where the engine that began it does not know it."""
+        count = len(self.response_ids)
+        return [inf] * count if self.log_mass is None else self.log_mass.tolist()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,7 +202,7 @@ class Request:
         """Its completion as it came, without a further token."""
         partial = self.partial or PartialAnswer(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32))
         arrays = partial.response_ids, partial.logprobs, partial.versions
-        return Completion(self.id, *arrays, finish, partial.routes)
+        return Completion(self.id, *arrays, finish, partial.routes, partial.log_mass)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,13 +219,19 @@ class Completion:
 
     Under the whole softmax, also where top_k, top_p or min_p left tokens out: it is what a trainer computes again, and
     it stays finite for every token when the two differ a little. With those limits a token was drawn with a higher
-    probability than this says, so importance ratios are off by the left-out mass: train with plain temperature."""
+    probability than this says, so importance ratios are off by the left-out mass: train with plain temperature.
+
+    Of an answer of a form (`Sampling.form`), under the softmax over the tokens that it allowed; see `log_mass`."""
     versions: np.ndarray
     """Version of the weights that made each token, int32 [response]."""
     finish: Finish
     """Why it ended."""
     routes: np.ndarray | None = None
     """Experts to which each token went, see `Sample.routes`; None unless the engine has `routes`."""
+    log_mass: np.ndarray | None = None
+    """Of an answer of a form: log of the probability that the form left of the whole softmax at each token, nats,
+    float32 [response]; added to `logprobs` it gives the log-prob under the whole softmax, which a trainer computes
+    again. Infinite where the engine does not know it. None: the answer had no form."""
 
     @property
     def truncated(self) -> bool:
@@ -286,6 +306,8 @@ class Engine(ABC):
     """It has `take_out`, and continues a `Request.partial`."""
     seeded: bool = True
     """`Request.seed` decides the answer. Without that, answers are fair draws which nobody can repeat."""
+    forms: bool = False
+    """It keeps answers to their `Sampling.form`."""
     rounds: bool = False
     """It has weights of 8 bits where its user wants them."""
     rounding: float | None = None
@@ -457,6 +479,10 @@ class Engine(ABC):
             raise RequestRefused(
                 f"{name} has stop texts {sampling.stop_texts}, but {engine} has no tokenizer to read its answer with"
             )
+        if sampling.form and not self.forms:
+            raise RequestRefused(f"{name} has a form to keep to, and {engine} keeps answers to none: see Engine.forms")
+        if sampling.form and not sampling.stop_ids:
+            raise RequestRefused(f"{name} has a form to keep to, and no end token that could come behind it")
         if request.images and not self.reads_images:
             raise RequestRefused(f"{name} has {len(request.images)} images, and the model of {engine} reads text alone")
         if partial is None:

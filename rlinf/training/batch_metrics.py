@@ -268,7 +268,7 @@ def _distances(samples: Sequence[Sample]) -> dict[str, float]:
         those = [sample for sample in samples if column in sample.per_token]
         if (len(those) == len(samples) or "/" in column) and any(sample.learned_tokens for sample in those):
             apart = np.concatenate([sample.column("logprobs") - sample.column(column) for sample in those])
-            distances[metric] = float(apart.astype(np.float64).mean())
+            distances[metric] = float(apart[apart < np.inf].astype(np.float64).mean())
     return distances
 
 

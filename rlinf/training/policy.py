@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -470,6 +470,12 @@ def policy_loss(
     )
 
 
+def _known(batch: Packed, logprobs: Tensor) -> Packed:
+    """The batch with our own log-probs where the engine's are not known, of tokens that a server drew within a schema:
+    these count as drawn by the weights as they are, with a ratio of 1."""
+    return replace(batch, old_logprobs=torch.where(batch.old_logprobs == torch.inf, logprobs, batch.old_logprobs))
+
+
 def learn_policy(
     learner: Optimization,
     batch: Packed,
@@ -498,6 +504,7 @@ def learn_policy(
 
     def loss(batch: Packed, outputs: Outputs) -> LossSum:
         logprobs, entropy = outputs[:2]
+        batch = _known(batch, logprobs.detach())
         routed = outputs[2] if len(outputs) > 2 else None
         if spec.needs_recomputed_logprobs and PROXIMAL not in batch.columns:
             columns.setdefault(PROXIMAL, logprobs.detach())

@@ -14,10 +14,12 @@ at the very step at which they are due.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,9 +30,12 @@ from rlinf.data.routes import fitted
 from rlinf.data.sample import PrefixKey
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Finish, PartialAnswer, Request, StepStats, StopTexts
+from rlinf.engines.grammars import Constraint, Grammars
 from rlinf.engines.transformers.cache import Band, Layers
 from rlinf.engines.transformers.model import ModelForward, pad_left, rectangles
-from rlinf.engines.transformers.sampling import DRAWS, Rules, choose, to_host
+from rlinf.engines.transformers.sampling import DRAWS, Allowed, Rules, choose_allowed, to_host
+
+logger = logging.getLogger(__name__)
 
 
 class Sampled(NamedTuple):
@@ -42,6 +47,9 @@ class Sampled(NamedTuple):
     """int64 [rows]"""
     logprobs: np.ndarray
     """float32 [rows]"""
+    log_mass: np.ndarray | None
+    """Log of the probability that the form of each answer left, see `Completion.log_mass`, float32 [rows]; None if no
+    answer has a form."""
     version: int | np.ndarray
     """Version of the weights that made them: of all, or int32 [rows]."""
 
@@ -52,9 +60,10 @@ class Slots:
     Args:
         slots: how many there may be.
         stop_texts: finds them; None if there will be none.
+        grammars: keep answers within their forms; None if no answer has one.
     """
 
-    def __init__(self, slots: int, stop_texts: StopTexts | None):
+    def __init__(self, slots: int, stop_texts: StopTexts | None, grammars: Grammars | None = None):
         self.requests: dict[int, Request] = {}
         """By slot, in the order in which they came."""
         self.lengths = np.zeros(slots + 1, dtype=np.int64)
@@ -68,7 +77,9 @@ class Slots:
         self.draws = np.zeros(slots + 1, dtype=DRAWS)
         """How each answer's tokens are chosen, [slots + 1]."""
         self.draws["temperature"] = self.draws["top_p"] = 1
-        self._stop_texts = stop_texts
+        self.constraints: dict[int, Constraint] = {}
+        """By slot, of answers that have a form: where in its grammar they are."""
+        self._stop_texts, self._grammars = stop_texts, grammars
         self._free = list(range(slots - 1, -1, -1))
         self._texts: set[int] = set()  # slots with stop texts
         self._limits = np.ones(slots + 1, dtype=np.int64)
@@ -108,7 +119,23 @@ class Slots:
                 count = self.lengths[slot] = len(partial.response_ids)
                 self._tokens[slot, :count], self.last[slot] = partial.response_ids, partial.response_ids[-1]
                 self._logprobs[slot, :count], self._versions[slot, :count] = partial.logprobs, partial.versions
+            if (form := request.sampling.form) and self._grammars is not None:
+                begun = ((), ()) if partial is None else (partial.response_ids.tolist(), partial.masses)
+                self.constraints[slot] = self._grammars.constraint(form, request.sampling.stop_ids, *begun)
         return slots
+
+    def allowed(self, slots: np.ndarray, device: torch.device) -> Allowed | None:
+        """Compute which tokens answers in slots, int64 [rows], may have next; None if all may have all."""
+        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self.constraints] if self.constraints else []
+        if not rows or self._grammars is None:
+            return None
+        tokens = self._grammars.allowed([self.constraints[int(slots[row])] for row in rows])
+        return Allowed.of(np.array(rows), tokens, device)
+
+    def _log_mass(self, slot: int, count: int) -> np.ndarray | None:
+        """See `Completion.log_mass`."""
+        constraint = self.constraints.get(slot)
+        return None if constraint is None else np.array(constraint.log_mass[:count], np.float32)
 
     def partial(self, slot: int) -> Request:
         """The request with its tokens so far."""
@@ -116,7 +143,8 @@ class Slots:
         tokens, logprobs, versions = (
             array[slot, :count].copy() for array in (self._tokens, self._logprobs, self._versions)
         )
-        partial = PartialAnswer(tokens, logprobs, versions, self._routes_of(slot, count)) if count else None
+        more = self._routes_of(slot, count), self._log_mass(slot, count)
+        partial = PartialAnswer(tokens, logprobs, versions, *more) if count else None
         return replace(self.requests[slot], partial=partial)
 
     def routed(self, slots: Sequence[int], end: int, routes: np.ndarray) -> None:
@@ -156,7 +184,7 @@ class Slots:
         Returns:
             Positions in `drawn.slots` of the answers that ended, in order, and why.
         """
-        slots, tokens, logprobs, version = sampled
+        slots, tokens, logprobs, log_mass, version = sampled
         places = self.lengths[slots]
         self._tokens[slots, places] = tokens
         self._logprobs[slots, places] = logprobs
@@ -170,12 +198,25 @@ class Slots:
         finishes: dict[int, Finish] = {}
         if self._texts:
             finishes = {row: "text" for row in np.flatnonzero(slots >= 0).tolist() if self._text_ends(int(slots[row]))}
+        if log_mass is not None:
+            finishes |= dict.fromkeys(self._left_form(slots.tolist(), tokens.tolist(), log_mass.tolist()), "abort")
         if not finishes and not ended.any():
             return []
         for row in np.flatnonzero(ended).tolist():
             if stopped[row] or row not in finishes:
                 finishes[row] = "stop" if stopped[row] else "length"
         return sorted(finishes.items())
+
+    def _left_form(self, slots: Sequence[int], tokens: Sequence[int], log_mass: Sequence[float]) -> Iterator[int]:
+        """Take in the tokens of answers that have a form; yields rows of those that cannot go on in it."""
+        for row, slot in enumerate(slots):
+            if (constraint := self.constraints.get(slot)) is None:
+                continue
+            constraint.take(tokens[row], log_mass[row])
+            if constraint.problem is not None:
+                id = self.requests[slot].id
+                logger.warning("request %d is ended: its form cannot be kept: %s", id, constraint.problem)
+                yield row
 
     def adapters(self, slots: Iterable[int]) -> list[str | None]:
         """Names of the adapters that answer in slots; None for the model itself, and in a slot without an answer."""
@@ -190,8 +231,10 @@ class Slots:
         for row, (slot, length, finish) in enumerate(zip(slots.tolist(), lengths, finishes, strict=True)):
             request = self.requests.pop(slot)
             answer = tokens[row, :length], logprobs[row, :length], versions[row, :length]
-            closed.append((request, Completion(request.id, *answer, finish, self._routes_of(slot, length))))
+            more = self._routes_of(slot, length), self._log_mass(slot, length)
+            closed.append((request, Completion(request.id, *answer, finish, *more)))
             self._routes.pop(slot, None)
+            self.constraints.pop(slot, None)
             self._texts.discard(slot)
             self._free.append(slot)
         return closed
@@ -441,13 +484,15 @@ class BandedRows:
             records.routed_step(view.slots, routes)
         for band in self.bands:
             band.advance()
-        tokens, logprobs = choose(
-            self._forward.allowed(logits), view.rules, view.answered, padding=self._forward.padding
+        allowed = records.allowed(view.slots, logits.device)
+        tokens, *numbers = choose_allowed(
+            self._forward.allowed(logits), view.rules, view.answered, allowed, padding=self._forward.padding
         )
         view.ids = tokens
         view.positions += 1
         view.answered += 1
-        return Sampled(view.slots, *to_host(tokens, logprobs), self._forward.versions_of(adapters))
+        ids, logprobs, log_mass = to_host(tokens, *numbers)
+        return Sampled(view.slots, ids, logprobs, log_mass, self._forward.versions_of(adapters))
 
     def settle(self) -> None:
         return None
@@ -577,6 +622,7 @@ class Batch:
         max_tokens: of KV cache for answers in flight and for conversations between turns, together; None for no bound.
         keep_tokens: of KV cache for conversations between turns; None for what answers in flight leave, or as much as
             `max_rows` of the longest answers may come to where there is no bound.
+        grammars: keep answers within their forms; None where none has any.
     """
 
     def __init__(
@@ -587,6 +633,7 @@ class Batch:
         stop_texts: StopTexts | None = None,
         max_tokens: int | None = None,
         keep_tokens: int | None = None,
+        grammars: Grammars | None = None,
     ):
         self.forward = forward
         self.max_rows = max_rows
@@ -614,8 +661,8 @@ class Batch:
         """Tokens of KV cache that the answers in flight may come to."""
         self.stats = StepStats()
         """How long steps and reading took; replaced as a whole, so that the event loop may read it at any moment."""
-        self._stop_texts = stop_texts
-        self._slots = Slots(max_rows, stop_texts)
+        self._empty = partial(Slots, max_rows, stop_texts, grammars)
+        self._slots = self._empty()
         self._rows = rows
         self._unread = False  # the keys and values of what is in flight were given back
         self._conversations = Conversations()
@@ -707,7 +754,7 @@ class Batch:
         self.newcomers.clear()
         self._conversations.forget(None)
         self._forget()
-        self._slots = Slots(self.max_rows, self._stop_texts)
+        self._slots = self._empty()
         self.tokens = 0
         return lost
 
@@ -777,9 +824,11 @@ class Batch:
                 rules = Rules.of(self._slots.draws[some], self.forward.device)
                 logits = self.forward.allowed(logits)
                 first = torch.zeros(len(some), dtype=torch.int64, device=logits.device)
-                sampled = choose(logits, rules, first, padding=self.forward.padding)
+                allowed = self._slots.allowed(some, logits.device)
+                drawn = choose_allowed(logits, rules, first, allowed, padding=self.forward.padding)
                 versions = self.forward.versions_of(self._slots.adapters(some.tolist()))
-                self._extend(Sampled(some, *to_host(*sampled), versions))
+                ids, logprobs, log_mass = to_host(*drawn)
+                self._extend(Sampled(some, ids, logprobs, log_mass, versions))
         self._rows.joined()
 
     def _step(self) -> None:

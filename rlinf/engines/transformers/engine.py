@@ -27,17 +27,19 @@ from rlinf.engines.base import (
     EngineSetup,
     Hear,
     Request,
+    RequestRefused,
     Scheduler,
     StepStats,
     StopTexts,
     named,
 )
+from rlinf.engines.grammars import Grammars
 from rlinf.engines.transformers.batch import BandedRows, Batch
 from rlinf.engines.transformers.graphs import Graphs, rows_for, unknown
 from rlinf.engines.transformers.model import ModelForward, fastest
 from rlinf.models.language.int8 import no_int8, round_layers
 from rlinf.models.language.truth import Way
-from rlinf.runtime.base.tasks import InThreads
+from rlinf.runtime.base.tasks import InThreads, in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +137,7 @@ class TransformersEngine(Engine):
     """
 
     kv = ("keep", "reread")
-    hands_over = sleeps = rounds = streams = True
+    hands_over = sleeps = rounds = streams = forms = True
 
     def __init__(
         self,
@@ -169,7 +171,9 @@ class TransformersEngine(Engine):
         self.way = _way(self.decoding, self._forward, how.graphs)
         if not isinstance(rows, BandedRows):  # recorded steps have no place for them
             self._forward.adapters = None
-        self._batch = Batch(self._forward, rows, how.max_rows, StopTexts.of(tokenizer), how.max_tokens, reusable)
+        self._grammars = None if tokenizer is None else Grammars(tokenizer, self._forward.vocabulary)
+        more = (StopTexts.of(tokenizer), how.max_tokens, reusable, self._grammars)
+        self._batch = Batch(self._forward, rows, how.max_rows, *more)
         self._scheduler = Scheduler(how.max_rows, how.max_tokens, self.check_request)
         self._listeners: dict[Request, Hear] = {}
         self._driving = False
@@ -196,7 +200,16 @@ class TransformersEngine(Engine):
     def batches(self, requests: Iterable[Request] | AsyncIterable[Request]) -> AsyncGenerator[list[Completion], None]:
         return self._scheduler.batches(requests, self._advance, self._drop)
 
+    def check_request(self, request: Request) -> None:
+        super().check_request(request)
+        if form := request.sampling.form:
+            problem = "the engine has no tokenizer" if self._grammars is None else self._grammars.problem(form)
+            if problem is not None:
+                raise RequestRefused(f"request {request.id}: {problem}")
+
     async def answer(self, request: Request, hear: Hear | None = None) -> Completion:
+        if (form := request.sampling.form) and (grammars := self._grammars) is not None:
+            await in_thread(lambda: grammars.problem(form))  # for `check_request`
         caller = self._scheduler.enter(request, self.stats.steps)
         if self._driving and self._scheduler.ready(self.stats.steps):
             self._batch.interrupted = True

@@ -43,7 +43,7 @@ from rlinf.engines.transformers.paged_attention import (
     prompt_attention,
     turn_and_keep,
 )
-from rlinf.engines.transformers.sampling import Rules, choose
+from rlinf.engines.transformers.sampling import Allowed, Rules, choose_allowed
 from rlinf.models.language.truth import Results
 
 _TOKENS = 8192
@@ -264,8 +264,8 @@ class Step:
         """1 for a row that counts, 0 for one that has ended or never was, int64 [rows]."""
         self.table = numbers(rows, cache.width, dtype=torch.int32)
         """Pages of each row, int32 [rows, width]."""
-        self.sampled_tokens = numbers(2, rows, dtype=torch.int32)
-        """Results of the step: tokens, and the bits of their log-probs in float32, int32 [2, rows]."""
+        self.sampled_tokens = numbers(3, rows, dtype=torch.int32)
+        """Results of the step: tokens, and the bits of their log-probs and log masses in float32, int32 [3, rows]."""
         self._ids, self._positions, self._answered = numbers(rows), numbers(rows), numbers(rows)
         self._rules = Rules(
             seeds=numbers(rows),
@@ -332,12 +332,13 @@ class Step:
         attended = paged_attention(query, *pool, table, lengths, cache.page, block.window or 0, block.scale)
         return block.finish(hidden, attended.flatten(1))
 
-    def draw(self, logits: Tensor, kind: Rules) -> Tensor:
+    def draw(self, logits: Tensor, kind: Rules, allowed: Allowed | None = None) -> Tensor:
         """Draw from logits, [rows, vocabulary], and count; returns `told`.
 
         Args:
             logits: of the first rows.
             kind: rules of which those that are None concern no row.
+            allowed: tokens that some rows may draw alone.
         """
         rows, own = len(logits), self._rules
 
@@ -353,19 +354,24 @@ class Step:
             min_p=some(own.min_p, kind.min_p),
         )
         padding = self._forward.padding
-        tokens, logprobs = choose(logits, rules, self._answered[:rows], blocks=True, padding=padding)
+        tokens, logprobs, log_mass = choose_allowed(
+            logits, rules, self._answered[:rows], allowed, blocks=True, padding=padding
+        )
         alive = self.alive[:rows]
         self._ids[:rows].copy_(tokens)
         self._positions[:rows].add_(alive)
         self._answered[:rows].add_(alive)
         self.sampled_tokens[0, :rows].copy_(tokens)
         self.sampled_tokens[1, :rows].copy_(logprobs.contiguous().view(torch.int32))
+        if log_mass is not None:
+            self.sampled_tokens[2, :rows].copy_(log_mass.view(torch.int32))
         return self.sampled_tokens
 
 
-def from_device(sampled_tokens: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, int64 [rows], and their log-probs, float32 [rows], of what a step told."""
-    return sampled_tokens[0, :rows].astype(np.int64), sampled_tokens[1, :rows].copy().view(np.float32)
+def from_device(sampled_tokens: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, int64 [rows], their log-probs and log masses, float32 [rows] each, of what a step told."""
+    logprobs, log_mass = sampled_tokens[1:, :rows].copy().view(np.float32)
+    return sampled_tokens[0, :rows].astype(np.int64), logprobs, log_mass
 
 
 _AHEAD = 16
@@ -382,6 +388,8 @@ class _UnderWay:
     """Tokens that it drew."""
     version: int
     """Version of the weights that it reads."""
+    formed: bool
+    """Answers of it have a form."""
 
 
 class GraphedRows:
@@ -416,6 +424,7 @@ class GraphedRows:
         self._rows = np.empty(0, dtype=np.int64)  # slot of each row, -1 for ballast
         self._tokens = np.zeros(max_rows + 1, dtype=np.int64)  # that each slot has in the cache once all steps are done
         self._kind: Rules | None = None
+        self._formed = False  # rows have forms, so that what follows a token is known once it is here
         self._stale = True  # rows have come, or where something lies has changed
         self._ended = False  # rows have ended, and the device does not know
         self._under_way: _UnderWay | None = None
@@ -447,13 +456,17 @@ class GraphedRows:
         assert self._step is not None
         assert self._kind is not None
         self._tell_device()
-        recording = self._recordings[self._key(len(self._rows), self._kind)]
+        recording = self._recordings[self._key(len(self._rows))]
         recording.replay()
-        if self._kind.top_k is not None:
-            self._step.draw(recording.output, self._kind)
-        started = _UnderWay(self._rows.copy(), ReadBack(self._step.sampled_tokens), self._forward.version)
+        if self._outside:
+            allowed = records.allowed(self._rows, self._forward.device)  # while the device computes
+            self._step.draw(recording.output, self._kind, allowed)
+        read_back = ReadBack(self._step.sampled_tokens)
+        started = _UnderWay(self._rows.copy(), read_back, self._forward.version, self._formed)
         self._tokens[self._rows] += 1
         self._tokens[-1] = 0  # of ballast
+        if self._formed:
+            return _sampled(started)
         before, self._under_way = self._under_way, started
         return None if before is None else _sampled(before)
 
@@ -504,14 +517,15 @@ class GraphedRows:
         self._rows[: len(members)] = members
         rows = self._rows
         kind = self._kind = Rules.of(records.draws[rows], self._forward.device)
+        self._formed = not records.constraints.keys().isdisjoint(self._members)
         self._forward.reach(self.cache.width * self.cache.page)
         if (addresses := self._forward.addresses()) != self._addresses:
             self._forget_recordings()
             self._addresses = addresses
-        if (key := self._key(size, kind)) not in self._recordings:
+        if (key := self._key(size)) not in self._recordings:
             step.alive.zero_()  # a recording is tried out, on rows that nobody has
             model = step.model(size)
-            work = model if kind.top_k is not None else lambda: step.draw(model(), kind)
+            work = model if self._outside else lambda: step.draw(model(), kind)
             self._recordings[key] = self._recorder.record(key, work)
         answered = records.lengths[rows]
         step.lay_out(records.last[rows], self._tokens[rows], answered, rows >= 0, records.draws[rows])
@@ -540,13 +554,20 @@ class GraphedRows:
         self._recordings.clear()
         self._recorder.clear()
 
-    @staticmethod
-    def _key(rows: int, kind: Rules) -> tuple[int, ...]:
-        return rows, kind.temperatures is not None, kind.greedy is not None, kind.top_k is not None
+    @property
+    def _outside(self) -> bool:
+        """Tokens are drawn after the recording and not in it."""
+        return self._formed or (self._kind is not None and self._kind.top_k is not None)
+
+    def _key(self, rows: int) -> tuple[int, ...]:
+        kind = self._kind
+        assert kind is not None
+        return rows, kind.temperatures is not None, kind.greedy is not None, self._outside
 
 
 def _sampled(step: _UnderWay) -> Sampled:
-    return Sampled(step.slots, *from_device(step.sampled_tokens.wait(), len(step.slots)), step.version)
+    tokens, logprobs, log_mass = from_device(step.sampled_tokens.wait(), len(step.slots))
+    return Sampled(step.slots, tokens, logprobs, log_mass if step.formed else None, step.version)
 
 
 def row_sizes(max_rows: int) -> list[int]:

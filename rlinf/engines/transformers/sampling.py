@@ -9,6 +9,7 @@ vLLM's processes, which have no rlinf, load this file by its path: it imports `d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,6 +110,51 @@ def choose(
     return tokens, (scaled.gather(1, tokens[:, None]) - whole.total.log().float()).squeeze(1)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Allowed:
+    """The tokens that some rows of a batch may draw, because their answers are of a form; other rows draw from all."""
+
+    rows: Tensor
+    """Which rows, int64 [some]."""
+    tokens: Tensor
+    """What each may draw, bool [some, vocabulary], at least one."""
+
+    @staticmethod
+    def of(rows: np.ndarray, tokens: np.ndarray, device: torch.device) -> Allowed:
+        """From the host: int64 [some], and bool [some, vocabulary]."""
+        return Allowed(torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device))
+
+
+def choose_allowed(
+    logits: Tensor, rules: Rules, positions: Tensor, allowed: Allowed | None, **how: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw as `choose` does, where some rows may draw some tokens alone: after the temperature, and before `top_k`,
+    `top_p` and `min_p`, their softmax is that over these tokens, and so are their log-probs.
+
+    Args:
+        logits: [rows, vocabulary]; of rows in `allowed` they are changed in place.
+        rules, positions: see `choose`.
+        allowed: what these rows may draw; None: all rows draw from all tokens.
+        how: further arguments of `choose`.
+
+    Returns:
+        Tokens and log-probs, as `choose`, and the log of the probability that `allowed` leaves of the whole softmax,
+        nats, float32 [rows], 0 for other rows: their sum is the log-prob under the whole softmax. None for None.
+    """
+    if allowed is None:
+        return *choose(logits, rules, positions, **how), None
+    whole = logits[allowed.rows]
+    logits[allowed.rows] = whole.masked_fill(~allowed.tokens, -torch.inf)
+    tokens, logprobs = choose(logits, rules, positions, **how)
+    whole = whole.float()
+    if rules.temperatures is not None:
+        whole = whole / rules.temperatures[allowed.rows]
+    drawn = whole.gather(1, tokens[allowed.rows, None]).squeeze(1) - whole.logsumexp(dim=-1)
+    log_mass = torch.zeros_like(logprobs)
+    log_mass[allowed.rows] = (drawn - logprobs[allowed.rows]).clamp(max=0.0)
+    return tokens, logprobs, log_mass
+
+
 class _Running:
     """Draws by a running sum over the vocabulary.
 
@@ -150,12 +196,16 @@ class _Blocks:
         return token.clamp(max=self._last).squeeze(1)
 
 
-def to_host(tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log-probs on the host, int64 and float32 [rows], by one transfer."""
+def to_host(tokens: Tensor, *numbers: Tensor | None) -> tuple[Any, ...]:
+    """Tokens, log-probs and what else there is of each row on the host, int64 and float32 [rows], by one transfer."""
+    there = [each for each in numbers if each is not None]
     if tokens.device.type == "cpu":
-        return tokens.numpy(), logprobs.numpy()
-    both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()  # in which either is exact
-    return both[0].astype(np.int64), both[1].astype(np.float32)
+        host = iter([each.numpy() for each in there])
+        ids: np.ndarray = tokens.numpy()
+    else:
+        first, *rest = torch.stack([each.double() for each in (tokens, *there)]).cpu().numpy()  # in which each is exact
+        ids, host = first.astype(np.int64), iter([each.astype(np.float32) for each in rest])
+    return ids, *(None if each is None else next(host) for each in numbers)
 
 
 def _limited(weights: Tensor, rules: Rules) -> Tensor:

@@ -19,14 +19,15 @@ import contextvars
 import functools
 import hashlib
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf.agents.arguments import Awaited, WrongType, number, running_loop, shown, token_ids
+from rlinf.agents.arguments import Awaited, WrongType, WrongValue, number, running_loop, shown, token_ids
 from rlinf.agents.chat import ChatFormat, Message, are_messages, copied
 from rlinf.agents.llm import Listener, Reply, Setting
 from rlinf.agents.tools.formats import CallFormat, ToolCall
@@ -34,6 +35,7 @@ from rlinf.agents.tools.tool import Tools
 from rlinf.agents.trajectories import Counts, Trajectories, Turn
 from rlinf.data.rng import mix
 from rlinf.data.sample import Prompt, Sample
+from rlinf.engines.grammars import Form, unenforceable
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import in_thread
@@ -41,6 +43,10 @@ from rlinf.runtime.base.tasks import in_thread
 Agent = Callable[..., Any]
 """`async def agent(task, llm) -> float | Score | list[Sample] | {agent's name: float | Score}`; or a plain `def`, which
 works in a thread of its own and writes `llm.chat(…).result()` for `await llm.chat(…)`; or a `LastingAgent`."""
+
+
+Wanted = tuple[Mapping[str, Any] | Form | None, str]
+"""`schema` and `tool_choice` of a call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,6 +186,8 @@ class AgentLLM:
         messages: Sequence[Message],
         *,
         tools: Any = None,
+        tool_choice: str = "auto",
+        schema: Mapping[str, Any] | Form | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         listener: Listener | None = None,
         **sampling: Any,
@@ -189,6 +197,9 @@ class AgentLLM:
         Args:
             messages: all that was said so far, the answers' own `message`s among them; those are not encoded again.
             tools: that the model may call: functions with type hints, `Tool`s, or schemas.
+            tool_choice: `auto`; or `required`, or the name of one of the tools: while it is decoded the answer is kept
+                to calls of tools, or of that one, with arguments of its schema.
+            schema: JSON schema, or a form; while it is decoded the answer is kept to it. The model is not told of it.
             chat_template_kwargs: further arguments of the chat template, such as `{"enable_thinking": False}`.
             listener: hears the answer as it comes.
             sampling: any of `max_new_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `min_new_tokens`, `stop`; and
@@ -196,25 +207,32 @@ class AgentLLM:
 
         Raises:
             UserError: the chat template refuses the messages; `ContextFull`: not one token fits.
-            ValueError, TypeError: no messages, or a setting that cannot be.
+            ValueError, TypeError: no messages, a setting that cannot be, or a schema that cannot be enforced.
         """
         if not are_messages(messages, "llm.chat"):
             raise WrongType(f"llm.chat: {shown(messages)} is no list of messages such as {{'role': 'user', …}}")
         copies, template = [copied(message) for message in messages], chat_template_kwargs or {}
-        asking = self._chatted(copies, tools, template, sampling, listener)
+        asking = self._chatted(copies, tools, (schema, tool_choice), template, sampling, listener)
         return Awaited(asking, "llm.chat(…)", self._attempt.home)
 
     async def _chatted(
         self,
         messages: list[Message],
         tools: Any,
+        wanted: Wanted,
         template: Mapping[str, Any],
         sampling: Mapping[str, Any],
         listener: Listener | None,
     ) -> Answer:
         schemas, runnable = _offered(tools)
         chat = self._chat.with_arguments(**template, **({"tools": schemas} if schemas else {}))
+        form = await self._form(wanted, schemas)
         parent, new_ids = self.trajectories.of_messages(messages, chat)
+        if form is not None and form.free:  # its free text has the thought, too
+            sampling = {**sampling, "form": form.text}
+        elif form is not None:
+            form = replace(form, thought="begun" if chat.begins_thought(new_ids) else "may" if chat.thinks else "")
+            sampling = {**sampling, "form": form.text}
 
         def said(reply: Reply, id: str) -> tuple[list[Message], Any]:
             parsed = self._attempt.calls.parse(reply.text, schemas)
@@ -229,6 +247,40 @@ class AgentLLM:
         own = (reply.text, reply.ids, reply.logprobs, reply.versions, reply.finish)
         more: dict[str, Any] = {"message": whole[-1], "turn": turn, "tools": runnable, "home": self._attempt.home}
         return Answer(*own, parsed.content, calls, parsed.broken, **more)
+
+    async def _form(self, wanted: Wanted, tools: Sequence[Mapping[str, Any]]) -> Form | None:
+        """The form of an answer of a schema, or with calls of tools; None: it may be anything."""
+        schema, choice = wanted
+        if choice == "auto":
+            if schema is None:
+                return None
+            form: Form | None = schema if isinstance(schema, Form) else Form(json.dumps(schema))
+        elif schema is not None:
+            raise WrongValue("llm.chat: tool_choice asks for calls of tools, and schema for no call: take one of them")
+        elif chosen := [one for one in tools if choice in ("required", one["function"]["name"])]:
+            form = self._attempt.calls.form(chosen)
+        else:
+            raise WrongValue(f"llm.chat: tool_choice={choice!r} must be auto, required or the name of a tool")
+        if (why := await self.unenforced(form)) is not None:
+            raise WrongValue(f"llm.chat: {why}")
+        return form
+
+    async def unenforced(self, form: Form | None) -> str | None:
+        """Why answers are not kept to a form while they are decoded; None: they are.
+
+        Args:
+            form: as `Attempt.calls` makes it; None: there is none.
+        """
+        if (why := self._attempt.setting.no_forms) is not None:
+            return why
+        if form is None:
+            return f"tool calls of the format {self._attempt.calls.name} are no JSON that answers could be kept to"
+        return await in_thread(lambda: unenforceable(form))
+
+    @property
+    def no_forms(self) -> str | None:
+        """Why the engine keeps no answer to a form; None: it does."""
+        return self._attempt.setting.no_forms
 
     def generate(self, prompt: Any, *, listener: Listener | None = None, **sampling: Any) -> Awaited[Reply]:
         """Let the model go on from token ids, or from a text as it stands; await it.

@@ -53,6 +53,10 @@ def copied(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
+_TAIL = 8
+"""Tokens at the end of a prompt in which it may begin the model's thought: `<think>` and a line end, by letters too."""
+
+
 class ChatFormat:
     """Encodes messages as one tokenizer and its chat template do.
 
@@ -103,6 +107,16 @@ class ChatFormat:
     def has_template(self) -> bool:
         """Messages get a chat template around them."""
         return bool(self.tokenizer.chat_template)
+
+    @property
+    def thinks(self) -> bool:
+        """Its model marks what it thinks by `<think>`, as the chat template shows."""
+        template = self.tokenizer.chat_template or ""
+        return "</think>" in (" ".join(template.values()) if isinstance(template, dict) else str(template))
+
+    def begins_thought(self, ids: np.ndarray) -> bool:
+        """Tokens that end a prompt begin the model's thought, as templates of models that always think do."""
+        return str(self.tokenizer.decode(ids[-_TAIL:])).rstrip().endswith("<think>")
 
     def ids(self, text: str, *, first: bool = False) -> np.ndarray:
         """Token ids of plain text, int64 [tokens].

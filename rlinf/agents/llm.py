@@ -21,7 +21,7 @@ from rlinf.engines.base import Completion, Finish, Hear, PartialAnswer, Sampling
 from rlinf.runtime.base.errors import RemoteError, UserError
 from rlinf.runtime.streams.stream import Stream
 
-SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "min_new_tokens", "stop")
+SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "min_new_tokens", "stop", "form")
 """Names of the sampling settings that an answer may be asked for with."""
 
 _ELSEWHERE = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_new_tokens")
@@ -115,6 +115,8 @@ class Setting:
     """Tokens of a whole conversation that the model has positions and memory for; None: nobody knows."""
     vocabulary: int | None = None
     """Token ids are below it; None: nobody knows."""
+    no_forms: str | None = "the model is not asked by an engine that keeps answers to schemas"
+    """Why no schema is enforced while answers are decoded; None: they are."""
 
     def sampling_of(self, call: str, length: int, *settings: Mapping[str, Any]) -> dict[str, Any]:
         """How to sample an answer.

@@ -41,6 +41,7 @@ from rlinf.data.images import Pictures
 from rlinf.data.sample import ImageRef, PrefixKey, Prompt, prefix_key
 from rlinf.data.weights import Weights
 from rlinf.engines import ENGINES
+from rlinf.engines.grammars import missing
 from rlinf.models.language.truth import Way
 from rlinf.runtime.base.tasks import InThreads
 from rlinf.runtime.streams.stream import each
@@ -1018,6 +1019,13 @@ def unable(engine: str, kv: Kv | None) -> str | None:
         return None
     engine_class: type[Engine] = importlib.import_module(ENGINES[engine].rpartition(".")[0]).ENGINE
     return None if kv in engine_class.kv else _other_kv(engine, engine_class.kv)
+
+
+def no_forms(engine: str, args: Mapping[str, Any]) -> str | None:
+    """Why an engine of `ENGINES` with these arguments keeps no answer to a JSON schema; None: it does."""
+    if engine in ("sglang", "vllm") and not args.get("schemas"):
+        return f"{engine} keeps answers to schemas where rollout.engine_args.schemas is set: its server then reads text"
+    return missing() if engine in ENGINES else f"{engine} is no engine that is known to keep answers to schemas"
 
 
 def no_rounding(engine: str, on_cpu: bool) -> str | None:

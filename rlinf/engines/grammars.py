@@ -17,7 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -45,6 +45,8 @@ class Form:
     """Text between several of these, of which there is at least one; None: there is one."""
     thought: Literal["", "may", "begun"] = ""
     """Thought that goes before: none, one in `<think>` and `</think>` or none, or the rest of one that was begun."""
+    free: bool = False
+    """Any text may stand around it, or in its place: the form begins where a text has what stands `before`."""
 
     @property
     def text(self) -> str:
@@ -76,10 +78,14 @@ class Form:
         one, space = [*_literals(self.before, specials), "json", *_literals(self.after, specials)], r"/[ \n]*/"
         again = [] if self.between is None else ["(", *_literals(self.between, specials), "part", ")*"]
         lines = ["start: " + " ".join([*self._thinks(specials), "part", *again])]
+        if self.free:
+            mark, one[: len(_literals(self.before, specials))] = re.escape(self.before.strip()).replace("/", r"\/"), []
+            lines = [f"start: plain | (free {space} part){'' if self.between is None else '+'} plain", "plain: PLAIN |"]
+            lines += [rf"PLAIN: /(.|\n)*/ & ~/(.|\n)*{mark}(.|\n)*/", rf"free[lazy]: /(.|\n)*{mark}/"]
         if self.thought:
             lines += [f"rest: text {' '.join(_literals('</think>', specials))} {space}", "text[lazy]: /(.|\\n)*/"]
             if "</think>" not in specials:
-                lines[1:] = [f"rest: text {space}", 'text[suffix="</think>"]: /(.|\\n)*/']
+                lines[-2:] = [f"rest: text {space}", 'text[suffix="</think>"]: /(.|\\n)*/']
         lines += [f"part: {' '.join(one)}", f"json: %json {json.dumps(schema)}"]
         return "\n".join(lines)
 
@@ -92,14 +98,12 @@ class Form:
     def structural_tag(self) -> dict[str, Any]:
         """The form as servers with xgrammar's or llguidance's structural tags take it, marks and thoughts included."""
         content = {"type": "json_schema", "json_schema": json.loads(self.schema)}
-        part: dict[str, Any] = {"type": "tag", "begin": self.before, "content": content, "end": self.after}
-        if self.between is not None:
-            part = {
-                "type": "tags_with_separator",
-                "tags": [part],
-                "separator": self.between,
-                "at_least_one": True,
-            }
+        tag: dict[str, Any] = {"type": "tag", "begin": self.before, "content": content, "end": self.after}
+        several = {"type": "tags_with_separator", "tags": [tag], "separator": self.between, "at_least_one": True}
+        part = tag if self.between is None else several
+        if self.free:
+            rule = {"triggers": [self.before.strip()], "tags": [tag], "stop_after_first": self.between is None}
+            part = {"type": "triggered_tags", "at_least_one": False, **rule}
         if not self.thought:
             return {"type": "structural_tag", "format": part}
         begin = "<think>" if self.thought == "may" else ""
@@ -123,6 +127,7 @@ def missing() -> str | None:
     return None if find_spec("llguidance") is not None else MISSING
 
 
+@lru_cache(_COMPILED)
 def unenforceable(form: Form) -> str | None:
     """Why no engine of ours can keep answers within a form, by the schema's keyword; None: it can. Blocking."""
     if (problem := missing()) is not None:

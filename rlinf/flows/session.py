@@ -114,6 +114,8 @@ class Running:
     """Where agents in other frameworks find the model."""
     learn: Callable[[Sequence[tuple[Prompt, float]]], Mapping[str, float]] = lambda outcomes: {}
     """Tells the run's environment what came of a step's tasks; returns its metrics."""
+    no_forms: str | None = None
+    """Why its engine keeps no answer to a schema; None: it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +151,12 @@ class RunSession:
         self._chat = ChatFormat(running.tokenizer, running.chat_args, running.say)
         self._model = RolloutModel(lambda: running.roles()["rollout"])
         self._setting = Setting(
-            self._model, running.temperature, running.max_new_tokens, running.longest, running.vocabulary
+            self._model,
+            running.temperature,
+            running.max_new_tokens,
+            running.longest,
+            running.vocabulary,
+            running.no_forms,
         )
         self._calls = call_format(running.call_format, running.tokenizer)
         self._numbers = itertools.count()

@@ -34,7 +34,7 @@ from rlinf.config.load import ConfigError, InputError, Problem
 from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
 from rlinf.data.tokenizer import pretrained
-from rlinf.engines.base import Completion, PartialAnswer, PartialGroup, Request, Sampling
+from rlinf.engines.base import Completion, PartialAnswer, PartialGroup, Request, Sampling, no_forms
 from rlinf.flows.session import Running, RunSession
 from rlinf.flows.text import Teachers
 from rlinf.models.language.sources import context_length
@@ -315,6 +315,7 @@ def running_of(
         agent=agent,
         timeout=None if agent is None else config.agent.timeout,
         call_format=config.agent.call_format,
+        no_forms=no_forms(config.rollout.engine, config.rollout.engine_args),
         **more,
     )
 

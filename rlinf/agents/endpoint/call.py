@@ -25,6 +25,7 @@ from rlinf.agents.endpoint.requests import (
     Fields,
     ModelRequest,
     ask,
+    enforced,
     invalid,
     message_of,
     refused,
@@ -92,6 +93,7 @@ class Call:
             session = self.session = endpoint.conversation(
                 request.messages_with_instruction() if request.messages else [], format
             )
+        request = await enforced(session.llm, request, self.body)
         endpoint.unheeded(session, self.body.unheeded)
         how: dict[str, Any] = {"thinks": endpoint.thinks(session.llm), "live": self.live}
         asking = [

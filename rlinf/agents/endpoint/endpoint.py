@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from rlinf.agents.agent import AgentLLM
 from rlinf.agents.arguments import WrongType, number, shown
 from rlinf.agents.chat import ChatFormat, Message
-from rlinf.agents.endpoint.requests import ApiError, Applying, ClientAnswer, invalid, template_thinks
+from rlinf.agents.endpoint.requests import ApiError, Applying, ClientAnswer, invalid
 from rlinf.agents.trajectories import Key
 from rlinf.config.text import EndpointConfig
 from rlinf.data.sample import Group, Sample
@@ -427,7 +427,7 @@ class Endpoint:
     def thinks(self, llm: AgentLLM) -> bool:
         """Tell whether the model writes what it thinks in marks; see `agent.endpoint.reasoning`."""
         mode = self.config.reasoning
-        return mode == "think" or (mode == "auto" and template_thinks(llm.trajectories.chat))
+        return mode == "think" or (mode == "auto" and llm.trajectories.chat.thinks)
 
     def of_response(self, response: str) -> EndpointSession | None:
         """The session in which a response was given; None: there is none, or it is over."""

@@ -8,9 +8,10 @@ A request that is right is put to the model, and `ClientAnswer` is its answer as
 that stopped the answer, reasoning and calls of tools apart, checked against the JSON that was asked for. What a client
 reads is told to the record, so that it is known when it comes back. Who wakes whom: the model's answer.
 
-Nothing constrains the tokens of an answer. Which tools it calls is therefore a wish of the client's: where it is not
-met, the model is told so, as the user, and asked once more. All of that is one line of the record, with every token
-learned once; the client sees the second answer alone.
+Where the engine can, an answer is kept to the JSON or the calls that were asked for while it is decoded (`enforced`).
+Elsewhere these are wishes of the client's: where an answer does not call tools as wished, the model is told so, as the
+user, and asked once more. All of that is one line of the record, with every token learned once; the client sees the
+second answer alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from rlinf.agents.llm import ContextFull, Listener, Reply
 from rlinf.agents.tools.formats import ToolCall
 from rlinf.agents.trajectories import Key, Turn
 from rlinf.data.datasets.conversations import call_arguments
+from rlinf.engines.grammars import Form
 from rlinf.runtime.base.errors import RemoteError, UserError
 from rlinf.runtime.processes.supervisor import CallTimeout, ChildDied, Worker
 
@@ -309,7 +311,7 @@ _SCHEMA_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class JsonForm:
-    """The answer shall be JSON: the model is told so, and what it says is checked; nothing constrains its tokens."""
+    """The answer shall be JSON: the model is told so, and what it says is checked."""
 
     schema: Mapping[str, Any] | None
     """JSON schema of it; None: any object."""
@@ -385,6 +387,8 @@ class ToolChoice:
     """The one that has to be called; None: any."""
     single: bool = False
     """Not more than one may be called."""
+    strict: frozenset[str] = frozenset()
+    """Tools whose arguments have to be of their schema."""
 
     @property
     def asks_again(self) -> bool:
@@ -430,6 +434,8 @@ class ModelRequest:
     """Settings of `llm.chat`."""
     form: JsonForm | None = None
     """The JSON that is wanted."""
+    enforced: Form | None = None
+    """What the answer is kept to while it is decoded; see `enforced`."""
     count: int = 1
     """Answers."""
 
@@ -481,6 +487,50 @@ def template_of(llm: AgentLLM, request: ModelRequest) -> ChatFormat:
     """How messages become tokens where the model is shown these tools, with these arguments of the template."""
     more = {**request.template, **({"tools": list(request.tools)} if request.tools else {})}
     return llm.trajectories.chat.with_arguments(**more)
+
+
+async def enforced(llm: AgentLLM, request: ModelRequest, body: Fields) -> ModelRequest:
+    """The request, with the form that its answer is kept to while it is decoded, where one is asked for.
+
+    Args:
+        llm: the model.
+        request: as it was read.
+        body: of what; tools whose schema is not kept to, because nobody insists on it, are noted there.
+
+    Raises:
+        ApiError: a schema has a keyword that cannot be enforced, and the text names it.
+    """
+    choice, param = request.choice, "response_format"
+    tools = (
+        [tool for tool in request.tools or () if choice.name in (None, tool["function"]["name"])] if choice.may else []
+    )
+    form: Form | None = None
+    if tools and (choice.must or choice.strict):
+        param = "tools"
+        loose = [tool for tool in tools if tool["function"]["name"] not in choice.strict]
+        whole = {"single": choice.single, "free": not choice.must}
+        form = llm.call_format.form(tools, **whole)
+        if form is not None and loose and llm.no_forms is None and await llm.unenforced(form) is not None:
+            body.note("tools.parameters", "not enforced")
+            form = llm.call_format.form([_loosened(tool) if tool in loose else tool for tool in tools], **whole)
+    elif not tools and request.form is not None:
+        param = request.form.param or param
+        form = Form(json.dumps({"type": "object"} if request.form.schema is None else request.form.schema))
+    elif request.form is None:
+        return request
+    if form is None or llm.no_forms is not None:
+        why = await llm.unenforced(form) if tools else llm.no_forms
+        why = why or "tools may be called, too"
+        text = f"what clients ask of an answer's form is told to the model and checked, and not enforced: {why}"
+        llm.trajectories.chat.warn("forms", text)
+        return request
+    if (why := await llm.unenforced(form)) is not None:
+        raise invalid(param, f"{param}: {why}")
+    return replace(request, enforced=form)
+
+
+def _loosened(tool: Schema) -> Schema:
+    return {**tool, "function": {**tool["function"], "parameters": {"type": "object"}}}
 
 
 async def ask(
@@ -546,7 +596,8 @@ async def _answer_as_wished(
 ) -> tuple[Answer, Turn | None]:
     """The answer; and, where it is the second one, the first, which did not call tools as wished."""
     messages = request.messages_with_instruction()
-    more = {"tools": request.tools, "chat_template_kwargs": request.template, **request.sampling}
+    form = {} if request.enforced is None else {"schema": request.enforced}
+    more = {"tools": request.tools, "chat_template_kwargs": request.template, **form, **request.sampling}
     answer = await llm.chat(messages, listener=listener, **more)
     why = request.choice.unmet(answer.calls, answer.broken) if request.tools else None
     if why is None or answer.finish in ("length", "abort"):
@@ -564,12 +615,6 @@ def _until_stopped(reply: Reply, text: str, request: ModelRequest) -> tuple[str,
         return text, None
     at, stop = min(places)
     return (text if request.stop_shown else text[:at]), stop
-
-
-def template_thinks(chat: ChatFormat) -> bool:
-    """See in a chat template whether its model marks what it thinks by `<think>`."""
-    template = chat.tokenizer.chat_template or ""
-    return THOUGHT in (" ".join(template.values()) if isinstance(template, dict) else str(template))
 
 
 def split_thought(text: str, *, thinking: bool = False) -> tuple[str | None, str]:
@@ -628,12 +673,22 @@ def tool_choice(body: Fields, tools: Sequence[Schema], *, single: bool) -> ToolC
         tools: that the model is shown.
         single: not more than one at a time.
     """
-    wished = _wished(body, single)
+    wished = replace(_wished(body, single), strict=frozenset(_strict(body.any("tools"))))
     names = {tool["function"]["name"] for tool in tools}
     if wished.must and not (names if wished.name is None else wished.name in names):
         body.note("tool_choice")
         return ToolChoice(single=single)
     return wished
+
+
+def _strict(tools: Any, within: str = "") -> Iterator[str]:
+    """Names of the tools that are `strict`, in any protocol."""
+    for tool in tools if isinstance(tools, list) else ():
+        if isinstance(tool, Mapping):
+            inner = tool["function"] if isinstance(tool.get("function"), Mapping) else tool
+            if tool.get("strict") is True or inner.get("strict") is True:
+                yield f"{within}{inner.get('name')}"
+            yield from _strict(tool.get("tools"), f"{tool.get('name')}.")
 
 
 def _wished(body: Fields, single: bool) -> ToolChoice:

@@ -24,7 +24,7 @@ import re
 import secrets
 import tokenize
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlinf.agents.chat import copied
 from rlinf.config.importing import resolve
+from rlinf.engines.grammars import Form
 from rlinf.runtime.base.errors import UserError
 
 Schema = Mapping[str, Any]
@@ -121,6 +122,31 @@ class CallFormat:
     """Texts that end an answer in this format, besides the model's end tokens."""
     untyped: ClassVar[bool] = False
     """Arguments are written as bare texts, whose types only the tool's schema tells."""
+    around: ClassVar[tuple[str, str, str] | None] = None
+    """Texts before and behind a call that is an object of JSON, and between two of them; None: calls are something
+    else, and nothing keeps answers to them."""
+    arguments: ClassVar[str] = "arguments"
+    """Name of the arguments in that object."""
+
+    def form(self, tools: Sequence[Schema], *, single: bool = False, free: bool = False) -> Form | None:
+        """The form of answers that call tools; None: there is none for this format.
+
+        Args:
+            tools: that may be called, at least one.
+            single: one call, and not several.
+            free: an answer may have other text too, or that alone.
+        """
+        if self.around is None or (free and not self.around[0]):
+            return None
+        before, after, between = self.around
+        calls = [self._call_schema(number, tool["function"]) for number, tool in enumerate(tools)]
+        return Form(json.dumps({"anyOf": calls}), before, after, None if single else between, free=free)
+
+    def _call_schema(self, number: int, function: Mapping[str, Any]) -> dict[str, Any]:
+        parameters = function.get("parameters") or {"type": "object"}
+        moved = _moved(parameters, f"#/anyOf/{number}/properties/{self.arguments}")
+        properties = {"name": {"const": function["name"]}, self.arguments: moved}
+        return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
     def read(self, text: str, match: re.Match[str]) -> Read | None:
         """Read the calls that begin at a match of `opens`.
@@ -298,6 +324,18 @@ _MARKERS = (
 """Markers in a chat template that tell the format, most telling first."""
 
 
+def _moved(schema: Any, path: str) -> Any:
+    """A schema as it stands inside of another, at a path: its references go there."""
+    if isinstance(schema, list):
+        return [_moved(each, path) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    inside = {name: _moved(each, path) for name, each in schema.items()}
+    if isinstance(to := schema.get("$ref"), str) and to.startswith("#"):
+        inside["$ref"] = path + to[1:]
+    return inside
+
+
 def call_format(name: str | CallFormat | type[CallFormat] | None, tokenizer: PreTrainedTokenizerBase) -> CallFormat:
     """The format in which a model writes tool calls.
 
@@ -420,6 +458,7 @@ class Hermes(CallFormat):
 
     name = "hermes"
     marks = ("<tool_call>",)
+    around = ("<tool_call>\n", "\n</tool_call>", "\n")
     opens = re.compile(r"<tool_call>")
 
     def read(self, text: str, match: re.Match[str]) -> Read:
@@ -584,6 +623,7 @@ class LlamaJson(CallFormat):
 
     name = "llama3_json"
     marks = ("<|python_tag|>", "{")
+    around, arguments = ("", "", "; "), "parameters"
     opens = re.compile(rf"<\|python_tag\|>|{_FRESH}\{{")
 
     def read(self, text: str, match: re.Match[str]) -> Read | None:

@@ -257,8 +257,8 @@ class AgentLLM:
             form: Form | None = schema if isinstance(schema, Form) else Form(json.dumps(schema))
         elif schema is not None:
             raise WrongValue("llm.chat: tool_choice asks for calls of tools, and schema for no call: take one of them")
-        elif chosen := [one for one in tools if choice in ("required", one["function"]["name"])]:
-            form = self._attempt.calls.form(chosen)
+        elif callable_tools := [one for one in tools if choice in ("required", one["function"]["name"])]:
+            form = self._attempt.calls.form(callable_tools)
         else:
             raise WrongValue(f"llm.chat: tool_choice={choice!r} must be auto, required or the name of a tool")
         if (why := await self.unenforced(form)) is not None:

@@ -202,10 +202,12 @@ class Grammars:
         compiled = self._of(form)
         return compiled if isinstance(compiled, str) else None
 
-    def constraint(self, form: str, ends: Sequence[int], begun: Iterable[int], log_mass: Iterable[float]) -> Constraint:
+    def constraint(
+        self, form: str, ends: Sequence[int], tokens: Iterable[int], log_mass: Iterable[float]
+    ) -> Constraint:
         """The place of an answer in a form that `problem` knows, after the tokens that were begun elsewhere."""
         constraint = Constraint(self._of(form).deep_copy(), ends)
-        for token, mass in zip(begun, log_mass, strict=True):
+        for token, mass in zip(tokens, log_mass, strict=True):
             constraint.take(token, mass)
         return constraint
 

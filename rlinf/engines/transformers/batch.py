@@ -120,8 +120,8 @@ class Slots:
                 self._tokens[slot, :count], self.last[slot] = partial.response_ids, partial.response_ids[-1]
                 self._logprobs[slot, :count], self._versions[slot, :count] = partial.logprobs, partial.versions
             if (form := request.sampling.form) and self._grammars is not None:
-                begun = ((), ()) if partial is None else (partial.response_ids.tolist(), partial.masses)
-                self.constraints[slot] = self._grammars.constraint(form, request.sampling.stop_ids, *begun)
+                so_far = ((), ()) if partial is None else (partial.response_ids.tolist(), partial.masses)
+                self.constraints[slot] = self._grammars.constraint(form, request.sampling.stop_ids, *so_far)
         return slots
 
     def allowed(self, slots: np.ndarray, device: torch.device) -> Allowed | None:
@@ -825,9 +825,9 @@ class Batch:
                 logits = self.forward.allowed(logits)
                 first = torch.zeros(len(some), dtype=torch.int64, device=logits.device)
                 allowed = self._slots.allowed(some, logits.device)
-                drawn = choose_allowed(logits, rules, first, allowed, padding=self.forward.padding)
+                result = choose_allowed(logits, rules, first, allowed, padding=self.forward.padding)
                 versions = self.forward.versions_of(self._slots.adapters(some.tolist()))
-                ids, logprobs, log_mass = to_host(*drawn)
+                ids, logprobs, log_mass = to_host(*result)
                 self._extend(Sampled(some, ids, logprobs, log_mass, versions))
         self._rows.joined()
 

@@ -149,9 +149,9 @@ def choose_allowed(
     whole = whole.float()
     if rules.temperatures is not None:
         whole = whole / rules.temperatures[allowed.rows]
-    drawn = whole.gather(1, tokens[allowed.rows, None]).squeeze(1) - whole.logsumexp(dim=-1)
+    logprob = whole.gather(1, tokens[allowed.rows, None]).squeeze(1) - whole.logsumexp(dim=-1)
     log_mass = torch.zeros_like(logprobs)
-    log_mass[allowed.rows] = (drawn - logprobs[allowed.rows]).clamp(max=0.0)
+    log_mass[allowed.rows] = (logprob - logprobs[allowed.rows]).clamp(max=0.0)
     return tokens, logprobs, log_mass
 
 

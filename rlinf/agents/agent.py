@@ -32,7 +32,7 @@ from rlinf.agents.chat import ChatFormat, Message, are_messages, copied
 from rlinf.agents.llm import Listener, Reply, Setting
 from rlinf.agents.tools.formats import CallFormat, ToolCall
 from rlinf.agents.tools.tool import Tools
-from rlinf.agents.trajectories import Counts, Trajectories, Turn
+from rlinf.agents.trajectories import Counts, Trajectories, Turn, add_reward
 from rlinf.data.rng import mix
 from rlinf.data.sample import Prompt, Sample
 from rlinf.engines.grammars import Form, unenforceable
@@ -342,22 +342,22 @@ class AgentLLM:
         turn = self.trajectories.add(parent, new_ids, done, settings["temperature"], line, messages, chat)
         return reply, turn, (messages, parsed)
 
-    def reward(self, value: float, answer: Answer | None = None) -> None:
+    def reward(self, value: float | Sequence[float], answer: Answer | None = None) -> None:
         """Reward an answer; several rewards of one answer add.
 
         Args:
-            value: the reward.
+            value: the reward, which falls at the answer's last token; or one for each token of `answer.ids`.
             answer: of `chat`; None for the newest one.
 
         Raises:
             UserError: the model has not answered yet.
-            ValueError: no number.
+            TypeError, ValueError: no number, and no numbers as many as tokens.
         """
         turns = self.trajectories.turns
         if not turns:
             raise UserError("llm.reward: the model has not answered yet; call it after `await llm.chat(…)`")
         turn = turns[-1] if answer is None or answer.turn is None else answer.turn
-        turn.reward = (turn.reward or 0.0) + number(value, "llm.reward")
+        add_reward(turn, value, len(turn.answer.token_ids), "llm.reward")
 
     # For foreign frameworks -------------------------------------------------------------------------------------
 

@@ -163,6 +163,35 @@ def number(value: Any, call: str) -> float:
     return float(plain)
 
 
+def token_rewards(values: Any, tokens: int, call: str) -> np.ndarray | None:
+    """A reward of each token of an answer, float64 [tokens]; None: it is a single number.
+
+    Args:
+        values: the reward.
+        tokens: of the answer.
+        call: for errors.
+
+    Raises:
+        TypeError: no numbers.
+        ValueError: not one for each token, or not finite.
+    """
+    shape = getattr(values, "shape", None)
+    if not isinstance(values, (list, tuple)) and not shape:
+        return None
+    try:
+        rewards = np.array([*map(float, values)], np.float64)
+    except (TypeError, ValueError):
+        raise WrongType(f"{call}: the rewards {shown(values)} are no numbers, one for each token") from None
+    if len(rewards) != tokens:
+        raise WrongValue(
+            f"{call}: {len(rewards)} rewards for an answer of {tokens} tokens; give one for each of its ids"
+        )
+    if not np.isfinite(rewards).all():
+        place = int(np.flatnonzero(~np.isfinite(rewards))[0])
+        raise WrongValue(f"{call}: the reward of token {place} is {rewards[place]}; give finite numbers")
+    return rewards
+
+
 def token_ids(values: Any, vocabulary: int | None, call: str) -> np.ndarray:
     """Token ids, int64 [tokens].
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 from rlinf.agents.arguments import Awaited, WrongType, number, shown, token_ids
 from rlinf.agents.chat import ChatFormat, Message, copied
 from rlinf.agents.llm import Reply, Setting
-from rlinf.agents.trajectories import sample_of
+from rlinf.agents.trajectories import add_reward, fallen, sample_of
 from rlinf.data.rng import mix
 from rlinf.data.sample import Prompt, Sample, Segment
 from rlinf.engines.base import Completion, Finish
@@ -42,6 +42,8 @@ class _Turn:
     """Why it ended."""
     reward: float | None = None
     """Reward of this turn."""
+    token_rewards: np.ndarray | None = None
+    """Where it falls, float64 [tokens]; None: all at the last token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -222,18 +224,21 @@ class Conversation:
         """All tokens so far, int64 [tokens]; messages become tokens when the model answers them."""
         return np.concatenate([part.token_ids for part in self._segments] or [np.empty(0, np.int64)])
 
-    def reward(self, value: float) -> None:
+    def reward(self, value: float | Sequence[float]) -> None:
         """Reward the last answer of the model; several rewards of one answer add.
+
+        Args:
+            value: the reward, which falls at the answer's last token; or one for each of its tokens.
 
         Raises:
             UserError: the model has not answered yet.
-            ValueError: no number.
+            TypeError, ValueError: no number, and no numbers as many as tokens.
         """
         self._check("reward")
         if not self._turns:
             raise UserError("conversation.reward: the model has not answered yet; call it after `await c.generate(…)`")
         turn = self._turns[-1]
-        turn.reward = (turn.reward or 0.0) + number(value, "conversation.reward")
+        add_reward(turn, value, len(self._segments[turn.segment].token_ids), "conversation.reward")
 
     def fork(self) -> Conversation:
         """Another conversation that goes on from here, with randomness of its own.
@@ -285,10 +290,10 @@ class Conversation:
 
     def _sample(self, reward: float | None, in_turns: bool) -> Sample:
         first, last = self._turns[0].segment, self._turns[-1].segment
-        segments, rewards = self._segments[first : last + 1], dict[int, float | None]()
+        segments, rewards = self._segments[first : last + 1], dict[int, float | np.ndarray | None]()
         for turn in self._turns:
             if len(self._segments[turn.segment].token_ids):
-                rewards[turn.segment] = turn.reward
+                rewards[turn.segment] = fallen(turn)
         return sample_of(
             self.chat.tokenizer.decode,
             self.prompt or Prompt(self.number or 0, np.empty(0, np.int64)),

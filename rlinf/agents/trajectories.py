@@ -16,10 +16,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from rlinf.agents import arguments
 from rlinf.agents.chat import ChatFormat, Message
 from rlinf.config.reading import parse_json
 from rlinf.data.sample import REWARDS, Prompt, Sample, Segment, read_only
@@ -57,6 +58,8 @@ class Turn:
     """Tokens up to the answer's end."""
     reward: float | None = None
     """Reward of this answer."""
+    token_rewards: np.ndarray | None = None
+    """Where it falls, float64 [tokens]; None: all at the last token."""
     goes_on: bool = False
     """Another turn follows on it."""
     claimed: bool = False
@@ -79,6 +82,44 @@ class Turn:
     def ids(self) -> np.ndarray:
         """All tokens up to the answer's end, int64 [length]."""
         return np.concatenate([part for turn in self.line() for part in (turn.new_ids, turn.answer.token_ids)])
+
+
+class _Rewarded(Protocol):
+    """An answer that may be rewarded."""
+
+    reward: float | None
+    token_rewards: np.ndarray | None
+
+
+def add_reward(turn: _Rewarded, value: Any, tokens: int, call: str) -> None:
+    """Reward an answer, beside what it has got.
+
+    Args:
+        turn: it.
+        value: a number, which falls at its last token, or a number for each token.
+        tokens: of the answer.
+        call: for errors.
+
+    Raises:
+        TypeError, ValueError: neither.
+    """
+    each = arguments.token_rewards(value, tokens, call)
+    at_end = np.zeros(tokens)
+    if each is None:
+        total = arguments.number(value, call)
+        at_end[-1:] = total
+    else:
+        total = float(each.sum())
+        at_end[-1:] = 0.0 if turn.token_rewards is not None else turn.reward or 0.0
+    if each is not None or turn.token_rewards is not None:
+        before = 0.0 if turn.token_rewards is None else turn.token_rewards
+        turn.token_rewards = before + at_end + (0.0 if each is None else each)
+    turn.reward = (turn.reward or 0.0) + total
+
+
+def fallen(turn: _Rewarded) -> float | np.ndarray | None:
+    """The reward of an answer, or that of each of its tokens."""
+    return turn.reward if turn.token_rewards is None else turn.token_rewards
 
 
 @dataclass(slots=True)
@@ -300,11 +341,11 @@ class Trajectories:
         before = [part for turn in line[:first] for part in (turn.new_ids, turn.answer.token_ids)]
         prompt_ids = np.concatenate([*before, line[first].new_ids])
         segments = [line[first].answer]
-        rewards = [line[first].reward]
+        rewards = [fallen(line[first])]
         for turn in line[first + 1 : last + 1]:
             answer = turn.answer if id(turn) in mine else Segment(turn.answer.token_ids, routes=turn.answer.routes)
             segments += [Segment(turn.new_ids), answer]
-            rewards += [None, turn.reward if id(turn) in mine else None]
+            rewards += [None, fallen(turn) if id(turn) in mine else None]
         return sample_of(
             self.chat.tokenizer.decode,
             Prompt(0, np.empty(0, np.int64)) if task is None else task,
@@ -324,7 +365,7 @@ def sample_of(
     task: Prompt,
     prompt_ids: np.ndarray,
     segments: Sequence[Segment],
-    rewards: Sequence[float | None],
+    rewards: Sequence[float | np.ndarray | None],
     *,
     finish: Finish,
     **more: Any,
@@ -336,7 +377,8 @@ def sample_of(
         task: the prompt, whose tokens `prompt_ids` take the place of.
         prompt_ids: all that was read before the first answer, int64 [prompt].
         segments: from the first answer to the last.
-        rewards: of single segments, which stand at their last tokens; none if answers were not rewarded one by one.
+        rewards: of single segments, which stand at their last tokens, or of each of their tokens; none if answers were
+            not rewarded one by one.
         finish: why the last answer ended.
         more: further fields of the sample.
     """
@@ -348,7 +390,9 @@ def sample_of(
         ends = np.cumsum([len(part.token_ids) for part in segments])
         per_token[REWARDS] = np.zeros(len(ids), np.float32)
         for end, segment_reward in zip(ends, rewards, strict=True):
-            if segment_reward is not None:
+            if isinstance(segment_reward, np.ndarray):
+                per_token[REWARDS][end - len(segment_reward) : end] += segment_reward
+            elif segment_reward is not None:
                 per_token[REWARDS][end - 1] += segment_reward
     return Sample.of_segments(
         task,

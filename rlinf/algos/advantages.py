@@ -106,6 +106,53 @@ def _centred(
     return torch.where(uneven(rewards, groups), centred, 0.0), group, count
 
 
+def turn_relative(
+    rewards: Tensor,
+    groups: Tensor,
+    there: Tensor,
+    *,
+    gamma: float = 1.0,
+    scale: Literal["std", "none"] = "std",
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The reward still to come at each turn, relative to the same turn of the other answers to the same prompt.
+
+        G_it = sum over k >= t of gamma^(k - t) r_ik
+        A_it = (G_it - mean(G_t)) / (std(G_t) + 1e-6)    mean and std over the answers of i's group that have a turn t
+
+    Group-relative advantages by turn, as MT-GRPO (arXiv:2505.11821) and other turn-level recipes have them, with the
+    return in place of a single turn's reward. A turn that one answer of a group alone has gets exactly 0.
+
+    Args:
+        rewards: of each turn, [answers, turns].
+        groups: which group each answer belongs to, [answers], whole numbers.
+        there: which turns there are, bool [answers, turns].
+        gamma: discount per turn.
+        scale: as of `group_relative`.
+        weights: how many answers each counts as, [answers]; None: as one.
+
+    Returns:
+        Advantages, [answers, turns], 0 where there is no turn; dtype as of `group_relative`.
+
+    Raises:
+        ValueError: shapes differ, or `scale` is unknown.
+    """
+    if rewards.ndim != 2 or rewards.shape != there.shape:
+        raise ValueError(
+            f"turn_relative: rewards and there must both be [answers, turns], got {list(rewards.shape)} and "
+            f"{list(there.shape)}"
+        )
+    same_shape("turn_relative", "groups", groups, weights=weights)
+    coming = torch.where(there, wide(rewards.detach()), 0.0)
+    for turn in range(coming.shape[1] - 2, -1, -1):
+        coming[:, turn] += gamma * coming[:, turn + 1]
+    answer, turn_number = there.nonzero(as_tuple=True)
+    some = None if weights is None else weights[answer]
+    alike = _numbered(groups)[answer] * there.shape[1] + turn_number
+    relative = group_relative(coming[there], alike, scale=scale, weights=some)
+    return torch.zeros_like(coming, dtype=relative.dtype).masked_scatter(there, relative)
+
+
 def reinforce_pp(
     rewards: Tensor,
     mask: Tensor,

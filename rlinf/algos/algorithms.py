@@ -53,6 +53,34 @@ class GroupRelative:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnRelative:
+    """The reward to come at each turn, relative to that turn of the group's other answers: `advantages.turn_relative`.
+    Rewards of turns count where they fell, the rest of an answer's reward at its last turn."""
+
+    gamma: float = 1.0
+    """Discount per turn."""
+    scale: Literal["std", "none"] = "std"
+    """Divide by the standard deviation, or not."""
+
+    def __post_init__(self) -> None:
+        within("advantage.turn_relative", "gamma", self.gamma, 0.0, 1.0)
+        one_of("advantage.turn_relative", "scale", self.scale, ("std", "none"))
+
+    def __call__(self, answers: Answers, penalty: Tensor | None, reduce: Reduce | None) -> Tensor:
+        counted = answers.mask.bool()
+        turns = torch.zeros_like(counted, dtype=torch.int64) if answers.turns is None else answers.turns
+        rewards = _rewards_of_tokens(answers)
+        rewards = torch.where(counted, rewards if penalty is None else rewards - penalty, 0.0)
+        shape = (len(turns), int(turns.max()) + 1 if turns.numel() else 1)
+        of_turns = rewards.new_zeros(shape).scatter_add(1, turns, rewards)
+        there = torch.zeros(shape, dtype=torch.int64).scatter_add(1, turns, counted.long()) > 0
+        relative = advantages.turn_relative(
+            of_turns, answers.groups, there, gamma=self.gamma, scale=self.scale, weights=answers.weights
+        )
+        return torch.where(counted, relative.gather(1, turns), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveOneOut:
     """The reward less the others' mean: `advantages.leave_one_out`."""
 
@@ -99,9 +127,7 @@ class Gae:
         within("advantage.gae", "lam", self.lam, 0.0, 1.0)
 
     def __call__(self, answers: Answers, penalty: Tensor | None, reduce: Reduce | None) -> tuple[Tensor, Tensor]:
-        per_token = answers.token_rewards
-        rest = answers.unspent if per_token is None else answers.unspent - per_token.sum(1)
-        rewards = at_end(rest, answers.mask) if per_token is None else at_end(rest, answers.mask) + per_token
+        rewards = _rewards_of_tokens(answers)
         if penalty is not None:
             rewards = less_kl(rewards, penalty, answers.mask, beta=1.0)
         values, returns = advantages.gae_tokens(
@@ -128,6 +154,14 @@ class Distillation:
     def __call__(self, answers: Answers, penalty: Tensor | None, reduce: Reduce | None) -> Tensor:
         gains = advantages.distillation(answers.need("teacher_logprobs"), answers.need("logprobs"), answers.mask)
         return gains if penalty is None else gains - penalty
+
+
+def _rewards_of_tokens(answers: Answers) -> Tensor:
+    """Rewards where they fell, [answers, tokens]; what an answer's is more falls at its last token."""
+    per_token = answers.token_rewards
+    if per_token is None:
+        return at_end(answers.unspent, answers.mask)
+    return at_end(answers.unspent - per_token.sum(1), answers.mask) + per_token
 
 
 def _totals(answers: Answers, penalty: Tensor | None) -> Tensor:
@@ -416,6 +450,7 @@ class Critic:
 
 ADVANTAGES = {
     "group_relative": GroupRelative,
+    "turn_relative": TurnRelative,
     "leave_one_out": LeaveOneOut,
     "reinforce_pp": ReinforcePP,
     "gae": Gae,
@@ -486,7 +521,11 @@ class AlgorithmSpec:
     def compares_within_groups(self) -> bool:
         """Answers are compared with others to the same prompt, so a single one teaches nothing."""
         baseline = isinstance(self.advantage, ReinforcePP) and self.advantage.baseline
-        return baseline or isinstance(self.advantage, GroupRelative | LeaveOneOut) or self.sampling is not None
+        return (
+            baseline
+            or isinstance(self.advantage, GroupRelative | TurnRelative | LeaveOneOut)
+            or self.sampling is not None
+        )
 
     @property
     def needs_reference(self) -> bool:

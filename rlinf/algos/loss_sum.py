@@ -435,6 +435,9 @@ class Answers:
     token_rewards: Tensor | None = None
     """The parts of `rewards` that fell at tokens, [answers, tokens]; what `rewards` is more falls at the last one."""
 
+    turns: Tensor | None = None
+    """Number of the turn that each token belongs to, from 0, int64 [answers, tokens]; None: each answer is one."""
+
     lengths: Tensor | None = None
     """How many tokens were generated for each, [answers]; None: as many as count."""
     spent: Tensor | None = None

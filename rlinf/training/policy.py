@@ -378,6 +378,7 @@ def _answers(scored: Sequence[Sequence[Sample]], samples: Sequence[Sample], *, t
         groups=torch.from_numpy(np.repeat(np.arange(len(scored)), [len(some) for some in scored])),
         mask=torch.from_numpy(mask),
         token_rewards=_token_rewards(samples, mask) if tokens else None,
+        turns=_turns(samples, mask) if tokens else None,
         weights=None if all(weight == 1.0 for weight in weights) else torch.tensor(weights),
         truncated=torch.tensor([sample.truncated for sample in samples]),
         **_of_too_old(samples, tokens=tokens),
@@ -419,6 +420,20 @@ def _token_rewards(samples: Sequence[Sample], mask: np.ndarray) -> Tensor | None
         if REWARDS in sample.per_token:
             row[: sample.learned_tokens] = sample.column(REWARDS)
     return torch.from_numpy(table)
+
+
+def _turns(samples: Sequence[Sample], mask: np.ndarray) -> Tensor | None:
+    """Numbers of the turns of learned tokens, [samples, tokens]; None if no sample has a second. Gaps between
+    turns have no versions, which tells them from tokens that are too old to be learned."""
+    if all(sample.loss_mask is None for sample in samples):
+        return None
+    table = np.zeros(mask.shape, np.int64)
+    for row, sample in zip(table, samples, strict=True):
+        if sample.loss_mask is not None:
+            generated = sample.loss_mask | (sample.versions >= 0) if sample.too_old else sample.loss_mask
+            begins = generated & ~np.concatenate([[False], generated[:-1]])
+            row[: sample.learned_tokens] = (np.cumsum(begins) - 1)[sample.loss_mask]
+    return torch.from_numpy(table) if table.any() else None
 
 
 AGES = 8

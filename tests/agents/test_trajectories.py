@@ -173,6 +173,42 @@ async def test_rewards_of_answers_stand_at_their_ends():
     assert len(second.ids)
 
 
+async def test_rewards_of_tokens_stand_where_they_fell_beside_those_of_the_answer():
+    llm, _ = begun()
+    first = await llm.chat([user("Hi")])
+    await llm.chat([user("Hi"), first.message, user("go")])
+    each = np.arange(len(first.ids)) / 8
+    llm.reward(0.25, first)
+    llm.reward(each, first)
+    llm.reward(each.tolist(), first)
+    llm.reward(0.5, first)
+    (sample,) = samples_of(None, llm)
+    expected = 2 * each
+    expected[-1] += 0.75
+    assert sample.reward == expected.sum()
+    np.testing.assert_array_equal(sample.per_token["rewards"][: len(each)], expected)
+    assert not sample.per_token["rewards"][len(each) :].any()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "error", "said"),
+    [
+        (lambda count: np.zeros(count + 1), ValueError, "rewards for an answer of"),
+        (lambda count: [], ValueError, "0 rewards"),
+        (lambda count: np.zeros((count, 2)), TypeError, "one for each token"),
+        (lambda count: ["a"] * count, TypeError, "one for each token"),
+        (lambda count: [0.0] * (count - 1) + [float("nan")], ValueError, "token"),
+    ],
+)
+async def test_rewards_that_are_not_one_for_each_token_are_refused(rewards, error, said):
+    llm, _ = begun()
+    answer = await llm.chat([user("Hi")])
+    with pytest.raises(error, match=rf"(?s)llm\.reward: .*{said}"):
+        llm.reward(rewards(len(answer.ids)), answer)
+    llm.reward(1.0)
+    assert samples_of(None, llm)[0].reward == 1.0
+
+
 async def test_the_reward_of_an_answer_is_that_of_its_own_branch():
     llm, parrot = begun()
     good, bad = await llm.chat([user("one")]), await llm.chat([user("two")])

@@ -8,7 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.algos.advantages import distillation, gae, gae_tokens, group_relative, leave_one_out, reinforce_pp, whiten
+from rlinf.algos.advantages import (
+    distillation,
+    gae,
+    gae_tokens,
+    group_relative,
+    leave_one_out,
+    reinforce_pp,
+    turn_relative,
+    whiten,
+)
 from tests.algos import references
 
 
@@ -29,6 +38,29 @@ def by_the_formula(rewards, groups, scale):
 answers = st.lists(
     st.tuples(st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0, 3.7]), st.integers(-2, 3)), min_size=1, max_size=40
 )
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.lists(st.sampled_from([0.0, 0.5, -1.0, 2.0]), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.sampled_from([1.0, 0.5, 0.0]),
+    st.sampled_from(["std", "none"]),
+)
+def test_turns_are_the_formula_of_their_returns_by_turn(played, gamma, scale):
+    longest = max(len(rewards) for _, rewards in played)
+    table = torch.tensor([[*rewards, *[9.0] * (longest - len(rewards))] for _, rewards in played])
+    there = torch.tensor([[turn < len(rewards) for turn in range(longest)] for _, rewards in played])
+    groups = torch.tensor([group for group, _ in played])
+    found = turn_relative(table, groups, there, gamma=gamma, scale=scale)
+    expected = np.zeros(table.shape)
+    for turn in range(longest):
+        rows = [row for row, (_, rewards) in enumerate(played) if turn < len(rewards)]
+        returns = [sum(gamma**k * r for k, r in enumerate(played[row][1][turn:])) for row in rows]
+        expected[rows, turn] = by_the_formula(returns, [played[row][0] for row in rows], scale)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=2e-5, atol=1e-6)
 
 
 @given(answers, st.sampled_from(["std", "none"]))

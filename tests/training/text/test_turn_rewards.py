@@ -1,5 +1,7 @@
 """Rewards of turns: GAE has them where they fell, group-relative advantages by their sum."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,27 @@ def test_returns_are_the_rewards_that_are_still_to_come():
     first, second = value_rows(spec, [both]).rows[0]
     assert first.columns[RETURNS].tolist() == [0.5 * (1 + 0.5 * 2), 1 + 0.5 * 2, 2]
     assert second.columns[RETURNS].tolist() == [0.75, 1.5, 3]
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_turns_are_compared_with_the_same_turn_of_others(old):
+    spec = recipes.get("grpo", {"advantage": {"name": "turn_relative", "gamma": 0.5, "scale": "none"}})
+    both = [sample(0, 3.0, [0, 1, 0, 2]), sample(1, 4.0, [0, 0, 0, 3])]
+    if old:  # the first token of the first turn is too old: the turns are what they were
+        both = [
+            replace(
+                one,
+                loss_mask=np.array([False, True, False, True]),
+                versions=np.array([0, 1, -1, 1], np.int32),
+                too_old=1,
+            )
+            for one in both
+        ]
+    found = advantage_rows(spec, [group(*both)]).advantages
+    to_come = [[1 + 0.5 * 2, 2], [0.5 * 4, 4]]
+    expected = [[turn[0] - 2.0, turn[1] - 3.0] for turn in to_come]
+    for gains, (early, late) in zip(found, expected, strict=True):
+        assert gains.tolist() == [early] * (1 if old else 2) + [late]
 
 
 def test_a_group_is_compared_by_the_sums():

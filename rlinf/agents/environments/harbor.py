@@ -65,6 +65,7 @@ class Harbor:
         image: what containers are made from, whatever the tasks say, in place of their base image; `base` is what the
             provider has without an image.
         network: containers reach this machine's network.
+        weights: what counts besides the reward: factors of the numbers that are reported, such as `commands`, by name.
         held_out: tasks that are evaluated on, at most one in eight: the last ones.
 
     Raises:
@@ -81,6 +82,7 @@ class Harbor:
         settings: Mapping[str, Any] | None = None,
         image: str | None = None,
         network: bool = False,
+        weights: Mapping[str, float] | None = None,
         held_out: HeldOut = 100,
     ) -> None:
         self._tasks = {each.path.name: each for each in map(_read, _directories(Path(tasks)))}
@@ -88,6 +90,7 @@ class Harbor:
         self._make = resolve(containers) if isinstance(containers, str) else containers
         self._settings, self._image, self._network = dict(settings or {}), image, network
         self._kept = min(held_out, len(self._tasks) // _ONE_IN)
+        self._weights = dict(weights or {})
         self._built: dict[str, asyncio.Task[str]] = {}
         self._reported: set[str] = set()
 
@@ -140,7 +143,9 @@ class Harbor:
         finally:
             await box.end()
         value = rewards.get("reward", math.fsum(rewards.values()) / max(len(rewards), 1))
-        return Score(value, {**rewards, **numbers, "without_verdict": float(not rewards)})
+        numbers |= {**rewards, "without_verdict": float(not rewards)}
+        value += math.fsum(factor * numbers.get(name, 0.0) for name, factor in self._weights.items())
+        return Score(value, numbers)
 
     async def solved(self, name: str) -> Mapping[str, float]:
         """Rewards of the task's own solution (`solution/solve.sh`): a task whose solution earns nothing is broken."""

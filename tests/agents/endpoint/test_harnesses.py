@@ -17,7 +17,7 @@ openai = pytest.importorskip("openai")
 
 HARNESSES = json.loads(Path(__file__).with_name("harnesses.json").read_text())
 """By name and version: the path, what the model answered, and the bodies of its requests."""
-SAMPLES = {"claude-code": 1, "codex": 1, "qwen-code": 1, "mini-swe-agent": 2}
+SAMPLES = {"claude-code": 1, "codex": 1, "openhands-sdk": 1, "qwen-code": 1, "mini-swe-agent": 2}
 """What they send back is what was said, so it is one sample; mini-swe-agent leaves out an answer without a call, and
 there is one. smolagents writes its answers anew, and the others ask once per conversation."""
 HI = [{"role": "user", "content": "Hi"}]

@@ -45,11 +45,6 @@ class Recipe:
     env: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
 
-    @property
-    def runs(self) -> bool:
-        """It has commands, so it is worth keeping what they make."""
-        return any(step.command for step in self.steps)
-
     async def carry_out(self, box: Any) -> str:
         """Make a container what the image says; returns what went wrong, or ""."""
         for step in self.steps:

@@ -3,12 +3,13 @@
 In: a folder of task directories (`instruction.md`, `task.toml`, `environment/`, `tests/test.sh`). Out: an agent that
 works on a task in a container of its own, has the task's tests run there, and returns the reward that they write to
 `/logs/verifier`. Images are built here, step by step, from the part of the Dockerfile's language that `dockerfile.py`
-reads; the steps of an image with RUN are taken once, and kept as a snapshot.
+reads, once for each task.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import math
@@ -27,12 +28,15 @@ from rlinf.config.importing import resolve
 from rlinf.config.load import RunFailure
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
+from rlinf.sandbox.containers.pool import Kind, Pool
 from rlinf.sandbox.containers.protocol import LIMITS
 
 logger = logging.getLogger(__name__)
 
 _ONE_IN = 8
 """Of so many tasks at least, one is held out."""
+_MOST = 1024
+"""Containers at once; agent.at_once bounds them first."""
 _REWARDS = "/logs/verifier"
 _ABSENT = ("steps", "environment.gpus", "environment.mcp_servers", "environment.healthcheck", "verifier.environment")
 """Keys of task.toml for which nothing is here."""
@@ -91,7 +95,7 @@ class Harbor:
         self._settings, self._image, self._network = dict(settings or {}), image, network
         self._kept = min(held_out, len(self._tasks) // _ONE_IN)
         self._weights = dict(weights or {})
-        self._built: dict[str, asyncio.Task[str]] = {}
+        self._kinds: dict[str, Kind] = {}
         self._reported: set[str] = set()
 
     def tasks(self) -> list[dict[str, Any]]:
@@ -107,17 +111,13 @@ class Harbor:
 
     async def __aenter__(self) -> Harbor:
         async with AsyncExitStack() as stack:
-            self._containers = await stack.enter_async_context(self._make(**self._settings))
+            self._pool = await stack.enter_async_context(Pool(self._make(**self._settings), size=_MOST))
             if hasattr(self._harness, "__aenter__"):
                 await stack.enter_async_context(self._harness)
             self._open = stack.pop_all()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        for building in self._built.values():
-            building.cancel()
-        await asyncio.gather(*self._built.values(), return_exceptions=True)
-        self._built.clear()
         await self._open.aclose()
 
     async def __call__(self, task: Any, llm: Any) -> Score:
@@ -129,9 +129,8 @@ class Harbor:
             ContainerEnded: the container is gone.
         """
         one = self._tasks[task.row["task"]]
-        box = await self._started(one)
-        try:
-            numbers = {"out_of_time": 0.0}
+        numbers = {"out_of_time": 0.0}
+        async with self._pool.container(self._kind(one)) as box:
             try:
                 async with asyncio.timeout(one.seconds) as limit:
                     numbers |= await self._harness(one.instruction, box, llm)
@@ -140,8 +139,6 @@ class Harbor:
                     raise
                 numbers["out_of_time"] = 1.0
             rewards = await self._judged(one, box)
-        finally:
-            await box.end()
         value = rewards.get("reward", math.fsum(rewards.values()) / max(len(rewards), 1))
         numbers |= {**rewards, "without_verdict": float(not rewards)}
         value += math.fsum(factor * numbers.get(name, 0.0) for name, factor in self._weights.items())
@@ -150,49 +147,28 @@ class Harbor:
     async def solved(self, name: str) -> Mapping[str, float]:
         """Rewards of the task's own solution (`solution/solve.sh`): a task whose solution earns nothing is broken."""
         one = self._tasks[name]
-        box = await self._started(one)
-        try:
+        async with self._pool.container(self._kind(one)) as box:
             await box.upload(one.path / "solution", "/solution")
             await box.run(["bash", "/solution/solve.sh"], seconds=one.seconds)
             return await self._judged(one, box)
-        finally:
-            await box.end()
 
-    # Images -------------------------------------------------------------------------------------------------------
+    # Containers ---------------------------------------------------------------------------------------------------
 
-    async def _started(self, one: Task) -> Any:
-        recipe = one.recipe
-        if not recipe.runs:
-            box = await self._container(one, self._base(recipe))
-            try:
-                await recipe.carry_out(box)
-            except BaseException:
-                await box.end()
-                raise
-            return box
-        if one.path.name not in self._built:
-            self._built[one.path.name] = asyncio.create_task(self._snapshot(one), name=f"image of {one.path.name}")
-        return await self._container(one, await asyncio.shield(self._built[one.path.name]))
-
-    async def _snapshot(self, one: Task) -> str:
-        box = await self._container(one, self._base(one.recipe))
-        try:
-            failure = await one.recipe.carry_out(box)
-            if failure:
-                raise RunFailure(f"harbor: {one.path}: {failure}")
-            return str(await box.snapshot())
-        finally:
-            await box.end()
-
-    async def _container(self, one: Task, image: str | None) -> Any:
-        memory, disk = one.megabytes
-        more = {name: size << 20 for name, size in (("memory_bytes", memory), ("file_bytes", disk)) if size}
-        where: dict[str, Any] = {"workdir": one.recipe.workdir, "env": one.recipe.env, "network": self._network}
-        return await self._containers.start(image, limits=replace(LIMITS, **more), **where)
-
-    def _base(self, recipe: Recipe) -> str | None:
-        name = recipe.base if self._image is None else self._image
-        return None if name == "base" else name
+    def _kind(self, one: Task) -> Kind:
+        """Containers of a task: made by the steps of its image, which are taken once."""
+        if one.path.name not in self._kinds:
+            memory, disk = one.megabytes
+            more = {name: size << 20 for name, size in (("memory_bytes", memory), ("file_bytes", disk)) if size}
+            base = one.recipe.base if self._image is None else self._image
+            self._kinds[one.path.name] = Kind(
+                None if base == "base" else base,
+                workdir=one.recipe.workdir,
+                env=one.recipe.env,
+                limits=replace(LIMITS, **more),
+                network=self._network,
+                prepare=functools.partial(_prepared, one) if one.recipe.steps else None,
+            )
+        return self._kinds[one.path.name]
 
     # Tests --------------------------------------------------------------------------------------------------------
 
@@ -213,6 +189,16 @@ class Harbor:
             end = f"{result.outcome}: {reason(result.stdout + result.stderr)}"
             logger.warning("harbor: %s: its tests wrote no reward, which counts as 0 (%s)", one.path.name, end)
         return {}
+
+
+async def _prepared(one: Task, box: Any) -> None:
+    """Take the steps of a task's image.
+
+    Raises:
+        RunFailure: one of them failed.
+    """
+    if failure := await one.recipe.carry_out(box):
+        raise RunFailure(f"harbor: {one.path}: {failure}")
 
 
 def _rewards(text: str) -> dict[str, float]:

@@ -83,12 +83,20 @@ class Folders:
 
     def __init__(self):
         self.started, self.images = [], []
+        self._room = tempfile.mkdtemp(prefix="folders-")
+
+    @property
+    def ran(self):
+        """All commands of all containers."""
+        return [words for each in self.started for words in each.ran]
 
     async def __aenter__(self):
-        self._room = tempfile.mkdtemp(prefix="folders-")
         return self
 
     async def __aexit__(self, *_):
+        await self.close()
+
+    async def close(self):
         shutil.rmtree(self._room)
 
     async def start(self, image=None, *, workdir=None, env=None, limits=None, network=False):

@@ -33,20 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlinf.placement.bound import (
-    NEVER,
-    Bound,
-    Lane,
-    Losses,
-    Spans,
-    fair_shares,
-    joined,
-    length,
-    longest_row,
-    spans,
-    split,
-    until,
-)
+from rlinf.placement import bound
 from rlinf.placement.hardware import KIND
 from rlinf.placement.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
 from rlinf.placement.workload import Edge, condense, loops
@@ -90,7 +77,7 @@ class MeasuredStep:
 
     seconds: float
     """Seconds of the step."""
-    lanes: Mapping[int, Lane]
+    lanes: Mapping[int, bound.Lane]
     """Activity of each device."""
     stages: Mapping[str, StageTime]
     """By name."""
@@ -102,7 +89,7 @@ class MeasuredStep:
     """Seconds in which weights were published or taken anywhere."""
     source: str | None = None
     """The stage that items stream from and that nothing feeds, such as generation."""
-    released: Spans = field(default_factory=lambda: np.zeros(0))
+    released: bound.Spans = field(default_factory=lambda: np.zeros(0))
     """When items left it, seconds after the start of the step, ascending, `[items]`."""
     release: Release | None = None
     """The same as shares of its own working time."""
@@ -110,10 +97,10 @@ class MeasuredStep:
     """By stage: mean seconds to load it, and to park it."""
 
     @property
-    def tail(self) -> Spans:
+    def tail(self) -> bound.Spans:
         """From when 95 % of the items had left the source until the last one has."""
         if len(self.released) < 2:
-            return NEVER
+            return bound.NEVER
         return np.array([[self.released[int(np.ceil(0.95 * len(self.released))) - 1], self.released[-1]]])
 
 
@@ -132,14 +119,18 @@ def read_step(lap: Lap, devices: Mapping[str, frozenset[int]], count: int = 0) -
     """
     step = lap.end - lap.start
     everywhere = sorted(set(range(count)).union(*devices.values()))
-    working: dict[str, list[Spans]] = {}
-    here: dict[int, dict[str, list[Spans]]] = {number: {} for number in everywhere}
-    syncs: dict[int, list[Spans]] = {number: [] for number in everywhere}
-    every_sync: list[Spans] = []
+    working: dict[str, list[bound.Spans]] = {}
+    here: dict[int, dict[str, list[bound.Spans]]] = {number: {} for number in everywhere}
+    syncs: dict[int, list[bound.Spans]] = {number: [] for number in everywhere}
+    every_sync: list[bound.Spans] = []
     for part in lap.busy:
         if part.endpoint in ASIDE | MOVING:
             continue
-        times, role, own = spans(part.intervals, lap.start, lap.end), role_of(part.actor), devices.get(part.actor, ())
+        times, role, own = (
+            bound.spans(part.intervals, lap.start, lap.end),
+            role_of(part.actor),
+            devices.get(part.actor, ()),
+        )
         if part.endpoint in PUBLISHING:
             every_sync.append(times)
         else:
@@ -147,13 +138,16 @@ def read_step(lap: Lap, devices: Mapping[str, frozenset[int]], count: int = 0) -
         for number in own:
             (syncs[number] if part.endpoint in PUBLISHING else here[number].setdefault(role, [])).append(times)
     switches = _switches(lap, devices, everywhere)
-    merged = {number: {role: joined(*parts) for role, parts in own.items()} for number, own in here.items()}
-    lanes = {n: Lane(joined(*merged[n].values()), joined(*switches[n]), joined(*syncs[n])) for n in everywhere}
+    merged = {number: {role: bound.joined(*parts) for role, parts in own.items()} for number, own in here.items()}
+    lanes = {
+        n: bound.Lane(bound.joined(*merged[n].values()), bound.joined(*switches[n]), bound.joined(*syncs[n]))
+        for n in everywhere
+    }
     placed: dict[str, set[int]] = {}
     for actor, own in devices.items():
         placed.setdefault(role_of(actor), set()).update(own)
-    shares = {n: dict(zip(own, fair_shares(list(own.values())), strict=True)) for n, own in merged.items()}
-    whole = {role: times for role, parts in working.items() if len(times := joined(*parts))}
+    shares = {n: dict(zip(own, bound.fair_shares(list(own.values())), strict=True)) for n, own in merged.items()}
+    whole = {role: times for role, parts in working.items() if len(times := bound.joined(*parts))}
     groups, edges = _graph(list(whole), lap.flows)
     edges = tuple(replace(edge, barrier=edge.barrier and _after(groups, whole, edge)) for edge in edges)
     stages = {name: _stage(members, whole, shares, placed) for name, members in groups.items()}
@@ -164,10 +158,10 @@ def read_step(lap: Lap, devices: Mapping[str, frozenset[int]], count: int = 0) -
         stages,
         edges,
         tuple(dict.fromkeys(_published(groups, lap.flows))),
-        length(joined(*every_sync)),
+        bound.length(bound.joined(*every_sync)),
         source,
         released,
-        _release(released, joined(*(whole[role] for role in groups[source]))) if source is not None else None,
+        _release(released, bound.joined(*(whole[role] for role in groups[source]))) if source is not None else None,
         _moves(groups, lap.moves),
     )
 
@@ -221,10 +215,12 @@ def _kind(devices: Iterable[int], kinds: Sequence[str]) -> str:
     return "+".join(sorted(names)) or BESIDE
 
 
-def _switches(lap: Lap, devices: Mapping[str, frozenset[int]], everywhere: Iterable[int]) -> dict[int, list[Spans]]:
-    moves: dict[int, list[Spans]] = {number: [] for number in everywhere}
+def _switches(
+    lap: Lap, devices: Mapping[str, frozenset[int]], everywhere: Iterable[int]
+) -> dict[int, list[bound.Spans]]:
+    moves: dict[int, list[bound.Spans]] = {number: [] for number in everywhere}
     for move in lap.moves:
-        times = spans(((move.start, move.end),), lap.start, lap.end)
+        times = bound.spans(((move.start, move.end),), lap.start, lap.end)
         for number in devices.get(move.actor, ()):
             moves[number].append(times)
     return moves
@@ -232,7 +228,7 @@ def _switches(lap: Lap, devices: Mapping[str, frozenset[int]], everywhere: Itera
 
 def _stage(
     members: tuple[str, ...],
-    whole: Mapping[str, Spans],
+    whole: Mapping[str, bound.Spans],
     shares: Mapping[int, Mapping[str, float]],
     placed: Mapping[str, set[int]],
 ) -> StageTime:
@@ -241,7 +237,7 @@ def _stage(
     by_device = [sum(shares[number].get(role, 0.0) for role in members) for number in devices]
     alone = 0.0
     if len(members) > 1 or not any(by_device):
-        alone = length(joined(*(whole[role] for role in members)))
+        alone = bound.length(bound.joined(*(whole[role] for role in members)))
     return StageTime(members, devices, sum(by_device), max([alone, *by_device]))
 
 
@@ -272,7 +268,7 @@ def _graph(roles: Sequence[str], flows: Iterable[Flow]) -> tuple[dict[str, tuple
     return stages, condense(list(edges.values()), groups)
 
 
-def _after(groups: Mapping[str, tuple[str, ...]], whole: Mapping[str, Spans], edge: Edge) -> bool:
+def _after(groups: Mapping[str, tuple[str, ...]], whole: Mapping[str, bound.Spans], edge: Edge) -> bool:
     """True if a stage began only when the one that feeds it was done: promises may also be passed one by one."""
     ends = [whole[role][-1, 1] for role in groups[edge.source]]
     return bool(min(whole[role][0, 0] for role in groups[edge.target]) >= max(ends))
@@ -304,7 +300,7 @@ def _published(groups: Mapping[str, tuple[str, ...]], flows: Iterable[Flow]) -> 
 
 def _source(
     groups: Mapping[str, tuple[str, ...]], edges: Iterable[Edge], flows: Iterable[Flow]
-) -> tuple[str | None, Spans]:
+) -> tuple[str | None, bound.Spans]:
     """The stage that nothing feeds and whose items' times are known best, and these."""
     fed = {edge.target for edge in edges}
     stage_of = {role: name for name, members in groups.items() for role in members}
@@ -316,9 +312,9 @@ def _source(
     return best[0], np.sort(np.array(best[1], np.float64))
 
 
-def _release(released: Spans, working: Spans) -> Release | None:
+def _release(released: bound.Spans, working: bound.Spans) -> Release | None:
     """When items left, in the source's own working time: whoever else had its devices meanwhile does not matter."""
-    times = until(working, released)
+    times = bound.until(working, released)
     return Release.from_times(times.tolist()) if len(times) > 1 and times[-1] > 0 else None
 
 
@@ -498,9 +494,9 @@ class Efficiency:
     """T, of the step."""
     devices: int
     """That some role had."""
-    limit: Bound
+    limit: bound.Bound
     """T_LB with its parts."""
-    losses: Losses
+    losses: bound.Losses
     """Where T - T_LB went."""
 
     @property
@@ -539,9 +535,9 @@ def efficiency(step: MeasuredStep, profile: Profile, items: int) -> Efficiency |
         fastest[name] = _quickest(stage, timings, count)
     published = [one.seconds for one in profile.sync]
     area = least / count
-    saturation = max(fastest.values()) if profile.staleness else longest_row(fastest, step.edges)
-    limit = Bound(area, saturation, 0.0, area, min([step.sync, *published]))
-    losses = split(
+    saturation = max(fastest.values()) if profile.staleness else bound.longest_row(fastest, step.edges)
+    limit = bound.Bound(area, saturation, 0.0, area, min([step.sync, *published]))
+    losses = bound.split(
         list(step.lanes.values()),
         step.seconds,
         limit,

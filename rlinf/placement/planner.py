@@ -24,29 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlinf.placement.pareto import (
-    EVEN,
-    HEAD,
-    KINDS,
-    LATENCY,
-    OFFLOAD,
-    ONLOAD,
-    PERIOD,
-    SOURCE,
-    SOURCE_CHUNK,
-    WHOLE,
-    Array,
-    Block,
-    Curves,
-    Junction,
-    Remainder,
-    Shape,
-    balance,
-    best_of,
-    compose,
-    joined,
-    settle,
-)
+from rlinf.placement import pareto
 from rlinf.placement.plan import EdgePlan, Mode, Plan, Prediction, RolePlan
 from rlinf.placement.workload import Edge, Option, Stage, Workload
 
@@ -295,14 +273,14 @@ class Search:
         self.everything = (1 << len(self.names)) - 1
         self.before = _ancestors(len(self.names), self.edges)
         curves = {i: s.release.chunks(chunks) for i, s in enumerate(workload.stages) if s.release is not None}
-        self.curves = Curves.of(chunks, dict(curves))
+        self.curves = pareto.Curves.of(chunks, dict(curves))
         self.representatives: dict[Any, int] = {}
         self.crowded = self._crowded()
         sizes = [
             [(stage.alone(one, chunks), self.kinds.index(one.kind), one.devices) for one in own]
             for stage, own in zip(workload.stages, options, strict=True)
         ]
-        self.remainder = Remainder(sizes, self.before, self.capacity, self.limit)
+        self.remainder = pareto.Remainder(sizes, self.before, self.capacity, self.limit)
         self.cuts = _all_cuts(self.everything, self.before)
 
     def run(self) -> Candidate | None:
@@ -312,12 +290,12 @@ class Search:
         rights = {right for own in cuts.values() for _, right in own}
         slowest = 0.0 if self.limit == np.inf else self.limit * self.slack
         slack = slowest / (4 * len(self.names))  # each part of a plan is pruned twice, and there are fewer than twice V
-        table: dict[int, list[Block]] = {}
-        units: dict[int, list[Block]] = {}  # without those that are in turns: (A, B), C is found as A, (B, C)
+        table: dict[int, list[pareto.Block]] = {}
+        units: dict[int, list[pareto.Block]] = {}  # without those that are in turns: (A, B), C is found as A, (B, C)
 
-        def settled(blocks: Iterable[Block], part: int) -> Iterator[Block]:
+        def settled(blocks: Iterable[pareto.Block], part: int) -> Iterator[pareto.Block]:
             for block in blocks:
-                yield self._typical(settle(block, head=part not in rights, tail=part not in lefts), part)
+                yield self._typical(pareto.settle(block, head=part not in rights, tail=part not in lefts), part)
 
         for part in sorted(cuts, key=lambda part: (part.bit_count(), part)):
             if part.bit_count() == 1:
@@ -328,7 +306,7 @@ class Search:
             table[part] = self._pruned(itertools.chain(units[part], settled(turns, part)), part, slack)
         return self._best(table[self.everything])
 
-    def _best(self, blocks: Sequence[Block]) -> Candidate | None:
+    def _best(self, blocks: Sequence[pareto.Block]) -> Candidate | None:
         if self.mode == "hybrid":
             blocks = [block for block in blocks if block.shape.ways == 3]
         best = min(((b.seconds().min(), i) for i, b in enumerate(blocks) if len(b.rows)), default=None)
@@ -338,7 +316,7 @@ class Search:
         tree = self._tree(block, int(block.seconds().argmin()))
         return Candidate(tree, self.chunks, replay(tree, self.workload, self.chunks), float(best[0]))
 
-    def _tree(self, block: Block, index: int) -> Tree:
+    def _tree(self, block: pareto.Block, index: int) -> Tree:
         parent, first, second = (int(number) for number in block.origin[index])
         parent_block = block.parents[parent]
         if isinstance(parent_block, Leaf):
@@ -346,7 +324,7 @@ class Search:
         spatial, one, two = parent_block
         return Pair("spatial" if spatial else "temporal", self._tree(one, first), self._tree(two, second))
 
-    def _leaf(self, part: int) -> Block:
+    def _leaf(self, part: int) -> pareto.Block:
         index = part.bit_length() - 1
         stage = self.workload.stages[index]
         labels, rows = [], []
@@ -356,31 +334,31 @@ class Search:
                 rows.append(self._leaf_row(labels[-1]))
         origin = np.zeros((len(labels), 3), dtype=np.int64)
         origin[:, 0] = range(len(labels))
-        curve = EVEN if stage.release is None else index
-        table = np.array(rows) if rows else np.zeros((0, KINDS + 3 * len(self.kinds)))
-        return self._within(Block(Shape(True, part, part, curve, curve), table, origin, list(labels)))
+        curve = pareto.EVEN if stage.release is None else index
+        table = np.array(rows) if rows else np.zeros((0, pareto.KINDS + 3 * len(self.kinds)))
+        return self._within(pareto.Block(pareto.Shape(True, part, part, curve, curve), table, origin, list(labels)))
 
-    def _leaf_row(self, leaf: Leaf) -> Array:
-        row = np.zeros(KINDS + 3 * len(self.kinds))
+    def _leaf_row(self, leaf: Leaf) -> pareto.Array:
+        row = np.zeros(pareto.KINDS + 3 * len(self.kinds))
         option = leaf.option
-        phase = row[HEAD]
-        phase[WHOLE] = leaf.stage.alone(option, self.chunks)
+        phase = row[pareto.HEAD]
+        phase[pareto.WHOLE] = leaf.stage.alone(option, self.chunks)
         chunk = leaf.stage.chunk(option, self.chunks)
         if leaf.stage.release is None:
-            phase[LATENCY] = phase[PERIOD] = chunk
+            phase[pareto.LATENCY] = phase[pareto.PERIOD] = chunk
         else:
-            phase[SOURCE], phase[SOURCE_CHUNK] = option.seconds, chunk
+            phase[pareto.SOURCE], phase[pareto.SOURCE_CHUNK] = option.seconds, chunk
         if not leaf.resident:
-            phase[ONLOAD], phase[OFFLOAD] = option.onload_seconds, option.offload_seconds
+            phase[pareto.ONLOAD], phase[pareto.OFFLOAD] = option.onload_seconds, option.offload_seconds
         if option.devices:
-            at = KINDS + 3 * self.kinds.index(option.kind)
+            at = pareto.KINDS + 3 * self.kinds.index(option.kind)
             stays = option.active_bytes if leaf.resident else option.parked_bytes
             row[at : at + 3] = option.devices, stays, option.active_bytes
         return row
 
     def _side_by_side(
-        self, part: int, cuts: Sequence[tuple[int, int]], table: Mapping[int, list[Block]]
-    ) -> Iterator[Block]:
+        self, part: int, cuts: Sequence[tuple[int, int]], table: Mapping[int, list[pareto.Block]]
+    ) -> Iterator[pareto.Block]:
         if self.mode != "collocated":
             for first, second in cuts:
                 for one, other in itertools.product(table[first], table[second]):
@@ -390,17 +368,24 @@ class Search:
         self,
         part: int,
         cuts: Sequence[tuple[int, int]],
-        units: Mapping[int, list[Block]],
-        table: Mapping[int, list[Block]],
-    ) -> Iterator[Block]:
+        units: Mapping[int, list[pareto.Block]],
+        table: Mapping[int, list[pareto.Block]],
+    ) -> Iterator[pareto.Block]:
         if self.mode != "disaggregated":
             for first, second in cuts:
                 for one, other in itertools.product(units[first], table[second]):
                     yield from self._pair(part, first, second, one, other, spatial=False)
 
     def _pair(
-        self, part: int, first: int, second: int, first_block: Block, second_block: Block, *, spatial: bool
-    ) -> Iterator[Block]:
+        self,
+        part: int,
+        first: int,
+        second: int,
+        first_block: pareto.Block,
+        second_block: pareto.Block,
+        *,
+        spatial: bool,
+    ) -> Iterator[pareto.Block]:
         one, two = first_block.least(), second_block.least()
         if (max(one, two) if spatial else one + two) > self.limit:
             return
@@ -417,45 +402,45 @@ class Search:
         )
         link = max((edge.seconds for edge in meeting), default=0.0) / self.chunks if meeting else None
         feeds = any(tails >> s & 1 and t == second_block.shape.head_curve for s, t, _ in self.edges)
-        junction = Junction(spatial, link, feeds, barred, self._published(first, second, spatial))
-        yield self._within(compose(first_block, second_block, pairs, junction, self.curves, ways))
+        junction = pareto.Junction(spatial, link, feeds, barred, self._published(first, second, spatial))
+        yield self._within(pareto.compose(first_block, second_block, pairs, junction, self.curves, ways))
 
-    def _promising(self, first: Block, second: Block, spatial: bool, barred: bool) -> tuple[Any, Any]:
+    def _promising(self, first: pareto.Block, second: pareto.Block, spatial: bool, barred: bool) -> tuple[Any, Any]:
         """Numbers of the labels whose pairs may be worth composing: enough devices, and not surely too slow."""
         one, two = first.seconds()[:, None], second.seconds()[None, :]
         seconds = np.maximum(one, two) if spatial and not barred else one + two
         good = seconds <= self.limit
         join = np.add if spatial else np.maximum
         for at in range(len(self.kinds)):
-            column = KINDS + 3 * at
+            column = pareto.KINDS + 3 * at
             count = join(first.rows[:, column][:, None], second.rows[:, column][None, :])
             good &= count <= self.capacity[at]
         lefts, rights = np.nonzero(good)
         return lefts, rights
 
-    def _within(self, block: Block) -> Block:
+    def _within(self, block: pareto.Block) -> pareto.Block:
         """Keep the labels that fit into memory and may still beat the limit."""
         good = block.seconds() <= self.limit
         for at in range(len(self.kinds)):
-            column = KINDS + 3 * at
+            column = pareto.KINDS + 3 * at
             good &= (block.rows[:, column] <= self.capacity[at]) & (block.rows[:, column + 2] <= self.memory[at])
         return block.where(good)
 
-    def _pruned(self, blocks: Iterable[Block], part: int, slack: float) -> list[Block]:
+    def _pruned(self, blocks: Iterable[pareto.Block], part: int, slack: float) -> list[pareto.Block]:
         """The labels worth keeping, those of one shape in one block."""
-        by_shape: dict[Shape, list[Block]] = {}
+        by_shape: dict[pareto.Shape, list[pareto.Block]] = {}
         for block in blocks:
             by_shape.setdefault(block.shape, []).append(block)
         kept = []
         for own in by_shape.values():
-            block = joined(own)
+            block = pareto.joined(own)
             if self.limit < np.inf:
                 block = block.where(self.remainder.open(block, part))
             if len(block.rows):
-                kept.append(best_of(block, slack, self.chunks))
+                kept.append(pareto.best_of(block, slack, self.chunks))
         return kept
 
-    def _typical(self, block: Block, part: int) -> Block:
+    def _typical(self, block: pareto.Block, part: int) -> pareto.Block:
         """Name ends by what they are connected to outside: labels whose ends differ in nothing else are comparable."""
         shape = block.shape
         head = self._representative(part, shape.head, outgoing=False)
@@ -463,7 +448,7 @@ class Search:
         if shape.single:
             # One phase is both ends, so it is replaced only by one that looks alike from both sides.
             head = tail = self._representative(part, shape.head, outgoing=None)
-        block.shape = Shape(shape.single, head, tail, shape.head_curve, shape.tail_curve, shape.ways)
+        block.shape = pareto.Shape(shape.single, head, tail, shape.head_curve, shape.tail_curve, shape.ways)
         return block
 
     def _representative(self, part: int, end: int, outgoing: bool | None) -> int:
@@ -596,7 +581,7 @@ def _first_plan(
     """A good plan for little: sizes that balance phases, then refined. It is the limit of the search that tries all."""
     best: Candidate | None = None
     for chunks in workload.chunks:
-        sizes = balance(workload, chunks, 1 if mode == "collocated" else len(workload.stages))
+        sizes = pareto.balance(workload, chunks, 1 if mode == "collocated" else len(workload.stages))
         if sizes is not None:
             best = Search(workload, [[size] for size in sizes], chunks, mode, best, 0.0).run() or best
     return None if best is None else _refined(best, workload, everything, mode, tolerance, _ROUNDS[_NEAR:])

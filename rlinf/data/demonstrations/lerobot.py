@@ -33,21 +33,7 @@ import torch
 from torch import Tensor
 
 from rlinf.config.reading import parse_json
-from rlinf.data.demonstrations.episode import (
-    ACTIONS,
-    IGNORED,
-    REWARDS,
-    RGB,
-    STATE,
-    About,
-    Demonstration,
-    Episodes,
-    alike,
-    assembled,
-    broken,
-    instruction_of,
-    needs,
-)
+from rlinf.data.demonstrations import episode as episodes
 from rlinf.data.demonstrations.statistics import Accumulator
 
 INFO = "meta/info.json"
@@ -116,22 +102,22 @@ def read_info(directory: Path) -> Info:
         ValueError: a field is missing or of another kind, or it is of a version that is not known.
     """
     file = directory / INFO
-    with broken(file, "the text"):
+    with episodes.broken(file, "the text"):
         raw = parse_json(file.read_text(encoding="utf-8"))
-    with broken(file, "codebase_version"):
+    with episodes.broken(file, "codebase_version"):
         version = int(re.fullmatch(r"v?(\d+)(\.\d+)*", str(raw["codebase_version"]))[1])  # type: ignore[index]
         if version not in (2, 3):
             raise ValueError(f"{raw['codebase_version']} is not known: versions 2 and 3 are")
-    with broken(file, "fps"):
+    with episodes.broken(file, "fps"):
         fps = float(raw["fps"])
         if not 0 < fps < 1e6:
             raise ValueError(f"{fps} is no number of rows per second")
-    with broken(file, "features"):
+    with episodes.broken(file, "features"):
         features = {
             str(name): Feature(str(each["dtype"]), tuple(int(size) for size in each["shape"]))
             for name, each in raw["features"].items()
         }
-    with broken(file, "data_path"):
+    with episodes.broken(file, "data_path"):
         data, video = str(raw["data_path"]), raw.get("video_path")
         chunk = max(1, int(raw.get("chunks_size", 1000)))
     return Info(version, fps, data, None if video is None else str(video), chunk, features)
@@ -151,7 +137,7 @@ def _places_2(directory: Path, info: Info) -> Iterator[Place]:
     file = directory / "meta" / "episodes.jsonl"
     cameras = [name for name, feature in info.features.items() if feature.dtype == "video"]
     for number, row in enumerate(_lines(file)):
-        with broken(file, f"line {number + 1}"):
+        with episodes.broken(file, f"line {number + 1}"):
             index = int(row["episode_index"])
             named = {"episode_index": index, "episode_chunk": index // info.chunk}
             videos = {}
@@ -161,18 +147,18 @@ def _places_2(directory: Path, info: Info) -> Iterator[Place]:
 
 
 def _places_3(directory: Path, info: Info) -> Iterator[Place]:
-    with needs("reading LeRobot's data sets"):
+    with episodes.needs("reading LeRobot's data sets"):
         import pyarrow.parquet as pq
     cameras = [name for name, feature in info.features.items() if feature.dtype == "video"]
     files = sorted((directory / "meta" / "episodes").glob("chunk-*/file-*.parquet"))
     if not files:
         raise ValueError(f"{directory / 'meta' / 'episodes'}: there is no chunk-*/file-*.parquet")
     for file in files:
-        with broken(file, "rows"):
+        with episodes.broken(file, "rows"):
             schema = pq.read_schema(file).names
             rows = pq.read_table(file, columns=[name for name in schema if not name.startswith("stats/")]).to_pylist()
         for number, row in enumerate(rows):
-            with broken(file, f"row {number}"):
+            with episodes.broken(file, f"row {number}"):
                 named = {"chunk_index": row["data/chunk_index"], "file_index": row["data/file_index"]}
                 videos = {}
                 for camera in cameras:
@@ -198,13 +184,13 @@ def read_tasks(directory: Path, info: Info) -> dict[int, str]:
     if info.version == 2:
         if not lines.is_file():
             return {}
-        with broken(lines, "task_index, task"):
+        with episodes.broken(lines, "task_index, task"):
             return {int(row["task_index"]): str(row["task"]) for row in _lines(lines)}
     if not table.is_file():
         return {}
-    with needs("reading LeRobot's data sets"):
+    with episodes.needs("reading LeRobot's data sets"):
         import pyarrow.parquet as pq
-    with broken(table, "task_index, task"):
+    with episodes.broken(table, "task_index, task"):
         tasks = {}
         for row in pq.read_table(table).to_pylist():
             text = next(value for value in row.values() if isinstance(value, str))  # pandas' index, whatever its name
@@ -213,11 +199,11 @@ def read_tasks(directory: Path, info: Info) -> dict[int, str]:
 
 
 def _lines(file: Path) -> Iterator[Any]:
-    with broken(file, "the text"):
+    with episodes.broken(file, "the text"):
         text = file.read_text(encoding="utf-8")
     for number, line in enumerate(text.splitlines()):
         if line.strip():
-            with broken(file, f"line {number + 1}"):
+            with episodes.broken(file, f"line {number + 1}"):
                 row = parse_json(line)
                 if not isinstance(row, dict):
                     raise ValueError(f"{line:.40} is no object")
@@ -255,7 +241,7 @@ _MOST_APART = 1e-3
 """Seconds by which a row's timestamp may differ from its number divided by the rate; data sets keep them as float32."""
 
 
-class LeRobot(Episodes):
+class LeRobot(episodes.Episodes):
     """A LeRobot data set. By default `action` becomes actions, `next.reward` rewards, `observation.state` state, all
     cameras together rgb in the order of `meta/info.json`; any other `observation.NAME` keeps its name."""
 
@@ -269,8 +255,8 @@ class LeRobot(Episodes):
             raise ValueError(f"{path / 'meta'}: there is no episode")
         features = self.info.features
         self._names = _own_names(features) if names is None else dict(names)
-        with broken(path / INFO, "features"):
-            for feature in (feature for feature, name in self._names.items() if name != IGNORED):
+        with episodes.broken(path / INFO, "features"):
+            for feature in (feature for feature, name in self._names.items() if name != episodes.IGNORED):
                 if feature not in features:
                     raise ValueError(f"there is no {feature!r}; there are {', '.join(features)}")
         tasks: dict[int, str] = {}
@@ -279,14 +265,16 @@ class LeRobot(Episodes):
         self._tasks, self._told_of_times = tasks, False
         only = next(iter(tasks.values())) or None if len(tasks) == 1 else None
         one = [place.tasks[0] if len(place.tasks) == 1 else None if place.tasks else only for place in self.places]
-        self.abouts = [About(place.length, place.success, text) for place, text in zip(self.places, one, strict=True)]
+        self.abouts = [
+            episodes.About(place.length, place.success, text) for place, text in zip(self.places, one, strict=True)
+        ]
 
-    def read(self, index: int, *, pictures: bool = True) -> Demonstration:
+    def read(self, index: int, *, pictures: bool = True) -> episodes.Demonstration:
         place, about = self.places[index], self.abouts[index]
         used = {
             name: ours
             for name, ours in self._names.items()
-            if ours != IGNORED and (pictures or not self.info.features[name].picture)
+            if ours != episodes.IGNORED and (pictures or not self.info.features[name].picture)
         }
         table = self._rows(place, used)
         arrays: dict[str, Tensor] = {}
@@ -296,9 +284,9 @@ class LeRobot(Episodes):
                 file, start = place.videos[name]
                 arrays[name] = read_frames(file, round(start * self.info.fps), place.length, self.info.fps)
             else:
-                with broken(place.file, name):
+                with episodes.broken(place.file, name):
                     arrays[name] = self._column(table, name, feature)
-        with broken(place.file, "next.success, next.done, task_index"):
+        with episodes.broken(place.file, "next.success, next.done, task_index"):
             success, terminated = place.success, place.terminated
             if success is None and "next.success" in table.column_names:
                 success = any(table["next.success"].to_pylist())
@@ -306,28 +294,30 @@ class LeRobot(Episodes):
                 terminated = bool(success)
             words = about.instruction
             if words is None and self._tasks:  # LeRobot keeps a task for each row
-                words = instruction_of([self._tasks.get(int(row), "") for row in table["task_index"].to_pylist()])
-        with broken(place.file, "features"):
-            facts = About(place.length, success, words)
-            return assembled(arrays, used, place.length, facts, terminated, pictures=pictures)
+                words = episodes.instruction_of(
+                    [self._tasks.get(int(row), "") for row in table["task_index"].to_pylist()]
+                )
+        with episodes.broken(place.file, "features"):
+            facts = episodes.About(place.length, success, words)
+            return episodes.assembled(arrays, used, place.length, facts, terminated, pictures=pictures)
 
     def _rows(self, place: Place, used: Mapping[str, str]) -> Any:
         """The rows of an episode, as a table; checked to be all of them, in order, at the rate of the data set."""
-        with needs("reading LeRobot's data sets"):
+        with episodes.needs("reading LeRobot's data sets"):
             import pyarrow.parquet as pq
-        with broken(place.file, "rows"):
+        with episodes.broken(place.file, "rows"):
             schema = pq.read_schema(place.file).names
             columns = [name for name in schema if name in used or name in KEYS]
             # only the row groups that may have it are read, by their statistics
             table = pq.read_table(place.file, columns=columns, filters=[("episode_index", "=", place.index)])
-        with broken(place.file, "frame_index"):
+        with episodes.broken(place.file, "frame_index"):
             if table["frame_index"].to_pylist() != list(range(place.length)):
                 raise ValueError(
                     f"of episode {place.index} it has {len(table)} rows, not each of 0 to {place.length - 1} once, in "
                     "order"
                 )
         if "timestamp" in table.column_names:
-            with broken(place.file, "timestamp"):
+            with episodes.broken(place.file, "timestamp"):
                 self._check_times(
                     table["timestamp"].to_numpy(), any(self.info.features[name].dtype == "video" for name in used)
                 )
@@ -381,13 +371,13 @@ def _own_names(features: Mapping[str, Feature]) -> dict[str, str]:
     names = {}
     for name, feature in features.items():
         if feature.picture:
-            names[name] = RGB
+            names[name] = episodes.RGB
         elif name == "observation.state":
-            names[name] = STATE
+            names[name] = episodes.STATE
         elif name == "action":
-            names[name] = ACTIONS
+            names[name] = episodes.ACTIONS
         elif name == "next.reward":
-            names[name] = REWARDS
+            names[name] = episodes.REWARDS
         elif name.startswith(_OWN):
             names[name] = name.removeprefix(_OWN)
     return names
@@ -409,7 +399,7 @@ _LOOKED_AT = 64
 
 def write_lerobot(
     directory: Path,
-    demonstrations: Iterable[Demonstration],
+    demonstrations: Iterable[episodes.Demonstration],
     *,
     fps: float = 10.0,
     version: int = 3,
@@ -432,7 +422,7 @@ def write_lerobot(
     """
     writer = (_Version3 if version == 3 else _Version2)(directory, fps, videos)
     try:
-        for demo in alike(demonstrations, "LeRobot"):
+        for demo in episodes.alike(demonstrations, "LeRobot"):
             writer.add(demo)
     finally:
         writer.close()
@@ -446,7 +436,7 @@ class _Writer:
     version = ""
 
     def __init__(self, directory: Path, fps: float, videos: bool):
-        with needs("writing LeRobot's data sets"):
+        with episodes.needs("writing LeRobot's data sets"):
             import pyarrow  # noqa: F401  (before anything is written)
         self.directory, self.fps, self.videos = directory, fps, videos
         self.episodes = self.frames = 0
@@ -455,7 +445,7 @@ class _Writer:
         self._all: dict[str, Accumulator] = {}
         (directory / "meta").mkdir(parents=True, exist_ok=True)
 
-    def add(self, demo: Demonstration) -> None:
+    def add(self, demo: episodes.Demonstration) -> None:
         """Write an episode."""
         numbers, pictures = _split(demo)
         count, first = len(demo.actions), self.frames
@@ -627,16 +617,16 @@ class _Version3(_Writer):
         self._info({**sizes, "data_path": self.data, "video_path": self.video if self.videos else None})
 
 
-def _split(demo: Demonstration) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _split(demo: episodes.Demonstration) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The columns of an episode: numbers, and pictures by camera, T rows each."""
     numbers, pictures = {"action": demo.actions[:, 0]}, {}
     for name, rows in demo.observation.items():
-        if name == RGB:
+        if name == episodes.RGB:
             for number, camera in enumerate(rows[:-1].split(3, -1)):
                 called = CAMERAS[number] if number < len(CAMERAS) else f"camera_{number}"
                 pictures[f"observation.images.{called}"] = camera
         else:
-            numbers["observation.state" if name == STATE else f"observation.{name}"] = rows[:-1]
+            numbers["observation.state" if name == episodes.STATE else f"observation.{name}"] = rows[:-1]
     numbers["next.reward"] = demo.rewards
     return numbers, pictures
 
@@ -733,10 +723,10 @@ def read_frames(file: Path, first: int, count: int, fps: float) -> Tensor:
     Raises:
         ValueError: the file cannot be decoded, or lacks one of them.
     """
-    with needs("reading videos"):
+    with episodes.needs("reading videos"):
         import av
     frames: list[Any] = [None] * count
-    with broken(file, f"frames {first} to {first + count - 1}"), av.open(str(file)) as container:
+    with episodes.broken(file, f"frames {first} to {first + count - 1}"), av.open(str(file)) as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         base = stream.time_base
@@ -774,7 +764,7 @@ class VideoWriter:
     """
 
     def __init__(self, file: Path, size: Sequence[int], fps: float):
-        with needs("writing videos"):
+        with episodes.needs("writing videos"):
             import av
         self._av, self._file, self._frames = av, file, 0
         self._container = av.open(str(file), "w")
@@ -788,7 +778,7 @@ class VideoWriter:
 
     def add(self, pictures: Tensor) -> None:
         """Append frames, uint8 [n, H, W, 3]."""
-        with broken(self._file, "video"):
+        with episodes.broken(self._file, "video"):
             for row in pictures.numpy():
                 frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(row), format="rgb24")
                 frame.pts = self._frames
@@ -797,7 +787,7 @@ class VideoWriter:
 
     def close(self) -> None:
         """Write what is left."""
-        with broken(self._file, "video"):
+        with episodes.broken(self._file, "video"):
             if self._frames:
                 self._container.mux(self._stream.encode())
             self._container.close()
@@ -811,7 +801,7 @@ class VideoWriter:
 
 def png_of(picture: Tensor) -> bytes:
     """A picture as PNG, without loss; uint8 [H, W, 3]."""
-    with needs("writing pictures"):
+    with episodes.needs("writing pictures"):
         from PIL import Image
     file = io.BytesIO()
     Image.fromarray(picture.numpy()).save(file, "png")
@@ -831,7 +821,7 @@ def pictures_of(cells: Sequence[Any], directory: Path) -> Tensor:
     Raises:
         ValueError: one cannot be read.
     """
-    with needs("reading pictures"):
+    with episodes.needs("reading pictures"):
         from PIL import Image
     pictures = []
     for cell in cells:

@@ -17,28 +17,14 @@ import torch
 from torch import Tensor
 
 from rlinf.config.reading import parse_json
-from rlinf.data.demonstrations.episode import (
-    ACTIONS,
-    IGNORED,
-    REWARDS,
-    RGB,
-    STATE,
-    About,
-    Demonstration,
-    Episodes,
-    alike,
-    assembled,
-    broken,
-    instruction_from,
-    needs,
-)
+from rlinf.data.demonstrations import episode as base
 
 _CAMERAS = "obs/sensor_data/"
 FILE = "trajectory.h5"
 """Name of the file that is written."""
 
 
-class ManiSkillH5(Episodes):
+class ManiSkillH5(base.Episodes):
     """ManiSkill's trajectories.
 
     By default `obs` is the state; of groups, all arrays of numbers below `obs/agent` and `obs/extra` are, joined in the
@@ -53,14 +39,14 @@ class ManiSkillH5(Episodes):
         self.file = _only_file(path)
         self._entries = _entries(self.file.with_suffix(".json"))
         self.abouts = [
-            About(each["elapsed_steps"], each.get("success"), each.get("instruction")) for each in self._entries
+            base.About(each["elapsed_steps"], each.get("success"), each.get("instruction")) for each in self._entries
         ]
 
-    def read(self, index: int, *, pictures: bool = True) -> Demonstration:
-        with needs("reading ManiSkill's trajectories"):
+    def read(self, index: int, *, pictures: bool = True) -> base.Demonstration:
+        with base.needs("reading ManiSkill's trajectories"):
             import h5py
         about, group = self.abouts[index], f"traj_{self._entries[index]['episode_id']}"
-        with broken(self.file, group), h5py.File(self.file, "r") as file:
+        with base.broken(self.file, group), h5py.File(self.file, "r") as file:
             datasets = dict(_arrays(file[group]))
             flags = {
                 name: np.asarray(datasets[name][()]).astype(bool)
@@ -68,12 +54,12 @@ class ManiSkillH5(Episodes):
                 if name in datasets
             }
             names = _own_names(datasets) if self.names is None else self.names
-            with broken(self.file, f"{group}/actions"):
-                actions = next((theirs for theirs, ours in names.items() if ours == ACTIONS), "actions")
+            with base.broken(self.file, f"{group}/actions"):
+                actions = next((theirs for theirs, ours in names.items() if ours == base.ACTIONS), "actions")
                 rows = len(datasets[actions])
                 if rows != about.rows:
                     raise ValueError(f"it has {rows} rows, and the JSON beside it says elapsed_steps={about.rows}")
-            wanted = {theirs for theirs, ours in names.items() if ours != IGNORED}
+            wanted = {theirs for theirs, ours in names.items() if ours != base.IGNORED}
             wanted = {name for name in wanted if pictures or name not in datasets or datasets[name].dtype != np.uint8}
             arrays = {theirs: torch.from_numpy(datasets[theirs][()]) for theirs in wanted if theirs in datasets}
             success = about.success
@@ -85,10 +71,12 @@ class ManiSkillH5(Episodes):
                     "it shows nothing: it was recorded with obs_mode none. Replay it with "
                     "python -m mani_skill.trajectory.replay_trajectory --obs-mode state --save-traj"
                 )
-            return assembled(arrays, names, rows, About(rows, success, about.instruction), ended, pictures=pictures)
+            return base.assembled(
+                arrays, names, rows, base.About(rows, success, about.instruction), ended, pictures=pictures
+            )
 
 
-def write_maniskill(directory: Path, demonstrations: Iterable[Demonstration], *, task: str = "unknown") -> int:
+def write_maniskill(directory: Path, demonstrations: Iterable[base.Demonstration], *, task: str = "unknown") -> int:
     """Write `trajectory.h5` and `trajectory.json`.
 
     Args:
@@ -102,12 +90,12 @@ def write_maniskill(directory: Path, demonstrations: Iterable[Demonstration], *,
     Raises:
         ValueError: there is none, they differ, or were recorded in chunks.
     """
-    with needs("writing ManiSkill's trajectories"):
+    with base.needs("writing ManiSkill's trajectories"):
         import h5py
     directory.mkdir(parents=True, exist_ok=True)
     entries: list[dict[str, Any]] = []
     with h5py.File(directory / FILE, "w", track_order=True) as file:
-        for number, demo in enumerate(alike(demonstrations, "ManiSkill")):
+        for number, demo in enumerate(base.alike(demonstrations, "ManiSkill")):
             group = file.create_group(f"traj_{number}", track_order=True)
             for name, rows in _datasets(demo).items():
                 group.create_dataset(name, data=rows.numpy(), compression="gzip", compression_opts=5)
@@ -125,7 +113,7 @@ def write_maniskill(directory: Path, demonstrations: Iterable[Demonstration], *,
     return len(entries)
 
 
-def _datasets(demo: Demonstration) -> dict[str, Tensor]:
+def _datasets(demo: base.Demonstration) -> dict[str, Tensor]:
     """An episode as ManiSkill names its arrays."""
     count = len(demo.actions)
     arrays = {"actions": demo.actions[:, 0], "rewards": demo.rewards[:, 0]}
@@ -133,13 +121,13 @@ def _datasets(demo: Demonstration) -> dict[str, Tensor]:
     arrays |= {"terminated": last & demo.terminated, "truncated": last & (not demo.terminated)}
     if demo.success is not None:
         arrays["success"] = last & demo.success
-    if demo.observation.keys() == {STATE}:
-        return {"obs": demo.observation[STATE], **arrays}
+    if demo.observation.keys() == {base.STATE}:
+        return {"obs": demo.observation[base.STATE], **arrays}
     for name, rows in demo.observation.items():
-        if name == RGB:
+        if name == base.RGB:
             parts = {f"{_CAMERAS}camera_{number}/rgb": part for number, part in enumerate(rows.split(3, -1))}
         else:
-            parts = {f"obs/extra/{name}" if name == STATE else f"obs/{name}": rows}
+            parts = {f"obs/extra/{name}" if name == base.STATE else f"obs/{name}": rows}
         arrays |= parts
     return arrays
 
@@ -150,15 +138,15 @@ def _own_names(arrays: Mapping[str, Any]) -> dict[str, str]:
     for path in arrays:
         if path.startswith(_CAMERAS):
             if path.endswith("/rgb"):
-                names[path] = RGB
+                names[path] = base.RGB
         elif path == "obs" or path.startswith(("obs/agent/", "obs/extra/")):
-            names[path] = STATE
+            names[path] = base.STATE
         elif path.startswith("obs/") and "sensor_param" not in path:
             names[path] = path.removeprefix("obs/")
         elif path == "actions":
-            names[path] = ACTIONS
+            names[path] = base.ACTIONS
         elif path == "rewards":
-            names[path] = REWARDS
+            names[path] = base.REWARDS
     return names
 
 
@@ -183,18 +171,18 @@ def _only_file(path: Path) -> Path:
 
 def _entries(file: Path) -> list[dict[str, Any]]:
     """Read the JSON file's entry of every episode, checked."""
-    with broken(file, "the text"):
+    with base.broken(file, "the text"):
         raw = parse_json(file.read_text(encoding="utf-8"))
-    with broken(file, "episodes"):
+    with base.broken(file, "episodes"):
         entries = list(raw["episodes"])
         if not entries:
             raise ValueError("there is none")
     for number, each in enumerate(entries):
-        with broken(file, f"episodes[{number}]"):
+        with base.broken(file, f"episodes[{number}]"):
             each["elapsed_steps"], each["episode_id"] = int(each["elapsed_steps"]), int(each["episode_id"])
             if each["elapsed_steps"] < 1:
                 raise ValueError(f"elapsed_steps={each['elapsed_steps']} is no episode")
             if not isinstance(each.get("success"), bool | None):
                 each["success"] = bool(np.any(each["success"]))
-            each["instruction"] = instruction_from(each.get("instruction"))
+            each["instruction"] = base.instruction_from(each.get("instruction"))
     return entries

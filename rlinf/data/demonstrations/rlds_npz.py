@@ -23,21 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.demonstrations.episode import (
-    ACTIONS,
-    IGNORED,
-    REWARDS,
-    RGB,
-    STATE,
-    About,
-    Demonstration,
-    Episodes,
-    alike,
-    assembled,
-    broken,
-    instruction_of,
-    text_of,
-)
+from rlinf.data.demonstrations import episode as base
 
 FINAL = "final_observation"
 _STATES = ("state", "proprio")
@@ -58,7 +44,7 @@ class _Place:
     """The task ended with it."""
 
 
-class RldsNpz(Episodes):
+class RldsNpz(base.Episodes):
     """RLDS-like archives: one, or all of a directory.
 
     By default `state` or `proprio` becomes state, every picture (`uint8`, three dimensions) rgb in the order of their
@@ -77,19 +63,19 @@ class RldsNpz(Episodes):
         self._places, self.abouts = [place for place, _ in places], [about for _, about in places]
         self._open: tuple[Path, dict[str, np.ndarray]] | None = None  # the archive that was read last
 
-    def read(self, index: int, *, pictures: bool = True) -> Demonstration:
+    def read(self, index: int, *, pictures: bool = True) -> base.Demonstration:
         place, about = self._places[index], self.abouts[index]
         whole = self._archive(place.file)
         names = _own_names(whole) if self.names is None else self.names
         arrays: dict[str, Tensor] = {}
         for theirs, ours in names.items():
-            if ours != IGNORED and theirs in whole and (pictures or whole[theirs].dtype != np.uint8):
-                with broken(place.file, theirs):
+            if ours != base.IGNORED and theirs in whole and (pictures or whole[theirs].dtype != np.uint8):
+                with base.broken(place.file, theirs):
                     arrays[theirs] = torch.from_numpy(whole[theirs][place.first : place.first + place.steps])
-                    if ours in (ACTIONS, REWARDS):
+                    if ours in (base.ACTIONS, base.REWARDS):
                         arrays[theirs] = arrays[theirs][: about.rows]
-        with broken(place.file, "observation, action"):
-            return assembled(arrays, names, about.rows, about, place.terminal, pictures=pictures)
+        with base.broken(place.file, "observation, action"):
+            return base.assembled(arrays, names, about.rows, about, place.terminal, pictures=pictures)
 
     def _archive(self, file: Path) -> dict[str, np.ndarray]:
         if self._open is None or self._open[0] != file:
@@ -97,7 +83,7 @@ class RldsNpz(Episodes):
         return self._open[1]
 
 
-def write_rlds(directory: Path, demonstrations: Iterable[Demonstration]) -> int:
+def write_rlds(directory: Path, demonstrations: Iterable[base.Demonstration]) -> int:
     """Write an archive for each episode.
 
     Args:
@@ -112,7 +98,7 @@ def write_rlds(directory: Path, demonstrations: Iterable[Demonstration]) -> int:
     """
     directory.mkdir(parents=True, exist_ok=True)
     number = -1
-    for number, demo in enumerate(alike(demonstrations, "RLDS", mixed=True)):
+    for number, demo in enumerate(base.alike(demonstrations, "RLDS", mixed=True)):
         count = len(demo.actions)
         steps = np.arange(count + 1)
 
@@ -138,31 +124,31 @@ def write_rlds(directory: Path, demonstrations: Iterable[Demonstration]) -> int:
 
 def _read(file: Path, only: tuple[str, ...] | None = None) -> dict[str, np.ndarray]:
     """The arrays of an archive."""
-    with broken(file, "the archive"), np.load(file, allow_pickle=False) as archive:
+    with base.broken(file, "the archive"), np.load(file, allow_pickle=False) as archive:
         arrays = {}
         for name in archive.files:
             if only is None or name in only:
-                with broken(file, name):
+                with base.broken(file, name):
                     arrays[name] = archive[name]
         return arrays
 
 
-def _places(file: Path) -> list[tuple[_Place, About]]:
+def _places(file: Path) -> list[tuple[_Place, base.About]]:
     """The episodes of an archive, without their observations."""
     names = ("is_first", "is_last", "is_terminal", "language_instruction", "success", "action", FINAL)
     arrays = _read(file, names)
-    with broken(file, "action"):
+    with base.broken(file, "action"):
         steps = len(arrays["action"])
     final = bool(arrays.get(FINAL, np.array(False)).any())
     starts = [0]
     if "is_first" in arrays:
-        with broken(file, "is_first"):
+        with base.broken(file, "is_first"):
             starts = [int(place) for place in np.flatnonzero(arrays["is_first"])]
             if len(arrays["is_first"]) != steps or starts[:1] != [0]:
                 raise ValueError(f"it must have {steps} rows as the actions do, and the first one must be set")
     places = []
     for first, end in zip(starts, [*starts[1:], steps], strict=True):
-        with broken(file, f"steps {first} to {end - 1}"):
+        with base.broken(file, f"steps {first} to {end - 1}"):
             rows = end - first - final
             if rows < 1:
                 raise ValueError("they are too few for an episode")
@@ -171,8 +157,8 @@ def _places(file: Path) -> list[tuple[_Place, About]]:
             words = None
             if "language_instruction" in arrays:
                 texts = _part(arrays["language_instruction"], first, first + rows).reshape(-1)
-                words = instruction_of([text_of(each) for each in texts])
-        places.append((_Place(file, first, end - first, terminal), About(rows, success, words)))
+                words = base.instruction_of([base.text_of(each) for each in texts])
+        places.append((_Place(file, first, end - first, terminal), base.About(rows, success, words)))
     return places
 
 
@@ -192,11 +178,11 @@ def _own_names(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
         if array.dtype == np.uint8 and array.ndim == 4 and array.shape[-1] % 3 == 0:
             pictures.append(name)
         elif array.dtype.kind in "biuf":  # a text, such as an instruction among the observations, is no array
-            names[name] = STATE if short in _STATES else short
+            names[name] = base.STATE if short in _STATES else short
     pictures.sort(key=lambda name: (_PICTURE not in name or "wrist" in name, name))
-    names |= dict.fromkeys(pictures, RGB)
+    names |= dict.fromkeys(pictures, base.RGB)
     if "action" in arrays:
-        names["action"] = ACTIONS
+        names["action"] = base.ACTIONS
     if "reward" in arrays:
-        names["reward"] = REWARDS
+        names["reward"] = base.REWARDS
     return names

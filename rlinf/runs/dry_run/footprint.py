@@ -32,25 +32,7 @@ from rlinf.models.language.arrangement import Sharding, arranged
 from rlinf.models.language.sources import context_length
 from rlinf.placement.hardware import cluster_of
 from rlinf.placement.seats import Placed
-from rlinf.runs.dry_run.transformer import (
-    ALLOWANCE,
-    Shape,
-    Training,
-    by_kind,
-    checkpointing,
-    device_kind,
-    engine_split,
-    gathered_of,
-    logit_bytes,
-    part_of,
-    peak_bytes,
-    rollout_precision,
-    saved_shape,
-    splits_whole,
-    tokens_of,
-    unequal_precision,
-    working_copy,
-)
+from rlinf.runs.dry_run import transformer
 from rlinf.training.megatron.layout import misfits, mistakes
 
 if TYPE_CHECKING:
@@ -130,8 +112,8 @@ def footprints(
             those of the others, where named, are read. The judge takes nothing; users' own roles, their memory_gb.
         slices: by learning role, over how many processes a copy of its model is spread; over all unless it says so.
     """
-    config, _ = by_kind(config)
-    shape, cuda = Shape.of(model_config), device_kind(config.placement) == "cuda"
+    config, _ = transformer.by_kind(config)
+    shape, cuda = transformer.Shape.of(model_config), transformer.device_kind(config.placement) == "cuda"
     by_role = {
         "trainer": _learner(config, shape, slices.get("trainer", len(seats["trainer"])), config.model.lora.on),
         "rollout": _rollout(config, shape),
@@ -145,13 +127,15 @@ def footprints(
         if role in roles:
             width = _BYTES[settings.dtype]
             follows = role == "reference" and config.reference.kind == "ema" and width < 4
-            its = shape if settings.model is None else saved_shape(settings.model, None)
+            its = shape if settings.model is None else transformer.saved_shape(settings.model, None)
             tokens, chunk = _micro_batch(config)
             footprint = Footprint(
                 weights=its.parameters * (width + (4 if follows else 0)),
                 activations=tokens * its.passing * width + _logits(chunk, its),
             )
-            most = (tokens * its.passing_bytes(width) + logit_bytes(its, chunk)) * (1 + ALLOWANCE)
+            most = (tokens * its.passing_bytes(width) + transformer.logit_bytes(its, chunk)) * (
+                1 + transformer.ALLOWANCE
+            )
             by_role[role] = _with_spare(footprint, most) if cuda else footprint
     if "reward_model" in roles:
         by_role["reward_model"] = _reward_model(config.reward_model)
@@ -163,7 +147,9 @@ def _reward_model(settings: RewardModelConfig) -> Footprint:
     """Whole weights and a micro-batch; of a judge that writes, as of a rollout."""
     assert settings.path is not None  # of every run that has the role
     width, classifies = _BYTES[settings.dtype], settings.kind == "classifier"
-    shape = saved_shape(settings.path, transformers.AutoModelForSequenceClassification if classifies else None)
+    shape = transformer.saved_shape(
+        settings.path, transformers.AutoModelForSequenceClassification if classifies else None
+    )
     weights, rows = float(shape.parameters * width), settings.max_rows
     if classifies or settings.choices:
         return Footprint(weights, activations=float(settings.micro_batch_tokens * shape.passing * width))
@@ -171,7 +157,7 @@ def _reward_model(settings: RewardModelConfig) -> Footprint:
     return Footprint(weights, activations=2.0 * rows * shape.vocabulary * 4, cache=cache)
 
 
-def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: bool = True) -> Footprint:
+def _learner(config: RunConfig, shape: transformer.Shape, ranks: int, adapters: bool, head: bool = True) -> Footprint:
     """Weights, gradients and AdamW's two means in float32 or 8 bits, spread over the ranks; of adapters' all but the
     weights is left out. Activations of a micro-batch of T tokens, at least:
 
@@ -184,23 +170,23 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
     """
     checkpointed, parallel = config.trainer.gradient_checkpointing is True, config.trainer.parallel
     width, (whole, _) = _BYTES[config.trainer.dtype], _micro_batch(config)
-    tokens = tokens_of(whole, parallel)
+    tokens = transformer.tokens_of(whole, parallel)
     chunk = min(config.trainer.logprob_chunk, tokens)
     in_flight = shape.layers  # of a pipeline, the first stage has as many micro-batches under way as there are stages
-    if splits_whole(config.trainer):
-        shape, ranks = part_of(shape, parallel), 1
+    if transformer.splits_whole(config.trainer):
+        shape, ranks = transformer.part_of(shape, parallel), 1
         chunk = min(config.trainer.logprob_chunk, -(-whole // parallel.context))  # its head has a context's tokens
     outside = shape.outside if head else shape.head
     share = 4.0 * (shape.parameters - shape.outside + outside) / ranks
     if ranks > 1 and parallel != ParallelConfig():
-        shape = gathered_of(shape, parallel)
+        shape = transformer.gathered_of(shape, parallel)
         outside = shape.outside if head else shape.head
     shape = replace(shape, parameters=int(in_flight * shape.layer) + shape.outside, layers=in_flight)
     logits, token = _logits(chunk, shape) if head else 0.0, float(tokens * width)
     activations = token * shape.layers * shape.activations + logits
     if checkpointed:
         activations = token * shape.layers * shape.hidden + max(token * (shape.activations - shape.hidden), logits)
-    casts = width < 4 and config.trainer.working_copy is False and not splits_whole(config.trainer)
+    casts = width < 4 and config.trainer.working_copy is False and not transformer.splits_whole(config.trainer)
     spread = ranks > 1 or casts
     footprint = Footprint(
         weights=share,
@@ -209,12 +195,15 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
         gathered=(outside + shape.layer) * width if spread else share / 4 * width * (width < 4),
         activations=activations,
     )
-    if device_kind(config.placement) != "cuda":
+    if transformer.device_kind(config.placement) != "cuda":
         return footprint
     from rlinf.training.weight_sync import publishing_bytes  # what trains takes seconds to import
 
-    how = Training(width, tokens, chunk, checkpointed, spread, learns_weights=not adapters, head=head)
-    most, publishing = peak_bytes(shape, how), publishing_bytes(0, on_device=False, ranks=ranks) if head else 0.0
+    how = transformer.Training(width, tokens, chunk, checkpointed, spread, learns_weights=not adapters, head=head)
+    most, publishing = (
+        transformer.peak_bytes(shape, how),
+        publishing_bytes(0, on_device=False, ranks=ranks) if head else 0.0,
+    )
     if adapters:  # at rank r, on all linear layers, with gradients and means; the largest is merged to be published
         wide = 6 * shape.hidden + 2 * shape.queries + 3 * shape.inner
         lora = 16.0 * config.model.lora.r * shape.layers * wide / ranks
@@ -235,16 +224,20 @@ def _micro_batch(config: RunConfig) -> tuple[int, int]:
     return tokens, min(config.trainer.logprob_chunk, tokens)
 
 
-def _logits(chunk: int, shape: Shape) -> float:
+def _logits(chunk: int, shape: transformer.Shape) -> float:
     """Those of so many tokens in float32, and as much again for what is made of them."""
     return 2.0 * chunk * shape.vocabulary * 4
 
 
-def _rollout(config: RunConfig, shape: Shape) -> Footprint:
+def _rollout(config: RunConfig, shape: transformer.Shape) -> Footprint:
     """Whole weights, of which those that are rounded take a byte; keys and values, 2 x layers x keys for each token;
     logits in float32 of the rows decoded together, twice, since they are sampled from. Of an engine that splits its
     model over devices, the share of one of them."""
-    rollout, width, split = config.rollout, _BYTES[config.rollout.dtype], engine_split(config.rollout.engine_args)
+    rollout, width, split = (
+        config.rollout,
+        _BYTES[config.rollout.dtype],
+        transformer.engine_split(config.rollout.engine_args),
+    )
     tokens = rollout.max_tokens or rollout.max_rows * (rollout.max_new_tokens + (config.data.max_prompt_tokens or 0))
     embedding = shape.vocabulary * shape.hidden
     rounded = shape.parameters - shape.outside + embedding * (1 + width)
@@ -253,10 +246,10 @@ def _rollout(config: RunConfig, shape: Shape) -> Footprint:
         activations=2.0 * rollout.max_rows * shape.vocabulary * 4 / split,
         cache=2.0 * shape.layers * shape.keys * tokens * width / split,
     )
-    if device_kind(config.placement) != "cuda":
+    if transformer.device_kind(config.placement) != "cuda":
         return footprint
     reading = min(_READ_AT_ONCE, tokens) * shape.passing_bytes(width) / split
-    return replace(footprint, spare=reading + ALLOWANCE * (footprint.activations + footprint.cache))
+    return replace(footprint, spare=reading + transformer.ALLOWANCE * (footprint.activations + footprint.cache))
 
 
 # What does not fit ---------------------------------------------------------------------------------------------------
@@ -282,7 +275,7 @@ def complaints(
     """
     if placed.memory is None:
         return
-    config, _ = by_kind(config)
+    config, _ = transformer.by_kind(config)
     hosts_by_need: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for device, need in _needs(config, model_config, placed, roles, slices, least=True):
         memory = placed.memory_on(device)
@@ -419,7 +412,7 @@ def _learners_fit(
 ) -> bool:
     if placed.memory is None:
         return True
-    fills = 1.0 if device_kind(config.placement) == "cuda" else _AUTO_FILLS
+    fills = 1.0 if transformer.device_kind(config.placement) == "cuda" else _AUTO_FILLS
     needs = _needs(config, model_config, placed, roles, slices)
     return all(
         sum(need.values()) <= fills * room
@@ -458,17 +451,17 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
         placed: where the roles are.
         roles: that there are besides rollout, judge and trainer.
     """
-    kind, memory = device_kind(config.placement), placed.room("trainer")
-    config, precision = rollout_precision(config, model_config, placed.devices)
-    config, became = by_kind(config)
+    kind, memory = transformer.device_kind(config.placement), placed.room("trainer")
+    config, precision = transformer.rollout_precision(config, model_config, placed.devices)
+    config, became = transformer.by_kind(config)
 
     def learns(changed: RunConfig) -> bool:
         spread = spread_of(changed, model_config, placed, roles).slices
         return _learners_fit(changed, model_config, placed, roles, spread)
 
     try:
-        config, why = checkpointing(config, memory, learns)
-        config, cast = working_copy(config, learns)
+        config, why = transformer.checkpointing(config, memory, learns)
+        config, cast = transformer.working_copy(config, learns)
         slices = spread_of(config, model_config, placed, roles).slices
     except ValueError as error:
         return Fitted(config), [Problem("configuration", "trainer.sharding", config.trainer.sharding, str(error))]
@@ -499,7 +492,7 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
         for role, each in footprint_by_role.items()
         if role in placed.seats
     }
-    precisions = (precision, unequal_precision(config)) if "rollout" in placed.seats else ()
+    precisions = (precision, transformer.unequal_precision(config)) if "rollout" in placed.seats else ()
     warnings = (*filter(None, precisions), *_tight(footprint_by_role, placed))
     return Fitted(config, memory_by_role, tuple(lines), warnings), problems
 

@@ -76,7 +76,7 @@ def test_two_kinds_of_device_leave_few_labels_to_compare(monkeypatch):
         compared.append(len(block.rows))
         return best_of(block, *rest)
 
-    monkeypatch.setattr(planner, "best_of", counted)
+    monkeypatch.setattr(planner.pareto, "best_of", counted)
     assert plan(uneven(0, 256, 2)).seconds == pytest.approx(441.7, rel=TOLERANCE)
     assert sum(compared) < 100_000
 

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from rlinf.sandbox.containers.images import Image, ImageFile, layers_of
 from rlinf.sandbox.containers.protocol import LIMITS, ContainerEnded, ContainersError, pack, unpack
-from rlinf.sandbox.inside import confine
+from rlinf.sandbox.inside import confine, reaper
 from rlinf.sandbox.inside.supervise import LENGTH
 from rlinf.sandbox.limits import Limits, Program, Result, SandboxError
 from rlinf.sandbox.sandbox import launch
@@ -338,10 +338,9 @@ def _run_directory(directory: Path) -> Path:
     runs = directory / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     for other in runs.iterdir():
-        owner = other.name.partition("-")[0]
-        if owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+        if reaper.is_gone(other.name.rpartition("~")[0].replace("~", "/")):
             shutil.rmtree(other, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=runs))
+    return Path(tempfile.mkdtemp(prefix=reaper.owner(os.getpid()).replace("/", "~") + "~", dir=runs))
 
 
 def _end_server(process: subprocess.Popen[bytes], control: socket.socket) -> None:

@@ -168,8 +168,13 @@ def pack(source: str | Path | bytes, target: str) -> IO[bytes]:
     return file
 
 
-def unpack(tar_file: IO[bytes], target: str | Path) -> None:
+def unpack(tar_file: IO[bytes], target: str | Path, *, links: bool = False) -> None:
     """Put what was downloaded, a tar file with one root, at a path here; nothing in it leads out of there. Blocks.
+
+    Args:
+        tar_file: what came.
+        target: where it goes.
+        links: take links that lead anywhere, of somebody who is trusted.
 
     Raises:
         ContainersError: it is no tar file, or an entry leads out of the directory or is no file, directory or link.
@@ -179,7 +184,7 @@ def unpack(tar_file: IO[bytes], target: str | Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as scratch:
         try:
             with tarfile.open(fileobj=tar_file, mode="r|*") as tar:
-                tar.extractall(scratch, filter="data")
+                tar.extractall(scratch, filter="tar" if links else "data")
             root = next(Path(scratch).iterdir())
         except (tarfile.TarError, StopIteration) as error:
             raise ContainersError(f"what a container sent for {target} was not unpacked: {error}") from error

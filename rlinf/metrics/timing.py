@@ -17,6 +17,7 @@ ACTIVITIES = ("generation", "simulation", "acting", "scoring", "training", "sync
 _BY_ENDPOINT = {
     "generate": "generation",
     "answer": "generation",
+    "stream": "generation",
     "score": "scoring",
     "logprobs": "scoring",
     "outputs": "scoring",

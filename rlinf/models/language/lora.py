@@ -149,7 +149,7 @@ def add_adapters(model: nn.Module, lora: Mapping[str, Any], name: str = POLICY) 
         raise ValueError("lora: peft is not installed; pip install 'rlinf[lora]'") from None
     config = _fresh(model, lora) if path is None else _saved(Path(path))
     before = vars(model).pop("peft_config", {})  # peft warns of it
-    with ONE_AT_A_TIME:  # peft's layers draw their first values, though others are given to them
+    with ONE_AT_A_TIME, _out_of_sight(model):  # peft's layers draw their first values, though others are given to them
         inject_adapter_in_model(config, model, adapter_name=name)
     model.peft_config = {**before, name: config}  # type: ignore[assignment]
     if path is not None:
@@ -158,6 +158,23 @@ def add_adapters(model: nn.Module, lora: Mapping[str, Any], name: str = POLICY) 
         layer.set_adapter(POLICY)  # the others neither learn nor take part
         for part, parameter in layer.named_parameters():
             parameter.requires_grad_(is_adapter(f".{part}") and f".{POLICY}" in part)
+
+
+@contextmanager
+def _out_of_sight(model: nn.Module) -> Iterator[None]:
+    """Take the adapters that a model has out of it: peft goes through all of them for each layer that gets more."""
+    aside = []
+    for layer in adapted_layers(model):
+        for part in (layer.lora_A, layer.lora_B, layer.lora_dropout):
+            aside.append((part._modules, dict(part._modules)))
+            part._modules.clear()
+    try:
+        yield
+    finally:
+        for modules, before in aside:
+            more = dict(modules)
+            modules.clear()
+            modules.update(before | more)
 
 
 def _fresh(model: nn.Module, lora: Mapping[str, Any]) -> Any:
@@ -320,9 +337,9 @@ def open_adapters(model: nn.Module, lora: Mapping[str, Any], name: str, seed: in
     with torch.no_grad():
         for parameter, value in values:
             parameter.copy_(value)
-    own = {id(parameter) for _, parameter in saved_names(model, name)}
+    learns |= {id(parameter) for _, parameter in saved_names(model, name)}
     for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in learns | own)
+        parameter.requires_grad_(id(parameter) in learns)
 
 
 def close_adapters(model: nn.Module, name: str) -> None:

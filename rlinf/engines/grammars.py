@@ -69,10 +69,10 @@ class Form:
         raise ValueError(f"form={text[:60]!r} is no form of answers: take llm.chat(schema=…)")
 
     def grammar(self, specials: Mapping[str, int]) -> str:
-        """The form as a grammar of llguidance.
+        """The form as a grammar of llguidance, which SGLang and vLLM have, too.
 
         Args:
-            specials: special tokens of the tokenizer, which no other tokens spell.
+            specials: special tokens of the tokenizer, which no other tokens spell; see `specials_of`.
         """
         schema = {**json.loads(self.schema), "x-guidance": {"whitespace_pattern": _SPACE}}
         one, space = [*_literals(self.before, specials), "json", *_literals(self.after, specials)], r"/[ \n]*/"
@@ -94,22 +94,6 @@ class Form:
             return ["(", *_literals("<think>", specials), "rest", ")?"]
         return ["rest"] if self.thought else []
 
-    @property
-    def structural_tag(self) -> dict[str, Any]:
-        """The form as servers with xgrammar's or llguidance's structural tags take it, marks and thoughts included."""
-        content = {"type": "json_schema", "json_schema": json.loads(self.schema)}
-        tag: dict[str, Any] = {"type": "tag", "begin": self.before, "content": content, "end": self.after}
-        several = {"type": "tags_with_separator", "tags": [tag], "separator": self.between, "at_least_one": True}
-        part = tag if self.between is None else several
-        if self.free:
-            rule = {"triggers": [self.before.strip()], "tags": [tag], "stop_after_first": self.between is None}
-            part = {"type": "triggered_tags", "at_least_one": False, **rule}
-        if not self.thought:
-            return {"type": "structural_tag", "format": part}
-        begin = "<think>" if self.thought == "may" else ""
-        rest = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>"}
-        return {"type": "structural_tag", "format": {"type": "sequence", "elements": [rest, part]}}
-
 
 def _literals(text: str, specials: Mapping[str, int]) -> list[str]:
     """A text as a grammar's words."""
@@ -120,6 +104,11 @@ def _literals(text: str, specials: Mapping[str, int]) -> list[str]:
     return [
         f"<[{specials[part]}]>" if part in specials else json.dumps(part, ensure_ascii=False) for part in parts if part
     ]
+
+
+def specials_of(tokenizer: Any) -> dict[str, int]:
+    """The special tokens of a tokenizer, by their texts; none without one."""
+    return {str(tokenizer.convert_ids_to_tokens(id)): id for id in getattr(tokenizer, "all_special_ids", ())}
 
 
 def missing() -> str | None:
@@ -237,8 +226,8 @@ class Grammars:
             return problem
         from llguidance import LLMatcher
 
-        specials = {str(self._hf.convert_ids_to_tokens(id)): id for id in getattr(self._hf, "all_special_ids", ())}
-        matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(Form.of(form).grammar(specials)), log_level=0)
+        grammar = LLMatcher.grammar_from_lark(Form.of(form).grammar(specials_of(self._hf)))
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # what the first step needs, once for all answers
         return _shortened(matcher.get_error()) if matcher.is_error() else matcher

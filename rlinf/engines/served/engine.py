@@ -22,7 +22,16 @@ import itertools
 import logging
 import math
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -45,6 +54,7 @@ from rlinf.engines.base import (
     StopTexts,
     named,
 )
+from rlinf.engines.grammars import Form, specials_of
 from rlinf.engines.served.server import Ask, Chunk, Http, Lost, ModelFiles, Refused, Server, ServerChild, ServerSettings
 from rlinf.runtime.base.tasks import cancel_all
 
@@ -74,6 +84,7 @@ class Row:
         banned: tokens that a server is asked never to draw.
         padding: ids that the model has and its tokenizer has not. An answer is cut before one: servers would need a
             bias for hundreds of ids with every request, against what a trained model all but never draws.
+        specials: special tokens, by which the form of an answer is written as a grammar.
     """
 
     def __init__(
@@ -82,6 +93,7 @@ class Row:
         reader: StopTexts | None,
         banned: tuple[int, ...] = (),
         padding: frozenset[int] = frozenset(),
+        specials: Mapping[str, int] | None = None,
     ) -> None:
         self.request = request
         self.finish: Finish | None = None
@@ -99,6 +111,8 @@ class Row:
         self.versions: list[int] = []
         self._routes: list[np.ndarray | None] = []  # as far as each ask told, from the beginning of the text
         self._reader, self._banned, self._padding = reader, banned, padding
+        form = request.sampling.form
+        self._grammar = Form.of(form).grammar(specials or {}) if form else None
         if (partial := request.partial) is not None:
             self.tokens, self.logprobs = partial.response_ids.tolist(), partial.logprobs.tolist()
             self.versions, self._routes = partial.versions.tolist(), [partial.routes]
@@ -116,6 +130,8 @@ class Row:
     def ask(self, id: str) -> Ask:
         """The next request to the server: for the rest, or, before stop tokens and texts count, for the tokens up to
         there."""
+        if self._grammar is not None:  # which a server can only begin: what was interrupted is made again
+            self.tokens, self.logprobs, self.versions, self._routes = [], [], [], []
         sampling, answered = self.request.sampling, len(self.tokens)
         free = sampling.min_new_tokens - 1 - answered  # tokens that may be anything
         if free > 0:
@@ -125,7 +141,7 @@ class Row:
             ends, count = sampling.stop_ids, sampling.max_new_tokens - answered
         rules = replace(sampling, max_new_tokens=count, min_new_tokens=0, stop_ids=ends, stop_texts=())
         ids, seed = [*self.request.prompt_ids.tolist(), *self.tokens], self.request.seed
-        return Ask(id, ids, rules, seed % _SEEDS, seed, answered, self.request.images, self._banned)
+        return Ask(id, ids, rules, seed % _SEEDS, seed, answered, self.request.images, self._banned, self._grammar)
 
     def take(self, chunk: Chunk, version: int) -> int:
         """Append tokens up to where the answer ends; returns how many they were."""
@@ -170,13 +186,19 @@ class Row:
     @property
     def partial(self) -> Request:
         """The request with its tokens so far."""
-        return replace(self.request, partial=PartialAnswer(*self._arrays, self._joined_routes) if self.tokens else None)
+        more = self._joined_routes, self._log_mass
+        return replace(self.request, partial=PartialAnswer(*self._arrays, *more) if self.tokens else None)
 
     @property
     def completion(self) -> Completion:
         """The answer as it ended."""
         assert self.finish is not None
-        return Completion(self.request.id, *self._arrays, self.finish, self._joined_routes)
+        return Completion(self.request.id, *self._arrays, self.finish, self._joined_routes, self._log_mass)
+
+    @property
+    def _log_mass(self) -> np.ndarray | None:
+        """Unknown of an answer of a form: servers tell log-probs over the tokens that it allowed, and no others."""
+        return None if self._grammar is None else np.full(len(self.tokens), np.inf, np.float32)
 
     @property
     def _joined_routes(self) -> np.ndarray | None:
@@ -208,7 +230,7 @@ class ServedEngine(Engine):
         self._name, self._on_device = setup.name, setup.on_device
         self._banned = () if setup.pictures is None else setup.pictures.banned
         self._padding = frozenset(setup.padding)
-        self._reader = StopTexts.of(setup.tokenizer)
+        self._reader, self._specials = StopTexts.of(setup.tokenizer), specials_of(setup.tokenizer)
         self._files, self._deadline = files, deadline
         self._scheduler = Scheduler(setup.max_rows, setup.max_tokens, self.check_request, self._admit)
         self._rows: dict[Request, Row] = {}
@@ -231,7 +253,7 @@ class ServedEngine(Engine):
             child: its process, then to be found under that name; made with `prepare` and `busy` of this engine.
         """
         self.child = child
-        self.seeded, self.routes = child.server.seeded, child.server.routes
+        self.seeded, self.routes, self.forms = child.server.seeded, child.server.routes, child.server.forms
         self.reads_images = bool(self._banned) and child.server.reads_images
         await child.start()
 
@@ -245,7 +267,7 @@ class ServedEngine(Engine):
         return self._scheduler.batches(requests, self._advance, self._drop)
 
     async def answer(self, request: Request, hear: Hear | None = None) -> Completion:
-        if hear is not None:
+        if hear is not None and not request.sampling.form:  # of which what was heard may be made again
             self._listeners[request] = hear  # before it enters: there may be room for it at once
         try:
             return await self._scheduler.answer(self._scheduler.enter(request), self._advance, self._drop)
@@ -262,7 +284,7 @@ class ServedEngine(Engine):
     def _admit(self) -> None:
         """Have a task answer each request for which there is room."""
         for request in self._scheduler.take_next():
-            row = self._rows[request] = Row(request, self._reader, self._banned, self._padding)
+            row = self._rows[request] = Row(request, self._reader, self._banned, self._padding, self._specials)
             context = self._scheduler.owners[request].context_of(request).copy()
             row.task = asyncio.create_task(
                 self._answer(row), name=f"answer {request.id} of {self._name}", context=context

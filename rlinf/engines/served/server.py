@@ -294,6 +294,8 @@ class Ask:
     """Pictures of the prompt, in the order of their placeholders; none for a server that does not read them."""
     banned: tuple[int, ...] = ()
     """Tokens that are never drawn, and whose probability is 0 in the log-probs."""
+    grammar: str | None = None
+    """Lark grammar of llguidance that the answer is kept to from its first token on; None: it may be anything."""
 
 
 class Server(Protocol):
@@ -310,6 +312,8 @@ class Server(Protocol):
     """It takes pictures with a prompt."""
     routes: bool
     """Chunks tell to which experts tokens went."""
+    forms: bool
+    """It keeps answers to the grammar of an `Ask`."""
 
     def command(self, model: Path, host: str, port: int) -> Sequence[str]:
         """The command line of the child process."""
@@ -368,6 +372,8 @@ class ServerSettings:
     """Seconds for a change of weights, for going to sleep and for waking, each; then it is started again."""
     silence: float = 300.0
     """Seconds without a token after which an answer is asked for again."""
+    schemas: bool = False
+    """Answers are kept to JSON schemas where asked for, by llguidance in the server, which then loads the tokenizer."""
     max_restarts: int = 3
     """Deaths in a row that are followed by a restart."""
 

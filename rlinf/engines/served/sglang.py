@@ -310,7 +310,7 @@ class SGLangServer:
         device: tuple[str, int],
         experts: Experts | None = None,
     ) -> None:
-        self.seeded, self.routes = settings.seeded, experts is not None
+        self.seeded, self.routes, self.forms = settings.seeded, experts is not None, settings.schemas
         self.version = "?"
         """Version of the server, in its own words."""
         self._settings, self._setup, self._python, self._experts = settings, setup, python, experts
@@ -329,10 +329,13 @@ class SGLangServer:
             *(self._python, "-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", port),
             *("--device", self._device, "--dtype", dtype, "--tp-size", settings.tensor_parallel),
             *("--max-running-requests", setup.max_rows, "--stream-interval", settings.stream_interval),
-            *("--random-seed", setup.seed % (1 << 31), "--log-level", "warning", "--skip-tokenizer-init"),
-            *("--skip-server-warmup", "--incremental-streaming-output", "--grammar-backend", "none"),
+            *("--random-seed", setup.seed % (1 << 31), "--log-level", "warning"),
+            *("--skip-server-warmup", "--incremental-streaming-output"),
+            *("--grammar-backend", "llguidance" if settings.schemas else "none"),
             *("--custom-weight-loader", "rlinf_weights.load"),
         ]
+        if not settings.schemas:  # text is this side's business
+            words += ["--skip-tokenizer-init"]
         if setup.max_length is not None:
             words += ["--context-length", setup.max_length]
         if settings.seeded:
@@ -385,6 +388,8 @@ class SGLangServer:
         }
         if ask.banned:
             rules["logit_bias"] = {str(token): _NEVER for token in ask.banned}
+        if ask.grammar is not None:
+            rules["ebnf"] = ask.grammar  # llguidance tells its own grammars by their looks
         if self.seeded:
             rules["sampling_seed"] = ask.seed
         body = {

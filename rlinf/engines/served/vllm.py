@@ -39,6 +39,7 @@ class VllmServer:
         python: interpreter of vLLM's environment.
         settings: arguments of vLLM's `AsyncEngineArgs`.
         deadline: seconds for loading weights, and for sleeping and waking.
+        forms: it keeps answers to grammars.
     """
 
     kind = "vLLM"
@@ -46,7 +47,8 @@ class VllmServer:
     seeded = True
     routes = False
 
-    def __init__(self, python: str, settings: Mapping[str, Any], deadline: float) -> None:
+    def __init__(self, python: str, settings: Mapping[str, Any], deadline: float, *, forms: bool = False) -> None:
+        self.forms = forms
         self._python, self._settings, self._deadline = python, dict(settings), deadline
         self._memory: list[_Memory] = []
         self.version = ""
@@ -55,7 +57,8 @@ class VllmServer:
     def command(self, model: Path, host: str, port: int) -> Sequence[str]:
         settings = json.dumps({"model": str(model), **self._settings})
         address = ["--host", host, "--port", str(port)]
-        return [self._python, str(_INSIDE / "serve.py"), *address, "--settings", settings]
+        more = ["--forms"] if self.forms else []
+        return [self._python, str(_INSIDE / "serve.py"), *address, "--settings", settings, *more]
 
     def environment(self) -> Mapping[str, str | None]:
         return {
@@ -86,6 +89,7 @@ class VllmServer:
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
+            "grammar": ask.grammar,
         }
         async with aclosing(http.events("/generate", body)) as events:
             async for event in events:
@@ -202,7 +206,8 @@ async def build(setup: EngineSetup, **args: Any) -> VllmEngine:
     settings = settings_of(VllmSettings, args, "rollout.engine_args")
     if setup.pictures is not None:
         raise ValueError("rollout.engine=vllm reads no pictures, and the model does: take sglang or transformers")
-    server = VllmServer(interpreter(settings.python), _engine_args(setup, settings), settings.deadline)
+    arguments = _engine_args(setup, settings)
+    server = VllmServer(interpreter(settings.python), arguments, settings.deadline, forms=settings.schemas)
     files = await setup.compute(model_files, setup)
     return await start_server(VllmEngine, server, setup, files, settings)
 

@@ -31,7 +31,7 @@ from aiohttp import web
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -44,6 +44,8 @@ OURS = {
     "disable_log_stats": True,
 }
 """Arguments of vLLM that this program depends on."""
+FORMS = {"skip_tokenizer_init": False, "structured_outputs_config": {"backend": "guidance"}}
+"""Those by which answers are kept to grammars of llguidance."""
 CPU = {
     "enforce_eager": True,  # compiling takes minutes and wins little
     "kv_cache_memory_bytes": 1 << 29,  # else vLLM takes most of the machine's memory
@@ -126,6 +128,7 @@ class Server:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             extra_args={key: body[key] for key in HOW},
+            structured_outputs=StructuredOutputsParams(grammar=grammar) if (grammar := body.get("grammar")) else None,
         )
         self._running.add(body["rid"])
         try:
@@ -180,7 +183,7 @@ class Server:
         return web.json_response({"error": str(error)}, status=503)
 
 
-def started(settings: dict[str, Any]) -> AsyncLLM:
+def started(settings: dict[str, Any], forms: bool) -> AsyncLLM:
     """vLLM with these arguments of `AsyncEngineArgs`; exits with a line if it cannot run the model."""
     cpu = current_platform.is_cpu()
     if cpu:
@@ -190,7 +193,9 @@ def started(settings: dict[str, Any]) -> AsyncLLM:
             settings = {"distributed_executor_backend": "uni"} | settings
     else:
         settings = {"enable_sleep_mode": True} | settings
-    config = AsyncEngineArgs(**settings, **OURS).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    config = AsyncEngineArgs(**settings, **OURS | (FORMS if forms else {})).create_engine_config(
+        UsageContext.ENGINE_CONTEXT
+    )
     size = config.model_config.get_head_size()
     if cpu and size % 32 and size not in (80, 112):
         sys.exit(
@@ -202,9 +207,9 @@ def started(settings: dict[str, Any]) -> AsyncLLM:
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
-async def serve(host: str, port: int, settings: dict[str, Any]) -> NoReturn:
+async def serve(host: str, port: int, settings: dict[str, Any], forms: bool) -> NoReturn:
     """Serve until the engine core dies, and end this process then."""
-    engine = started(settings)
+    engine = started(settings, forms)
     try:
         server = Server(engine)
         runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True)
@@ -226,8 +231,9 @@ def main() -> None:
     parser.add_argument("--host", required=True, help="address to listen at")
     parser.add_argument("--port", type=int, required=True, help="port to listen at")
     parser.add_argument("--settings", type=json.loads, required=True, help="arguments of AsyncEngineArgs, as JSON")
+    parser.add_argument("--forms", action="store_true", help="keep answers to grammars of llguidance")
     options = parser.parse_args()
-    asyncio.run(serve(options.host, options.port, options.settings))
+    asyncio.run(serve(options.host, options.port, options.settings, options.forms))
 
 
 if __name__ == "__main__":

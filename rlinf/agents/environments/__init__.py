@@ -22,6 +22,7 @@ from rlinf.runtime.processes.supervisor import Child
 ENVIRONMENTS = {
     "gymnasium_text": "rlinf.agents.environments.gymnasium_text.GymnasiumText",
     "harbor": "rlinf.agents.environments.harbor.Harbor",
+    "mcp": "rlinf.agents.environments.mcp.MCP",
     "openenv": "rlinf.agents.environments.openenv.OpenEnv",
     "reasoning_gym": "rlinf.agents.environments.reasoning_gym.ReasoningGym",
     "textarena": "rlinf.agents.environments.textarena.TextArena",

@@ -84,7 +84,8 @@ class GymnasiumText:
         self._words: dict[str, int] | None = None
         if isinstance(space, spaces.Discrete):
             numbers = range(int(space.start), int(space.start) + int(space.n))
-            self._names = list(actions or _ACTIONS.get(env.rpartition(":")[2].rpartition("-v")[0], map(str, numbers)))
+            toy = _ACTIONS.get(env.rpartition(":")[2].rpartition("-v")[0])
+            self._names = list(actions or toy or map(str, numbers))
             if len(self._names) != len(numbers):
                 raise UserError(f"gymnasium_text: actions: {len(self._names)} names, and {env} has {len(numbers)}")
             self._words = {str(number): number for number in numbers}

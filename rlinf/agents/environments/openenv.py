@@ -9,25 +9,20 @@ again when it dies, and ends with the run.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
 
-from rlinf.agents.environments import HeldOut, Size, checked, last_words
-from rlinf.config.load import RunFailure
+from rlinf.agents.environments import HeldOut, Size, checked
+from rlinf.agents.environments.server import STARTING, Server
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.processes.supervisor import Child, ChildDied, free_address
 
 _HELD_OUT = 1 << 20
 """Distance between the seeds of what is learned and of what is held out."""
-_STARTING = 120.0
-"""Seconds that a server has to be up."""
-_DYING = 5.0
-"""Seconds after a refused connection within which a server that was started here is known to have died."""
 _LONGEST = 1 << 26
 """Bytes of an observation."""
 
@@ -64,12 +59,9 @@ class OpenEnv:
         size: Size = 1000,
         held_out: HeldOut = 50,
     ) -> None:
-        if not server or (isinstance(server, str) and "://" not in server):
-            raise UserError(f"openenv: server={server!r} is no URL such as http://127.0.0.1:8000, and no list of words")
-        self._server, self._action, self._observation = server, action or "", observation
+        self._server = Server("openenv", server, "/health")
+        self._action, self._observation = action or "", observation
         self._instructions, self._turns, self._size, self._held_out = instructions, turns, size, held_out
-        self._url = server.rstrip("/") if isinstance(server, str) else ""
-        self._child: Child | None = None
 
     def tasks(self) -> list[dict[str, Any]]:
         """Seeds to learn from; what a session begins with is known when it begins."""
@@ -84,37 +76,14 @@ class OpenEnv:
         return [{"prompt": self._instructions or f"session {seed}", "seed": seed} for seed in seeds]
 
     async def __aenter__(self) -> OpenEnv:
-        timeout = aiohttp.ClientTimeout(total=None, connect=_STARTING)
-        self._http = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-        try:
-            if not isinstance(self._server, str):
-                await self._start(self._server)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._server)
             self._action = self._field(await self._schema())
-        except BaseException:
-            await self.__aexit__()
-            raise
+            self._stack = stack.pop_all()
         return self
 
-    async def _start(self, command: Sequence[str]) -> None:
-        """Start a server, and wait until it is up.
-
-        Raises:
-            RunFailure: it is not.
-        """
-        host, port = free_address(hidden=any("{host}" in word for word in command))
-        self._url = f"http://{host}:{port}"
-        words = [word.replace("{port}", str(port)).replace("{host}", host) for word in command]
-        how: dict[str, Any] = {"start_deadline": _STARTING}
-        self._child = Child(words, name="openenv", health=self._healthy, **how)
-        try:
-            await self._child.start()
-        except ChildDied as died:
-            raise RunFailure(f"openenv: {words[0]} could not be started: {last_words(self._child)}") from died
-
     async def __aexit__(self, *error: Any) -> None:
-        await self._http.close()
-        if self._child is not None:
-            await self._child.stop()
+        await self._stack.__aexit__(*error)
 
     async def __call__(self, task: Any, llm: Any) -> Score:
         """Play a session to its end.
@@ -125,7 +94,7 @@ class OpenEnv:
         """
         messages = [{"role": "system", "content": self._instructions}] if self._instructions else []
         total, steps = 0.0, 0
-        async with await self._session() as session:
+        async with await self._server.reach(self._session) as session:
             state = await _asked(session, "reset", {"seed": task.row["seed"]})
             while not state["done"] and steps < self._turns:
                 messages.append({"role": "user", "content": self._text(state["observation"])})
@@ -137,19 +106,7 @@ class OpenEnv:
         return Score(total, {"done": float(state["done"]), "turns": float(steps)})
 
     async def _session(self) -> aiohttp.ClientWebSocketResponse:
-        """A session of the server; if it has just died, of its next life."""
-        connect = functools.partial(self._http.ws_connect, f"{self._url}/ws", max_msg_size=_LONGEST)
-        if self._child is None:
-            return await connect()
-        try:
-            await self._child.ready()
-            try:
-                return await connect()
-            except aiohttp.ClientConnectionError:
-                await self._child.after_fault(_DYING)
-                return await connect()
-        except ChildDied as died:
-            raise RunFailure(f"openenv: its server died too often: {last_words(self._child)}") from died
+        return await self._server.http.ws_connect(f"{self._server.url}/ws", max_msg_size=_LONGEST)
 
     def _text(self, observation: Mapping[str, Any]) -> str:
         if self._observation is None:
@@ -162,19 +119,15 @@ class OpenEnv:
                 f"openenv: observation={self._observation!r}: no field {error}; there are {fields}"
             ) from None
 
-    async def _healthy(self, child: Child) -> bool:
-        async with self._http.get(f"{self._url}/health") as answer:
-            return answer.ok
-
     async def _schema(self) -> dict[str, Any]:
         """The server's schema of an action.
 
         Raises:
             UserError: nobody answers at its address, or something else than a server of OpenEnv.
         """
-        where, status = f"openenv: server={self._url}", 0
+        where, status = f"openenv: server={self._server.url}", 0
         try:
-            async with asyncio.timeout(_STARTING), self._http.get(f"{self._url}/schema") as answer:
+            async with asyncio.timeout(STARTING), self._server.http.get(f"{self._server.url}/schema") as answer:
                 status = answer.status
                 schema = json.loads(await answer.read())["action"]
                 return dict(schema)

@@ -74,6 +74,29 @@ async def mcp_tools(
         UserError: the server does not start, cannot be reached or lists no tools in time; the package is missing.
         ValueError: neither a command nor a URL, or both.
     """
+    async with mcp_server(command, url, env=env, headers=headers, start_timeout=start_timeout, mends=True) as server:
+        yield Tools(server.tools(prefix, timeout, longest))
+
+
+@asynccontextmanager
+async def mcp_server(
+    command: Sequence[str] | None = None,
+    url: str | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
+    start_timeout: float = 60.0,
+    mends: bool = False,
+) -> AsyncIterator[McpServer]:
+    """A session of an MCP server, until the end of the `async with`.
+
+    Args:
+        command, url, env, headers, start_timeout: see `mcp_tools`.
+        mends: a server that is gone is started again for the next call; else its session is over, see `check`.
+
+    Raises:
+        UserError, ValueError: as of `mcp_tools`.
+    """
     if (command is None) == (url is None) or isinstance(command, str) or (command is not None and not command):
         raise WrongValue("mcp_tools: give a command, a list such as ['uvx', 'mcp-server-time'], or a url")
     try:
@@ -82,27 +105,37 @@ async def mcp_tools(
         raise UserError(f"mcp_tools needs the package {error.name}: pip install 'rlinf[agents,mcp]'") from None
     name = str(url) if command is None else " ".join(command)
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
-        server = _Server(partial(_client, command, url, env, headers, stderr), name, start_timeout, stderr)
+        how = {} if mends else {"mode": "legacy"}  # its handshake begins a session; later protocols have none
+        client = partial(_client, command, url, env, headers, stderr, how)
+        server = McpServer(client, name, start_timeout, stderr, mends)
         try:
-            tools = await server.start()
-            yield Tools(_tool(server, each, prefix, timeout, longest) for each in tools)
+            await server.start()
+            yield server
         finally:
             await server.end()
 
 
-class _Server:
-    """A connection to a server, made again where the server is found to be gone.
+class McpServer:
+    """A connection to a server, made by `mcp_server`.
 
     Args:
         open_client: connects, in a task that holds the connection.
         name: of the server, for people.
         start_timeout: seconds until it has listed its tools.
         said: its stderr.
+        mends: it is made again where the server is found to be gone.
     """
 
     def __init__(
-        self, open_client: Callable[[AsyncExitStack], Awaitable[Any]], name: str, start_timeout: float, stderr: IO[str]
+        self,
+        open_client: Callable[[AsyncExitStack], Awaitable[Any]],
+        name: str,
+        start_timeout: float,
+        stderr: IO[str],
+        mends: bool,
     ) -> None:
+        self._mends = mends
+        self._listed: list[Any] = []
         self._open_client, self._name, self._start_timeout, self._said = open_client, name, start_timeout, stderr
         self._holding: asyncio.Future[None] | None = None
         self._over = asyncio.Event()
@@ -110,11 +143,8 @@ class _Server:
         self._mending = asyncio.Lock()
         self._deaths = 0
 
-    async def start(self) -> list[Any]:
-        """Connect.
-
-        Returns:
-            The tools that it lists.
+    async def start(self) -> None:
+        """Connect, and have it list its tools.
 
         Raises:
             UserError: it does not start, cannot be reached or lists no tools in time.
@@ -132,8 +162,7 @@ class _Server:
             failed = holding.done() and not holding.cancelled() and holding.exception()
             why = _reason(failed) if failed else f"it listed no tools within {self._start_timeout:g} seconds"
             raise UserError(f"MCP server {self._name}: {why}{_last_words(self._said)}")
-        self._client, tools = listed.result()
-        return tools
+        self._client, self._listed = listed.result()
 
     async def end(self) -> None:
         """Let the connection go."""
@@ -154,9 +183,64 @@ class _Server:
             return await client.call_tool(tool, dict(arguments))
         except Exception:
             async with self._mending:
-                if client is self._client:
+                if self._mends and client is self._client:
                     await self._mend(client)
             raise
+
+    def tools(self, prefix: str, timeout: float, longest: int) -> list[Tool]:
+        """The tools that it has listed; see `mcp_tools`."""
+        return [_tool(self, each, prefix, timeout, longest) for each in self._listed]
+
+    async def ask(self, tool: str, arguments: Mapping[str, Any], seconds: float) -> str:
+        """Call a tool of the server for ourselves and return its text.
+
+        Raises:
+            RuntimeError: it failed, took too long, or the server is gone.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                result = await self.call(tool, arguments)
+        except Exception as error:
+            late = isinstance(error, TimeoutError)
+            why = f"it took longer than {seconds:g} seconds" if late else _reason(error)
+            raise RuntimeError(f"MCP server {self._name}: {tool}: {why}{_last_words(self._said)}") from error
+        if result.is_error:
+            raise RuntimeError(f"MCP server {self._name}: {tool}: {_text(result)}")
+        return _text(result)
+
+    async def check(self) -> None:
+        """See that the session goes on.
+
+        Raises:
+            RuntimeError: the server is gone, or does not answer.
+        """
+        try:
+            async with asyncio.timeout(_PING):
+                await self._client.list_tools()
+        except Exception as error:
+            why = "it does not answer any more" if isinstance(error, TimeoutError) else f"it is gone: {_reason(error)}"
+            raise RuntimeError(f"MCP server {self._name}: {why}{_last_words(self._said)}") from error
+
+    async def reader(self, seconds: float, longest: int) -> Tool | None:
+        """A tool that reads the server's resources; None where it has none."""
+        if getattr(self._client.server_capabilities, "resources", None) is None:
+            return None
+        resources = (await self._client.list_resources()).resources
+        if not resources:
+            return None
+        lines = [f"{each.uri} ({each.description or each.name})" for each in resources]
+
+        async def read_resource(uri: str) -> str:
+            try:
+                result = await self._client.read_resource(uri)
+            except Exception as error:
+                raise ToolFailed(f"{uri} cannot be read: {_reason(error)}") from None
+            return "\n".join(map(_part, result.contents))
+
+        names = {"type": "string", "enum": [str(each.uri) for each in resources]}
+        schema = {"type": "object", "properties": {"uri": names}, "required": ["uri"]}
+        words = f"Read a resource: {'; '.join(lines)}"
+        return Tool("read_resource", words, schema, read_resource, dict, seconds, longest)
 
     async def _mend(self, client: Any) -> None:
         """Start the server again if it is gone."""
@@ -198,6 +282,7 @@ async def _client(
     env: Mapping[str, str] | None,
     headers: Mapping[str, str] | None,
     stderr: IO[str],
+    how: Mapping[str, Any],
     stack: AsyncExitStack,
 ) -> Any:
     from mcp import Client, StdioServerParameters, stdio_client
@@ -206,13 +291,15 @@ async def _client(
 
     if command is None:
         http = await stack.enter_async_context(create_mcp_http_client(headers=dict(headers or {})))
-        return await stack.enter_async_context(Client(streamable_http_client(str(url), http_client=http), cache=None))
+        transport = streamable_http_client(str(url), http_client=http)
+        return await stack.enter_async_context(Client(transport, cache=None, **how))
     arguments = ["-I", "-S", "-c", _KEPT, keeper.__file__, str(os.getpid()), *command]
     parameters = StdioServerParameters(command=sys.executable, args=arguments, env=dict(env or {}))
-    return await stack.enter_async_context(Client(stdio_client(parameters, errlog=stderr), cache=None))  # type: ignore[arg-type]
+    transport = stdio_client(parameters, errlog=stderr)  # type: ignore[arg-type]
+    return await stack.enter_async_context(Client(transport, cache=None, **how))
 
 
-def _tool(server: _Server, listing: Any, prefix: str, seconds: float, longest: int) -> Tool:
+def _tool(server: McpServer, listing: Any, prefix: str, seconds: float, longest: int) -> Tool:
     """A tool of the server's."""
     schema = dict(listing.input_schema)
 
@@ -244,7 +331,7 @@ def _part(content: Any) -> str:
     if isinstance(text, str):
         return text
     where = getattr(resource, "uri", None)
-    kind = getattr(resource, "mime_type", None) or content.type
+    kind = getattr(resource, "mime_type", None) or getattr(content, "type", "data")
     return f"[{kind}{f' at {where}' if where else ''}]"
 
 

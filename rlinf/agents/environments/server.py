@@ -1,0 +1,95 @@
+"""A server of an environment: reached by its URL, or started beside the run and kept up.
+
+In: a URL, or the words of a command line. Out: the URL at which it answers. One that is started here is supervised: it
+is started again when it dies, and it and all that it started end with the run, however that ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Self, TypeVar
+
+import aiohttp
+
+from rlinf.agents.environments import last_words
+from rlinf.config.load import RunFailure
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.processes.supervisor import Child, ChildDied, free_address
+
+R = TypeVar("R")
+STARTING = 120.0
+"""Seconds that a server has to be up."""
+_DYING = 5.0
+"""Seconds after a refused connection within which a server that was started here is known to have died."""
+
+
+class Server:
+    """A server; `async with` starts it where it is started here.
+
+    Args:
+        name: of the environment, for errors.
+        server: its URL; or the words of a command that starts it, in which `{port}` stands for its port and `{host}`
+            for its address.
+        path: what is asked for to see that it is up; any answer will do.
+
+    Raises:
+        UserError: `server` is neither.
+    """
+
+    def __init__(self, name: str, server: str | Sequence[str], path: str = "/") -> None:
+        if not server or (isinstance(server, str) and "://" not in server):
+            raise UserError(f"{name}: server={server!r} is no URL such as http://127.0.0.1:8000, and no list of words")
+        self._name, self._server, self._path = name, server, path
+        self.url = server.rstrip("/") if isinstance(server, str) else ""
+        """Where it answers."""
+        self._child: Child | None = None
+
+    async def __aenter__(self) -> Self:
+        timeout = aiohttp.ClientTimeout(total=None, connect=STARTING)
+        connector = aiohttp.TCPConnector(limit=0)
+        self.http = aiohttp.ClientSession(timeout=timeout, connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        try:
+            if not isinstance(self._server, str):
+                await self._start(self._server)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _start(self, command: Sequence[str]) -> None:
+        host, port = free_address(hidden=any("{host}" in word for word in command))
+        self.url = f"http://{host}:{port}"
+        words = [word.replace("{port}", str(port)).replace("{host}", host) for word in command]
+        how: dict[str, Any] = {"start_deadline": STARTING}
+        self._child = Child(words, name=self._name, health=self._healthy, **how)
+        try:
+            await self._child.start()
+        except ChildDied as died:
+            raise RunFailure(f"{self._name}: {words[0]} could not be started: {last_words(self._child)}") from died
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self.http.close()
+        if self._child is not None:
+            await self._child.stop()
+
+    async def reach(self, connect: Callable[[], Awaitable[R]]) -> R:
+        """Connect to the server once it is up; if it has just died, to its next life.
+
+        Raises:
+            RunFailure: it died again and again.
+        """
+        if self._child is None:
+            return await connect()
+        try:
+            await self._child.ready()
+            try:
+                return await connect()
+            except (aiohttp.ClientConnectionError, ConnectionError):
+                await self._child.after_fault(_DYING)
+                return await connect()
+        except ChildDied as died:
+            raise RunFailure(f"{self._name}: its server died too often: {last_words(self._child)}") from died
+
+    async def _healthy(self, child: Child) -> bool:
+        async with self.http.get(f"{self.url}{self._path}") as answer:
+            return answer.status < 500

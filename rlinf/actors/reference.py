@@ -27,14 +27,16 @@ from transformers import PreTrainedTokenizerBase
 
 from rlinf.actors.base import ModelActor, configured
 from rlinf.config.learning import ForwardConfig, ReferenceSettings
+from rlinf.data.alignment import Translator, carried_over
 from rlinf.data.datasets.source import lookup
-from rlinf.data.packing import Row, cut, pack
+from rlinf.data.packing import Packed, Row, cut, pack
 from rlinf.data.safetensors_io import make_room, write_tensors
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights, misfits
 from rlinf.metrics.limits import COMPUTE
 from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, cost_of, pictures_of
+from rlinf.models.language.distillation import HIDDEN, TOP
 from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.language.truth import Way
@@ -104,9 +106,16 @@ class Blend:
     """The teacher's in the mixture, above 0; all add up to 1."""
     route: str | None = None
     """Column of a prompt's row that names its teacher, which alone is asked then; None asks all."""
+    width: int = 0
+    """Numbers in a hidden state of the widest teacher; less wide ones have zeros behind theirs."""
     total: str = "teacher_logprobs"
     """Key of `Sample.per_token` with the log-prob of each token under the mixture, log sum_k share_k p_k(token): of the
     teachers that were asked so far."""
+
+    @property
+    def number(self) -> int:
+        """The teacher's, from 0."""
+        return self.names.index(self.name)
 
     def asks(self, prompt: Prompt) -> bool:
         """Tell whether this teacher is asked about answers to a prompt.
@@ -139,6 +148,8 @@ class Blend:
         return group.with_column(self.total, [total(sample) for sample in group.samples])
 
 
+_COLUMN_OF = {"top": (TOP,), "hidden": (HIDDEN,)}
+"""Columns beside the log-probs, by `ReferenceSettings.distribution`."""
 FILE = "reference.safetensors"
 """In the directory that `save` writes."""
 
@@ -172,8 +183,21 @@ class Reference(ModelActor, Receiver):
             ValueError: a model or tokenizer that cannot be made, or a setting out of range.
         """
         self._settings, self._blend = settings, blend
-        loaded_tokenizer = await self.compute(load_tokenizer, tokenizer)
+        loaded_tokenizer = await self.compute(load_tokenizer, settings.tokenizer or tokenizer)
+        self._translator: Translator | None = None
+        if settings.tokenizer is not None:
+            if settings.distribution != "none":
+                raise ValueError(
+                    "a teacher of another tokenizer has no distributions that could be compared: top-k, "
+                    "and the whole vocabulary, are for teachers with the policy's tokens"
+                )
+            self._translator = Translator(await self.compute(load_tokenizer, tokenizer), loaded_tokenizer)
         self.policy = await self.compute(_policy, model, loaded_tokenizer, seed, self.device, settings)
+        if settings.distribution == "hidden" and not self.policy.plain_head:
+            raise ValueError(
+                f"{model} makes its logits by more than one matrix, so its hidden states do not say its distributions: "
+                "set top_k of the divergence"
+            )
         self._cost = await self.compute(cost_of, model, loaded_tokenizer)
         self._exact: nn.Module = self.policy.model
         """The model whose weights count: the policy's own, or one in float32 of which that is the rounded copy."""
@@ -220,21 +244,53 @@ class Reference(ModelActor, Receiver):
         return [scored for some in together for scored in self._told_together(some)]
 
     def _told_together(self, groups: Sequence[Group]) -> Iterable[Group]:
-        rows, start = [Row.of(sample) for group in groups for sample in group.samples], time.perf_counter()
-        parts = [np.empty(0, np.float32)]
+        if self._translator is not None:
+            return self._translated(groups, self._translator)
+        rows = [Row.of(sample) for group in groups for sample in group.samples]
+        columns = {name: iter(values) for name, values in self._columns(rows).items()}
+        for name, values in columns.items():
+            groups = [group.with_column(name, list(islice(values, len(group.samples)))) for group in groups]
+        return groups
+
+    def _translated(self, groups: Sequence[Group], translator: Translator) -> Iterable[Group]:
+        """Groups with log-probs by a model that has other tokens."""
+        samples = [sample for group in groups for sample in group.samples]
+        rows = [translator.row(sample) for sample in samples]
+        logprobs = self._columns([row for row, _ in rows])[self._settings.column]
+        carried = iter(
+            carried_over(sample, spans, scores)
+            for sample, (_, spans), scores in zip(samples, rows, logprobs, strict=True)
+        )
+        return [group.with_column(self._settings.column, list(islice(carried, len(group.samples)))) for group in groups]
+
+    def _columns(self, rows: Sequence[Row]) -> dict[str, list[np.ndarray]]:
+        """Numbers of each row's learned tokens, by column."""
+        start, parts = time.perf_counter(), list[tuple[np.ndarray, ...]]()
         for some in cut(rows, [row.size for row in rows], self._settings.micro_batch_tokens):
             batch = pack(some)
-            logprobs, _ = self.policy(batch.to(self.device))
-            parts.append(logprobs.cpu().numpy())
+            parts.append(self._scores(batch.to(self.device)))
             if self._cost is not None:
                 flops = self._cost.forward_flops(batch.lengths, len(batch.targets), tokens=len(batch.ids))
                 self.note(COMPUTE + self._settings.dtype, bytes=flops)
         self.policy.weigh_compiling(time.perf_counter() - start)
         ends = np.cumsum([row.learned for row in rows], dtype=np.int64)
-        each_sample = iter(np.split(np.concatenate(parts), ends[:-1]))
-        return [
-            group.with_column(self._settings.column, list(islice(each_sample, len(group.samples)))) for group in groups
-        ]
+        names = [self._settings.column, *_COLUMN_OF.get(self._settings.distribution, ())]
+        whole = [np.concatenate(column) for column in zip(*parts, strict=True)] or [np.empty(0, np.float32)]
+        return {name: np.split(column, ends[:-1]) for name, column in zip(names, whole, strict=False)}
+
+    def _scores(self, batch: Packed) -> tuple[np.ndarray, ...]:
+        """Log-probs of a batch, and what the settings ask of whole distributions."""
+        how = self._settings
+        if how.distribution == "none":
+            logprobs, _ = self.policy(batch)
+            return (logprobs.cpu().numpy(),)
+        top_k = how.top_k if how.distribution == "top" else None
+        logprobs, column = self.policy.distributions(batch, top_k)
+        if top_k is None:
+            number, width = (0, 0) if self._blend is None else (self._blend.number, self._blend.width)
+            filling = max(0, width - column.shape[1])
+            column = nn.functional.pad(nn.functional.pad(column, (0, filling)), (1, 0), value=float(number))
+        return logprobs.cpu().numpy(), column.cpu().numpy()
 
     @endpoint
     async def computes(self) -> Way:

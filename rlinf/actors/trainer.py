@@ -20,15 +20,18 @@ from torch import Tensor
 
 from rlinf.actors.base import configured
 from rlinf.actors.text_trainer import TextTrainer
+from rlinf.algos.algorithms import Divergence
 from rlinf.algos.token_losses import TokenLoss
 from rlinf.config.learning import LearningSettings, TrainerSettings
 from rlinf.data.packing import Packed, Row, cut, pack
 from rlinf.data.sample import Datum, Example, Group, Learned
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
-from rlinf.models.language.build import ModelSource, ModelSpec
+from rlinf.models.language.build import ModelSource, ModelSpec, output_embedding
+from rlinf.models.language.distillation import TeacherHead
 from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.lora import POLICY
+from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.backend import Optimization
 from rlinf.training.batch_metrics import describe, rescue, show_samples, taken_steps
@@ -121,9 +124,30 @@ class Trainer(TextTrainer):
             from rlinf.engines.transformers.model import join_parts
 
             await self.compute(join_parts, self._back.model)  # type: ignore[attr-defined]  # fsdp's
+        if isinstance(self._spec.loss, Divergence):
+            await self.compute(self._take_heads, self._spec.loss, settings)
         self._models[POLICY] = self._learner
         self._batch: BatchSchedule | None = None
         self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
+
+    def _take_heads(self, part: Divergence, settings: TrainerSettings) -> None:
+        """Have the model compute divergences from teachers' distributions.
+
+        Raises:
+            ValueError: it cannot, or nobody says which teachers they are.
+        """
+        module = getattr(self._back, "module", None)
+        if not isinstance(module, PolicyModel) or module.divided:
+            raise ValueError(
+                "loss 'divergence' needs trainer.backend=fsdp, and a model that is not split (trainer.parallel)"
+            )
+        if part.top_k is None and not settings.teacher_models:
+            raise ValueError(
+                "loss 'divergence' over the whole vocabulary needs `teacher_models`, the saved teachers; or set top_k"
+            )
+        heads = [output_embedding(str(each)) for each in settings.teacher_models] if part.top_k is None else []
+        on_device = [(weight.to(self.device), None if bias is None else bias.to(self.device)) for weight, bias in heads]
+        module.teacher = TeacherHead(part, settings.logprob_chunk, on_device)
 
     def _loads(self, settings: TrainerSettings) -> Callable[[Sequence[Row]], np.ndarray] | None:
         """A function that counts how busy experts were, for the loss that balances them; None if there is none.

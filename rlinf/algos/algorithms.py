@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlinf.algos import advantages, losses
+from rlinf.algos import advantages, divergences, losses
 from rlinf.algos.advantages import Reduce, all_equal, at_end, less_kl, uneven, whiten
 from rlinf.algos.loss_sum import Advantages, Answers, LossSum, Metric, MicroBatch, one_of, same_shape, within
 
@@ -293,6 +293,28 @@ class Dro:
         return _surrogate(losses.dro, self, batch, aggregation, weights)
 
 
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The divergence from a teacher's whole distribution of each token: `divergences.divergence`."""
+
+    kind: divergences.DivergenceKind = "reverse"
+    """reverse, KL(student || teacher); forward, KL(teacher || student); or jsd, between them."""
+    beta: float = 0.5
+    """Of jsd: the teacher's share of the mixture; near 0 like forward, near 1 like reverse."""
+    top_k: int | None = None
+    """Over the teacher's so many likeliest tokens; None for the whole vocabulary."""
+    tail: divergences.Tail = "bucket"
+    """With top_k: all other tokens count as one (bucket), or not at all (renormalize)."""
+
+    def __post_init__(self) -> None:
+        divergences.check_divergence("loss.divergence", self.kind, self.beta, self.top_k, self.tail)
+
+    def __call__(self, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None) -> LossSum:
+        return divergences.divergence_loss(
+            batch.need("divergence"), batch.mask, **_options(batch, aggregation, weights)
+        )
+
+
 def _surrogate(
     loss: Callable[..., LossSum], part: Any, batch: MicroBatch, aggregation: Aggregation, weights: Tensor | None
 ) -> LossSum:
@@ -458,7 +480,15 @@ ADVANTAGES = {
 }
 """Parts that can stand at `advantage`, by name."""
 
-LOSSES = {"clipped": Clipped, "decoupled": Decoupled, "cispo": Cispo, "sapo": Sapo, "aipo": Aipo, "dro": Dro}
+LOSSES = {
+    "clipped": Clipped,
+    "decoupled": Decoupled,
+    "cispo": Cispo,
+    "sapo": Sapo,
+    "aipo": Aipo,
+    "dro": Dro,
+    "divergence": Divergence,
+}
 """Parts that can stand at `loss`, by name."""
 
 
@@ -505,6 +535,8 @@ class AlgorithmSpec:
             raise ValueError(f"{where}: advantage 'gae' and `critic` need each other: set both or neither")
         if self.correction is not None and isinstance(self.loss, Decoupled):
             raise ValueError(f"{where}: loss 'decoupled' corrects by itself: leave `correction` out")
+        if isinstance(self.loss, Divergence) and not isinstance(self.advantage, Distillation):
+            raise ValueError(f"{where}: loss 'divergence' learns from no advantage: take advantage 'distillation'")
         if self.aggregation.how == "seq-mean-token-sum-norm" and self.aggregation.norm_length is None:
             raise ValueError(
                 f"{where}: aggregation.norm_length must be set, to the longest response allowed (tokens): it is the "
@@ -535,7 +567,7 @@ class AlgorithmSpec:
     @property
     def needs_teacher(self) -> bool:
         """Log-probs of a teacher are needed."""
-        return isinstance(self.advantage, Distillation)
+        return isinstance(self.advantage, Distillation) or isinstance(self.loss, Divergence)
 
     @property
     def needs_recomputed_logprobs(self) -> bool:

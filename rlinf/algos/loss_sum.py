@@ -493,6 +493,8 @@ class MicroBatch:
     """The engine's, for `correction` and `rejection`."""
     proximal_logprobs: Tensor | None = None
     """Under the weights just before the update, for `loss.decoupled` and `rejection`."""
+    divergence: Tensor | None = None
+    """Divergence from the teacher's distribution of each token, nats; differentiable."""
     versions: Tensor | None = None
     """Version of the weights that made each token."""
     version: int | None = None

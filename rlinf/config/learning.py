@@ -135,12 +135,42 @@ class ReferenceConfig:
         return self.adapter or ("adapters_off" if self.kind == "adapters_off" else None)
 
 
+Dialect = Literal["vllm", "sglang", "echo"]
+"""Ways in which servers tell log-probs of tokens they are given."""
+
+
+@dataclass(config=CLOSED, frozen=True, slots=True)
+class TeacherServerConfig:
+    """A teacher behind an address, instead of a model of the run's own."""
+
+    url: str | None = None
+    """Address of a server that tells log-probs of tokens it reads, such as http://host:8000/v1; null for none."""
+    dialect: Dialect = "vllm"
+    """`vllm`: POST URL/completions with prompt_logprobs. `sglang`: POST URL/generate with input_ids and return_logprob.
+    `echo`: POST URL/completions with echo and logprobs, of sampled tokens alone, as OpenAI's first completions had it;
+    an endpoint of ours speaks it too."""
+    model: str | None = None
+    """Name of the model there; null where it serves one that needs no name."""
+    key_env: str | None = None
+    """Environment variable with the key that is sent as bearer token; null sends none."""
+    at_once: int = Field(default=32, ge=1)
+    """Requests that are under way at the same time, from each process of the role."""
+    timeout: float = Field(default=120.0, gt=0)
+    """Seconds that one request may take."""
+    attempts: int = Field(default=4, ge=1)
+    """How often an answer is asked about before the run fails, where the server cannot be reached or fails (5xx)."""
+
+
 @dataclass(config=CLOSED)
 class TeacherConfig:
-    """The model whose judgement of every token is learned from, where the algorithm distils (opd)."""
+    """The model whose judgement of every token is learned from, where the algorithm distils (opd, gkd)."""
 
     model: Place | None = None
-    """Hugging Face directory (or hub name); its tokens must be those of the policy."""
+    """Hugging Face directory (or hub name); its tokens must be those of the policy, unless `tokenizer` names others."""
+    server: TeacherServerConfig = field(default_factory=TeacherServerConfig)
+    tokenizer: Place | None = None
+    """Hugging Face directory (or hub name) of the teacher's tokenizer where it is not the policy's: then answers are
+    aligned by their text (opd alone)."""
     adapter: Place | None = None
     """Instead: directory of saved adapters of the policy's own base model, with which the trainer computes, too."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -153,14 +183,22 @@ class TeacherConfig:
         """(key, advice) for every mistake in it."""
         if self.adapter is not None and self.model is not None:
             yield "adapter", "it is either these or teacher.model"
+        if self.server.url is not None and (self.adapter, self.model) != (None, None):
+            yield "server.url", "it is either this or a model of the run's own, teacher.model or teacher.adapter"
+        if self.tokenizer is not None and self.server.url is None and self.model is None:
+            yield "tokenizer", "it belongs to a teacher.model or teacher.server; remove it"
 
 
 @dataclass(config=CLOSED, frozen=True, slots=True)
 class NamedTeacher:
     """One of several teachers: an entry of `teachers`."""
 
-    model: Place
-    """Hugging Face directory (or hub name); its tokens must be those of the policy."""
+    model: Place | None = None
+    """Hugging Face directory (or hub name); its tokens must be those of the policy, unless `tokenizer` names others."""
+    server: TeacherServerConfig = field(default_factory=TeacherServerConfig)
+    """Instead of a model: {url: ADDRESS, dialect: vllm}, with the keys of teacher.server."""
+    tokenizer: Place | None = None
+    """As teacher.tokenizer."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False, strict=True)
     """Its share in the mixture, relative to the others'."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -395,6 +433,9 @@ class TrainerSettings(BatchSettings):
     directory of saved adapters of its base model; None: samples bring them."""
     teacher: Place | None = None
     """Directory of a teacher's saved adapters for the trainer's base model; None: samples bring its log-probs."""
+    teacher_models: tuple[Place, ...] = ()
+    """Saved models of the teachers, in their order, whose output embeddings a divergence over the whole vocabulary
+    needs."""
     rescue_dir: Place | None = None
     """Directory where a batch is written whose loss or gradient is not finite; None writes none."""
     staleness: int = Field(default=0, ge=0)
@@ -434,6 +475,13 @@ class ReferenceSettings(ForwardConfig):
     """How much of the weights stays as it is when they `follow` others; None: they follow none."""
     column: str = "ref_logprobs"
     """Key of `Sample.per_token` that is filled: `teacher_logprobs` for a teacher."""
+    distribution: Literal["none", "top", "hidden"] = "none"
+    """Of a teacher, what it says of each token's whole distribution: its `top_k` likeliest tokens with their log-probs,
+    in `teacher_top`; or the hidden states that it predicts from, in `teacher_hidden`."""
+    top_k: int = Field(default=64, ge=1)
+    """How many of the likeliest tokens."""
+    tokenizer: Place | None = None
+    """Of a teacher that has a tokenizer other than the policy's, its own: what it says is aligned by the text."""
 
 
 def combine(kind: type[S], /, *sections: Any, **more: Any) -> S:

@@ -522,10 +522,15 @@ class RunConfig(CommonConfig):
                 continue
             if wrong := [*entry_mistakes(NamedTeacher, entry)]:
                 yield from ((key, f"{inner}: {advice}") for inner, advice in wrong)
-            elif looks_local(model := NamedTeacher(**entry).model) and not os.path.isdir(model):
+                continue
+            model, url = (teacher := NamedTeacher(**entry)).model, teacher.server.url
+            if (model is None) == (url is None):
+                yield key, "it has either a `model` or a `server` with a `url`"
+            elif model is not None and looks_local(model) and not os.path.isdir(model):
                 yield key, f"model: {_NO_MODEL}"
-        if self.teachers and self.teacher.model is not None:
-            yield "teacher.model", "there are several, in `teachers`: make it one of them, or remove it"
+        for key, value in (("model", self.teacher.model), ("server.url", self.teacher.server.url)):
+            if self.teachers and value is not None:
+                yield f"teacher.{key}", "there are several, in `teachers`: make it one of them, or remove it"
         if self.teacher.route is not None and len(self.teachers) < 2:
             yield "teacher.route", "there is nothing to route: name several `teachers`, or remove it"
 

@@ -327,23 +327,24 @@ class Sample:
         return array if self.loss_mask is None else array[self.loss_mask]
 
     def expanded(self, name: str, array: np.ndarray) -> np.ndarray:
-        """A number per token, float32 [response], of one per learned token, [learned]: NaN elsewhere.
+        """A number per token, float32 [response], of one per learned token, [learned]: NaN elsewhere. Several numbers
+        per token have further dimensions.
 
         Args:
             name: of the numbers, for errors.
-            array: [learned]; one that is [response] already stays.
+            array: [learned, ...]; one that is [response, ...] already stays.
 
         Raises:
             ValueError: it is neither.
         """
-        if array.shape == self.response_ids.shape:
+        if array.shape[:1] == self.response_ids.shape:
             return np.asarray(array, dtype=np.float32)
-        if array.shape != (self.learned_tokens,):
+        if array.shape[:1] != (self.learned_tokens,):
             raise ValueError(
                 f"{name} {list(array.shape)} must be one number per token of the response, "
                 f"{list(self.response_ids.shape)} (prompt {self.prompt.id}, sample {self.index})"
             )
-        whole = np.full(len(self.response_ids), np.nan, np.float32)
+        whole = np.full((len(self.response_ids), *array.shape[1:]), np.nan, np.float32)
         whole[self.loss_mask] = array
         return whole
 

@@ -19,11 +19,20 @@ import torch
 
 from rlinf.agents.agent import Agent, LastingAgent
 from rlinf.algos import algorithms, recipes
-from rlinf.algos.algorithms import AlgorithmSpec, Clipped, Correction, Decoupled, Gae, GroupRelative, Rejection
+from rlinf.algos.algorithms import (
+    AlgorithmSpec,
+    Clipped,
+    Correction,
+    Decoupled,
+    Divergence,
+    Gae,
+    GroupRelative,
+    Rejection,
+)
 from rlinf.config.common import Placing, TrackingConfig
 from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig
 from rlinf.config.importing import mistake_in, resolve
-from rlinf.config.learning import DPO, REWARD_MODEL, SFT, SUPERVISED
+from rlinf.config.learning import DPO, REWARD_MODEL, SFT, SUPERVISED, NamedTeacher, TeacherConfig
 from rlinf.config.load import ConfigError, InputError, Problem
 from rlinf.config.text import RewardConfig, RunConfig
 from rlinf.data.datasets.source import ListRows, Source
@@ -38,7 +47,7 @@ from rlinf.rewards.base import Reward, RewardSource
 from rlinf.runs.callbacks import Callbacks
 from rlinf.runs.dry_run.footprint import Fitted, fit
 from rlinf.runs.dry_run.models import other_models, policy_model, split_mistakes
-from rlinf.runs.dry_run.transformer import device_kind, elsewhere
+from rlinf.runs.dry_run.transformer import device_kind, elsewhere, splits_whole
 from rlinf.runs.resume import check_parts
 from rlinf.runs.roles import (
     ALWAYS,
@@ -617,20 +626,49 @@ def _algorithm_problems(config: RunConfig, algorithm: AlgorithmSpec) -> Iterator
             "the critic needs the penalty too, and the trainer alone has the adapters; take frozen, or kl.place=loss"
         )
         yield _problem(key, inside, advice)
-    if config.teachers and not algorithm.needs_teacher:
-        yield _problem("teachers", ", ".join(config.teachers), f"{algorithm.name} has no teacher; remove them")
-    taught = config.teacher.model is not None or config.teacher.adapter is not None or config.teachers
-    if algorithm.needs_teacher and not taught:
-        advice = f"{algorithm.name} learns from a teacher; name a saved model"
-        yield _problem("teacher.model", None, advice)
+    yield from _teacher_problems(config, algorithm)
     for key, model in (
         ("critic.model", config.critic.model),
         ("reference.model", config.reference.model),
         ("teacher.model", config.teacher.model),
+        ("teacher.server.url", config.teacher.server.url),
     ):
         role = key.partition(".")[0]
         if model is not None and role not in roles_of(config, algorithm):
             yield _problem(key, model, f"{algorithm.name} has no {role}; remove it")
+
+
+def _teacher_problems(config: RunConfig, algorithm: AlgorithmSpec) -> Iterator[Problem]:
+    """Problems of a teacher, or of several."""
+    teacher, named = config.teacher, {f"teachers.{name}": each for name, each in config.teachers.items()}
+    if named and not algorithm.needs_teacher:
+        yield _problem("teachers", ", ".join(config.teachers), f"{algorithm.name} has no teacher; remove them")
+    taught = teacher.model is not None or teacher.adapter is not None or teacher.server.url is not None or named
+    if algorithm.needs_teacher and not taught:
+        advice = f"{algorithm.name} learns from a teacher; name a saved model"
+        yield _problem("teacher.model", None, advice)
+    part = algorithm.loss
+    if not isinstance(part, Divergence):
+        return
+    if teacher.adapter is not None:
+        advice = "adapters tell log-probs of sampled tokens alone: take algorithm=opd, or a teacher.model"
+        yield _problem("teacher.adapter", teacher.adapter, advice)
+    if len(named) > 1 and teacher.route is None:
+        advice = "distributions of several teachers are not mixed: name the column that says whose prompt it is"
+        yield _problem("teacher.route", None, advice)
+    everyone: list[TeacherConfig | NamedTeacher] = [teacher, *config.named_teachers.values()]
+    for key, each in zip(("teacher", *named), everyone, strict=True):
+        if each.tokenizer is not None:
+            advice = "other tokens have no distributions that could be compared: take algorithm=opd"
+            yield _problem(f"{key}.tokenizer", each.tokenizer, advice)
+        if each.server.url is not None and (part.top_k is None or each.server.dialect == "echo"):
+            advice = (
+                "a server tells no more than the likeliest tokens: set algorithm.loss.top_k, and dialect vllm or sglang"
+            )
+            yield _problem(f"{key}.server.url", each.server.url, advice)
+    if config.trainer.backend != "fsdp" or splits_whole(config.trainer):
+        advice = f"{algorithm.name} needs trainer.backend=fsdp and a model that is not split over processes"
+        yield _problem("trainer.backend", config.trainer.backend, advice)
 
 
 def _reward_problems(reward: RewardConfig, passed: RewardSource | None) -> Iterator[Problem]:

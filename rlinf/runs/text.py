@@ -27,13 +27,22 @@ from typing import Any
 from rlinf.actors.critic import Critic
 from rlinf.actors.judge import Judge, RewardError
 from rlinf.actors.reference import Blend, Reference
+from rlinf.actors.remote_teacher import RemoteTeacher
 from rlinf.actors.reward_model import GenerativeJudge, reward_model_class
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
 from rlinf.agents.agent import opened
 from rlinf.agents.endpoint.endpoint import Endpoint
-from rlinf.algos.algorithms import AlgorithmSpec, Distillation
-from rlinf.config.learning import CriticSettings, NamedTeacher, ReferenceSettings, TrainerSettings, combine
+from rlinf.algos.algorithms import AlgorithmSpec, Distillation, Divergence
+from rlinf.config.learning import (
+    CriticSettings,
+    NamedTeacher,
+    ReferenceConfig,
+    ReferenceSettings,
+    TeacherConfig,
+    TrainerSettings,
+    combine,
+)
 from rlinf.config.text import RewardConfig, RolloutSettings, RunConfig
 from rlinf.data.datasets.benchmarks import benchmarks_of
 from rlinf.data.datasets.load import Data
@@ -63,7 +72,7 @@ from rlinf.rewards.base import RewardSource, ScoreCounts
 from rlinf.runs.callbacks import AlarmRule, Observer, RunState
 from rlinf.runs.data import check_reward, load_data_of, no_end_token, reward_is_default, scores_alone
 from rlinf.runs.dry_run.footprint import spread_of
-from rlinf.runs.dry_run.transformer import device_kind
+from rlinf.runs.dry_run.transformer import device_kind, saved_shape
 from rlinf.runs.evaluation import (
     answers_of,
     compared_named,
@@ -94,7 +103,7 @@ from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.streams.stream import Stream
 from rlinf.storage.directory import Checkpoint
 from rlinf.storage.files import JsonLines
-from rlinf.training.policy import teaches
+from rlinf.training.policy import HIDDEN, distribution_of, teaches
 from rlinf.training.weight_sync import LoadTorn
 
 _IN_TURNS = (
@@ -529,7 +538,7 @@ def roles_to_start(
         roles[CRITIC] = (Critic, {**shared, "algorithm": prepared.algorithm, "settings": critic, **changed})
     for name in (REFERENCE, "teacher", *config.named_teachers):
         if name in prepared.roles:
-            roles[name] = (Reference, {**shared, **_reference(config, name)})
+            roles[name] = _reference(config, name, prepared.algorithm, shared)
     # The rollout of a run that works ahead always has answers under way: it gives its devices away when there is enough
     # for its share of a step
     hosts = len(prepared.placed.seats["rollout"].hosts)
@@ -591,6 +600,7 @@ def trainer_settings(config: RunConfig, algorithm: AlgorithmSpec, **more: Any) -
         total_steps=max(1, _learning_steps(config, algorithm) * passes.epochs * passes.minibatches),
         reference=config.reference.inside if algorithm.needs_reference else None,
         teacher=config.teacher.adapter if algorithm.needs_teacher else None,
+        teacher_models=teacher_models(config, algorithm),
         # a moving mean that bfloat16 rounds at every step would not move
         publishes="float32" if config.reference.kind == "ema" else config.rollout.dtype,
         **more,
@@ -608,8 +618,14 @@ def _reward_model(config: RunConfig, passed: RewardSource | None) -> Settings:
     return {"settings": config.reward_model, **order, "alone": scores_alone(config, passed)}
 
 
-def _reference(config: RunConfig, role: str) -> Settings:
-    """The reference policy, or the teacher: log-probs by a model that does not learn."""
+def teacher_models(config: RunConfig, algorithm: AlgorithmSpec) -> tuple[str, ...]:
+    """Saved models of teachers whose hidden states are learned from, in their order; none otherwise."""
+    teachers: list[TeacherConfig | NamedTeacher] = [*config.named_teachers.values()] or [config.teacher]
+    return tuple(str(each.model) for each in teachers) if distribution_of(algorithm) == HIDDEN else ()
+
+
+def _reference(config: RunConfig, role: str, algorithm: AlgorithmSpec, shared: Settings) -> tuple[type[Any], Settings]:
+    """The reference policy, or the teacher: log-probs by a model that does not learn, or that somebody else serves."""
     settings = config.frozen[role]
     moving = role == "reference" and config.reference.kind == "ema"
     changed: dict[str, Any] = {} if settings.model is None else {"model": settings.model}
@@ -617,8 +633,17 @@ def _reference(config: RunConfig, role: str) -> Settings:
     if isinstance(settings, NamedTeacher):
         share = settings.weight / sum(each.weight for each in config.named_teachers.values())
         name = role.removeprefix("teacher_")
-        changed["blend"] = Blend(name, tuple(config.teachers), share, config.teacher.route)
+        width = max((saved_shape(model, None).hidden for model in teacher_models(config, algorithm)), default=0)
+        changed["blend"] = Blend(name, tuple(config.teachers), share, config.teacher.route, width)
         column = f"{column}/{name}"
-    decay = config.reference.decay if moving else None
-    how = combine(ReferenceSettings, config.trainer, column=column, decay=decay, dtype=settings.dtype)
-    return {"settings": how, **changed}
+    more: dict[str, Any] = {"column": column, "decay": config.reference.decay if moving else None}
+    if not isinstance(settings, ReferenceConfig):
+        part = algorithm.loss if isinstance(algorithm.loss, Divergence) else None
+        more["tokenizer"] = settings.tokenizer
+        more["distribution"] = "none" if part is None else "hidden" if part.top_k is None else "top"
+        more["top_k"] = 64 if part is None or part.top_k is None else part.top_k
+    how = combine(ReferenceSettings, config.trainer, dtype=settings.dtype, **more)
+    if not isinstance(settings, ReferenceConfig) and settings.server.url is not None:
+        arguments = {"server": settings.server, "settings": how, "tokenizer": shared["tokenizer"]}
+        return RemoteTeacher, {**arguments, **{name: changed[name] for name in changed if name == "blend"}}
+    return Reference, {**shared, "settings": how, **changed}

@@ -24,6 +24,7 @@ from rlinf.algos.algorithms import (
     LOSSES,
     AlgorithmSpec,
     Decoupled,
+    Divergence,
     GroupRelative,
     LeaveOneOut,
     advantages_of,
@@ -51,6 +52,9 @@ ADAPTERS_OFF = "adapters_off"
 """In place of a directory of adapters: the model without any."""
 PROXIMAL = "proximal_logprobs"
 """Log-probs under the weights just before the update."""
+TOP, HIDDEN = "teacher_top", "teacher_hidden"
+"""What a teacher says of its whole distributions: its likeliest tokens, or its hidden states, see
+`models.language.distillation`."""
 VERSIONS = "versions"
 """Version of the weights that made each token; a field of the sample."""
 
@@ -59,6 +63,7 @@ _SOURCES = {
     TEACHER: "teacher.logprobs",
     VALUES: "critic.values",
     PROXIMAL: "the trainer's own pass over the batch",
+    **dict.fromkeys((TOP, HIDDEN), "teacher.logprobs (spawned with settings.distribution)"),
 }
 """The call that fills each column."""
 
@@ -113,7 +118,15 @@ def columns_of(spec: AlgorithmSpec) -> set[str]:
     interpolates = isinstance(spec.loss, Decoupled) and spec.loss.proximal == "interpolate"
     columns = {VERSIONS} if interpolates or type(spec.loss) not in LOSSES.values() else set()
     columns |= {REFERENCE} if spec.kl is not None and spec.kl.place == "loss" else set()
+    columns |= {distribution} if (distribution := distribution_of(spec)) is not None else set()
     return columns | ({PROXIMAL} if spec.needs_recomputed_logprobs else set())
+
+
+def distribution_of(spec: AlgorithmSpec) -> str | None:
+    """The column with a teacher's distributions that the loss asks for, if it does."""
+    if not isinstance(spec.loss, Divergence):
+        return None
+    return HIDDEN if spec.loss.top_k is None else TOP
 
 
 def asks_rewards_alone(spec: AlgorithmSpec) -> bool:
@@ -128,6 +141,7 @@ def needed_of_policy(spec: AlgorithmSpec) -> set[str]:
         TEACHER: spec.needs_teacher,
         VALUES: spec.critic is not None,
         PROXIMAL: spec.needs_recomputed_logprobs,
+        **{column: distribution_of(spec) == column for column in (TOP, HIDDEN)},
     }
     return {name for name, need in needed.items() if need}
 
@@ -448,6 +462,7 @@ def policy_loss(
     entropy: Tensor,
     cached_columns: Mapping[str, Tensor],
     version: int | None,
+    divergence: Tensor | None = None,
 ) -> LossSum:
     """The loss of a micro-batch, differentiable by `logprobs` (and `entropy`, if there is a bonus for it).
 
@@ -460,6 +475,7 @@ def policy_loss(
         logprobs, entropy: of the policy being trained, nats, [learned].
         cached_columns: columns beside those of `batch`, float32 [learned] each.
         version: of the weights being trained, before the update.
+        divergence: from a teacher's distributions, nats, [learned]; differentiable.
 
     Raises:
         ValueError: the algorithm needs a column that is not there.
@@ -479,6 +495,7 @@ def policy_loss(
             ref_logprobs=columns.get(REFERENCE),
             behavior_logprobs=batch.old_logprobs,
             proximal_logprobs=columns.get(PROXIMAL),
+            divergence=divergence,
             versions=columns.get(VERSIONS),
             version=version,
         ),
@@ -518,12 +535,14 @@ def learn_policy(
     columns = {} if cached_columns is None else cached_columns
 
     def loss(batch: Packed, outputs: Outputs) -> LossSum:
-        logprobs, entropy = outputs[:2]
+        logprobs, entropy, divergence = *outputs[:2], None
+        if distribution_of(spec) is not None:  # of a rank without work nothing was said
+            *outputs, divergence = outputs if len(batch.targets) else (*outputs, logprobs)  # type: ignore[assignment]
         batch = _known(batch, logprobs.detach())
         routed = outputs[2] if len(outputs) > 2 else None
         if spec.needs_recomputed_logprobs and PROXIMAL not in batch.columns:
             columns.setdefault(PROXIMAL, logprobs.detach())
-        total = policy_loss(spec, batch, logprobs, entropy, columns, version)
+        total = policy_loss(spec, batch, logprobs, entropy, columns, version, divergence)
         if routed is not None and routed.balance is not None and balance:
             total = total.plus(_evenly(spec, batch, routed.balance), balance)
         if compare and routed is not None:

@@ -11,6 +11,7 @@ import torch
 
 from rlinf import ActorSystem, Stream
 from rlinf.actors.reference import FILE, Arrivals, Blend, Reference
+from rlinf.config.learning import ReferenceSettings
 from rlinf.data.packing import Row, pack
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import load_tokenizer
@@ -401,3 +402,51 @@ async def test_a_routed_teacher_answers_for_its_own_prompts_alone(system):
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"'c'.*'kind'"):
         await teacher.logprobs([routed(GROUPS[0], "c")]).collect()
+
+
+# What teachers say of whole distributions -----------------------------------------------------------------------------
+
+
+async def test_a_teacher_says_its_likeliest_tokens_or_its_hidden_states_beside_log_probs(system):
+    net = build_model(MODEL, TOKENIZER, seed=0)
+    head = net.get_output_embeddings().weight.detach()
+    plain = said(await (await system.spawn(Reference, name="plain", **SHARED)).logprobs(GROUPS).collect())
+    top = await system.spawn(Reference, name="top", **SHARED, distribution="top", top_k=3, logprob_chunk=5)
+    hidden = await system.spawn(
+        Reference, name="hidden", **SHARED, distribution="hidden", blend=Blend("b", ("a", "b"), 0.5, None, 40, "total")
+    )
+    likeliest, states = [await each.logprobs(GROUPS).collect() for each in (top, hidden)]
+    assert_close(said(likeliest), plain)
+    tables = said(states, "teacher_hidden")
+    for key, found in said(likeliest, "teacher_top").items():
+        table = torch.from_numpy(tables[key])
+        assert table.shape[1] == 1 + 40
+        assert bool((table[:, 0] == 1).all())
+        assert not table[:, 1 + head.shape[1] :].any()
+        temperature = next(s.temperature for group in GROUPS for s in group.samples if (s.group, s.index) == key)
+        logprobs = (table[:, 1 : 1 + head.shape[1]] @ head.T / temperature).log_softmax(-1)
+        values, ids = logprobs.topk(3)
+        np.testing.assert_array_equal(found[:, 0], ids.numpy())
+        np.testing.assert_allclose(found[:, 1], values.numpy(), atol=3e-6)
+
+
+async def test_a_teacher_of_another_tokenizer_reads_the_text_in_its_own_tokens(system, tmp_path):
+    other = load_tokenizer({"characters": ">9876543210"})
+    other.save_pretrained(tmp_path)
+    teacher = await system.spawn(
+        Reference, name="teacher", **SHARED, settings=ReferenceSettings(tokenizer=str(tmp_path))
+    )
+    found = said(await teacher.logprobs(GROUPS).collect())
+    net = build_model(MODEL, other, seed=0)
+    for sample in (sample for group in GROUPS for sample in group.samples):
+        ids = [*other(sample.prompt.text)["input_ids"], *other(TOKENIZER.decode(sample.response_ids))["input_ids"]]
+        if len(ids) != len(sample.response_ids) + len(sample.prompt.text):
+            continue  # it has tokens that are no characters
+        begins = len(sample.prompt.text)
+        with torch.no_grad():
+            rows = (net(torch.tensor([ids])).logits[0, begins - 1 : -1] / sample.temperature).log_softmax(-1)
+        expected = rows.gather(1, torch.tensor(ids[begins:])[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(found[sample.group, sample.index], expected, atol=3e-6, rtol=1e-5)
+    both = ReferenceSettings(tokenizer=str(tmp_path), distribution="top")
+    with pytest.raises(ValueError, match="another tokenizer"):
+        await system.spawn(Reference, name="both", **SHARED, settings=both)

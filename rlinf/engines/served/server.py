@@ -163,9 +163,12 @@ class Http:
         url: of the server, such as "http://127.0.0.1:8000".
         kind: what messages call the server.
         silence: seconds without an event after which a stream counts as lost.
+        headers: sent with every request.
     """
 
-    def __init__(self, url: str, kind: str, *, silence: float = 300.0) -> None:
+    def __init__(
+        self, url: str, kind: str, *, silence: float = 300.0, headers: Mapping[str, str] | None = None
+    ) -> None:
         import aiohttp  # here: the package is used by served engines alone
 
         self.url, self.kind = url, kind
@@ -173,6 +176,7 @@ class Http:
         self._aiohttp = aiohttp
         self._session = aiohttp.ClientSession(
             url,
+            headers=headers,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT),
             read_bufsize=1 << 20,
             trust_env=False,

@@ -42,7 +42,7 @@ from rlinf.models.language.cost import ModelCost
 from rlinf.models.language.fsdp import ALONE, Layout, dtype_of, shard
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
 from rlinf.models.language.moe import StackedExperts, split_experts
-from rlinf.models.language.policy_model import PolicyModel, ScoreModel, ValueModel
+from rlinf.models.language.policy_model import PolicyModel, ScoreModel, ValueModel, head_is_plain
 from rlinf.models.language.sources import ModelSource, files_of, new_config, pictures_of
 from rlinf.models.language.tensor_parallel import TensorRanks, halves, split_matrices
 from rlinf.runtime.base.progress import work
@@ -301,6 +301,37 @@ def saved_files(source: ModelSource) -> dict[str, Path] | None:
         return None
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single)
+
+
+def output_embedding(directory: str) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a saved model's output embedding, float32, read without the rest of it.
+
+    Raises:
+        ValueError: its files do not have them.
+    """
+    config = pretrained(AutoConfig, directory)
+    with torch.device("meta"):
+        model: PreTrainedModel = without_own_code(auto_class(config), config)
+    model.tie_weights()
+    files, head = saved_files(directory) or {}, model.get_output_embeddings()
+    if head is None or not head_is_plain(model):
+        raise ValueError(f"{directory}: its logits are not one product of matrices; set top_k of the divergence")
+
+    def read(tensor: Tensor | None) -> Tensor | None:
+        names = [name for name, each in model.named_parameters(remove_duplicate=False) if each is tensor]
+        for name in names if tensor is not None else ():
+            if name in files:
+                with safe_open(files[name], framework="pt") as file:
+                    return file.get_tensor(name).float()
+        if tensor is not None:
+            raise ValueError(
+                f"{directory}: none of its safetensors has {' or '.join(names)}; set top_k of the divergence"
+            )
+        return None
+
+    weight = read(head.weight)
+    assert weight is not None
+    return weight, read(getattr(head, "bias", None))
 
 
 def empty_model(directory: str, files: Mapping[str, Path]) -> PreTrainedModel | None:

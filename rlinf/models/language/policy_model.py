@@ -37,6 +37,7 @@ from rlinf.algos.loss_sum import wide
 from rlinf.data.images import Pictures
 from rlinf.data.packing import Packed, Row, pack, padded
 from rlinf.models.language.attention import ARGUMENT, NAME, REFUSALS, CompiledBlocks, Layout, checkpoint_blocks
+from rlinf.models.language.distillation import TeacherHead, likeliest, logits_of
 from rlinf.models.language.kernels import HALF, CompileTime, FusedHead, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.moe import Mixture, ModelOutputs, Replay, routers_of
 from rlinf.models.language.pictures import in_rows, never, picture_inputs, with_blank, without
@@ -240,6 +241,11 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Te
     return logits if temperature is None else logits.div_(temperature[part, None])
 
 
+def _over(logits: Tensor, temperature: Tensor | None) -> Callable[[slice], Tensor]:
+    """Logits that are there, over their temperature."""
+    return lambda part: wide(logits[part]) if temperature is None else wide(logits[part]) / temperature[part, None]
+
+
 def head_is_plain(model: PreTrainedModel) -> bool:
     """True if the model is not known to change its logits after the output embedding (scale, softcap); the small logits
     of a new model would not show that in a trial."""
@@ -308,6 +314,8 @@ class PolicyModel(nn.Module):
         self._division = division
         self.tensor_ranks: TensorRanks | None = None
         """Those over which its matrices are split; None where they are whole."""
+        self.teacher: TeacherHead | None = None
+        """Computes divergences of batches that have a teacher's distributions."""
         self._chunk, self._attention = chunk, attention
         self.mixture = Mixture.of(model, router_replay, compiled=compiled is not False)
         """Its experts, if it has any and they are watched."""
@@ -337,22 +345,20 @@ class PolicyModel(nn.Module):
         Returns:
             Log-probs, differentiable, and entropies; nats, float32 [learned]. Then `Routed`, if routers are watched.
             Of the likeliest, the likeliest first: tokens, int64 [learned, likeliest], and their log-probs.
+            Last, where there is a `teacher` and the batch has its column, divergences, differentiable, [learned].
         """
         with self.computing():
             return self._likeliest(batch, likeliest) if likeliest else self._scored(batch, entropy_slope)
 
     def _likeliest(self, batch: Packed, count: int) -> ModelOutputs:
-        if (share := self._share(batch)) is not None:
+        if self._share(batch) is not None:
             raise ValueError("the likeliest tokens are not told of a model that is split over processes")
-        parts = [slice(start, start + self._chunk) for start in range(0, len(batch.targets), self._chunk)]
         if self.plain_head:
-            hidden, weight, bias = self._before_head(batch, share)
-            chunks = (_logits(hidden[part], weight, bias, batch.temperature, part) for part in parts)
+            hidden, *head = self._before_head(batch, None)
+            logits = logits_of(hidden, (head[0], head[1]), batch.temperature)
         else:
-            whole, one = wide(self._own_logits(batch, share)), batch.temperature
-            chunks = (whole[part] if one is None else whole[part] / one[part, None] for part in parts)
-        best = [torch.log_softmax(logits, dim=-1).topk(count) for logits in chunks]
-        return torch.cat([tokens for _, tokens in best]), torch.cat([logprobs for logprobs, _ in best])
+            logits = _over(self._own_logits(batch, None), batch.temperature)
+        return likeliest(logits, len(batch.targets), self._chunk, count)
 
     def _own_logits(self, batch: Packed, share: Share | None) -> Tensor:
         """Logits as the model makes them, [learned, vocabulary]."""
@@ -374,9 +380,14 @@ class PolicyModel(nn.Module):
         if not self.plain_head:
             logits = self._own_logits(batch, share)
             outputs = logprobs_of_logits(logits, mine.targets, mine.temperature, entropy_slope=entropy_slope)
+            student = _over(logits, mine.temperature)
         else:
+            hidden, weight, bias = self._before_head(batch, share)
+            student = logits_of(hidden, (weight, bias), mine.temperature)
             outputs = token_logprobs(
-                *self._before_head(batch, share),
+                hidden,
+                weight,
+                bias,
                 mine.targets,
                 mine.temperature,
                 chunk=self._chunk,
@@ -384,7 +395,33 @@ class PolicyModel(nn.Module):
                 fused=self._fused,
             )
         outputs = outputs if share is None else (share.whole(outputs[0]), share.whole(outputs[1]))
-        return outputs if self.mixture is None else (*outputs, self.mixture.routed(share))
+        whole: ModelOutputs = outputs if self.mixture is None else (*outputs, self.mixture.routed(share))
+        if self.teacher is None or (column := batch.columns.get(self.teacher.column)) is None:
+            return whole
+        return (*whole, self.teacher.divergences(student, column, batch.temperature))  # type: ignore[return-value]
+
+    def distributions(self, batch: Packed, top_k: int | None) -> tuple[Tensor, Tensor]:
+        """A teacher's side: log-prob of every learned token, and what `TeacherHead` reads beside it.
+
+        Args:
+            batch: the sequences.
+            top_k: of each token so many of the likeliest, [learned, 2, k]; None for hidden states, [learned, width].
+        """
+        with self.computing():
+            if self.plain_head:
+                hidden, weight, bias = self._before_head(batch, None)
+                logits = logits_of(hidden, (weight, bias), batch.temperature)
+                scored = (weight, bias, batch.targets, batch.temperature)
+                logprobs = token_logprobs(hidden, *scored, chunk=self._chunk, fused=self._fused)[0]
+                if top_k is None:
+                    return logprobs, hidden.float()
+            else:
+                raw = self._own_logits(batch, None)
+                logits = _over(raw, batch.temperature)
+                logprobs = logprobs_of_logits(raw, batch.targets, batch.temperature)[0]
+                assert top_k is not None  # whoever asks for hidden states sees that the head is plain
+            ids, top = likeliest(logits, len(batch.targets), self._chunk, top_k)
+            return logprobs, torch.stack([ids.float(), top], dim=1)
 
     def _share(self, batch: Packed) -> Share | None:
         """This rank's part of a micro-batch; None for all of it."""
@@ -434,6 +471,11 @@ class PolicyModel(nn.Module):
             inputs |= {"position_ids": pictures.positions, **pictures.tensors}
         whole = getattr(part(**inputs, use_cache=False), output).flatten(0, 1)
         return whole.index_select(0, at)
+
+    @property
+    def divided(self) -> bool:
+        """Several ranks compute every micro-batch together."""
+        return self._division is not None
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Compute in this dtype from weights that are whole here and stay float32."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 
 from rlinf.config.embodied import EmbodiedConfig
-from rlinf.config.learning import ParallelConfig, RewardModelConfig
+from rlinf.config.learning import ParallelConfig, ReferenceConfig, RewardModelConfig
 from rlinf.config.load import Problem
 from rlinf.config.text import RunConfig
 from rlinf.models.language.arrangement import Sharding, arranged
@@ -124,7 +124,7 @@ def footprints(
     if cuda and not learns & answers:
         by_role["rollout"] = replace(by_role["rollout"], spare=by_role["rollout"].spare + by_role["rollout"].weights)
     for role, settings in config.frozen.items():
-        if role in roles:
+        if role in roles and (isinstance(settings, ReferenceConfig) or settings.server.url is None):
             width = _BYTES[settings.dtype]
             follows = role == "reference" and config.reference.kind == "ema" and width < 4
             its = shape if settings.model is None else transformer.saved_shape(settings.model, None)

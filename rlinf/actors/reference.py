@@ -35,8 +35,8 @@ from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights, misfits
 from rlinf.metrics.limits import COMPUTE
+from rlinf.models.distillation import HIDDEN, TOP
 from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, cost_of, pictures_of
-from rlinf.models.language.distillation import HIDDEN, TOP
 from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.language.truth import Way

@@ -22,7 +22,7 @@ from rlinf.data.alignment import Translator, carried_over
 from rlinf.data.sample import Group, Sample
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.engines.served.server import Http, Lost, Refused
-from rlinf.models.language.distillation import TOP
+from rlinf.models.distillation import TOP
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.streams.stream import each
 

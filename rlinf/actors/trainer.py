@@ -27,8 +27,8 @@ from rlinf.data.packing import Packed, Row, cut, pack
 from rlinf.data.sample import Datum, Example, Group, Learned
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
+from rlinf.models.distillation import TeacherHead
 from rlinf.models.language.build import ModelSource, ModelSpec, output_embedding
-from rlinf.models.language.distillation import TeacherHead
 from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.lora import POLICY
 from rlinf.models.language.policy_model import PolicyModel

@@ -535,8 +535,6 @@ class AlgorithmSpec:
             raise ValueError(f"{where}: advantage 'gae' and `critic` need each other: set both or neither")
         if self.correction is not None and isinstance(self.loss, Decoupled):
             raise ValueError(f"{where}: loss 'decoupled' corrects by itself: leave `correction` out")
-        if isinstance(self.loss, Divergence) and not isinstance(self.advantage, Distillation):
-            raise ValueError(f"{where}: loss 'divergence' learns from no advantage: take advantage 'distillation'")
         if self.aggregation.how == "seq-mean-token-sum-norm" and self.aggregation.norm_length is None:
             raise ValueError(
                 f"{where}: aggregation.norm_length must be set, to the longest response allowed (tokens): it is the "

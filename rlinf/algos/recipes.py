@@ -16,7 +16,6 @@ from rlinf.algos.algorithms import (
     Critic,
     Decoupled,
     Distillation,
-    Divergence,
     DynamicSampling,
     Gae,
     GroupRelative,
@@ -72,8 +71,6 @@ _ALL = (
     ),
     # On-policy distillation (Thinking Machines, 2025).
     AlgorithmSpec("opd", advantage=Distillation()),
-    # On-policy GKD (arXiv:2306.13649): the whole distribution of every token, of the student's own answers.
-    AlgorithmSpec("gkd", advantage=Distillation(), loss=Divergence("jsd", 0.5)),
     # AReaL (arXiv:2505.24298) on GRPO: tokens of older weights, proximal policy recomputed.
     AlgorithmSpec("async_grpo", loss=Decoupled(clip_low=0.3, clip_high=0.3, dual_clip=3.0, cap=2.0)),
     # The same without the extra forward pass.

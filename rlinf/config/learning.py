@@ -163,14 +163,14 @@ class TeacherServerConfig:
 
 @dataclass(config=CLOSED)
 class TeacherConfig:
-    """The model whose judgement of every token is learned from, where the algorithm distils (opd, gkd)."""
+    """The model whose judgement of every token is learned from, where the algorithm distils (opd)."""
 
     model: Place | None = None
     """Hugging Face directory (or hub name); its tokens must be those of the policy, unless `tokenizer` names others."""
     server: TeacherServerConfig = field(default_factory=TeacherServerConfig)
     tokenizer: Place | None = None
     """Hugging Face directory (or hub name) of the teacher's tokenizer where it is not the policy's: then answers are
-    aligned by their text (opd alone)."""
+    aligned by their text."""
     adapter: Place | None = None
     """Instead: directory of saved adapters of the policy's own base model, with which the trainer computes, too."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -112,7 +112,7 @@ def carried_over(sample: Sample, spans: Sequence[Span], logprobs: np.ndarray) ->
     span that it lies in.
 
     So a token's log-prob less the student's is what the whole span differs by, and where spans are single tokens
-    it is the teacher's. Tokens of no span, and those of spans of which some are not learned, differ by nothing.
+    it is the teacher's. Tokens of no span, and those of spans of which some are not learned or have no log-prob, differ by nothing.
 
     Args:
         sample: of the student.
@@ -122,7 +122,7 @@ def carried_over(sample: Sample, spans: Sequence[Span], logprobs: np.ndarray) ->
     own, learned = sample.logprobs, sample.loss_mask
     carried = np.array(own, np.float32)
     for span in spans:
-        if learned is None or learned[span.own].all():
+        if np.isfinite(own[span.own]).all() and (learned is None or learned[span.own].all()):
             carried[span.own] += np.float32(
                 logprobs[span.other].sum(dtype=np.float64) - own[span.own].sum(dtype=np.float64)
             )

@@ -24,6 +24,7 @@ from rlinf.algos.algorithms import (
     Clipped,
     Correction,
     Decoupled,
+    Distillation,
     Divergence,
     Gae,
     GroupRelative,
@@ -650,8 +651,11 @@ def _teacher_problems(config: RunConfig, algorithm: AlgorithmSpec) -> Iterator[P
     part = algorithm.loss
     if not isinstance(part, Divergence):
         return
+    if not isinstance(algorithm.advantage, Distillation):
+        advice = "the loss `divergence` learns from no advantage: take algorithm=opd, whose advantage is `distillation`"
+        yield _problem("algorithm.advantage", config.algorithm.advantage, advice)
     if teacher.adapter is not None:
-        advice = "adapters tell log-probs of sampled tokens alone: take algorithm=opd, or a teacher.model"
+        advice = "adapters tell log-probs of sampled tokens alone: take the loss of opd, or a teacher.model"
         yield _problem("teacher.adapter", teacher.adapter, advice)
     if len(named) > 1 and teacher.route is None:
         advice = "distributions of several teachers are not mixed: name the column that says whose prompt it is"
@@ -659,7 +663,7 @@ def _teacher_problems(config: RunConfig, algorithm: AlgorithmSpec) -> Iterator[P
     everyone: list[TeacherConfig | NamedTeacher] = [teacher, *config.named_teachers.values()]
     for key, each in zip(("teacher", *named), everyone, strict=True):
         if each.tokenizer is not None:
-            advice = "other tokens have no distributions that could be compared: take algorithm=opd"
+            advice = "other tokens have no distributions that could be compared: take the loss of opd"
             yield _problem(f"{key}.tokenizer", each.tokenizer, advice)
         if each.server.url is not None and (part.top_k is None or each.server.dialect == "echo"):
             advice = (

@@ -54,7 +54,7 @@ PROXIMAL = "proximal_logprobs"
 """Log-probs under the weights just before the update."""
 TOP, HIDDEN = "teacher_top", "teacher_hidden"
 """What a teacher says of its whole distributions: its likeliest tokens, or its hidden states, see
-`models.language.distillation`."""
+`models.distillation`."""
 VERSIONS = "versions"
 """Version of the weights that made each token; a field of the sample."""
 

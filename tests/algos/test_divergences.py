@@ -99,7 +99,7 @@ def test_the_loss_of_a_micro_batch_is_their_mean_over_what_counts():
     mask = torch.tensor([True, False, True, True])
     ids = torch.tensor([0, 0, 0, 1])
     for how, expected in (("token-mean", 3.5 / 3), ("seq-mean-token-mean", (0.75 + 2.0) / 2)):
-        spec = recipes.get("gkd", {"aggregation": {"how": how}})
+        spec = recipes.get("opd", {"loss": "divergence", "aggregation": {"how": how}})
         loss = loss_of(spec, MicroBatch(torch.zeros(4), mask, divergence=values, sequences=ids))
         assert float(loss.mean().detach()) == pytest.approx(expected)
         assert loss.metrics["divergence"].value == pytest.approx(3.5 / 3)
@@ -108,14 +108,13 @@ def test_the_loss_of_a_micro_batch_is_their_mean_over_what_counts():
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"loss": {"kind": "revers"}}, "kind"),
-        ({"loss": {"beta": 1.5}}, "beta"),
-        ({"loss": {"beta": 0.0}}, "beta"),
-        ({"loss": {"top_k": 0}}, "top_k"),
-        ({"loss": {"tail": "cut"}}, "tail"),
-        ({"advantage": "group_relative"}, "advantage"),
+        ({"kind": "revers"}, "kind"),
+        ({"beta": 1.5}, "beta"),
+        ({"kind": "jsd", "beta": 0.0}, "beta"),
+        ({"top_k": 0}, "top_k"),
+        ({"tail": "cut"}, "tail"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_their_names(changes, key):
     with pytest.raises(ValueError, match=key):
-        recipes.get("gkd", changes)
+        recipes.get("opd", {"loss": {"name": "divergence", **changes}})

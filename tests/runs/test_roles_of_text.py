@@ -14,6 +14,7 @@ from rlinf.runs.text import rollout_settings, share_tensors, trainer_settings
 from tests.models.scoring.saved import saved_classifier, saved_language_model
 
 OWN = ("flow=tests.own_roles.with_index", "roles.verifier.class=tests.own_roles.Verifier")
+WHOLE = "algorithm=opd algorithm.loss=divergence"
 INDEX = "roles.index={class: tests.own_roles.Index, settings: {top: 3}}"
 
 
@@ -56,6 +57,21 @@ def problems(*overrides, hosts=1):
         ("algorithm=opd teachers.one={model: LANGUAGE, weight: 0}", "teachers.one", "weight: 0"),
         ("algorithm=opd teachers.one.model=LANGUAGE teacher.model=LANGUAGE", "teacher.model", "in `teachers`"),
         ("algorithm=opd teachers.one.model=LANGUAGE teacher.route=level", "teacher.route", "nothing to route"),
+        ("algorithm=opd", "teacher.model", "name a saved model"),
+        (f"{WHOLE} teacher.model=LANGUAGE algorithm.advantage=leave_one_out", "algorithm.advantage", "no advantage"),
+        (f"{WHOLE} teacher.model=LANGUAGE teacher.tokenizer=LANGUAGE", "teacher.tokenizer", "opd"),
+        (f"{WHOLE} teacher.server.url=http://a/v1", "teacher.server.url", "top_k"),
+        (f"{WHOLE} teacher.model=LANGUAGE trainer.backend=megatron", "trainer.backend", "fsdp"),
+        (f"{WHOLE} teachers.one.model=LANGUAGE teachers.two.model=LANGUAGE", "teacher.route", "name the column"),
+        (
+            "algorithm=opd algorithm.loss.name=divergence algorithm.loss.top_k=8 teacher.route=level "
+            "teachers.one={server: {url: http://a/v1, dialect: echo}} teachers.two.model=LANGUAGE",
+            "teachers.one.server.url", "dialect",
+        ),
+        ("algorithm=opd teachers.one={weight: 1}", "teachers.one", "either a `model` or a `server`"),
+        ("algorithm=opd teacher.model=LANGUAGE teacher.server.url=http://a/v1", "teacher.server.url", "either this"),
+        ("algorithm=opd teachers.one={server: {uri: x}}", "teachers.one", "uri"),
+        ("teacher.server.url=http://a/v1", "teacher.server.url", "grpo has no teacher"),
         ("roles.judge.class=tests.own_roles.Index", "roles.judge", "a role of that name"),
         ("roles.one=tests.own_roles.Index", "roles.one", "write {class: "),
         ("roles.one={class: tests.own_roles.Index, host: 0}", "roles.one", "it has no host"),

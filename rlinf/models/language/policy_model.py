@@ -36,8 +36,8 @@ from transformers import PreTrainedModel
 from rlinf.algos.loss_sum import wide
 from rlinf.data.images import Pictures
 from rlinf.data.packing import Packed, Row, pack, padded
+from rlinf.models.distillation import TeacherHead, likeliest, logits_of
 from rlinf.models.language.attention import ARGUMENT, NAME, REFUSALS, CompiledBlocks, Layout, checkpoint_blocks
-from rlinf.models.language.distillation import TeacherHead, likeliest, logits_of
 from rlinf.models.language.kernels import HALF, CompileTime, FusedHead, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.moe import Mixture, ModelOutputs, Replay, routers_of
 from rlinf.models.language.pictures import in_rows, never, picture_inputs, with_blank, without
@@ -354,8 +354,8 @@ class PolicyModel(nn.Module):
         if self._share(batch) is not None:
             raise ValueError("the likeliest tokens are not told of a model that is split over processes")
         if self.plain_head:
-            hidden, *head = self._before_head(batch, None)
-            logits = logits_of(hidden, (head[0], head[1]), batch.temperature)
+            hidden, weight, bias = self._before_head(batch, None)
+            logits = logits_of(hidden, (weight, bias), batch.temperature)
         else:
             logits = _over(self._own_logits(batch, None), batch.temperature)
         return likeliest(logits, len(batch.targets), self._chunk, count)

@@ -112,7 +112,8 @@ def carried_over(sample: Sample, spans: Sequence[Span], logprobs: np.ndarray) ->
     span that it lies in.
 
     So a token's log-prob less the student's is what the whole span differs by, and where spans are single tokens
-    it is the teacher's. Tokens of no span, and those of spans of which some are not learned or have no log-prob, differ by nothing.
+    it is the teacher's. Tokens of no span differ by nothing, as do those of spans with tokens
+    that are not learned, or have no log-prob.
 
     Args:
         sample: of the student.

@@ -17,8 +17,8 @@ from rlinf.actors.remote_teacher import RemoteTeacher
 from rlinf.config.learning import ReferenceSettings, TeacherServerConfig
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.engines.served.server import Lost
-from rlinf.models.language.build import build_model
 from rlinf.models.distillation import TOP
+from rlinf.models.language.build import build_model
 from tests.actors import toys
 
 GROUPS = toys.groups(5, longest=9, temperature=1.0)

@@ -20,6 +20,7 @@ import functools
 import hashlib
 import inspect
 import json
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -108,6 +109,8 @@ class Attempt:
     closed: bool = False
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Called when the episode is over."""
+    start: float = field(default_factory=time.monotonic)
+    """When the episode began."""
     home: asyncio.AbstractEventLoop | None = field(default_factory=running_loop)
     """The event loop of the run: calls from other threads are answered there."""
 
@@ -244,6 +247,8 @@ class AgentLLM:
 
         question = _Asked("llm.chat", parent, new_ids, sampling, listener)
         reply, turn, (whole, (parsed, calls)) = await self._answered(question, said, chat)
+        broken = ({"broken": why} for why in parsed.broken)
+        turn.calls = (*({"name": each.name, "arguments": each.arguments} for each in calls), *broken)
         own = (reply.text, reply.ids, reply.logprobs, reply.versions, reply.finish)
         more: dict[str, Any] = {"message": whole[-1], "turn": turn, "tools": runnable, "home": self._attempt.home}
         return Answer(*own, parsed.content, calls, parsed.broken, **more)
@@ -326,7 +331,7 @@ class AgentLLM:
         self._lines.add(line)
         if parent is not None:
             parent.claimed = True
-        more = {}
+        more, start = {}, time.monotonic()
         if listener is not None:
             listener.reads(new_ids, len(before))
             more = {"hear": listener.tells}
@@ -340,6 +345,7 @@ class AgentLLM:
         reply = Reply.of(done, self._chat.tokenizer.decode)
         messages, parsed = parse(reply, f"{digest.hex()} {fixed} {repeat}")
         turn = self.trajectories.add(parent, new_ids, done, settings["temperature"], line, messages, chat)
+        turn.start, turn.took = start - attempt.start, time.monotonic() - start
         return reply, turn, (messages, parsed)
 
     def reward(self, value: float | Sequence[float], answer: Answer | None = None) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from rlinf.agents import arguments
 from rlinf.agents.chat import ChatFormat, Message
 from rlinf.config.reading import parse_json
-from rlinf.data.sample import REWARDS, Prompt, Sample, Segment, read_only
+from rlinf.data.sample import REWARDS, Prompt, Sample, Segment, TurnTrace, read_only
 from rlinf.engines.base import Completion, Finish
 
 Key = bytes
@@ -60,6 +60,12 @@ class Turn:
     """Reward of this answer."""
     token_rewards: np.ndarray | None = None
     """Where it falls, float64 [tokens]; None: all at the last token."""
+    start: float = 0.0
+    """Seconds from the episode's beginning to the call."""
+    took: float = 0.0
+    """Seconds that the answer took."""
+    calls: tuple[Mapping[str, Any], ...] = ()
+    """Tools that it called, see `TurnTrace`."""
     goes_on: bool = False
     """Another turn follows on it."""
     claimed: bool = False
@@ -342,6 +348,12 @@ class Trajectories:
         prompt_ids = np.concatenate([*before, line[first].new_ids])
         segments = [line[first].answer]
         rewards = [fallen(line[first])]
+        trace, end = list[TurnTrace](), 0
+        for turn in line[first : last + 1]:
+            begin = end + (len(turn.new_ids) if end else 0)
+            end = begin + len(turn.answer.token_ids)
+            if id(turn) in mine:
+                trace.append(TurnTrace(begin, end, turn.start, turn.took, turn.finish, turn.calls))
         for turn in line[first + 1 : last + 1]:
             answer = turn.answer if id(turn) in mine else Segment(turn.answer.token_ids, routes=turn.answer.routes)
             segments += [Segment(turn.new_ids), answer]
@@ -356,6 +368,7 @@ class Trajectories:
             index=index,
             temperature=own[0].temperature,
             reward=reward,
+            trace=tuple(trace),
             **more,
         )
 

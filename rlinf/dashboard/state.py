@@ -35,6 +35,8 @@ Row = dict[str, Any]
 """One line of metrics.jsonl or samples.jsonl."""
 HELD_OUT = "held-out"
 """`kind` of rows that are answers to held-out problems."""
+MOST_TURNS = 64
+"""Turns of one answer that a page shows."""
 MOST_TEXT = 6_000
 """Characters of one text that a page shows; the whole is in samples.jsonl."""
 MOST_TOKENS = 2_000
@@ -129,6 +131,10 @@ def cut(row: Row) -> Row:
         short[name] = f"{value[:MOST_TEXT]}… ({len(value):,} characters)" if long else value
     if isinstance(spans := row.get("read"), list):
         short["read"] = [[begin, min(end, MOST_TEXT)] for begin, end in spans if begin < MOST_TEXT]
+    if isinstance(turns := row.get("turns"), list):
+        short["turns"] = [
+            cut(turn) | {"tokens": turn.get("tokens")} for turn in turns[:MOST_TURNS] if isinstance(turn, dict)
+        ]
     if isinstance(tokens := row.get("tokens"), dict):
         lists = {name: tokens[name] for name in _TOKENS if isinstance(tokens.get(name), list)}
         short["tokens"] = {name: each[:MOST_TOKENS] for name, each in lists.items()}

@@ -197,6 +197,23 @@ class Segment:
                 object.__setattr__(self, name, read_only(array))
 
 
+@dataclass(frozen=True, slots=True)
+class TurnTrace:
+    """How one answer of an agent's trajectory came to be, for people."""
+
+    begin: int
+    end: int
+    """Its tokens in the response, from `begin` to before `end`."""
+    start: float
+    """Seconds from the episode's beginning to the call."""
+    took: float
+    """Seconds that the answer took."""
+    finish: str
+    """Why it ended."""
+    calls: tuple[Mapping[str, Any], ...] = ()
+    """Tools that it called, each with `name` and `arguments`, or with `broken`, why it cannot be read."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One sampled answer, or a whole conversation after its first prompt: then `loss_mask` tells what the model
@@ -244,6 +261,8 @@ class Sample:
     """Which of the agents of its task made it: each is compared with itself alone. "" where there is one."""
     attempt: int | None = None
     """Which of the attempts at its task it came of, where one may leave several samples; None: the one of its index."""
+    trace: tuple[TurnTrace, ...] = ()
+    """How its turns came to be, where an agent made it by calls of its model."""
     too_old: int = 0
     """How many generated tokens `loss_mask` hides because they are older than the bound: read, and not learned."""
     routes: np.ndarray | None = None

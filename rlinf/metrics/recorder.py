@@ -154,7 +154,9 @@ class Recorder:
         rows = list(rows)
         if rows:
             self._samples.write(step, rows)
-            self._tracking.samples(step, [{key: row[key] for key in row if key != "tokens"} for row in rows])
+            self._tracking.samples(
+                step, [{key: row[key] for key in row if key not in ("tokens", "turns", "times")} for row in rows]
+            )
 
     async def __aenter__(self) -> Recorder:
         return self

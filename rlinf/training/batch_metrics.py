@@ -22,7 +22,7 @@ from rlinf.algos import recipes
 from rlinf.algos.algorithms import AlgorithmSpec
 from rlinf.algos.loss_sum import Explained, LossSum
 from rlinf.data.packing import Row
-from rlinf.data.sample import Group, Sample
+from rlinf.data.sample import REWARDS, Group, Sample
 from rlinf.data.tokenizer import shown_prompt
 from rlinf.training.policy import AGES, REFERENCE, RETURNS, TEACHER, VALUES, shaped_rewards, teaches
 
@@ -302,9 +302,31 @@ def show_samples(
             row |= shown_prompt(sample.prompt, tokenizer)
             if spans := read_spans(sample, sample.text, tokenizer):
                 row["read"] = spans
+            if sample.trace:
+                row["turns"] = _turn_rows(sample, tokenizer)
+                row["times"] = [[round(turn.start, 3), round(turn.took, 3)] for turn in sample.trace]
             if number < tokens:
                 row["tokens"] = token_rows(sample, tokenizer)
     return rows
+
+
+def _turn_rows(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Turns of an agent's sample: what was read before each, what was said, its tools and its reward."""
+    rewards, end, turns = sample.per_token.get(REWARDS), 0, []
+    for turn in sample.trace:
+        context, spoken = sample.response_ids[end : turn.begin], sample.response_ids[turn.begin : turn.end]
+        end = turn.end
+        turns.append(
+            {
+                "read": str(tokenizer.decode(context, skip_special_tokens=False)) if len(context) else "",
+                "said": str(tokenizer.decode(spoken, skip_special_tokens=False)),
+                "tokens": [len(context), len(spoken)],
+                "finish": turn.finish,
+                **({"calls": [dict(call) for call in turn.calls]} if turn.calls else {}),
+                **({} if rewards is None else {"reward": float(rewards[turn.begin : turn.end].sum())}),
+            }
+        )
+    return turns
 
 
 def rescue(groups: Sequence[Group], advantages: Advantages, directory: Path, version: int) -> Path:

@@ -16,9 +16,11 @@ from rlinf.agents.agent import AgentLLM, Attempt, samples_of
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.llm import ContextFull, Setting
 from rlinf.agents.tools.formats import call_format
+from rlinf.data.sample import Group
 from rlinf.engines.base import Completion
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
+from rlinf.training.batch_metrics import show_samples
 from tests.agents.speaking import STYLES, Style, tokenizer_of
 from tests.agents.test_chat_tools import QWEN25
 
@@ -156,6 +158,25 @@ async def test_agents_have_trajectories_rewards_and_weights_of_their_own():
     assert found == [("planner", 1.0, 2.0, {})] + [("worker", 0.25, 1.0, {"speed": 3.0})] * 2
     with pytest.raises(UserError, match=r"'', 'planner', 'worker'"):
         samples_of({"boss": 1.0}, llm)
+
+
+async def test_a_sample_has_the_trace_of_its_turns():
+    llm, _ = begun()
+    first = await llm.chat([user("Hi")])
+    second = await llm.chat([user("Hi"), first.message, user("go")])
+    llm.reward(0.5, first)
+    (sample,) = samples_of(None, llm)
+    early, late = sample.trace
+    assert sample.response_ids[early.begin : early.end].tolist() == first.ids.tolist()
+    assert sample.response_ids[late.begin : late.end].tolist() == second.ids.tolist()
+    assert (early.finish, late.finish) == (first.finish, second.finish)
+    assert 0 <= early.start <= early.start + early.took <= late.start
+    (row,) = show_samples([Group(sample.prompt, (sample,))], [0.0], 1, llm.trajectories.chat.tokenizer)
+    assert [turn["tokens"][1] for turn in row["turns"]] == [len(first.ids), len(second.ids)]
+    assert [turn["reward"] for turn in row["turns"]] == [0.5, 0.0]
+    assert first.text in row["turns"][0]["said"]
+    assert "go" in row["turns"][1]["read"]
+    assert len(row["times"]) == 2
 
 
 async def test_rewards_of_answers_stand_at_their_ends():

@@ -114,7 +114,22 @@ function answer(row, mode, run) {
   if (row.remark) facts.push(String(row.remark));
   const coloured = mode !== "text" && row.tokens?.texts?.length;
   const body = coloured ? tokenText(row.tokens, mode, run) : whole(row);
-  return el("div", { class: "answer" }, badge(row), el("div", {}, body, el("div", { class: "meta" }, facts.map((fact) => (fact instanceof Element ? fact : el("span", {}, fact))))));
+  return el("div", { class: "answer" }, badge(row), el("div", {}, body, el("div", { class: "meta" }, facts.map((fact) => (fact instanceof Element ? fact : el("span", {}, fact)))), row.turns?.length ? trace(row) : null));
+}
+
+/** The turns of an agent's answer, one below the other: when, how long, what was read and said, tools, reward, why it ended. */
+function trace(row) {
+  const seconds = (value) => `${value.toFixed(value < 10 ? 2 : 0)} s`, times = row.times ?? [];
+  const calls = row.turns.reduce((sum, turn) => sum + (turn.calls?.length ?? 0), 0);
+  const last = times.at(-1), about = [many(row.turns.length, "turn"), calls ? many(calls, "tool call") : "", last ? seconds(last[0] + last[1]) : ""];
+  const longest = Math.max(...times.map(([start, took]) => start + took), 1e-9);
+  return el("details", { class: "trace" }, el("summary", {}, `trace: ${about.filter(Boolean).join(", ")}`), el("ol", {}, row.turns.map((turn, number) => {
+    const time = times[number], facts = [time ? `after ${seconds(time[0])}, took ${seconds(time[1])}` : "", many(turn.tokens?.[1] ?? 0, "token"), turn.finish ? `ended by ${turn.finish}` : "", isNumber(turn.reward) && turn.reward ? `reward ${short(turn.reward)}` : ""];
+    const bar = time ? el("span", { class: "bar", "aria-hidden": "true" }, el("i")) : null;
+    if (bar) { bar.firstChild.style.marginLeft = `${100 * time[0] / longest}%`; bar.firstChild.style.width = `${Math.max(0.5, 100 * time[1] / longest)}%`; }
+    return el("li", {}, bar, el("div", { class: "meta" }, facts.filter(Boolean).map((fact) => el("span", {}, fact))), turn.read ? el("pre", { class: "read" }, told(turn.read)) : null, el("pre", {}, told(turn.said)),
+      (turn.calls ?? []).map((call) => el("div", { class: "meta" }, call.broken ? `broken call: ${call.broken}` : `calls ${call.name}(${JSON.stringify(call.arguments)})`)));
+  })));
 }
 
 /** An answer as a text; what the model only read, as a tool's output, looks like it. Places are in characters, not in UTF-16. */

@@ -22,11 +22,11 @@ from rlinf.config.reading import parse_json
 from rlinf.data.in_flight.admission import Kept
 from rlinf.data.ledger import Entry
 from rlinf.data.safetensors_io import write_tensors, write_text
-from rlinf.data.sample import Group, ImageRef, Prompt, Sample
+from rlinf.data.sample import Group, ImageRef, Prompt, Sample, TurnTrace
 
 PLAIN, ARRAYS = "in_flight.json", "in_flight.safetensors"
 """The two files."""
-KINDS: tuple[type[Any], ...] = (Kept, Entry, Prompt, ImageRef, Sample, Group)
+KINDS: tuple[type[Any], ...] = (Kept, Entry, Prompt, ImageRef, Sample, TurnTrace, Group)
 """Dataclasses that may be kept, besides those that the caller names."""
 
 

@@ -75,6 +75,24 @@ def told_by_token(step: int, hostile: str = "") -> dict[str, Any]:
         "outcome": "truncated",
         "group": 8,
         "scores": {"form": 1},
+        "turns": [
+            {
+                "read": "",
+                "said": "Let me look it up.",
+                "tokens": [0, 6],
+                "finish": "stop",
+                "calls": [{"name": "search", "arguments": {"query": f"6 x 7{hostile}"}}, {"broken": "no valid JSON"}],
+                "reward": 0.0,
+            },
+            {
+                "read": f"[tool: 42{hostile}]",
+                "said": "So it is 42.",
+                "tokens": [1, 5],
+                "finish": "length",
+                "reward": 1.0,
+            },
+        ],
+        "times": [[0.1, 1.25], [2.0, 0.5]],
     }
     return answer(step, asked, "".join(texts), 1.0, **more)
 

@@ -291,3 +291,26 @@ async def test_a_screenshot_is_more_than_a_blank_page(browser, report):
     assert len(picture) > 5 * len(await blank.picture())
     assert json.loads(await page.eval("JSON.stringify(performance.getEntriesByType('paint'))"))
     await page.close()
+
+
+async def test_the_trace_of_an_agents_answer_opens_below_it(browser, report):
+    page = await opened(browser, report)
+    summary = await page.eval("document.querySelector('.trace summary').textContent")
+    assert summary == "trace: 2 turns, 2 tool calls, 2.50 s"
+    assert not await page.eval("document.querySelector('.trace').open")
+    await page.eval("document.querySelector('.trace').scrollIntoView({behavior: 'instant'})")
+    await page.click(".trace summary")
+    assert await page.eval("document.querySelector('.trace').open")
+    turns = await page.eval("[...document.querySelectorAll('.trace[open] li')].map((turn) => turn.textContent)")
+    assert len(turns) == 2
+    for told in (
+        "after 0.10 s, took 1.25 s",
+        "6 tokens",
+        "ended by stop",
+        "Let me look it up.",
+        "search(",
+        "no valid JSON",
+    ):
+        assert told in turns[0]
+    for told in ("after 2.00 s", "[tool: 42", "So it is 42.", "reward 1", "ended by length"):
+        assert told in turns[1]

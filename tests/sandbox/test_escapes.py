@@ -1,6 +1,7 @@
 """What tries to leave the sandbox stays inside, and the machine is as it was."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rlinf.sandbox.containers.namespaces import Namespaces
+from rlinf.sandbox.containers.protocol import ContainerEnded, ContainersError
 from rlinf.sandbox.limits import Limits, SandboxError
 from rlinf.sandbox.sandbox import Sandbox
 from tests.launching import ROOT
@@ -91,6 +94,38 @@ def test_what_is_outside_cannot_be_reached(name, loop, sandbox, outside):
     result = loop.run(sandbox.run_python(ATTEMPTS[name].format(**outside)))
     assert "ESCAPED" not in result.stdout
     assert result.stdout or result.outcome == "killed", result.stderr  # it got as far as trying
+
+
+OF_ITS_OWN = {
+    "udp", "a listening port", "resolving a name", "the environment of every process", "its own executable, by /proc",
+    "its own memory, by /proc", "descriptors, by /proc", "/proc/sys", "System V shared memory", "a message queue",
+    "memory without a file", "more descriptors", "the terminal", "becoming root", "a setuid file", "capabilities",
+    "a file of the root",
+}  # fmt: skip
+"""Attempts that a container grants: each reaches what lies in its own namespaces, of whose files it is the owner."""
+
+
+def test_what_is_outside_cannot_be_reached_from_a_container(loop, outside, tmp_path):
+    async def attempts():
+        os.environ["HANDED_DOWN"] = "1"
+        async with Namespaces(tmp_path) as containers:
+            os.environ.pop("HANDED_DOWN")
+            for name, code in ATTEMPTS.items():
+                if not containers.boxes:  # an attempt may end the container that it is in
+                    box = await containers.start(workdir="/tmp/work")
+                with contextlib.suppress(ContainerEnded):
+                    result = await box.run(["python", "-S", "-c", code.format(**outside)], seconds=20)
+                    yield name, result
+
+    async def all_attempts():
+        async for name, result in attempts():
+            assert ("ESCAPED" in result.stdout) <= (name in OF_ITS_OWN), (name, result)
+            assert result.stdout or result.outcome == "killed", (name, result)
+
+    try:
+        loop.run(all_attempts())
+    except ContainersError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("name", EXCESSIVE)

@@ -136,7 +136,7 @@ class Box:
                 result = await Program(reader, limits, None).result()
             except (OSError, SandboxError) as error:
                 raise ContainerEnded(
-                    f"container {self.name} has ended: {await self._ended('it was killed')}"
+                    f"container {self.name} has ended: {await self._ended('a command ended what ran it')}"
                 ) from error
         if result.outcome == "disk":
             await self._ended(f"disk: it wrote more than {limits.file_bytes} bytes (limit file_bytes)")

@@ -15,6 +15,7 @@ import io
 import shutil
 import tarfile
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Protocol
@@ -158,7 +159,7 @@ def pack(source: str | Path | bytes, target: str) -> IO[bytes]:
     with tarfile.open(fileobj=file, mode="w") as tar:
         if isinstance(source, bytes):
             entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(source), 0o644
+            entry.size, entry.mode, entry.mtime = len(source), 0o644, int(time.time())
             tar.addfile(entry, io.BytesIO(source))
         elif Path(source).exists():
             tar.add(Path(source).resolve(), name, filter=_of_nobody)
@@ -179,6 +180,8 @@ def unpack(tar_file: IO[bytes], target: str | Path, *, links: bool = False) -> N
     Raises:
         ContainersError: it is no tar file, or an entry leads out of the directory or is no file, directory or link.
     """
+    if not hasattr(tarfile, "data_filter"):
+        raise ContainersError("files of a container are unpacked by Python 3.11.4 or newer: older ones do it unsafely")
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as scratch:

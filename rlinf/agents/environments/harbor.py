@@ -144,6 +144,10 @@ class Harbor:
         value += math.fsum(factor * numbers.get(name, 0.0) for name, factor in self._weights.items())
         return Score(value, numbers)
 
+    def directory(self, name: str) -> Path:
+        """Where a task lies."""
+        return self._tasks[name].path
+
     async def solved(self, name: str) -> Mapping[str, float]:
         """Rewards of the task's own solution (`solution/solve.sh`): a task whose solution earns nothing is broken."""
         one = self._tasks[name]

@@ -16,6 +16,7 @@ from rlinf.agents.environments import harnesses
 from rlinf.agents.environments.harbor import Harbor
 from rlinf.config.load import RunFailure
 from rlinf.runtime.base.errors import UserError
+from rlinf.sandbox.containers.protocol import ContainersError
 from tests.agents.endpoint.serving import stand
 from tests.agents.environments.folders import Folders
 
@@ -75,6 +76,23 @@ async def test_each_planted_fault_fails_its_tests_and_is_mended_by_its_solution(
             async with stand("I leave it as it is.") as here:
                 assert (await made(SimpleNamespace(row=row), here.llm)).value == 0.0, row["task"]
             assert await made.solved(row["task"]) == {"reward": 1.0}, row["task"]
+
+
+async def test_a_package_is_mended_in_a_container_by_namespaces(tmp_path):
+    write(tmp_path / "tasks", count=1)
+    settings = {"directory": str(tmp_path / "cache")}
+    made = Harbor(tmp_path / "tasks", image="base", settings=settings, held_out=0, weights={"turns": 0.5})
+    (row,) = made.tasks()
+    solution = (made.directory(row["task"]) / "solution/solve.sh").read_text()
+    async with made:
+        try:
+            rewards = await made.solved(row["task"])
+        except ContainersError as error:
+            pytest.skip(str(error))
+        assert rewards == {"reward": 1.0}
+        for texts, value in (((call(solution), "done"), 2.0), (("done",), 0.5)):
+            async with stand(*texts, new=4000) as here:
+                assert (await made(SimpleNamespace(row=row), here.llm)).value == value
 
 
 def test_the_same_seed_writes_the_same_packages(tmp_path):

@@ -345,7 +345,8 @@ class AgentConfig:
     function: str | None = None
     """Dotted path of an `async def agent(task, llm)` that returns a reward: what learns is all that the model said to
     it; or of what opens one for all episodes: a class or function that makes an async context manager. reasoning_gym,
-    textarena, gymnasium_text, openenv, verifiers, harbor and mcp are environments of others, which bring their tasks.
+    textarena, gymnasium_text, openenv, verifiers, harbor, mcp and nemo_gym are environments of others, which bring
+    their tasks.
     null: the model answers each prompt once."""
     args: dict[str, Any] = field(default_factory=dict)
     """Its further keyword arguments."""

@@ -23,6 +23,7 @@ ENVIRONMENTS = {
     "gymnasium_text": "rlinf.agents.environments.gymnasium_text.GymnasiumText",
     "harbor": "rlinf.agents.environments.harbor.Harbor",
     "mcp": "rlinf.agents.environments.mcp.MCP",
+    "nemo_gym": "rlinf.agents.environments.nemo_gym.NemoGym",
     "openenv": "rlinf.agents.environments.openenv.OpenEnv",
     "reasoning_gym": "rlinf.agents.environments.reasoning_gym.ReasoningGym",
     "textarena": "rlinf.agents.environments.textarena.TextArena",

@@ -1,0 +1,182 @@
+"""Resources servers of NeMo Gym: tasks of a file, tools and scores by HTTP.
+
+In: the URL or command line of a server, and a file of its tasks. Out: an agent that begins a session by /seed_session,
+has the model's calls done by /NAME of each tool, and returns the reward of /verify, which is told all that was said in
+the form of OpenAI's Responses API. A session is a cookie of the server's. Nothing of the package is needed where the
+run is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from rlinf.agents.environments import HeldOut, Size, checked
+from rlinf.agents.environments.server import Server
+from rlinf.agents.llm import ContextFull
+from rlinf.agents.tools.formats import typed
+from rlinf.agents.tools.tool import Tool, Tools
+from rlinf.rewards.base import Score
+from rlinf.runtime.base.errors import UserError
+
+_ONE_IN = 8
+"""Of so many tasks at least, one is held out."""
+_LONGEST = 10_000
+"""Characters of a tool's output that the model is given."""
+_FLOOD = 1 << 24
+"""Bytes of an answer after which it is not read any further."""
+
+
+class NemoGym:
+    """Tasks of a resources server.
+
+    Args:
+        server: its URL, or the words of a command that starts one, with `{port}`.
+        data: a file of its tasks, JSON lines with `responses_create_params`, such as the package's example.jsonl.
+        turns: answers of the model at most; calls in the last one are not run.
+        timeout: seconds of a call of a tool, and of the verdict.
+        held_out: tasks at the file's end that are evaluated on, at most one in eight.
+
+    Raises:
+        UserError: `server` is neither, or the file is not such a one.
+    """
+
+    @checked
+    def __init__(
+        self,
+        server: str | list[str],
+        data: str,
+        *,
+        turns: Size = 16,
+        timeout: float = 60.0,
+        held_out: HeldOut = 100,
+    ) -> None:
+        self._server, self._turns, self._timeout = Server("nemo_gym", server), turns, timeout
+        try:
+            lines = [line for line in Path(data).read_text(encoding="utf-8").splitlines() if line.strip()]
+        except OSError as error:
+            raise UserError(f"nemo_gym: data={data!r}: {error.strerror}") from error
+        self._tasks: list[dict[str, Any]] = []
+        self._messages: list[list[dict[str, Any]]] = []
+        for number, line in enumerate(lines, 1):
+            try:
+                self._tasks.append(json.loads(line))
+                self._messages.append(_messages(self._tasks[-1]["responses_create_params"]["input"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise UserError(f"nemo_gym: {data}:{number}: this is no task of NeMo Gym: {error!r}") from error
+        self._kept = min(held_out, len(lines) // _ONE_IN)
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """Rows to learn from: what the model is told last, and the number of the task in the file."""
+        return self._rows(range(len(self._tasks) - self._kept))
+
+    def held_out(self) -> list[dict[str, Any]]:
+        """Rows to be evaluated on."""
+        return self._rows(range(len(self._tasks) - self._kept, len(self._tasks)))
+
+    def _rows(self, numbers: range) -> list[dict[str, Any]]:
+        return [{"prompt": self._messages[number][-1]["content"], "task": number} for number in numbers]
+
+    async def __aenter__(self) -> NemoGym:
+        await self._server.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._server.__aexit__(*error)
+
+    async def __call__(self, task: Any, llm: Any) -> Score:
+        """Work on a task, and return the server's verdict.
+
+        Raises:
+            RuntimeError: the server refused the task or gave no verdict.
+            RunFailure: it died again and again.
+        """
+        row, number = self._tasks[task.row["task"]], task.row["task"]
+        session: dict[str, str] = {}
+        await self._server.reach(partial(self._posted, "seed_session", row, session))
+        offered = row["responses_create_params"].get("tools") or []
+        tools = Tools(self._tool(each, session) for each in offered)
+        output = await self._conversation(list(self._messages[number]), llm, tools)
+        response = {"id": f"task_{number}", "object": "response", "created_at": 0, "model": "policy", "output": output}
+        response |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": offered}
+        verdict = await self._posted("verify", {**row, "response": response}, session)
+        try:
+            values = json.loads(verdict)
+            rest = {name: value for name, value in values.items() if name not in row and name != "response"}
+            scores = {name: float(value) for name, value in rest.items() if isinstance(value, int | float)}
+            return Score(scores["reward"], scores)
+        except (AttributeError, KeyError, ValueError) as error:
+            raise RuntimeError(f"nemo_gym: /verify gave no reward: {verdict!r:.200}") from error
+
+    async def _conversation(self, messages: list[dict[str, Any]], llm: Any, tools: Tools) -> list[dict[str, Any]]:
+        """Let the model work, and return what came of it as items of a response."""
+        output: list[dict[str, Any]] = []
+        for turn in range(self._turns):
+            try:
+                answer = await llm.chat(messages, tools=tools)
+            except ContextFull:
+                if not turn:
+                    raise  # the task alone is too long
+                break
+            if (text := answer.content if answer.calls else answer.text) or not answer.calls:
+                output.append(_message(text, len(output)))
+            for call in answer.calls:
+                item = {"type": "function_call", "call_id": call.id, "name": call.name, "status": "completed"}
+                output.append({**item, "arguments": json.dumps(call.arguments)})
+            if turn == self._turns - 1 or not (answer.calls or answer.broken):
+                break
+            results = await answer.results()
+            messages += [answer.message, *results]
+            for call, result in zip(answer.calls, results, strict=False):
+                text = result["content"]
+                output.append({"type": "function_call_output", "call_id": call.id, "output": text})
+        return output
+
+    def _tool(self, offered: Mapping[str, Any], session: dict[str, str]) -> Tool:
+        name, schema = offered["name"], dict(offered.get("parameters") or {"type": "object", "properties": {}})
+
+        async def call(**arguments: Any) -> str:
+            return await self._posted(name, arguments, session, refusable=True)
+
+        check = partial(typed, parameters=schema)
+        return Tool(name, offered.get("description") or "", schema, call, check, self._timeout, _LONGEST)
+
+    async def _posted(self, path: str, body: Any, session: dict[str, str], *, refusable: bool = False) -> str:
+        """Post something in a session, and return the answer; a tool may refuse, which the model reads."""
+        cookies = {"Cookie": "; ".join(f"{name}={value}" for name, value in session.items())} if session else {}
+        how: dict[str, Any] = {"json": body, "headers": cookies, "timeout": aiohttp.ClientTimeout(self._timeout)}
+        async with self._server.http.post(f"{self._server.url}/{path}", **how) as answer:
+            body = bytearray()
+            async for chunk in answer.content.iter_chunked(1 << 16):
+                body += chunk
+                if len(body) > _FLOOD:
+                    raise RuntimeError(f"nemo_gym: /{path} answers with more than {_FLOOD:,} bytes")
+            text = body.decode(errors="replace")
+            session |= {name: morsel.coded_value for name, morsel in answer.cookies.items()}
+        if not answer.ok and not refusable:
+            raise RuntimeError(f"nemo_gym: /{path}: status {answer.status}: {text:.300}")
+        return text
+
+
+def _message(text: str, number: int) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed", "content": content}
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """A task's input as chat messages."""
+    messages = []
+    for each in [{"role": "user", "content": value}] if isinstance(value, str) else value:
+        if each.get("type", "message") != "message":
+            raise ValueError(f"an input of the type {each['type']} is not known")
+        content = each["content"]
+        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        messages.append({"role": "system" if each["role"] == "developer" else each["role"], "content": text})
+    if not messages:
+        raise ValueError("its input has no message")
+    return messages

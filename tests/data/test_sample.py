@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlinf.data.packing import Row
 from rlinf.data.sample import Example, Group, Prompt, Sample, Segment
 
 
@@ -123,3 +124,17 @@ def test_a_mask_that_is_none_is_refused(mask):
 def test_a_sample_that_counts_as_less_than_nothing_is_refused(weight):
     with pytest.raises(ValueError, match=r"weight=.*more.*0"):
         Sample(Prompt(0, np.arange(3)), 0, np.arange(1), np.zeros(1), np.zeros(1), "", False, weight=weight)
+
+
+def test_log_probs_of_what_a_schema_kept_are_learned_under_the_whole_softmax():
+    free = Segment(np.array([5, 6]), np.array([-0.5, -1.0], np.float32), np.array([3, 4], np.int32))
+    mass = np.array([-2.0, 0.0], np.float32)
+    kept = Segment(np.array([1, 2]), np.array([-2.0, -0.5], np.float32), np.array([4, 4]), log_mass=mass)
+    segments = [free, Segment(np.array([7])), kept]
+    made = Sample.of_segments(Prompt(7, np.arange(3)), 0, segments, text="", truncated=False, reward=1.0)
+    assert made.log_mass.tolist() == [0, 0, 0, -2, 0]
+    assert made.column("logprobs").tolist() == [-0.5, -1.0, -4.0, -0.5]
+    assert Row.of(made).old_logprobs.tolist() == [-0.5, -1.0, -4.0, -0.5]
+    (came,) = pickle.loads(pickle.dumps(Group(made.prompt, (made,)))).samples
+    assert came.log_mass.tolist() == made.log_mass.tolist()
+    assert conversation().log_mass is None

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks import schemas
 from rlinf.data.tokenizer import character_tokenizer
 from rlinf.engines.base import Request, RequestRefused, Sampling
 from rlinf.engines.grammars import Form
@@ -151,3 +152,10 @@ def test_drawing_among_allowed_tokens_is_drawing_from_a_model_that_has_no_others
         inside = scaled.masked_fill(torch.from_numpy(~mine), -torch.inf).log_softmax(0)[ids[row]]
         assert logprobs[row] == pytest.approx(float(inside), abs=1e-4)
         assert logprobs[row] + log_mass[row] == pytest.approx(float(scaled.log_softmax(0)[ids[row]]), abs=1e-3)
+
+
+def test_every_complete_answer_of_fifty_random_schemas_is_valid():
+    tokenizer = character_tokenizer(string.printable + "éößα")
+    tally = schemas.valid(schemas.of_random_weights(tokenizer, len(tokenizer)), tokenizer, 50, 300)
+    assert tally["valid"] >= 35, tally
+    assert set(tally) <= {"valid", "not complete: length"}, tally

@@ -254,3 +254,24 @@ def test_a_task_in_parts_that_share_its_reward_counts_once():
     ]
     in_parts = advantage_rows(recipes.get("grpo"), parts)
     np.testing.assert_allclose(in_parts.advantages, np.repeat(alone.advantages, 3), rtol=1e-4, atol=1e-5)
+
+
+# Schemas --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_answers_kept_to_a_schema_are_learned_as_by_the_log_probs_of_the_whole_softmax(name):
+    def kept(sample, mass):
+        masses = np.full(len(sample.response_ids), mass, np.float32)
+        return replace(
+            sample, log_mass=masses, logprobs=sample.logprobs - masses if np.isfinite(mass) else sample.logprobs
+        )
+
+    def batch(mass):
+        return [Group(g.prompt, tuple(kept(s, mass) for s in g.samples)) for g in BATCH]
+
+    plain = summed(ALGORITHMS[name], BATCH)
+    assert toys.furthest(summed(ALGORITHMS[name], batch(-1.5)), plain) < 1e-5
+    unknown = summed(ALGORITHMS[name], batch(np.inf))  # of a server: as if these weights had drawn them
+    assert all(bool(gradient.isfinite().all()) for gradient in unknown.values())
+    assert toys.furthest(unknown, plain) > 1e-5

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
@@ -183,7 +182,7 @@ class Grammars:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
         self._hf, self._vocabulary = tokenizer, vocabulary
-        self._compiled: OrderedDict[str, Any] = OrderedDict()  # a matcher, or the sentence why there is none
+        self._compiled: dict[str, Any] = {}  # a matcher, or the sentence why there is none
         self._compiling = threading.Lock()
 
     def problem(self, form: str) -> str | None:
@@ -213,13 +212,14 @@ class Grammars:
         return allowed
 
     def _of(self, form: str) -> Any:
+        if (compiled := self._compiled.get(form)) is not None:  # the event loop never waits for another's
+            return compiled
         with self._compiling:
-            if form not in self._compiled:
-                self._compiled[form] = self._compile(form)
+            if (compiled := self._compiled.get(form)) is None:
+                compiled = self._compiled[form] = self._compile(form)
                 if len(self._compiled) > _COMPILED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(form)
-            return self._compiled[form]
+                    del self._compiled[next(iter(self._compiled))]
+            return compiled
 
     def _compile(self, form: str) -> Any:
         if (problem := missing()) is not None:

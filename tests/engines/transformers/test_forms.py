@@ -159,3 +159,30 @@ def test_every_complete_answer_of_fifty_random_schemas_is_valid():
     tally = schemas.valid(schemas.of_random_weights(tokenizer, len(tokenizer)), tokenizer, 50, 300)
     assert tally["valid"] >= 35, tally
     assert set(tally) <= {"valid", "not complete: length"}, tally
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return engine(max_rows=3)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "flat", "call", "list"]), st.integers(1, 60)), min_size=1, max_size=6))
+@settings(max_examples=12, deadline=None)
+def test_whoever_joins_and_leaves_each_row_keeps_to_its_own_form(shared, asked):
+    forms = {
+        "": "",
+        "flat": Form(json.dumps(SCHEMA)).text,
+        "call": Form(json.dumps(SCHEMA), "<call>", "</call>", "\n").text,
+        "list": Form(json.dumps({"type": "array", "items": SCHEMA, "maxItems": 2})).text,
+    }
+    requests = [request(number, forms[form], most) for number, (form, most) in enumerate(asked)]
+    together = asyncio.run(answers(shared, requests))
+    for number, one in enumerate(requests):
+        (alone,) = asyncio.run(answers(shared, [one])).values()
+        done = together[number]
+        np.testing.assert_array_equal(done.response_ids, alone.response_ids)
+        assert done.finish == alone.finish
+        assert (done.log_mass is None) == (asked[number][0] == "")
+        if asked[number][0] == "flat" and done.finish == "stop":
+            jsonschema.validate(json.loads(text(done)), SCHEMA)
+    assert shared._batch._slots.constraints == {}  # nothing is held when nothing is asked

@@ -9,15 +9,21 @@ With 64 agents, answers of 50 ms are 1,280 calls a second, which saturate the on
 measures throughput, and the others what an agent waits longer.
 
     python -m benchmarks.agents_endpoint            # rows of 50, 250 and 1,000 ms
+    python -m benchmarks.agents_endpoint --streams  # the first words, and the throughput, of streamed answers
+
+`--streams` asks a rollout of the quickstart's model instead, streamed and whole in turns: answers of 64 tokens, from
+one client and from 16 at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import multiprocessing
 import statistics
+import sys
 import time
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -34,6 +40,8 @@ from rlinf.engines.base import Completion
 from tests.agents.speaking import STYLES, tokenizer_of
 
 SESSIONS, TURNS, BAR = 64, 8, 0.05
+TOKENS = 64
+"""Of each answer of `--streams`."""
 _ASKED = (
     "how many letters a has the word banana, and how many has bandana? think of it step by step, then say one number"
 )
@@ -178,8 +186,87 @@ def overhead(engine_ms: float = 50.0, turns: int = TURNS, rounds: int = 3) -> Ro
     return Row(engine_ms, statistics.median(direct) * 1000, statistics.median(http) * 1000, server, own)
 
 
+@dataclass(frozen=True)
+class StreamRow:
+    """Answers of a rollout over HTTP, streamed and whole."""
+
+    clients: int
+    """That ask at once."""
+    whole_ms: float
+    """An answer that comes whole, as its client sees it."""
+    streamed_ms: float
+    """The same streamed, to its end."""
+    first_ms: float
+    """The same streamed, to its first words."""
+    whole_cpu: float
+    """Processor milliseconds of this process, model included, for an answer."""
+    streamed_cpu: float
+    """The same streamed."""
+
+
+def _stream_client(url: str, clients: int, streamed: bool, answers: int) -> list[tuple[float, float]]:
+    """Seconds to the first words and to the end, of each answer."""
+
+    async def run() -> list[tuple[float, float]]:
+        import aiohttp
+
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+
+            async def ask(seed: int) -> tuple[float, float]:
+                sampling = {"max_tokens": TOKENS, "min_tokens": TOKENS, "seed": seed}
+                begun, first = time.perf_counter(), 0.0
+                body = {"model": "policy", "prompt": [3, 4, 5, 6], "stream": streamed, **sampling}
+                async with client.post(f"{url}/completions", json=body) as got:
+                    async for line in got.content:
+                        if line.startswith(b"data: {"):
+                            first = first or time.perf_counter() - begun
+                return first, time.perf_counter() - begun
+
+            rounds = [await asyncio.gather(*map(ask, range(clients))) for _ in range(answers // clients)]
+            return [each for one in rounds for each in one]
+
+    return asyncio.run(run())
+
+
+async def streams(clients: int, rounds: int = 3, answers: int = 16) -> StreamRow:
+    """Measure streamed answers beside whole ones, in turns."""
+    from rlinf import ActorSystem, load_config
+    from rlinf.actors.rollout import Rollout
+    from rlinf.agents.llm import RolloutModel
+    from rlinf.data.tokenizer import load_tokenizer
+
+    source = {"characters": "0123456789>"}
+    tokenizer = load_tokenizer(source)
+    model = dict(load_config("configs/quickstart.yaml").model.config or {})
+    numbers, endpoint = itertools.count(), Endpoint()
+    found: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        async with ActorSystem.local() as system:
+            rollout = await system.spawn(Rollout, name="rollout", model=model, tokenizer=source, max_new_tokens=TOKENS)
+            setting = Setting(RolloutModel(lambda: rollout), 1.0, TOKENS, None, len(tokenizer))
+            calls = call_format("hermes", tokenizer)
+            for number in range(2 * rounds + 2):
+                attempt = Attempt(setting, calls, lambda: next(numbers), open=endpoint.session)
+                llm, streamed = AgentLLM(attempt, ChatFormat(tokenizer), (1,)), bool(number % 2)
+                ask = functools.partial(_stream_client, llm.base_url, clients, streamed, answers)
+                begun = time.process_time()
+                took = await asyncio.get_running_loop().run_in_executor(pool, ask)
+                cost = (time.process_time() - begun) / answers
+                if number > 1:  # the first two import and warm up
+                    firsts, ends = zip(*took, strict=True)
+                    found[streamed].append((statistics.median(firsts), statistics.median(ends), cost))
+                llm.end()
+            await endpoint.close()
+    whole, live = ([statistics.median(each) * 1000 for each in zip(*rows, strict=True)] for rows in found.values())
+    return StreamRow(clients, whole[1], live[1], live[0], whole[2], live[2])
+
+
 def main() -> None:
     """Print the rows."""
+    if "--streams" in sys.argv[1:]:
+        for clients in (1, 16):
+            print(json.dumps(asdict(asyncio.run(streams(clients)))), flush=True)
+        return
     for engine_ms in (50.0, 250.0, 1000.0):
         row = overhead(engine_ms, turns=TURNS if engine_ms < 500 else 4)
         print(json.dumps({**asdict(row), "overhead": row.overhead, "met": row.overhead <= BAR}))

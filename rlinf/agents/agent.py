@@ -182,6 +182,11 @@ class AgentLLM:
         llm.weight = weight
         return llm
 
+    @property
+    def start(self) -> float:
+        """When the episode began, by `time.monotonic`."""
+        return self._attempt.start
+
     # Calls ------------------------------------------------------------------------------------------------------
 
     def chat(

@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from rlinf.agents import tracing
 from rlinf.agents.arguments import WrongType
 from rlinf.agents.chat import handed_out
 from rlinf.agents.outcome import (
@@ -282,6 +283,7 @@ class Episodes:
         judge: Callable[[Group], Awaitable[Group]] | None,
         watch: LoopWatch | None = None,
     ) -> None:
+        tracing.provider()  # what it lacks is told before the first episode
         self._watch = watch
         self._play, self._n, self._begin, self._timeout, self._judge = play, n, begin, timeout, judge
         self._program = defined_at(play)
@@ -436,6 +438,7 @@ class Episodes:
             self._room.release()
             del task.playing[episode]
             episode.end()
+            tracing.send(episode, task.failed.get(episode.index))
 
     async def _over(self, task: _Played) -> None:
         """All episodes of a task are over."""

@@ -236,11 +236,12 @@ class AgentLLM:
         chat = self._chat.with_arguments(**template, **({"tools": schemas} if schemas else {}))
         form = await self._form(wanted, schemas)
         parent, new_ids = self.trajectories.of_messages(messages, chat)
+        plain = {"min_new_tokens": 0}  # an answer of a form ends with it, whatever the run wants of others
         if form is not None and form.free:  # its free text has the thought, too
-            sampling = {**sampling, "form": form.text}
+            sampling = {**plain, **sampling, "form": form.text}
         elif form is not None:
             form = replace(form, thought="begun" if chat.begins_thought(new_ids) else "may" if chat.thinks else "")
-            sampling = {**sampling, "form": form.text}
+            sampling = {**plain, **sampling, "form": form.text}
 
         def said(reply: Reply, id: str) -> tuple[list[Message], Any]:
             parsed = self._attempt.calls.parse(reply.text, schemas)

@@ -22,6 +22,7 @@ import asyncio
 import importlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -127,6 +128,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="benchmarks instead, such as aime24,aime25,gpqa-diamond; evaluation.named.NAME=FILE says where one is",
     )
+    evaluate.add_argument("--harness", choices=("lm-eval", "inspect"), help="have this package evaluate it instead")
+    evaluate.add_argument("--tasks", metavar="LIST", help="of the package: names or files, by commas")
+    evaluate.add_argument("--harness-python", metavar="PATH", help="Python of an environment that has the package")
+    evaluate.add_argument("--harness-args", metavar="TEXT", default="", help="more of its arguments: '--limit 100'")
     evaluate.add_argument("--output", metavar="FILE", help="write every answer there, or episode, a line of JSON each")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
     evaluate.set_defaults(run=_evaluate)
@@ -148,7 +153,9 @@ def _config(options: argparse.Namespace) -> None:
 def _evaluate(options: argparse.Namespace) -> None:
     resolved = _resolved_of(options.model)
     model = _saved_model(options.model)
-    if options.config is None and options.named is None:
+    if (options.harness is None) != (options.tasks is None):
+        raise InputError("evaluate: --harness and --tasks belong together")
+    if options.config is None and options.named is None and (options.harness is None or resolved is not None):
         if resolved is None:
             raise InputError("evaluate: name a --config whose problems are answered, or benchmarks by --named")
         options.config = str(resolved)
@@ -167,13 +174,20 @@ def _evaluate(options: argparse.Namespace) -> None:
         seed = parse_yaml(resolved.read_text(encoding="utf-8")).get("seed")
         if seed != config.seed:
             print(f"seed={config.seed} draws other problems than the run had, seed={seed}: --config {resolved} has its")
-    output = None if options.output is None else output_file(options.output)
+    output = None if options.output is None or options.harness else output_file(options.output)
     from rlinf.cli.evaluate import evaluate_model
+    from rlinf.cli.harness import Harness, evaluate_with
     from rlinf.runs.prepare import prepare, refuse_idle
     from rlinf.runs.start import run_to_end
 
     async def main(system: ActorSystem) -> None:
-        await evaluate_model(system, config, output)
+        if options.harness is None:
+            await evaluate_model(system, config, output)
+            return
+        tasks = [each.strip() for each in options.tasks.split(",") if each.strip()]
+        directory, python = Path(options.output or "outputs/harness"), options.harness_python or sys.executable
+        harness = Harness(options.harness, tasks, directory, python, shlex.split(options.harness_args))
+        await evaluate_with(system, config, harness)
 
     with leaving_gpus(config):
         if os.environ.get("RANK", "0") == "0" and options.config is not None:  # else nothing says how it is trained
@@ -206,7 +220,8 @@ def _asked(options: argparse.Namespace, hosts: int) -> list[str]:
             "benchmark: evaluation.named.NAME=FILE"
         )
     added = [f"evaluation.named.{name}={{}}" for name in named if f"evaluation.named.{name}" not in own]
-    none = ["evaluation.named={}", "evaluation.data=null", "data.train=null"] if named else []
+    alone = named or (options.harness and not options.config)
+    none = ["evaluation.named={}", "evaluation.data=null", "data.train=null"] if alone else []
     return [*everywhere, *none, *added, *options.overrides]
 
 

@@ -147,8 +147,8 @@ class TeacherServerConfig:
     """Address of a server that tells log-probs of tokens it reads, such as http://host:8000/v1; null for none."""
     dialect: Dialect = "vllm"
     """`vllm`: POST URL/completions with prompt_logprobs. `sglang`: POST URL/generate with input_ids and return_logprob.
-    `echo`: POST URL/completions with echo and logprobs, of sampled tokens alone, as OpenAI's first completions had it;
-    an endpoint of ours speaks it too."""
+    `echo`: POST URL/completions with echo and logprobs, of sampled tokens alone, as OpenAI's first completions had
+    it."""
     model: str | None = None
     """Name of the model there; null where it serves one that needs no name."""
     key_env: str | None = None

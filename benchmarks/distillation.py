@@ -3,7 +3,7 @@
 In: ways to learn and seeds. Out: a line per run: sampled answers until the mean reward of three steps on end reached
 each bar, the mean reward of the last three steps, the greedy result on held-out problems before and after, and
 processor seconds. All runs of a seed begin with the same student, after the quickstart's warm-up. The teacher is twice
-as wide, has a layer more and has learned from worked problems, once for all; its seconds are told apart. Everything else
+as wide, has a layer more and has learned from worked problems, once for all; its seconds are told apart. All else
 is configs/quickstart.yaml with 32 prompts a step.
 """
 

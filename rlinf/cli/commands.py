@@ -176,7 +176,7 @@ def _evaluate(options: argparse.Namespace) -> None:
             print(f"seed={config.seed} draws other problems than the run had, seed={seed}: --config {resolved} has its")
     output = None if options.output is None or options.harness else output_file(options.output)
     from rlinf.cli.evaluate import evaluate_model
-    from rlinf.cli.harness import Harness, evaluate_with
+    from rlinf.cli.harness import HarnessRun, evaluate_with
     from rlinf.runs.prepare import prepare, refuse_idle
     from rlinf.runs.start import run_to_end
 
@@ -186,7 +186,7 @@ def _evaluate(options: argparse.Namespace) -> None:
             return
         tasks = [each.strip() for each in options.tasks.split(",") if each.strip()]
         directory, python = Path(options.output or "outputs/harness"), options.harness_python or sys.executable
-        harness = Harness(options.harness, tasks, directory, python, shlex.split(options.harness_args))
+        harness = HarnessRun(options.harness, tasks, directory, python, shlex.split(options.harness_args))
         await evaluate_with(system, config, harness)
 
     with leaving_gpus(config):

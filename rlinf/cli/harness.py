@@ -41,7 +41,7 @@ _CONFIDENT = 1.96
 
 
 @dataclass(frozen=True, slots=True)
-class Harness:
+class HarnessRun:
     """A package, its tasks, and where it is."""
 
     name: str
@@ -69,7 +69,7 @@ class Score:
     """Problems that it is of."""
 
 
-async def evaluate_with(system: ActorSystem, config: RunConfig, harness: Harness) -> list[Score]:
+async def evaluate_with(system: ActorSystem, config: RunConfig, harness: HarnessRun) -> list[Score]:
     """Have a package evaluate the model of a configuration; print its scores and write them as `results.json`.
 
     Args:
@@ -108,7 +108,7 @@ async def evaluate_with(system: ActorSystem, config: RunConfig, harness: Harness
     return scores
 
 
-async def _run(harness: Harness, url: str, *, chats: bool) -> None:
+async def _run(harness: HarnessRun, url: str, *, chats: bool) -> None:
     """Run the package to its end; what it prints is its own."""
     command = _COMMANDS[harness.name](harness, url, chats)
     key = {
@@ -150,7 +150,7 @@ def _as_program(module: str, program: str) -> list[str]:
     return ["-c", text]
 
 
-def _lm_eval(harness: Harness, url: str, chats: bool) -> list[str]:
+def _lm_eval(harness: HarnessRun, url: str, chats: bool) -> list[str]:
     """Arguments of lm-eval: files of tasks are found by `--include_path`, and named as in them."""
     kind, path = ("local-chat-completions", "chat/completions") if chats else ("local-completions", "completions")
     files = [Path(each) for each in harness.tasks if each.endswith((".yaml", ".yml"))]
@@ -183,7 +183,7 @@ def _task_in(file: Path) -> str:
     return line[1].strip()
 
 
-def _inspect(harness: Harness, url: str, chats: bool) -> list[str]:
+def _inspect(harness: HarnessRun, url: str, chats: bool) -> list[str]:
     """Arguments of inspect, whose provider of OpenAI-like servers reads the address from the environment."""
     # it takes files by patterns, which must be relative
     tasks = [os.path.relpath(each) if Path(each.partition("@")[0]).exists() else each for each in harness.tasks]
@@ -240,7 +240,7 @@ _COMMANDS = {"lm-eval": _lm_eval, "inspect": _inspect}
 _SCORES = {"lm-eval": lm_eval_scores, "inspect": inspect_scores}
 
 
-def _print(config: RunConfig, harness: Harness, scores: Sequence[Score]) -> None:
+def _print(config: RunConfig, harness: HarnessRun, scores: Sequence[Score]) -> None:
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     console.print(f"{config.model.path}, by {harness.name}")
     table = Table()

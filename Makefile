@@ -244,7 +244,7 @@ $(VLLM)/.installed: constraints-vllm.txt | $(VLLM)/bin/python
 environments: $(ENVIRONMENTS)/.installed  ## create .venv-environments with verifiers, for agent.function: verifiers
 
 $(ENVIRONMENTS)/.installed: Makefile | $(ENVIRONMENTS)/bin/python
-	$(ENVIRONMENTS)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 textarena==0.7.4 reasoning-gym==0.1.25 openenv-core==0.3.0 uv
+	$(ENVIRONMENTS)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 textarena==0.7.4 reasoning-gym==0.1.25 openenv-core==0.3.0 marble-v1==0.1.0 uv
 	$(ENVIRONMENTS)/bin/python -c 'import importlib.metadata as m; print("verifiers", m.version("verifiers"))'
 	touch $@
 

@@ -30,6 +30,8 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 """One for all clients: verifiers makes a client for each episode, and certificates cost ten times the episode."""
 
+_LONGEST = 2000
+"""Characters of an error that are told."""
 CHAT = "rlinf_chat"
 """Name under which verifiers finds the harness below."""
 
@@ -90,9 +92,9 @@ async def played(environment: vf.Env, task: Any, episode: dict[str, Any]) -> dic
     finally:
         os.environ.pop(variable, None)
     parts: dict[str, float] = {}
-    errors = [str(each.message) for each in ended.errors]
+    errors = [str(each.message)[:_LONGEST] for each in ended.errors]
     for trace in ended.traces:
-        errors += [str(each.message) for each in trace.errors]
+        errors += [str(each.message)[:_LONGEST] for each in trace.errors]
         scored = {name: None if one is None else one.value for name, one in trace.rewards.items()}
         errors += [f"the reward {name} was not computed" for name, value in scored.items() if value is None]
         parts |= {name: parts.get(name, 0.0) + value for name, value in scored.items() if value is not None}
@@ -133,7 +135,7 @@ class Server:
         try:
             result = await played(self._environment, self._tasks[episode["task"]], episode)
         except Exception as error:  # whatever somebody's environment raises is this episode's outcome
-            result = {"errors": [f"{type(error).__name__}: {error}"]}
+            result = {"errors": [f"{type(error).__name__}: {error}"[:_LONGEST]]}
         out.write(json.dumps({"episode": episode["episode"], **result}).encode() + b"\n")
 
     def _end(self, number: int, _: asyncio.Task[None]) -> None:
@@ -143,6 +145,7 @@ class Server:
 async def main(request: str, path: str | None = None) -> None:
     """List the tasks, or play episodes."""
     out, sys.stdout = sys.stdout, sys.stderr  # what environments print belongs beside their errors
+    os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}"  # harnesses look for uv there
     wanted = json.loads(request)
     environment = made_environment(wanted["environment"])
     tasks = list(itertools.islice(iter(environment.taskset.take(wanted["tasks"])), wanted["tasks"]))

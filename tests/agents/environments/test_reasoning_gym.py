@@ -24,7 +24,7 @@ def task(row):
 
 async def test_answers_are_scored_as_the_package_scores_them():
     drawn = random.Random(0)
-    environment = ReasoningGym(GENERATORS, size=200, held_out=20, instructions=None)
+    environment = ReasoningGym(GENERATORS, size=500, held_out=20, instructions=None)
     scores, scored_by = set(), {name: reasoning_gym.get_score_answer_fn(name) for name in GENERATORS}
     for row in environment.tasks() * 2:
         right, wrong = row["answer"] or "1", str(drawn.randint(-9, 99))

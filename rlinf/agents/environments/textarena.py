@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -140,13 +141,17 @@ _UNABLE = (TypeError, ValueError, LookupError, ImportError, SyntaxError, OSError
 would download, or a key to somebody's model."""
 
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+"""How a text on a terminal is coloured."""
+
+
 def _in_a_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"its own code wants a newer Python ({error})"
-    if isinstance(error, LookupError) and "nltk" in str(error):
-        return f"it wants words of nltk that are not here: {str(error).strip(' *').split(chr(10))[1].strip()}"
-    lines = [line.strip(" *") for line in str(error).splitlines()]
-    return next((line for line in lines if line), type(error).__name__)
+    lines = [_COLOUR.sub("", line).strip(" *") for line in str(error).splitlines()]
+    first = next((line for line in lines if line), type(error).__name__)
+    nltk = isinstance(error, LookupError) and "nltk" in str(error)
+    return f"it wants words of nltk that are not here: {first}" if nltk else first
 
 
 class _Game:

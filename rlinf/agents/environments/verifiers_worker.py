@@ -145,7 +145,9 @@ class Server:
 async def main(request: str, path: str | None = None) -> None:
     """List the tasks, or play episodes."""
     out, sys.stdout = sys.stdout, sys.stderr  # what environments print belongs beside their errors
-    os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}"  # harnesses look for uv there
+    os.environ["PATH"] = (
+        f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}"  # harnesses look for uv there
+    )
     wanted = json.loads(request)
     environment = made_environment(wanted["environment"])
     tasks = list(itertools.islice(iter(environment.taskset.take(wanted["tasks"])), wanted["tasks"]))

@@ -83,6 +83,15 @@ async def test_a_game_that_does_not_end_is_ended():
     assert {score.value for score in scores.values()} == {0.0}
 
 
+def test_words_that_are_missing_are_named(monkeypatch):
+    def refuses(name):
+        raise LookupError(f"\n{'*' * 70}\n  Resource \x1b[93mwords\x1b[0m not found.\n  >>> nltk.download('words')\n")
+
+    monkeypatch.setattr(textarena, "make", refuses)
+    with pytest.raises(UserError, match=r"Hangman-v0.*nltk.*: Resource words not found\.$"):
+        TextArena("Hangman-v0")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

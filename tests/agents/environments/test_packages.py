@@ -77,37 +77,40 @@ def _layout(drawn):
     return drawn.choice([f"```json\n{text}\n```", text, f"I think: {text}", text[:-1]])
 
 
+PARTS = ("scored", "answered_legally", "closeness")
 MARBLE = """
 import asyncio, itertools, json, sys, types
 import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
-answers, = json.load(sys.stdin)
-tasks = load_taskset(taskset_config_type("marble_v1")(id="marble_v1"))
-scored = []
-for task, answer in zip(itertools.islice(tasks.load(), len(answers)), answers):
+answers, parts = json.load(sys.stdin)
+taskset = load_taskset(taskset_config_type("marble_v1")(id="marble_v1"))
+tasks = list(itertools.islice(taskset.load(), len(answers[0])))
+
+async def scored(task, answer):
     trace = types.SimpleNamespace(last_reply=answer)
-    scored.append([asyncio.run(getattr(task, name)(trace)) for name in ("scored", "answered_legally", "closeness")])
-print(json.dumps(scored))
+    return [await getattr(task, name)(trace) for name in parts]
+
+async def main():
+    return [[await scored(*each) for each in zip(tasks, some)] for some in answers]
+
+print(json.dumps(asyncio.run(main())))
 """
 
 
 async def test_verifiers_scores_are_those_of_the_taskset_itself():
-    made = Verifiers("marble_v1", python=PYTHON, size=ANSWERS, held_out=0)
-    rows, drawn = made.tasks(), random.Random(0)
-    assert len(rows) == ANSWERS
-    said = {}
-    for row in rows:  # a layout's piece is that of the task, or another
-        piece = row["prompt"].split("exactly these, no more and no fewer:\n- 1 x ")[1].split()[0]
-        said[row["prompt"]] = _layout(drawn).replace("block", piece).replace("marble", piece)
+    made = Verifiers("marble_v1", python=PYTHON, size=ANSWERS // 10, held_out=0)
+    rows, drawn, said, scores, answers = made.tasks(), random.Random(0), {}, [], []
     async with answering(lambda asked: said[asked["messages"][-1]["content"]]) as llm, made:
-        scores = []
-        for first in range(0, ANSWERS, 50):
-            some = rows[first : first + 50]
-            ended = await asyncio.gather(*(made(SimpleNamespace(row=row), llm) for row in some))
-            scores += [score.scores for score in ended]
-    parts = [[score[name] for name in ("scored", "answered_legally", "closeness")] for score in scores]
-    assert parts == _by_itself(MARBLE, [said[row["prompt"]] for row in rows])
-    assert 50 < sum(part[1] for part in parts) < ANSWERS
+        for _ in range(10):
+            for row in rows:  # a layout's piece is that of the task, or another
+                piece = row["prompt"].split("exactly these, no more and no fewer:\n- 1 x ")[1].split()[0]
+                said[row["prompt"]] = _layout(drawn).replace("block", piece).replace("marble", piece)
+            answers.append([said[row["prompt"]] for row in rows])
+            ended = await asyncio.gather(*(made(SimpleNamespace(row=row), llm) for row in rows))
+            scores.append([[score.scores[name] for name in PARTS] for score in ended])
+    assert scores == _by_itself(MARBLE, answers, PARTS)
+    legal = sum(part[1] for some in scores for part in some)
+    assert 50 < legal < ANSWERS == 10 * len(rows)
 
 
 ECHO = """

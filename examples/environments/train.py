@@ -15,7 +15,7 @@ SERVER = ".venv-environments/bin/python -m uvicorn server.app:app --app-dir echo
 THREE = ["letter_counting", "leg_counting", "chain_sum"]
 ENVIRONMENTS = {
     "verifiers": {"environment": "marble_v1", "size": 64},  # pip install marble-v1
-    "openenv": {"server": SERVER.split(), "turns": 2},  # openenv init echo
+    "openenv": {"server": SERVER.split(), "turns": 2},  # openenv init echo; 64 sessions in server/app.py
     "reasoning_gym": {"generators": THREE, "instructions": "Answer with a number alone."},
     "textarena": {"games": "GuessTheNumber-v0", "turns": 3},
 }

@@ -99,6 +99,8 @@ async def played(environment: vf.Env, task: Any, episode: dict[str, Any]) -> dic
         errors += [f"the reward {name} was not computed" for name, value in scored.items() if value is None]
         parts |= {name: parts.get(name, 0.0) + value for name, value in scored.items() if value is not None}
     metrics = {name: value for trace in ended.traces for name, value in trace.metrics.items() if value is not None}
+    unweighted = [pair for trace in ended.traces for pair in trace.rewards.items() if pair[1] and not pair[1].weight]
+    metrics |= {name: one.score for name, one in unweighted}  # what is to be looked at, and adds nothing
     return {"rewards": parts, "metrics": metrics, "errors": [] if ended.ok else errors or ["it ended without success"]}
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import reasoning_gym
 import textarena
 
 from rlinf import ActorSystem
@@ -127,9 +128,9 @@ def impatient(monkeypatch):
 async def test_of_reasoning_gym(fault, monkeypatch):
     made = ReasoningGym("chain_sum", size=2, held_out=0, instructions=None)
     rows, over = made.tasks(), threading.Event()
-    generator = type(made._generators["chain_sum"])
+    generator = reasoning_gym.arithmetic.ChainSumDataset
     if fault == "floods":
-        made._entries[rows[0]["entry"]]["question"] = "x" * 2 * LONGEST
+        made._entries["chain_sum", 0, rows[0]["entry"]]["question"] = "x" * 2 * LONGEST
     else:
         by_itself = generator.score_answer
 

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -162,24 +163,27 @@ _MAIN = "paligemma_with_expert.paligemma.model."
 _STATS = "norm_stats.json"
 _LEROBOT_SCALES = {"QUANTILES": "q01_q99", "MEAN_STD": "mean_std", "MIN_MAX": "min_max"}
 """Our names of lerobot's kinds of normalisation; others are none of ours."""
+_PROCESSORS = ("policy_preprocessor", "policy_postprocessor")
+"""Beginnings of the names of the files in which lerobot keeps what happens around a policy, statistics included."""
+_LEROBOT = "lerobot"
+"""Name of the statistics that stand there."""
 
 
-def settings_in(directory: Path, scale: str) -> dict[str, Any]:
+def settings_in(directory: Path) -> dict[str, Any]:
     """Keys of `PiConfig` that a directory says: sizes by the shapes of its tensors, and its statistics.
 
     Args:
         directory: of the checkpoint.
-        scale: of numbers, as the policy normalises them.
 
     Raises:
-        ValueError: a file is damaged, the tensors are not those of such a model, or numbers are on another scale.
+        ValueError: a file is damaged, the tensors are not those of such a model, or numbers are on a scale of which
+            there is none here.
     """
     try:
         about = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{directory / 'config.json'} is damaged: {error}") from error
     shapes = {ours(name): shape for name, shape in tensor_shapes(tensor_files(directory)).items()}
-    _check_normalisation(directory, about, scale)
     try:
         settings: dict[str, Any] = {
             "width": shapes["action_in_proj.weight"][1],
@@ -187,6 +191,7 @@ def settings_in(directory: Path, scale: str) -> dict[str, Any]:
             "language": _gemma(shapes, f"{_MAIN}language_model.") | {"vocab_size": shapes[WORDS][0]},
             "expert": _gemma(shapes, "paligemma_with_expert.gemma_expert.model."),
             "statistics": statistics_in(directory),
+            **_normalised_in(directory, about),
         }
     except (KeyError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{directory} lacks {error}: it is no checkpoint of pi0 or pi0.5") from error
@@ -196,20 +201,28 @@ def settings_in(directory: Path, scale: str) -> dict[str, Any]:
     return settings
 
 
-def _check_normalisation(directory: Path, about: Mapping[str, Any], scale: str) -> None:
-    """Refuse a directory of lerobot that says that its numbers are normalised in another way than ours are."""
-    kinds: Mapping[str, Any] = about.get("normalization_mapping") or {}
-    for feature in ("STATE", "ACTION"):
-        kind = kinds.get(feature)
-        if kind is not None and _LEROBOT_SCALES.get(str(kind)) != scale:
-            raise ValueError(
-                f"{directory / 'config.json'}: normalization_mapping says {feature}: {kind}, and this kind of policy "
-                f"is normalised by {scale}: it was trained on another scale"
-            )
+def _normalised_in(directory: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of `PiConfig` of how lerobot normalises a directory's numbers, and writes the state into prompts.
+
+    Raises:
+        ValueError: states and actions are normalised in two ways, or in one that there is none of here.
+    """
+    settings: dict[str, Any] = {}
+    if about.get("type") == "pi05" and isinstance(width := about.get("max_state_dim", 32), int):
+        settings["prompt_numbers"] = width
+    mapping: Mapping[str, Any] = about.get("normalization_mapping") or {}
+    kinds = {feature: str(mapping[feature]) for feature in ("STATE", "ACTION") if feature in mapping}
+    if len({*kinds.values()}) > 1 or not {*kinds.values()} <= {*_LEROBOT_SCALES}:
+        raise ValueError(
+            f"{directory / 'config.json'}: normalization_mapping says {kinds}: a policy is read whose states and "
+            f"actions are both normalised by one of {', '.join(_LEROBOT_SCALES)}"
+        )
+    return settings | ({"scale": _LEROBOT_SCALES[next(iter(kinds.values()))]} if kinds else {})
 
 
 def statistics_in(directory: Path) -> dict[str, Any]:
-    """Statistics of each asset, `{"physical-intelligence/libero": {"state": {...}, "actions": {...}}}`.
+    """Statistics of each asset, `{"physical-intelligence/libero": {"state": {...}, "actions": {...}}}`; where there are
+    none, those of lerobot's processors, as asset `lerobot`.
 
     Raises:
         ValueError: a file is damaged.
@@ -221,7 +234,29 @@ def statistics_in(directory: Path) -> dict[str, Any]:
             statistics[asset] = json.loads(path.read_text(encoding="utf-8"))["norm_stats"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-    return statistics
+    return statistics or _statistics_of_processors(directory)
+
+
+def _statistics_of_processors(directory: Path) -> dict[str, Any]:
+    """The numbers of the steps that normalise, as lerobot's processors save them: a file of tensors of each step that
+    has some, named `observation.state.mean` and so on."""
+    rows: dict[str, Tensor] = {}
+    for begin in _PROCESSORS:
+        path = directory / f"{begin}.json"
+        try:
+            steps = json.loads(path.read_text(encoding="utf-8"))["steps"] if path.is_file() else []
+            for file in (directory / str(step["state_file"]) for step in steps if "state_file" in step):
+                rows |= load_file(file)
+        except Exception as error:  # a file that may hold anything
+            raise ValueError(f"{path} or a file that it names is damaged: {error}") from error
+    parts = {"state": "observation.state.", "actions": "action."}
+    numbers_of = {
+        part: {name.removeprefix(begin): row.tolist() for name, row in rows.items() if name.startswith(begin)}
+        for part, begin in parts.items()
+    }
+    return (
+        {_LEROBOT: {part: numbers for part, numbers in numbers_of.items() if numbers}} if numbers_of["actions"] else {}
+    )
 
 
 def tensors_of(directory: Path, unused: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -257,6 +292,8 @@ def write_beside(directory: Path, config: Any, has_config: bool) -> None:
         has_config: config.json is there.
     """
     for asset, statistics in config.statistics.items():
+        if asset == _LEROBOT and (directory / f"{_PROCESSORS[0]}.json").is_file():
+            continue
         (directory / asset).mkdir(parents=True, exist_ok=True)
         write_text(directory / asset / _STATS, json.dumps({"norm_stats": statistics}, indent=2) + "\n")
     if not has_config:
@@ -327,6 +364,11 @@ class PiConfig(FlowConfig):
     """Numbers that states and actions are padded to."""
     statistics: Mapping[str, Any] = field(default_factory=dict)
     """Statistics of states and actions by asset, as in norm_stats.json; empty: numbers are used as they are."""
+    scale: Scale | None = None
+    """How statistics scale: q01_q99, mean_std or min_max; null: as a directory of lerobot says, otherwise as openpi has
+    the embodiment's."""
+    prompt_numbers: int = 0
+    """Numbers of the state in pi0.5's prompts, zeros behind the robot's own; 0: its own (openpi). lerobot writes 32."""
     vision: Mapping[str, Any] = field(default_factory=dict)
     """Sizes of the vision encoder that are not SigLIP so400m's."""
     language: Mapping[str, Any] = field(default_factory=dict)
@@ -369,7 +411,7 @@ class PiPolicy(FlowPolicy):
     prompt_length: ClassVar[int]
     """Tokens of a prompt, as published."""
     published = ("config.json", "*.safetensors")
-    beside = ("config.json", *FILES)
+    beside = ("config.json", *FILES, *(f"{name}*" for name in _PROCESSORS), "train_config.json")
     needs_path = True
     own = ("critic.*", "deviation.*")
     # as openpi converts it: what embeds patches, norms of the language models, and all outside of them
@@ -385,7 +427,7 @@ class PiPolicy(FlowPolicy):
         super().__init__(config, horizon=config.horizon, width=config.width, features=expert["hidden_size"])
         self.row = self._row(config)
         self.side = {**VISION, **config.vision}["image_size"]
-        self.state_size = min(config.state_size, self.row.state_size)
+        self.state_size = config.state_size if config.prompt_numbers else min(config.state_size, self.row.state_size)
         self._state, actions = self._scalings()
         self._robot = self.actions_of(config, actions)
         with to_be_read():
@@ -413,7 +455,7 @@ class PiPolicy(FlowPolicy):
     @classmethod
     def published_settings(cls, directory: Path) -> dict[str, Any]:
         """See `Policy.published_settings`."""
-        return settings_in(directory, cls.scale)
+        return settings_in(directory)
 
     def open_published(self, directory: Path) -> None:
         """Take the tokenizer, and what stands before the names of tensors.
@@ -423,10 +465,12 @@ class PiPolicy(FlowPolicy):
         """
         if not self.config.statistics:
             raise ValueError(
-                f"{directory} has no norm_stats.json, without which its actions have no scale: put that of the data "
-                "set into a directory named like its asset, or set policy.settings.statistics (lerobot's directories "
-                "have the numbers in policy_preprocessor*.safetensors, which is not read)"
+                f"{directory} has neither norm_stats.json nor lerobot's policy_preprocessor.json with its files, "
+                "without which its actions have no scale: put the first, of the data set, into a directory named like "
+                "its asset, or set policy.settings.statistics"
             )
+        if self.config.statistics != statistics_in(directory):  # lerobot would go by numbers that count no more
+            self.files = {name: each for name, each in self.files.items() if not name.startswith(_PROCESSORS)}
         self._prompts = Prompts(self.files, self.config.prompt_length or self.row.prompt_length)
         self._prefix = prefix_in(directory)
 
@@ -537,7 +581,7 @@ class PiPolicy(FlowPolicy):
             if part not in statistics:
                 raise ValueError(f"the statistics of {asset} have none of {part}")
             rows = {name: row[:size] for name, row in statistics[part].items() if isinstance(row, list | tuple)}
-            return Scaling.of(rows, self.row.scale, _EPSILON)
+            return Scaling.of(rows, config.scale or self.row.scale, _EPSILON)
 
         return of("state", self.state_size) if self.state_size else None, of("actions", config.action_size)
 
@@ -610,7 +654,7 @@ class Pi05Policy(PiPolicy):
     def _tokens(self, texts: Sequence[str], state: Tensor | None) -> Tensor:
         if state is None or not self.state_size:
             return super()._tokens(texts, state)
-        rows = zip(texts, self._normal(state), strict=True)
+        rows = zip(texts, padded(self._normal(state), max(self.config.prompt_numbers, self.state_size)), strict=True)
         return self.prompts.encode(
             [(PI05_PROMPT.format(instruction=cleaned(text), state=written(numbers)),) for text, numbers in rows]
         )

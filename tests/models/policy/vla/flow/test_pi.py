@@ -273,30 +273,97 @@ def test_a_checkpoint_is_saved_as_it_was_published_and_read_again(read, director
     assert torch.equal(one.values, two.values)
 
 
-def test_lerobots_names_are_read_and_written_back(directories, read, tmp_path):
-    for path in directories["pi0"].rglob("*.json"):
-        (to := tmp_path / "lerobot" / path.relative_to(directories["pi0"])).parent.mkdir(parents=True, exist_ok=True)
-        to.write_bytes(path.read_bytes())
-    named = {f"model.{name}": each for name, each in load_file(directories["pi0"] / "model.safetensors").items()}
+def as_lerobot(openpi, directory, about):
+    """A checkpoint of openpi as lerobot names its parts, without its statistics."""
+    directory.mkdir()
+    for path in openpi.glob("*.json"):
+        (directory / path.name).write_bytes(path.read_bytes())
+    named = {f"model.{name}": each for name, each in load_file(openpi / "model.safetensors").items()}
     words = named["model.paligemma_with_expert.paligemma.lm_head.weight"].clone()
     twice = {**named, "model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight": words}
-    save_file(twice, tmp_path / "lerobot" / "model.safetensors")
-    statistics = {"observation.state.mean": torch.zeros(8), "action.mean": torch.zeros(7)}
-    save_file(statistics, tmp_path / "lerobot" / "policy_preprocessor_step_5_normalizer_processor.safetensors")
-    about = {"type": "pi0", "chunk_size": 4, "vision_heads": 2}
-    (tmp_path / "lerobot" / "config.json").write_text(
-        json.dumps(
-            about | {"normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "MEAN_STD"}}
-        )
+    save_file(twice, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"chunk_size": 4, "vision_heads": 2, **about}))
+    return named
+
+
+def write_processors(directory, numbers):
+    """What lerobot's processors save of the steps that normalise."""
+    for name, step in (("policy_preprocessor", "normalizer"), ("policy_postprocessor", "unnormalizer")):
+        file = f"{name}_step_3_{step}_processor.safetensors"
+        steps = [{"registry_name": "rename", "config": {}}, {"registry_name": step, "config": {}, "state_file": file}]
+        (directory / f"{name}.json").write_text(json.dumps({"name": name, "steps": steps}))
+        save_file({key: row for key, row in numbers.items() if "pre" in name or "action" in key}, directory / file)
+
+
+def test_lerobots_names_are_read_and_written_back(directories, read, tmp_path):
+    named = as_lerobot(directories["pi0"], tmp_path / "lerobot", {"type": "pi0"})
+    (tmp_path / "lerobot" / "norm_stats.json").write_bytes(
+        next(directories["pi0"].rglob("norm_stats.json")).read_bytes()
     )
-    with pytest.raises(ValueError, match=r"normalization_mapping.*STATE: QUANTILES"):
-        make_policy({"type": "pi0", **RUN}, str(tmp_path / "lerobot"), CPU)
-    (tmp_path / "lerobot" / "config.json").write_text(json.dumps(about))
     policy = make_policy({"type": "pi0", **RUN}, str(tmp_path / "lerobot"), CPU)
     expected = read("pi0").act(seen(), instructions=WORDS, generator=SEEDS).actions
     assert torch.equal(policy.act(seen(), instructions=WORDS, generator=SEEDS).actions, expected)
     save_policy(policy, tmp_path / "again")
     assert load_file(tmp_path / "again" / "model.safetensors").keys() == named.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [("MIN_MAX", ("min", "max")), ("QUANTILES", ("q01", "q99")), ("MEAN_STD", ("mean", "std"))]
+)
+def test_lerobots_statistics_and_kind_of_normalisation_are_read_and_go_back(model, kind, names, directories, tmp_path):
+    mapping = {"VISUAL": "IDENTITY", "STATE": kind, "ACTION": kind}
+    about = {"type": model, "normalization_mapping": mapping, "max_state_dim": 32}
+    as_lerobot(directories[model], tmp_path / "lerobot", about)
+    numbers = {
+        f"{feature}.{name}": torch.rand(size) + by
+        for feature, size in (("observation.state", 8), ("action", 7))
+        for name, by in zip(names, (-1.0, 1.0), strict=True)
+    }
+    write_processors(tmp_path / "lerobot", numbers)
+    policy = make_policy({"type": model, **RUN}, str(tmp_path / "lerobot"), CPU)
+
+    def rows(feature):
+        return [numbers[f"{feature}.{name}"] for name in names]
+
+    def normal(x, low, high):  # lerobot's processors/normalize_processor.py
+        return (x - low) / high if kind == "MEAN_STD" else 2 * (x - low) / (high - low) - 1
+
+    state, action = seen()["state"], torch.randn(3, 2, 7)
+    torch.testing.assert_close(policy._normal(state), normal(state, *rows("observation.state")), rtol=1e-4, atol=1e-4)
+    scaled = policy._robot.scaling.unnormalised(action)
+    torch.testing.assert_close(normal(scaled, *rows("action")), action, rtol=1e-4, atol=1e-4)
+    if model == "pi05":  # lerobot's Pi05PrepareStateTokenizerProcessorStep pads before it writes
+        wanted = written(functional.pad(policy._normal(state)[0], (0, 24)))
+        prompt = policy.prompts.encode([(f"Task: go, State: {wanted};\nAction: ",)])
+        assert torch.equal(policy._tokens(["go"], state[:1]), prompt)
+    save_policy(policy, tmp_path / "again")
+    files = {path.name for path in (tmp_path / "lerobot").glob("policy_*")}
+    assert len(files) == 4
+    for name in files:
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "lerobot" / name).read_bytes()
+    sizes = {"state": 8, "actions": 7}
+    other = {"mine": {part: {names[0]: [0.5] * size, names[1]: [1.0] * size} for part, size in sizes.items()}}
+    others = make_policy({"type": model, **RUN, "statistics": other}, str(tmp_path / "lerobot"), CPU)
+    save_policy(others, tmp_path / "other")  # with numbers that lerobot's files have not
+    assert not list((tmp_path / "other").glob("policy_p*"))
+    assert (tmp_path / "other" / "mine" / "norm_stats.json").is_file()
+
+
+@pytest.mark.parametrize("mapping", [{"STATE": "QUANTILES", "ACTION": "MEAN_STD"}, {"ACTION": "QUANTILE10"}])
+def test_normalisations_that_are_none_of_ours_are_refused(mapping, directories, tmp_path):
+    as_lerobot(directories["pi0"], tmp_path / "lerobot", {"type": "pi0", "normalization_mapping": mapping})
+    with pytest.raises(ValueError, match=r"config\.json: normalization_mapping.*ACTION"):
+        make_policy({"type": "pi0", **RUN}, str(tmp_path / "lerobot"), CPU)
+
+
+def test_without_any_statistics_and_with_damaged_ones_the_directory_is_named(directories, tmp_path):
+    as_lerobot(directories["pi0"], tmp_path / "lerobot", {"type": "pi0"})
+    with pytest.raises(ValueError, match=r"norm_stats\.json.*policy_preprocessor"):
+        make_policy({"type": "pi0", **RUN}, str(tmp_path / "lerobot"), CPU)
+    write_processors(tmp_path / "lerobot", {"action.mean": torch.zeros(7)})
+    next((tmp_path / "lerobot").glob("*normalizer*.safetensors")).write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"policy_p.*damaged"):
+        make_policy({"type": "pi0", **RUN}, str(tmp_path / "lerobot"), CPU)
 
 
 def test_in_bfloat16_what_openpi_keeps_in_float32_stays_and_scores_agree(read, model):
@@ -468,7 +535,7 @@ def test_what_a_directory_lacks_is_said(directories, tmp_path):
 
     for number, (lost, said) in enumerate((
         ("tokenizer.json", "has no tokenizer"),
-        ("physical-intelligence/libero/norm_stats.json", "has no norm_stats.json, without which"),
+        ("physical-intelligence/libero/norm_stats.json", "norm_stats.json"),
     )):  # fmt: skip
         path = tmp_path / str(number)
         shutil.copytree(directories["pi0"], path)

@@ -37,6 +37,7 @@ from rlinf.sandbox.containers.protocol import (
 )
 from rlinf.sandbox.limits import Limits, Result
 
+_URL, _TOKEN = "RLINF_CONTAINERS_URL", "RLINF_CONTAINERS_TOKEN"
 _SESSION = "X-Rlinf-Session"
 """The header that names a session."""
 _HEARTBEAT = 20.0
@@ -109,11 +110,18 @@ class Remote:
     """Containers of a server. Belongs to one event loop.
 
     Args:
-        url: of the server.
-        token: that it asks for.
+        url: of the server; None takes RLINF_CONTAINERS_URL.
+        token: that it asks for; None takes RLINF_CONTAINERS_TOKEN.
+
+    Raises:
+        ContainersError: neither an argument nor a variable says it.
     """
 
-    def __init__(self, url: str, token: str):
+    def __init__(self, url: str | None = None, token: str | None = None):
+        url, token = url or os.environ.get(_URL, ""), token or os.environ.get(_TOKEN, "")
+        for variable, value in ((_URL, url), (_TOKEN, token)):
+            if not value:
+                raise ContainersError(f"containers of another machine: {variable} must be set; docs/containers.md")
         self._url, self._token = url.rstrip("/"), token
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
@@ -384,9 +392,9 @@ def main() -> None:
     parser.add_argument("--images", help="directory of images by name, for containers by namespaces")
     parser.add_argument("--docker", action="store_true", help="containers of Docker or Podman instead of namespaces")
     wishes = parser.parse_args()
-    token = os.environ.get("RLINF_CONTAINERS_TOKEN", "")
+    token = os.environ.get(_TOKEN, "")
     if len(token) < 16:
-        sys.exit("error: RLINF_CONTAINERS_TOKEN must hold a token of 16 characters or more; clients give the same")
+        sys.exit(f"error: {_TOKEN} must hold a token of 16 characters or more; clients give the same")
     containers: Containers
     if wishes.docker:
         from rlinf.sandbox.containers.docker import Docker

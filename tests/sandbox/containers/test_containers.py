@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import socket
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +155,28 @@ async def test_what_a_command_leaves_in_the_background_goes_on(containers):
     assert (await box.run("while [ ! -e /tmp/late ]; do sleep 0.05; done; cat /tmp/late")).stdout == "late\n"
 
 
+async def test_commands_run_at_once_and_one_that_is_cancelled_is_killed(containers):
+    box = await containers.start(limits=QUICK)
+    long = asyncio.create_task(box.run("echo > /tmp/begun; sleep 1234; echo > /tmp/late"))
+    assert (await box.run("while [ ! -e /tmp/begun ]; do sleep 0.02; done; echo both")).stdout == "both\n"
+    long.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await long
+    line = (
+        "for n in $(seq 200); do grep -qs ^sleep.1234 /proc/[0-9]*/comm /proc/[0-9]*/cmdline || break; sleep 0.05; done"
+    )
+    assert (await box.run(f"{line}; ls /tmp")).stdout == "begun\n"
+
+
+async def test_memory_is_bounded_in_one_process_and_in_many(tmp_path):
+    async with namespaces(tmp_path) as provider:
+        box = await provider.start(limits=replace(QUICK, memory_bytes=100 << 20))
+        assert (await box.run(["python3", "-c", "b'x' * (1 << 30)"])).outcome == "memory"
+        part = "python3 -c 'import time; x = b\"x\" * (40 << 20); time.sleep(9)'"
+        assert (await box.run(f"{part} & {part} & {part} & wait")).outcome == "memory"
+        assert (await box.run("echo alive")).stdout == "alive\n"
+
+
 async def test_a_container_that_writes_too_much_is_ended_with_the_cause(containers):
     box = await containers.start(limits=QUICK)
     assert (await box.run("dd if=/dev/zero of=/tmp/big bs=1M count=30 2>/dev/null; sleep 5")).outcome == "disk"
@@ -239,6 +263,24 @@ async def test_no_daemon_and_no_server_are_one_line_each(tmp_path):
             await provider.start()
         assert "\n" not in str(refusal.value)
         await provider.close()
+
+
+def test_a_remote_provider_takes_its_address_and_token_from_variables(monkeypatch):
+    for name in ("RLINF_CONTAINERS_URL", "RLINF_CONTAINERS_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+        with pytest.raises(ContainersError, match=name):
+            Remote()
+        monkeypatch.setenv(name, "http://there")
+    Remote()
+
+
+def test_the_server_is_not_started_without_a_token():
+    env = {**os.environ, "RLINF_CONTAINERS_TOKEN": "short"}
+    command = [sys.executable, "-m", "rlinf.sandbox.containers.remote"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: RLINF_CONTAINERS_TOKEN")
+    assert done.stderr.count("\n") == 1
 
 
 async def test_a_server_of_containers_asks_for_its_token_bounds_them_and_ends_those_of_clients_that_are_gone(tmp_path):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 TEACHER = ("sft.steps=400", "steps=2", "model.config.hidden_size=128", "model.config.num_hidden_layers=3")
 WIDER = ("model.config.intermediate_size=384",)
-DIVERGENCE = ("algorithm=opd", "algorithm.loss.name=divergence", "optimizer.lr=2e-3")
+DIVERGENCE = ("algorithm=opd", "algorithm.loss.name=divergence", "optimizer.lr=2e-3", "optimizer.schedule=cosine")
 WAYS: dict[str, tuple[str, ...]] = {
     "grpo": (),  # at the quickstart's learning rate, 5e-4: twice as much collapses on some seeds
     "opd": ("algorithm=opd",),
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ways", default=",".join(each for each in WAYS if ", " not in each), help="by commas")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=40, help="of distillation")
+    parser.add_argument("--steps", type=int, default=60, help="of distillation")
     parser.add_argument("--grpo-steps", type=int, default=100)
     parser.add_argument("--teacher", type=Path, help="a saved one; otherwise one is made")
     arguments = parser.parse_args()

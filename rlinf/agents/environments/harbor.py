@@ -1,9 +1,9 @@
 """Tasks as Harbor's directories have them: an instruction, a machine to work on, and tests that decide.
 
-In: a folder of task directories (`instruction.md`, `task.toml`, `environment/`, `tests/test.sh`). Out: an agent that
-works on a task in a container of its own, has the task's tests run there, and returns the reward that they write to
-`/logs/verifier`. Images are built here, step by step, from the part of the Dockerfile's language that `dockerfile.py`
-reads, once for each task.
+In: a folder of task directories (`instruction.md`, `task.toml`, `environment/`, `tests/` with a `test.sh`). Out: an
+agent that works on a task in a container of its own, has the task's tests run there, and returns the reward that they
+write to `/logs/verifier`. Images are built here, step by step, from the part of the Dockerfile's language that
+`dockerfile.py` reads, once for each task.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ def _read(path: Path) -> Task:
     lacking += ["verifier.environment_mode=separate"] if flat.get("verifier.environment_mode") == "separate" else []
     if lacking:
         raise UserError(f"harbor: {path}/task.toml: {', '.join(lacking)}: nothing is here for that")
-    if not (path / "tests/test.sh").exists():
-        raise UserError(f"harbor: {path}: there is no tests/test.sh, and nothing else decides")
+    if not (path / "tests" / "test.sh").exists():
+        raise UserError(f"harbor: {path}: there is no test.sh in its folder tests, and nothing else decides")
     recipe = recipe_of(path / "environment", flat.get("environment.docker_image"), flat.get("environment.workdir"))
     return Task(
         path,

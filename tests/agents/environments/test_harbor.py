@@ -250,7 +250,7 @@ REFUSED = [
     ("task.toml", '[environment]\nos = "windows"\n', "environment.os"),
     ("task.toml", '[verifier]\nenvironment_mode = "separate"\n', "environment_mode"),
     ("task.toml", '[verifier.env]\nKEY = "${KEY}"\n', "verifier.env.KEY"),
-    ("tests/test.sh", None, "tests/test.sh"),
+    ("tests/test.sh", None, "test.sh"),
     ("instruction.md", None, "instruction.md"),
     ("environment/Dockerfile", None, "Dockerfile"),
     ("environment/docker-compose.yaml", "services: {}\n", "one container"),

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -493,6 +494,14 @@ def test_one_that_blocks_the_loop_is_told(monkeypatch):
     (warning,) = tally.warnings()
     assert "ran for 0." in warning
     assert "asyncio.to_thread" in warning
+
+
+def test_what_an_import_blocks_is_the_line_that_asked_for_it():
+    frames = {}
+    program = compile("def import_(look): return look()", "<frozen importlib._bootstrap>", "exec")
+    exec(program, frames)
+    line = sys._getframe().f_lineno + 1
+    assert frames["import_"](lambda: outcome.blocking_line(sys._getframe(1))) == f"{Path(__file__).name}:{line}"
 
 
 async def test_a_step_tells_of_the_episodes_of_its_own_batch(tmp_path):

@@ -16,8 +16,8 @@ from typing import Any
 
 PACKAGE = str(Path(__file__).parents[2])
 """Ours: no line of it tells users where their mistake is."""
-INSTALLED = (PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-"""Where no user's own code lies."""
+INSTALLED = (PACKAGE, "<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+"""Where no user's own code lies; importing goes on in frozen modules."""
 
 
 class RuntimeFault(Exception):

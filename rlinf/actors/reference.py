@@ -42,6 +42,7 @@ from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.language.truth import Way
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
+from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.streams.stream import each
 from rlinf.training.checkpoint import OpenState, ParkedState, StateCopy, held, write_in_thread
 from rlinf.training.weight_sync import DEADLINE, Receiver
@@ -121,14 +122,14 @@ class Blend:
         """Tell whether this teacher is asked about answers to a prompt.
 
         Raises:
-            ValueError: the prompt's row names no teacher.
+            UserError: the prompt's row names no teacher.
         """
         if self.route is None:
             return True
         named = lookup(prompt.row, self.route)
         if named not in self.names:
             there = ", ".join(self.names)
-            raise ValueError(
+            raise UserError(
                 f"prompt {prompt.id} has {named!r} in column {self.route!r}, which is no teacher; there are {there} "
                 "(teacher.route)"
             )

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlinf.agents.arguments import Awaited, WrongType, WrongValue, number, running_loop, shown, token_ids
-from rlinf.agents.chat import ChatFormat, Message, are_messages, copied
+from rlinf.agents.chat import ChatFormat, Message, are_messages, begins_thought, copied
 from rlinf.agents.llm import Listener, Reply, Setting
 from rlinf.agents.tools.formats import CallFormat, ToolCall
 from rlinf.agents.tools.tool import Tools
@@ -240,7 +240,9 @@ class AgentLLM:
         if form is not None and form.free:  # its free text has the thought, too
             sampling = {**plain, **sampling, "form": form.text}
         elif form is not None:
-            form = replace(form, thought="begun" if chat.begins_thought(new_ids) else "may" if chat.thinks else "")
+            form = replace(
+                form, thought="begun" if begins_thought(chat.tokenizer, new_ids) else "may" if chat.thinks else ""
+            )
             sampling = {**plain, **sampling, "form": form.text}
 
         def said(reply: Reply, id: str) -> tuple[list[Message], Any]:

@@ -57,6 +57,11 @@ _TAIL = 8
 """Tokens at the end of a prompt in which it may begin the model's thought: `<think>` and a line end, by letters too."""
 
 
+def begins_thought(tokenizer: Any, ids: np.ndarray) -> bool:
+    """Tokens that end a prompt begin the model's thought, as templates of models that always think do."""
+    return str(tokenizer.decode(ids[-_TAIL:])).rstrip().endswith("<think>")
+
+
 class ChatFormat:
     """Encodes messages as one tokenizer and its chat template do.
 
@@ -113,10 +118,6 @@ class ChatFormat:
         """Its model marks what it thinks by `<think>`, as the chat template shows."""
         template = self.tokenizer.chat_template or ""
         return "</think>" in (" ".join(template.values()) if isinstance(template, dict) else str(template))
-
-    def begins_thought(self, ids: np.ndarray) -> bool:
-        """Tokens that end a prompt begin the model's thought, as templates of models that always think do."""
-        return str(self.tokenizer.decode(ids[-_TAIL:])).rstrip().endswith("<think>")
 
     def ids(self, text: str, *, first: bool = False) -> np.ndarray:
         """Token ids of plain text, int64 [tokens].

@@ -19,6 +19,7 @@ from rlinf.data.weights import Weights
 from rlinf.models.language.build import ModelSpec, build_model, build_module
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.base.errors import UserError
 from rlinf.training.weight_sync import LoadRefused, LoadTimeout
 from tests.actors import toys
 
@@ -400,7 +401,7 @@ async def test_a_routed_teacher_answers_for_its_own_prompts_alone(system):
     assert {*groups[0].samples[0].per_token} & {"teacher_logprobs/a", "teacher_logprobs/b"} != {
         "teacher_logprobs/a", "teacher_logprobs/b",
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"'c'.*'kind'"):
+    with pytest.raises(UserError, match=r"'c'.*'kind'"):
         await teacher.logprobs([routed(GROUPS[0], "c")]).collect()
 
 

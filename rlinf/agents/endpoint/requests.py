@@ -28,8 +28,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlinf.agents.agent import AgentLLM, Answer
-from rlinf.agents.chat import ChatFormat
-from rlinf.agents.endpoint.streaming import THINK, THOUGHT, Live, Reading, thought_begins
+from rlinf.agents.chat import ChatFormat, begins_thought
+from rlinf.agents.endpoint.streaming import THINK, THOUGHT, Live, Reading
 from rlinf.agents.llm import ContextFull, Listener, Reply
 from rlinf.agents.tools.formats import ToolCall
 from rlinf.agents.trajectories import Key, Turn
@@ -569,7 +569,7 @@ async def ask(
     answer, first = await _answer_as_wished(llm, request, listener)
     assert answer.turn is not None
     calls, whole = request.choice.calls_for_client(answer.calls), answer.text
-    thinking = thinks and thought_begins(tokenizer.decode, answer.turn.new_ids)
+    thinking = thinks and begins_thought(tokenizer, answer.turn.new_ids)
     if thinking and THOUGHT not in whole:
         calls = ()  # it was cut while it thought of them
     text, stop = _until_stopped(answer, _beside_calls(answer) if calls else whole, request)

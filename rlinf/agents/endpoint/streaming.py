@@ -16,21 +16,16 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from rlinf.agents.chat import begins_thought
+
 Kind = Literal["reasoning", "text"]
 THINK, THOUGHT = "<think>", "</think>"
-_TAIL = 8
-"""Tokens at the end of a prompt in which it may begin the model's thought: `<think>` and a line end, by letters too."""
 _PIECE = 256
 """Characters of a piece of text that is told after the answer has ended."""
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _TORN = "\N{REPLACEMENT CHARACTER}"
 _PATIENT = 8
 """Tokens without a whole character after which they are looked at less often."""
-
-
-def thought_begins(decode: Callable[..., Any], new_ids: np.ndarray) -> bool:
-    """See whether a prompt's end has begun the model's thought, as templates of models that always think do."""
-    return str(decode(new_ids[-_TAIL:])).rstrip().endswith(THINK)
 
 
 class Detokenizer:
@@ -244,7 +239,7 @@ class LiveAnswer:
     def reads(self, new_ids: np.ndarray, cached: int) -> None:
         """See `Listener`."""
         self._live.prompt = (cached + len(new_ids), cached)
-        self._begun = self._reading.thinks and thought_begins(self._tokenizer.decode, new_ids)
+        self._begun = self._reading.thinks and begins_thought(self._tokenizer, new_ids)
 
     def tells(self, ids: Sequence[int]) -> None:
         """See `Listener`."""

@@ -156,7 +156,9 @@ async def test_names_are_looked_up_and_a_tool_is_asked_for_those_of_registries(t
             await containers.start("d:3")
 
 
-@pytest.mark.parametrize("content", [b"", b"no tar at all", layer([("x", b"y")])])
+@pytest.mark.parametrize(
+    "content", [b"", b"no tar at all", layer([("x", b"y")])], ids=["empty", "text", "a tar of no image"]
+)
 async def test_what_is_no_image_is_one_line(tmp_path, content):
     (tmp_path / "image.tar").write_bytes(content)
     async with provider(tmp_path / "cache") as containers:

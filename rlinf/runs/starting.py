@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self
 
@@ -96,4 +97,10 @@ class Starting:
             again = "; start it again as before" if number in ASKING else ""
             sys.stderr.write(f"{cause} while starting: no step was begun{again}\n")
         self._told = number
+        sys.unraisablehook = _silent(sys.unraisablehook)
         raise ToldToEnd(number)
+
+
+def _silent(told: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Say nothing of a `ToldToEnd` that a finalizer dropped, with `told` for all else: `begins` raises it again."""
+    return lambda dropped: None if isinstance(dropped.exc_value, ToldToEnd) else told(dropped)

@@ -166,6 +166,11 @@ def told():
 when, run = sys.argv[2], starting.Starting(process=True)
 if when == "imports":
     told()
+class Dropping:
+    def __del__(self):
+        told()
+if when == "a finalizer":
+    Dropping()
 atexit.register(told)  # after the run's end
 with run:
     run.begins()
@@ -186,13 +191,14 @@ def listening():
 @pytest.mark.parametrize("number", ENDS)
 def test_a_process_that_is_for_a_run_answers_signals_from_its_first_moment_to_its_last(number):
     codes = {}
-    for when in ("imports", "after", "finalising", "long after"):
+    for when in ("imports", "a finalizer", "after", "finalising", "long after"):
         done = subprocess.run(
             [sys.executable, "-c", PROCESS, number, when], capture_output=True, text=True, preexec_fn=listening
         )
         codes[when] = done.returncode
         assert "Traceback" not in done.stderr
-    assert codes == {"imports": ENDS[number], "after": 0, "finalising": 0, "long after": -signal.Signals[number]}
+    told = dict.fromkeys(("imports", "a finalizer"), ENDS[number])
+    assert codes == {**told, "after": 0, "finalising": 0, "long after": -signal.Signals[number]}
 
 
 def swallowed(starting):

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.broken_packages import write
+from examples.environments.broken_packages import write
 from rlinf.agents.agent import samples_of
 from rlinf.agents.environments.harbor import Harbor
 from tests.agents.endpoint.serving import stand

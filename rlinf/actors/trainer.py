@@ -284,7 +284,7 @@ class Trainer(TextTrainer):
         self._model(model)
         results: list[tuple[np.ndarray, np.ndarray]] = []
         for some in cut(rows, [row.size for row in rows], self._packing.budget):
-            how = partial(self._fsdp().outputs, adapter=model, likeliest=count)
+            how = partial(self._fsdp().likeliest, count=count, adapter=model)
             tokens, logprobs, *_ = await self.compute_spmd(how, pack(some))
             ends = np.cumsum([row.learned for row in some])[:-1]
             arrays = (np.split(each.cpu().numpy(), ends) for each in (tokens, logprobs.float()))

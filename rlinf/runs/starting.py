@@ -101,6 +101,6 @@ class Starting:
         raise ToldToEnd(number)
 
 
-def _silent(told: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Say nothing of a `ToldToEnd` that a finalizer dropped, with `told` for all else: `begins` raises it again."""
-    return lambda dropped: None if isinstance(dropped.exc_value, ToldToEnd) else told(dropped)
+def _silent(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Say nothing of a `ToldToEnd` that a finalizer dropped, with `hook` for all else: `begins` raises it again."""
+    return lambda dropped: None if isinstance(dropped.exc_value, ToldToEnd) else hook(dropped)

@@ -165,13 +165,20 @@ class FsdpBackEnd:
         """Compile the model from here on if that pays, after a step that computed so long."""
         self.module.weigh_compiling(seconds, _ours(optimization).remaining)
 
+    def outputs(self, batch: Packed, *, adapter: str | None = adapters.POLICY) -> Outputs:
+        return self._forward(batch, adapter)
+
+    def likeliest(self, batch: Packed, count: int, *, adapter: str | None = adapters.POLICY) -> Outputs:
+        """The likeliest tokens in place of each learned one, and their log-probs; see `PolicyModel.forward`."""
+        return self._forward(batch, adapter, likeliest=count)
+
     @torch.no_grad()
-    def outputs(self, batch: Packed, *, adapter: str | None = adapters.POLICY, likeliest: int = 0) -> Outputs:
+    def _forward(self, batch: Packed, adapter: str | None, **how: Any) -> Outputs:
         here = batch.to(next(self.module.parameters()).device)
         if adapter != adapters.POLICY:  # another policy, which routes by itself
             here = here.routed(None)
         with nullcontext() if adapter == adapters.POLICY else adapters.using(self.module, adapter):
-            outputs: Outputs = self.module(here, likeliest=likeliest) if likeliest else self.module(here)
+            outputs: Outputs = self.module(here, **how)
         reshard(self.module)  # without a backward pass the whole weights would stay, and grow old
         return outputs
 

@@ -48,9 +48,9 @@ class Trace:
                 assert before["ts"] + before["dur"] <= after["ts"] + 1e-4
 
     def named(self, name: str, track: str | None = None) -> list[dict[str, Any]]:
-        """Spans by name and track, in order of time."""
+        """Spans by name and track, in order of time, and of hosts where it is the same."""
         found = [s for s in self.spans if s["name"] == name and track in (None, s["track"])]
-        return sorted(found, key=lambda span: span["ts"])
+        return sorted(found, key=lambda span: (span["ts"], span["pid"]))
 
 
 def test_a_trace_that_finds_no_room_is_one_error_and_leaves_nothing(tmp_path):

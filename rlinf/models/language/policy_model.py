@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from rlinf.algos.loss_sum import wide
 from rlinf.data.images import Pictures
 from rlinf.data.packing import Packed, Row, pack, padded
-from rlinf.models.distillation import TeacherHead, likeliest, logits_of
+from rlinf.models.distillation import Logits, TeacherHead, likeliest, logits_of
 from rlinf.models.language.attention import ARGUMENT, NAME, REFUSALS, CompiledBlocks, Layout, checkpoint_blocks
 from rlinf.models.language.kernels import HALF, CompileTime, FusedHead, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.moe import Mixture, ModelOutputs, Replay, routers_of
@@ -377,13 +377,14 @@ class PolicyModel(nn.Module):
     def _scored(self, batch: Packed, entropy_slope: bool) -> ModelOutputs:
         share = self._share(batch)
         mine = batch if share is None else share.batch
+        student: Callable[[], Logits]  # made for a teacher alone
         if not self.plain_head:
             logits = self._own_logits(batch, share)
             outputs = logprobs_of_logits(logits, mine.targets, mine.temperature, entropy_slope=entropy_slope)
-            student = _over(logits, mine.temperature)
+            student = partial(_over, logits, mine.temperature)
         else:
             hidden, weight, bias = self._before_head(batch, share)
-            student = logits_of(hidden, (weight, bias), mine.temperature)
+            student = partial(logits_of, hidden, (weight, bias), mine.temperature)
             outputs = token_logprobs(
                 hidden,
                 weight,
@@ -398,7 +399,7 @@ class PolicyModel(nn.Module):
         whole: ModelOutputs = outputs if self.mixture is None else (*outputs, self.mixture.routed(share))
         if self.teacher is None or (column := batch.columns.get(self.teacher.column)) is None:
             return whole
-        return (*whole, self.teacher.divergences(student, column, batch.temperature))  # type: ignore[return-value]
+        return (*whole, self.teacher.divergences(student(), column, batch.temperature))  # type: ignore[return-value]
 
     def distributions(self, batch: Packed, top_k: int | None) -> tuple[Tensor, Tensor]:
         """A teacher's side: log-prob of every learned token, and what `TeacherHead` reads beside it.

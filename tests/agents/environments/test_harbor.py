@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from examples.broken_packages import KINDS, write
+from examples.environments.broken_packages import KINDS, write
 from rlinf.agents.agent import samples_of
 from rlinf.agents.environments import harnesses
 from rlinf.agents.environments.harbor import Harbor

@@ -1,6 +1,6 @@
 """Small Python packages with a planted fault each, as Harbor's task directories: something to mend for coding agents.
 
-    python -m examples.broken_packages outputs/broken --count 30 --seed 0
+    python -m examples.environments.broken_packages outputs/broken --count 30 --seed 0
 
 Ten kinds of faults, from `<` for `<=` to a default that remembers. A package has three modules, one of which is broken,
 and a test that fails; the tests that decide come in when the agent is done, and know more cases. What they expect was

@@ -457,15 +457,19 @@ def without_checkpoints(run):
     ids=lambda each: getattr(each, "__name__", ""),
 )
 def test_what_somebody_does_to_the_directory_of_a_run_ends_it_within_a_step(tmp_path, harm, named, saved):
+    whole = asyncio.Event()  # set when the run itself counts its checkpoint as written
+
+    async def on_checkpoint(step, path, run):
+        whole.set()
+
     async def in_other_hands(step, policy, trainer):
         if step.index == 4:
-            while not (tmp_path / "toy" / "checkpoints" / "latest").exists():
-                await asyncio.sleep(0.001)  # one under way would make its directory anew
+            await whole.wait()  # one under way would make its directory anew
             harm(tmp_path / "toy")
         return await toy(step, policy, trainer)
 
     with pytest.raises(RunFailure, match=f"after step [56]: .*{named}"):
-        run(tmp_path / "toy", 40, flow=in_other_hands)
+        run(tmp_path / "toy", 40, flow=in_other_hands, callbacks=(SimpleNamespace(on_checkpoint=on_checkpoint),))
     assert (tmp_path / "toy").exists() == saved
     if saved:
         found = find_checkpoint(tmp_path / "toy")

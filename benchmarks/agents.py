@@ -56,7 +56,7 @@ def endpoint(quick: bool) -> list[Line]:
 
 
 def loops(quick: bool) -> list[Line]:
-    """What waiting agents cost."""
+    """Cost of waiting agents."""
     count = agents_loops.LOOPS // 10 if quick else agents_loops.LOOPS
     found = asyncio.run(agents_loops.waiting_loops(count, 1.0 if quick else 5.0))
     memory, share = found["megabytes"], found["waiting"]
@@ -107,7 +107,7 @@ PARTS: dict[str, Callable[[bool], list[Line]]] = {
 
 
 def table(lines: list[Line]) -> Table:
-    """What is printed."""
+    """The table that is printed."""
     shown = Table("what", "bar", "found", "")
     for line in lines:
         style = {"LOST": "bold red", "met": "green"}.get(line.verdict, "dim")

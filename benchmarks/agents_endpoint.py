@@ -1,4 +1,4 @@
-"""What the endpoint costs over the engine's own time: agents that call `llm.chat` beside agents that ask over HTTP.
+"""The endpoint's cost over the engine's own time: agents that call `llm.chat` beside agents that ask over HTTP.
 
 64 agents at once, each of several turns; the client is another process with one connection per agent, kept alive. The
 engine is modelled: it answers after so many milliseconds, however many ask; agents begin spread over that time, as
@@ -41,7 +41,7 @@ from tests.agents.speaking import STYLES, tokenizer_of
 
 SESSIONS, TURNS, BAR = 64, 8, 0.05
 TOKENS = 64
-"""Of each answer of `--streams`."""
+"""Tokens of each answer of `--streams`."""
 _ASKED = (
     "how many letters a has the word banana, and how many has bandana? think of it step by step, then say one number"
 )
@@ -56,15 +56,15 @@ class Row:
     direct_ms: float
     """A call of `llm.chat`."""
     endpoint_ms: float
-    """The same over HTTP, as its client sees it."""
+    """A call over HTTP, as its client sees it."""
     server_us: float
     """Computing of this process per HTTP call, the record's included."""
     direct_us: float
-    """The same per direct call."""
+    """Computing of this process per direct call."""
 
     @property
     def overhead(self) -> float:
-        """Of the endpoint over the engine's time."""
+        """Overhead of the endpoint over the engine's time."""
         return (self.endpoint_ms - self.direct_ms) / self.engine_ms
 
 
@@ -84,7 +84,7 @@ class Modelled:
 
 
 def maker(seconds: float, endpoint: Endpoint | None) -> Any:
-    """What makes agents' models."""
+    """Maker of agents' models."""
     tokenizer = tokenizer_of(STYLES["chatml"])
     said = np.asarray([*tokenizer("the word has three of them")["input_ids"], tokenizer.eos_token_id], np.int64)
     numbers, chat, calls = itertools.count(), ChatFormat(tokenizer), call_format("hermes", tokenizer)
@@ -195,13 +195,13 @@ class StreamRow:
     whole_ms: float
     """An answer that comes whole, as its client sees it."""
     streamed_ms: float
-    """The same streamed, to its end."""
+    """A streamed answer, to its end."""
     first_ms: float
-    """The same streamed, to its first words."""
+    """A streamed answer, to its first words."""
     whole_cpu: float
     """Processor milliseconds of this process, model included, for an answer."""
     streamed_cpu: float
-    """The same streamed."""
+    """Processor milliseconds for a streamed answer."""
 
 
 def _stream_client(url: str, clients: int, streamed: bool, answers: int) -> list[tuple[float, float]]:

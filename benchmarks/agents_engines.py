@@ -31,7 +31,7 @@ from rlinf.engines.served.shared_memory import SharedMemory
 ROUNDS = 5
 """Changes of weights that are timed; the median counts."""
 BUCKET_BYTES = 64 << 20
-"""Of the weights: several buckets, so that copying and loading overlap."""
+"""Size of a bucket of the weights: several buckets, so that copying and loading overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ class Row:
     """One measurement beside its bar."""
 
     what: str
-    """What was measured."""
+    """Name of the measurement."""
     value: float
     """In `unit`."""
     beside: float
-    """What it is compared with, in `unit`."""
+    """The figure that it is compared with, in `unit`."""
     unit: str
     """GB/s or s."""
     bar: str
-    """What the ratio of the two is to be."""
+    """Bar of the ratio of the two."""
 
     @property
     def ratio(self) -> float:

@@ -48,7 +48,7 @@ class Scripted:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of so many trajectories."""
+    """Counts over so many trajectories."""
 
     trajectories: int
     calls: int
@@ -57,11 +57,11 @@ class Found:
     generated: int
     """Generated tokens that stood in histories."""
     reencoded: int
-    """Of those, how many the model did not read as they were generated."""
+    """Number of those that the model did not read as they were generated."""
     naive: int
     """How many it would not have, had every history been encoded from its text."""
     milliseconds: float
-    """Of the record, per call."""
+    """Time of the record, per call."""
 
 
 async def histories(trajectories: int, seed: int = 0) -> Found:
@@ -102,7 +102,7 @@ async def histories(trajectories: int, seed: int = 0) -> Found:
 
 
 def _within(part: np.ndarray, whole: np.ndarray) -> bool:
-    """Whether an array stands in another, in one piece."""
+    """Tell whether an array stands in another, in one piece."""
     windows = np.lib.stride_tricks.sliding_window_view(whole, len(part)) if len(whole) >= len(part) else whole[:0]
     return bool((windows == part).all(-1).any()) if len(windows) else False
 

@@ -28,7 +28,7 @@ PLOT = ROOT / "docs" / "agents-learning.svg"
 PANEL, LEFT, TOP, HIGH = 400, 48, 40, 180
 """Width of an agent's panel, and where its axes are, pixels."""
 COLOURS = ("#0b62a4", "#d1495b", "#3a7d44", "#8a5a9e", "#c98a1b")
-"""Of seeds."""
+"""A colour for each seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Learned:
     agent: str
     """Its configuration."""
     seed: int
-    """Of the model, the problems and the sampling."""
+    """Seed of the model, the problems and the sampling."""
     minutes: float
     """From start to end, imports, warm-up and evaluations included."""
     steps: tuple[int, ...]

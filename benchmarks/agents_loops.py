@@ -71,7 +71,7 @@ async def waiting_loops(loops: int = LOOPS, seconds: float = 5.0) -> dict[str, f
 
 
 async def _share(seconds: float) -> float:
-    """Of a core that the process uses while nothing is asked of it."""
+    """Share of a core that the process uses while nothing is asked of it."""
     began, used = time.perf_counter(), time.process_time()
     await asyncio.sleep(seconds)
     return (time.process_time() - used) / (time.perf_counter() - began)

@@ -37,7 +37,7 @@ TRAJECTORY = 24
 """Tokens of a whole trajectory in TRL, the tool's included; ours bounds a turn: with a turn of 10, a call and an answer
 are as long. A longer one makes TRL slower, whose batch ends with its longest answer."""
 CALLS = 3
-"""Of the tool at most, as in the example, which ends after four turns."""
+"""Calls of the tool at most, as in the example, which ends after four turns."""
 ROWS = 128
 """Trajectories to TRL's micro-batch."""
 
@@ -51,11 +51,11 @@ class Round:
     our_work: dict[str, float]
     """Per sample, on average of the run: `tokens` that the model said, `calls` of the tool."""
     their_work: dict[str, float]
-    """The same."""
+    """TRL's work per sample, counted likewise."""
 
     @property
     def ratio(self) -> float:
-        """Of our rate to theirs."""
+        """Ratio of our rate to theirs."""
         return median_step(self.theirs.seconds) / median_step(self.ours.seconds)
 
 

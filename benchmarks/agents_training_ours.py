@@ -22,7 +22,7 @@ from rlinf.flows.agentic import agentic
 FLOW = "benchmarks.agents_training_ours.timed"
 result = Result(version=f"rlinf {__version__}")
 work: list[tuple[float, float]] = []
-"""Of each step: tokens that the model said, and calls of the tool, per sample."""
+"""Work of each step: tokens that the model said, and calls of the tool, per sample."""
 _watch = Stopwatch(result)
 
 

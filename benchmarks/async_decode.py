@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """What decoding and learning cost."""
+    """Costs of decoding and learning."""
 
     base: float
     """a: seconds of a token, whatever is at work."""
@@ -44,7 +44,7 @@ class _Engine:
     waiting: list[tuple[int, int]] = field(default_factory=list)
     """(length, group)."""
     stamp: int = 0
-    """Of the newest event of this engine: older ones are void."""
+    """Stamp of the newest event of this engine: older ones are void."""
 
 
 class Decoding:

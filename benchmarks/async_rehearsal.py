@@ -85,7 +85,7 @@ def alone(tokens: NDArray[np.float64], engines: int) -> NDArray[np.float64]:
 
 
 def workload(answers: int) -> Workload:
-    """What is planned: generation, log-probs and training on up to all devices, in multiples of 16."""
+    """The workload that is planned: generation, log-probs and training on up to all devices, in multiples of 16."""
     tokens = lengths(answers, 0)
     sizes = range(16, DEVICES + 1, 16)
     times = {size: alone(tokens, size // LAW.engine_devices) for size in sizes}

@@ -174,7 +174,7 @@ async def _main(system: ActorSystem) -> None:
 
 
 def _ran(processes: int, *arguments: str) -> Any:
-    """What this program finds with so many processes."""
+    """Findings of this program with so many processes."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "out.json"
         start = [sys.executable]

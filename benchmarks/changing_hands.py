@@ -31,7 +31,7 @@ from rlinf.runtime.system.system import ActorSystem
 
 DEVICES = 16
 PUBLISHED = DecodeCost(4.0e-3, 0.112e-3, 0.02e-3)
-"""Of a 7B model on two GPUs, fitted to published rollouts; the seconds to read a token are our assumption."""
+"""Costs of a 7B model on two GPUs, fitted to published rollouts; the seconds to read a token are our assumption."""
 TRAINING = 1.877e-4
 """Device-seconds per token, from published figures."""
 SWITCH = 2.0
@@ -49,9 +49,9 @@ class Case:
     """One step."""
 
     name: str
-    """What is special about it."""
+    """The case's speciality, in words."""
     lengths: Lengths
-    """Of answers."""
+    """Lengths of answers."""
     prompts: int = 64
     """How many."""
     n: int = 8

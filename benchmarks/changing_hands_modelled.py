@@ -41,7 +41,7 @@ class Together:
     ranks: int
     """How many."""
     came: dict[int, Any] = field(default_factory=dict)
-    """What each brought."""
+    """Result that each brought."""
     all_here: asyncio.Event = field(default_factory=asyncio.Event)
     """All have come."""
 
@@ -64,13 +64,13 @@ class Gathered:
     rows: Counter[tuple[int, int]] = field(default_factory=Counter)
     """How often each sample was learned from, by prompt and length."""
     total: np.ndarray = field(default_factory=lambda: np.zeros(4, np.float32))
-    """Of the numbers of rows, in the order of computing, float32 [4]."""
+    """Sum of the numbers of rows, in the order of computing, float32 [4]."""
     at: list[float] = field(default_factory=list)
     """When each micro-batch ended."""
 
 
 class Learner:
-    """What stands for an optimizer.
+    """A stand-in for an optimizer.
 
     Args:
         value: the numbers of a row, float32 [4].
@@ -191,7 +191,7 @@ class ModelledTrainer(TextTrainer):
             return fn(*args, **kwargs)
 
     async def on_model(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """The same, of one rank alone."""
+        """Call it on one rank alone."""
         return await self.computed(fn, *args, **kwargs)
 
     async def _stepped(self) -> Any:
@@ -231,12 +231,12 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of answers: log-normal, with a factor that all answers to a prompt share, and cut at a limit."""
+    """Lengths of answers: log-normal, with a factor that all answers to a prompt share, and cut at a limit."""
 
     median: float
     """Tokens."""
     spread: float
-    """Of the logarithm."""
+    """Deviation of the logarithm."""
     limit: int
     """Tokens."""
     alike: float = 0.5

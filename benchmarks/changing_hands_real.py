@@ -35,7 +35,7 @@ MODEL = {
 }
 ALPHABET = {"characters": "0123456789>"}
 ANSWERS = 4
-"""Of each prompt."""
+"""Answers to each prompt."""
 
 
 class GivenLengths(GenerateCall):
@@ -51,7 +51,7 @@ class Told(Rollout):
     """A rollout that gives answers of given lengths, with rewards."""
 
     async def setup(self, **settings: Any) -> None:  # type: ignore[override]
-        """As the rollout's."""
+        """Set up like the rollout."""
         mock.patch.object(rollouts, "GenerateCall", GivenLengths).start()
         await super().setup(**settings)
 

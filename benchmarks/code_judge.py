@@ -43,7 +43,7 @@ class Case:
     form: str
     program: str
     row: dict[str, Any]
-    """As a data set has it: `test_list`, `test`, `input_output`, or HumanEval's columns."""
+    """A row as a data set has it: `test_list`, `test`, `input_output`, or HumanEval's columns."""
 
 
 _TEMPLATES = r"""
@@ -791,7 +791,7 @@ _OPERATORS: dict[type, Callable[[], Any]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.Pow: ast.Mult, ast.Mod: ast.Add,
     ast.Gt: ast.GtE, ast.Lt: ast.LtE, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.NotIn: ast.In, ast.Is: ast.IsNot,
 }  # fmt: skip
-"""What a mutant has instead."""
+"""Operators that a mutant has instead."""
 
 
 class _Mutation(ast.NodeTransformer):
@@ -827,7 +827,7 @@ class _Mutation(ast.NodeTransformer):
 
 
 def mutant(case: Case, rng: random.Random) -> Case:
-    """The same with one place changed; the same where there is none."""
+    """A copy with one place changed; the case itself where there is none."""
     counted = _Mutation(-1)
     counted.visit(ast.parse(case.program))
     if not counted.places:

@@ -1,4 +1,4 @@
-"""Who takes part in `benchmarks.runtime`, and how one turn of each is run: a command in, a row of numbers out."""
+"""Contestants of `benchmarks.runtime`, and how one turn of each is run: a command in, a row of numbers out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it takes to hand a device over, with nothing to load: `python -m benchmarks.context_switch`. The bar is 2 ms.
+"""Time to hand a device over, with nothing to load: `python -m benchmarks.context_switch`. The bar is 2 ms.
 
 Two actors share a device and ask for it all the time, so that one always waits when the other is done. What counts is
 how long the device stands still: from the end of the one's work to the start of the other's, in the slower direction.
@@ -25,9 +25,9 @@ from rlinf import Actor, ActorSystem, endpoint
 
 BAR_MS = 2.0
 ROUNDS = 15
-"""What counts is the median of their medians: a neighbour's burst of work on a shared machine spoils a few of them."""
+"""Rounds, of whose medians the median counts: a neighbour's burst of work on a shared machine spoils a few of them."""
 CALLS = 40
-"""Of each actor in a round."""
+"""Calls of each actor in a round."""
 WORK = 3e-3
 """Seconds for which the device is used: longer than a call needs to come and wait for it."""
 PLACES = {"both away from the controller": (1, 1), "one in either process": (0, 1)}

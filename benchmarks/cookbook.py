@@ -35,7 +35,7 @@ _SUFFIXES = (
     " Provide a numerical answer without units, written inside \\boxed{}.",
     " Write your answer in \\boxed{} format.",
 )
-"""What recipes put behind a question."""
+"""Endings that recipes put behind a question."""
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -50,7 +50,7 @@ class Recipe:
     module: str
     words: str
     metric: str
-    """Of its log: how well it learns."""
+    """Name in its log that tells how well it learns."""
     resumes: bool = False
     """It goes on from {sl} by its own log, as after a break."""
 

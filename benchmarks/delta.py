@@ -39,7 +39,7 @@ from tests.nodes.network import PORT, Network, Torchrun, why_not
 ROOT = Path(__file__).parents[1]
 TEXT = ROOT / "docs" / "async.md"
 TOKENS = 128
-"""Of each step."""
+"""Tokens of each step."""
 BAR = 10.0
 """Times fewer bytes at 1e-6, from settled weights."""
 SIZE = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -167,7 +167,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
 
 
 def on_a_network(words: list[str], folder: Path) -> str:
-    """What the job prints on two namespaces."""
+    """Return what the job prints on two namespaces."""
     with Network() as network:
         for node in network.nodes:
             node.slow_down()
@@ -184,7 +184,7 @@ def on_a_network(words: list[str], folder: Path) -> str:
 
 
 def on_this_machine(words: list[str]) -> str:
-    """What the job prints on two processes that take each other for other machines."""
+    """Return what the job prints on two processes that take each other for other machines."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     line += ["-m", "benchmarks.delta", "--inside", *words]
     more = {"OMP_NUM_THREADS": "1", "RLINF_BENCH_APART": "1"}

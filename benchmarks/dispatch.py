@@ -309,7 +309,7 @@ def main() -> None:
 
 
 def verdicts(result: dict[str, Any]) -> list[str]:
-    """What of the bars is met."""
+    """Say which bars are met."""
     half = result["layers"]["one length"]["bfloat16"]
     sums = {name: sum(half[name][f"{phase} operators"] for phase in PHASES) for name in ("ours", "transformers")}
     worst = max(

@@ -61,7 +61,7 @@ PLAIN = {
     "plain loop, our adapter in its workers": ("ours", 1.0),
     "plain loop, ManiSkill's own wrapper": ("theirs", 1.5),
 }
-"""Who simulates, and how many times as fast ours is to be."""
+"""Simulating contestants, and how many times as fast ours is to be."""
 ONE, TWO = "rlinf, 1 slice", "rlinf, two processes that each do everything"
 CARTPOLE = ROOT / "configs" / "embodied" / "cartpole_ppo.yaml"
 SEEDS, SOLVED, ENV_STEPS = (21, 22, 23), 475.0, 60_000
@@ -74,7 +74,7 @@ WARM_UP = 1
 
 
 def job_of(config: EmbodiedConfig, steps: int) -> Job:
-    """What the plain loop is to do so that it does what our flow does."""
+    """The plain loop's job, so that it does what our flow does."""
     env, chosen = config.env, config.algorithm
     policy = {"type": config.policy.type, "seed": config.seed, "state_size": STATE, "action_size": ACTION}
     return Job(
@@ -188,7 +188,7 @@ def equal(turns: int) -> Iterator[Line]:
 
 
 def agreement(found: Mapping[str, Result]) -> Line:
-    """Whether everybody did the same work: mean returns of the first step, from equal starts and equal noise."""
+    """Tell whether everybody did the same work: mean returns of the first step, from equal starts and equal noise."""
     first = {name: run.rewards[0] for name, run in found.items() if name != TWO}  # whose second half starts otherwise
     apart = max(first.values()) - min(first.values())
     shown = ", ".join(f"{value:.3f}" for value in first.values())

@@ -42,7 +42,7 @@ NEEDS = {
     "gr00t": "a GPU and a checkpoint",
     "_rlpd": "demonstrations that are recorded first: docs/off-policy.md has its rows",
 }
-"""What a configuration needs that a CPU has not within minutes, by a part of its file's name: these are not run."""
+"""Needs of a configuration that a CPU has not within minutes, by a part of its file's name: these are not run."""
 HEADINGS = ("configuration", "seed", "solved once, %", "95 %", "at end, %", "return", "env steps", "minutes", "CPU min")
 TABLE = ("configuration", "solved, % by seed", "95 % of all", "return by seed", "env steps", "CPU minutes of one")
 
@@ -55,7 +55,7 @@ class Trained:
     """Its file's name."""
     seed: int
     episodes: int
-    """Of the last evaluation."""
+    """Episodes of the last evaluation."""
     solved: float | None
     """Share of them that solved their task at some time; None where the simulator does not say."""
     solved_at_end: float | None
@@ -63,7 +63,7 @@ class Trained:
     total: float
     """Mean return of an episode."""
     before: float
-    """What `solved` was before the first step, or the return where nobody says what is solved."""
+    """Value of `solved` before the first step, or the return where nobody says what is solved."""
     env_steps: int
     minutes: float
     processor_minutes: float

@@ -34,7 +34,7 @@ HEADINGS = ("task", "policy", "algorithm", "seed", "after imitation, %", "after 
 
 
 def improved(found: Outcome) -> bool:
-    """Whether at least half of the trials that failed at the start, and there were some, are solved now."""
+    """Tell whether at least half of the trials that failed at the start, and there were some, are solved now."""
     return found.before < 1 and (1 - found.after) <= 0.5 * (1 - found.before)
 
 

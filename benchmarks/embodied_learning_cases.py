@@ -1,4 +1,4 @@
-"""What `benchmarks.embodied_learning` tries: tasks, policies and algorithms, and a script that shows how it is done."""
+"""Cases of `benchmarks.embodied_learning`: tasks, policies and algorithms, and a script that shows how it is done."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlinf.runtime.actor.actor import Actor, endpoint
 
 
 class SparseReach(Reach):
-    """The same task, rewarded only when it is solved: 1 for the step that solves it, 0 for every other."""
+    """Reach, rewarded only when it is solved: 1 for the step that solves it, 0 for every other."""
 
     def step(self, actions: Tensor, active: Tensor) -> Transition:
         done = super().step(actions, active)
@@ -43,7 +43,7 @@ class Case:
     simulator: str
     """Dotted path of its class."""
     options: Mapping[str, Any]
-    """What the simulator is made with."""
+    """Arguments of the simulator."""
     policy: Mapping[str, Any]
     """Configuration of the policy; sizes come from the simulator."""
     algorithm: Mapping[str, Any]
@@ -57,17 +57,17 @@ class Case:
     num_envs: int
     """Environments to learn in."""
     steps: int
-    """Of reinforcement learning."""
+    """Steps of reinforcement learning."""
     group_size: int = 1
     """So many neighbouring environments begin alike."""
     max_steps: int = 12
-    """Of an episode; each step of the flow lasts as long."""
+    """Steps of an episode at most; each step of the flow lasts as long."""
     parts: int = 1
-    """Of supervised learning at most: it ends with the first after which `enough` of the trials are solved."""
+    """Parts of supervised learning at most: it ends with the first after which `enough` of the trials are solved."""
     enough: float = 0.5
     """A share of the trials, which leaves a gap."""
     checkpoint: Mapping[str, Any] | None = None
-    """What `write_tiny` is told of the published checkpoint that the policy is read from; None for a new policy."""
+    """Arguments of `write_tiny` for the published checkpoint that the policy is read from; None for a new policy."""
 
 
 _LAYER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -206,7 +206,7 @@ CASES = {
 
 
 def shrunk(case: Case) -> Case:
-    """The same in seconds, to see that it runs: it learns nothing worth the name."""
+    """Shorten a case to seconds, to see that it runs: it learns nothing worth the name."""
     imitation = {**case.imitation, "steps": 3}
     return replace(case, num_envs=2 * max(case.group_size, 4), steps=2, imitation=imitation, parts=min(case.parts, 2))
 

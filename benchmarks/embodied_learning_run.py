@@ -30,31 +30,31 @@ from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.embodied.trajectories import summary
 
 _SHOWN, _TRIED = 1 << 20, 1 << 21
-"""What seeds of demonstrations and of trials begin at, so that starts are others than those that are learned from."""
+"""First seeds of demonstrations and of trials, so that starts are others than those that are learned from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one run."""
+    """Outcome of one run."""
 
     case: str
     """Its name."""
     seed: int
-    """Of weights, episodes and actions; trials have the same starts in all runs of a case."""
+    """Seed of weights, episodes and actions; trials have the same starts in all runs of a case."""
     parameters: int
-    """Of the policy."""
+    """Number of the policy's parameters."""
     before: float
     """Share of trials solved by the likeliest actions after imitation."""
     after: float
-    """The same after reinforcement learning."""
+    """That share after reinforcement learning."""
     curve: tuple[float, ...]
     """Share of episodes solved with drawn actions, in every step."""
     env_steps: int
-    """Of reinforcement learning."""
+    """Environment steps of reinforcement learning."""
     minutes: float
     """From the first demonstration to the last trial."""
     processor_minutes: float
-    """Of this time, what it computed."""
+    """Processor time of its computing."""
     load: float
     """The machine's load average over the last five minutes."""
 

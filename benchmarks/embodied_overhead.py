@@ -1,4 +1,4 @@
-"""What the runtime costs per environment step: the embodied flow around a simulator and a policy that do nothing.
+"""The runtime's cost per environment step: the embodied flow around a simulator and a policy that do nothing.
 
 Everything between them is real: flow, promises, worker processes, chunks, trajectories, weights. In: how many
 environments and slices. Out: seconds per environment step, wall and processor time of the process that runs the flow.
@@ -58,7 +58,7 @@ class Still(Simulator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleConfig(PolicyConfig):
-    """Of `Idle`."""
+    """Settings of `Idle`."""
 
 
 class Idle(Policy):
@@ -108,9 +108,9 @@ class Overhead:
     """Seconds per environment step, the median over steps of the flow."""
 
     wall: float
-    """As a watch has it."""
+    """Time by the clock."""
     cpu: float
-    """Of the process that runs the flow; of its workers nothing."""
+    """Processor time of the process that runs the flow; of its workers nothing."""
 
 
 def overhead(num_envs: int, slices: int, *, steps: int, workers: int = 2, horizon: int = HORIZON) -> Overhead:

@@ -36,11 +36,11 @@ class Job:
     """One training run: that of a configuration, in numbers."""
 
     options: dict[str, Any]
-    """Of `rlinf.envs.maniskill.ManiSkill`."""
+    """Arguments of `rlinf.envs.maniskill.ManiSkill`."""
     policy: dict[str, Any]
     """For `models.policy.build`, complete."""
     seed: int
-    """Of starts, noise and the order of minibatches."""
+    """Seed of starts, noise and the order of minibatches."""
     steps: int
     """Times that the loop goes round."""
     num_envs: int
@@ -58,9 +58,9 @@ class Job:
     gamma: float
     """Discount."""
     lam: float
-    """Of GAE."""
+    """Lambda of GAE."""
     lr: float
-    """Of AdamW."""
+    """Learning rate of AdamW."""
     grad_clip: float
     """Bound of the gradient's norm."""
 

@@ -48,7 +48,7 @@ class Case:
             self.rates.setdefault(name, []).append(self.work.tokens / seconds(run))
 
     def ratios(self, peer: str) -> list[float]:
-        """Of our rate to that of the fastest contestant whose name begins so, one per round."""
+        """Ratios of our rate to that of the fastest contestant whose name begins so, one per round."""
         own = next(iter(self.rates.values()))
         named = [rates for name, rates in self.rates.items() if name.startswith(peer)]
         return [mine / theirs for mine, theirs in zip(own, max(named, key=statistics.median), strict=True)]
@@ -109,7 +109,7 @@ def spread(values: list[float], digits: int = 0) -> str:
 
 
 def table(done: list[Case]) -> Table:
-    """What is printed."""
+    """The table that is printed."""
     shown = Table("work", "who", "tokens/s", "rlinf over it", "bar")
     for case in done:
         for number, (name, rates) in enumerate(case.rates.items()):

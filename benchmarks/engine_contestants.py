@@ -1,4 +1,4 @@
-"""Who generates text in `benchmarks.engine`: our engine, transformers' `generate`, and a loop written by hand."""
+"""Generators of text in `benchmarks.engine`: our engine, transformers' `generate`, and a loop written by hand."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What is to be answered."""
+    """Prompts to be answered, and how."""
 
     size: str
-    """Of the model, a key of `SIZES`."""
+    """Size of the model, a key of `SIZES`."""
     prompts: Sequence[np.ndarray]
     """int64 [prompt] each."""
     lengths: Sequence[int]
@@ -157,7 +157,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def seconds(run: Callable[[], None]) -> float:
-    """Of one run."""
+    """Seconds of one run."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

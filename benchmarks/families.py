@@ -48,7 +48,7 @@ _PROMPTS = (3, 9, 5, 14)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was found out of one kind of model."""
+    """Findings on one kind of model."""
 
     kind: str
     """`model_type`"""
@@ -65,13 +65,13 @@ class Outcome:
     trainer: str = ""
     """How it is trained: sequences `packed` without padding, or `padded`."""
     distance: float = float("nan")
-    """Of log-probs, nats."""
+    """Distance of log-probs, nats."""
     greedy: bool = False
     """Greedy answers are those of `generate`."""
     saved: bool = False
     """`hf/` has the trainer's weights."""
     problem: str = ""
-    """What went wrong, or who refused it and why."""
+    """Text of what went wrong, or who refused it and why."""
 
     @property
     def works(self) -> bool:
@@ -84,7 +84,7 @@ class Shown(Trainer):
 
     @endpoint(device=True)
     async def logprobs(self, groups: list[Group]) -> np.ndarray:
-        """Of all answer tokens, float32 [tokens]."""
+        """Log-probs of all answer tokens, float32 [tokens]."""
         batch = pack([Row.of(sample) for group in groups for sample in group.samples])
         return np.asarray((await self.computed(self._back.outputs, batch))[0].numpy())
 
@@ -106,7 +106,7 @@ class ShownRollout(Rollout):
 
 
 def scored(groups: Iterable[Group]) -> list[Group]:
-    """The same, with a reward for even tokens."""
+    """Give the groups a reward for even tokens."""
     return [
         replace(group, samples=tuple(replace(one, reward=_reward(one), outcome="ok") for one in group.samples))
         for group in groups
@@ -172,7 +172,7 @@ async def exercise(system: ActorSystem, kind: str, model: PreTrainedModel, direc
 
 @torch.no_grad()
 def _same(model: PreTrainedModel, sample: Sample) -> bool:
-    """Whether `generate` gives this greedy answer."""
+    """Tell whether `generate` gives this greedy answer."""
     ids = torch.from_numpy(sample.prompt.token_ids[None])
     mask, most = torch.ones_like(ids), _ANSWER
     found = model.generate(
@@ -182,7 +182,7 @@ def _same(model: PreTrainedModel, sample: Sample) -> bool:
 
 
 async def outcomes(kinds: Sequence[str], limit: float = 120) -> list[Outcome]:
-    """What is found out of these kinds, one after the other."""
+    """Try these kinds, one after the other."""
     found = []
     for kind in kinds:
         start = time.perf_counter()
@@ -212,7 +212,7 @@ def page(found: Sequence[Outcome], text: str) -> str:
 
 
 def row(one: Outcome) -> list[str]:
-    """What the page says of a kind that works."""
+    """The page's row of a kind that works."""
     has = {"windows": one.windows, "experts": one.experts, "states": one.states}
     features = ", ".join(name for name, there in has.items() if there)
     return [f"`{one.kind}`", f"`{one.architecture}`", features, one.engine, one.trainer]

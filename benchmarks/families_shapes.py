@@ -115,7 +115,7 @@ _ODD: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a kind needs besides, or instead; None takes a usual setting away."""
+"""Settings that a kind needs besides, or instead; None takes a usual setting away."""
 
 
 UNTRIED = (

@@ -1,4 +1,4 @@
-"""Who takes part in `benchmarks.grpo`: how a training run of each is started, and how what it left is read."""
+"""Contestants of `benchmarks.grpo`: how a training run of each is started, and how what it left is read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Contestant:
 
     @property
     def name(self) -> str:
-        """Of system and setting."""
+        """Name of system and setting."""
         return f"{self.system}, {self.setting}"
 
     @property
@@ -58,7 +58,7 @@ class Contestant:
 
     @property
     def rates_of_cpu(self) -> list[float]:
-        """The same per second of processor time; of the process that reports alone, so right where there is one."""
+        """Samples per second of processor time; of the process that reports alone, so right where there is one."""
         return [1.0 / median_step(each.cpu) for each in self.runs]
 
 
@@ -102,7 +102,7 @@ def ours(cores: int, *overrides: str) -> Start:
 
 
 def read_ours(directory: Path, output: str) -> Result:
-    """What the quickstart left."""
+    """Read what the quickstart left."""
     return result_of(directory / "quickstart", output)
 
 
@@ -129,7 +129,7 @@ def interpreter(python: str, processes: int) -> list[str]:
 
 
 def pinned(cores: int) -> list[str]:
-    """What to put before a command so that it and its children have so many cores and no more.
+    """Words to put before a command so that it and its children have so many cores and no more.
 
     Raises:
         TurnFailed: there are not so many.

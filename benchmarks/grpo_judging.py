@@ -1,4 +1,4 @@
-"""What the runs of `benchmarks.grpo` say: one line per figure, with its bar and whether it is reached."""
+"""Verdicts on the runs of `benchmarks.grpo`: one line per figure, with its bar and whether it is reached."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Line:
     compared: str
     """The two in one number."""
     bar: str
-    """What that number has to be; empty where it is for information."""
+    """Bar of that number; empty where it is for information."""
     verdict: str
     """pass, LOST, skipped, or nothing where there is no bar."""
 
@@ -109,7 +109,7 @@ def _speed(cores: int, there: Sequence[Contestant], samples: int) -> list[Line]:
 
 
 def _speed_of_cpu(alone: Mapping[str, Contestant], samples: int) -> list[Line]:
-    """The same per second that the process really had the core: what other work on the machine took is left out."""
+    """Speed per second that the process really had the core: what other work on the machine took is left out."""
     what, ours = "samples per processor second", alone[OURS]
     others = [alone[system] for system in (THEIRS, BARE) if system in alone]
     return [_rates(what, ours.rates_of_cpu, other, other.rates_of_cpu, samples) for other in others]

@@ -45,7 +45,7 @@ async def timed(step: Step, rollout: Any, judge: Any, trainer: Any) -> dict[str,
 
 
 def result_of(directory: Path, output: str) -> Result:
-    """What a run measured.
+    """Measurements of a run.
 
     Args:
         directory: the run directory.

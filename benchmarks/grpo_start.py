@@ -1,4 +1,4 @@
-"""What all contestants of `benchmarks.grpo` start from: the quickstart's warm model, and its problems in order.
+"""Common start of all contestants of `benchmarks.grpo`: the quickstart's warm model, and its problems in order.
 
 In: configs/quickstart.yaml. Out: a Hugging Face directory, and a `Job` per seed.
 """

@@ -29,7 +29,7 @@ STEP_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run for a contestant."""
+    """Command line of a contestant."""
 
     words: list[str]
     """The command line."""
@@ -74,7 +74,7 @@ class Running:
         return False
 
     def outcome(self) -> str | TurnFailed:
-        """What it printed, or why it failed; call it when it has ended."""
+        """Return what it printed, or why it failed; call it when it has ended."""
         if self.process.returncode != 0:
             return TurnFailed(self._told(f"exited with {self.process.returncode}"))
         return self._output.read_text()

@@ -34,7 +34,7 @@ TOOLS = {
     "codex": ("exec_command", "cmd", {}),
     "qwen_code": ("run_shell_command", "command", {"is_background": False, "description": "mend"}),
 }
-"""Of each harness the tool that runs commands, its argument for the command, and others that it wants."""
+"""For each harness the tool that runs commands, its argument for the command, and others that it wants."""
 
 
 def called(harness: str, command: str) -> str:
@@ -45,7 +45,7 @@ def called(harness: str, command: str) -> str:
 
 
 def answers(harness: str, solution: str) -> list[str]:
-    """What the model says: a look around, the solution if there is one, and the end."""
+    """Answers of the model: a look around, the solution if there is one, and the end."""
     steps = [called(harness, "ls; python3 -m unittest 2>&1 | tail -3")]
     steps += [called(harness, solution)] if solution else []
     submit = called(harness, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")

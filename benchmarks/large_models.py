@@ -82,7 +82,7 @@ def _compared(what: str, workload: Workload, published: dict[str, float]) -> Row
 
 
 def _with_judge(workload: Workload) -> Workload:
-    """The same with the stage that the flow has besides, which takes no time and no device."""
+    """Extend a workload by the stage that the flow has besides, which takes no time and no device."""
     judge = Stage("judge", (Option(0, 0.0),))
     rollout, trainer = workload.stages
     edges = (Edge("rollout", "judge"), Edge("judge", "trainer"))

@@ -27,7 +27,7 @@ BIN = 250
 LEFT, TOP, WIDE, HIGH = 56, 30, 620, 200
 """Where the axes are, pixels."""
 COLOURS = ("#0b62a4", "#d1495b", "#3a7d44")
-"""Of seeds."""
+"""A colour for each seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Served:
     """One run."""
 
     seed: int
-    """Of the model and the users."""
+    """Seed of the model and the users."""
     seconds: float
     """From its start to its end."""
     accepted: tuple[float, ...]
@@ -45,7 +45,7 @@ class Served:
     p95_ms: float
     """That 95 of 100 answers took at most."""
     counts: dict[str, int]
-    """What became of answers and feedback."""
+    """Answers and feedback, counted by what became of them."""
 
     @property
     def learned(self) -> bool:

@@ -1,4 +1,4 @@
-"""What `benchmarks.learning` changes in configs/quickstart.yaml, and why: for every recipe, and for single ones.
+"""Changes by `benchmarks.learning` in configs/quickstart.yaml, and why: for every recipe, and for single ones.
 
 Recipes run as published, with the quickstart's optimizer: none is tuned to win. What stands here is what a recipe
 cannot know of this task.
@@ -15,7 +15,7 @@ class Change:
     """Keys that differ from the quickstart's."""
 
     keys: tuple[str, ...]
-    """As on the command line, `key=value`; `{teacher}` is the directory of a model that learned the task by grpo."""
+    """Words of a command line, `key=value`; `{teacher}` is the directory of a model that grpo trained."""
     why: str
     """One sentence."""
 
@@ -24,7 +24,7 @@ EVERYWHERE = (
     Change(("sft.steps=30",), "a shorter warm-up leaves an error that is large enough to be halved"),
     Change(("trace=false", "metrics.live=never", "metrics.samples=0"), "nobody looks at the traces of so many runs"),
 )
-"""What all runs have in common."""
+"""Changes that all runs have in common."""
 
 CHANGES: Mapping[str, tuple[Change, ...]] = {
     "opd": (Change(("teacher.model={teacher}",), "a teacher is what it learns from: here the final model of `grpo`"),),

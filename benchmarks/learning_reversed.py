@@ -56,7 +56,7 @@ def line(recipe: str, limit: int, outcomes: Sequence[Outcome], alarms: Sequence[
 
 
 def alarms_of(run: Path) -> list[str]:
-    """What rang in a run, without its figures."""
+    """Alarms that rang in a run, without its figures."""
     path = run / "alarms.jsonl"
     told = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(each)["text"].partition(":")[0] for each in told]

@@ -37,21 +37,21 @@ class Outcome:
     recipe: str
     """Name of the algorithm."""
     seed: int
-    """Of the model, the problems and the sampling."""
+    """Seed of the model, the problems and the sampling."""
     before: float = float("nan")
     """Share of held-out problems answered right, greedily, before the first step."""
     after: float = float("nan")
-    """The same after the last step."""
+    """That share after the last step."""
     minutes: float = float("nan")
     """From starting the process to its end, warm-up and evaluations included."""
     processor_minutes: float = float("nan")
-    """Of this time, what it computed: that hardly depends on what else the machine does."""
+    """Processor time of its computing: that hardly depends on what else the machine does."""
     load: float = float("nan")
     """The machine's load average over the five minutes before its end."""
     rewards: tuple[float, ...] = ()
     """Mean reward of every step's sampled answers."""
     failure: str = ""
-    """What the run said when it failed; empty if it came to its end."""
+    """Message of the run when it failed; empty if it came to its end."""
 
     @property
     def error_left(self) -> float:
@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def learned(self) -> bool:
-        """Whether the error was at least halved."""
+        """True if the error was at least halved."""
         return self.error_left <= 0.5
 
 
@@ -73,9 +73,9 @@ class Ended:
     seconds: float
     """From its start to its end."""
     processor_seconds: float
-    """What it and its children computed."""
+    """Processor time of it and its children."""
     output: str
-    """What it printed."""
+    """Text that it printed."""
     load: float = float("nan")
     """The machine's load average over the five minutes before."""
     peak_gib: float = float("nan")
@@ -147,7 +147,7 @@ class Runs:
 
 
 def outcome_of(directory: Path, recipe: str, seed: int, ended: Ended) -> Outcome:
-    """What a run left in its directory, or why it did not come to its end."""
+    """Read what a run left in its directory, or why it did not come to its end."""
     outcome = Outcome(
         recipe, seed, minutes=ended.seconds / 60, processor_minutes=ended.processor_seconds / 60, load=ended.load
     )
@@ -173,7 +173,7 @@ def _needs_teacher(recipe: str) -> bool:
 
 
 def reason(output: str) -> str:
-    """What launch.py says from `error:` on; of a traceback, what follows its frames; else the last line."""
+    """Find what launch.py says from `error:` on; of a traceback, what follows its frames; else the last line."""
     lines = [line.rstrip() for line in output.splitlines() if line.strip()]
     errors = [number for number, line in enumerate(lines) if line.startswith("error:")]
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]

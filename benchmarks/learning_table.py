@@ -29,7 +29,7 @@ class Row:
     minutes: str
     """Median over the seeds."""
     processor: str
-    """The same of processor time."""
+    """Median of processor time."""
     verdict: str
     """`yes` if every seed at least halved its error, else what did not."""
 

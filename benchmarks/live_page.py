@@ -1,4 +1,4 @@
-"""What it costs a run to be watched: `python -m benchmarks.live_page`. The bar is 1 % of a step.
+"""Cost of watching a run: `python -m benchmarks.live_page`. The bar is 1 % of a step.
 
 Two measures. A look at a system of 64 roles, in processor time of the process that is asked and asks; one is taken a
 second, so that 10 ms would be 1 %. And the quickstart in one process, watched and left alone in turns of a few steps,
@@ -108,7 +108,7 @@ class Toggle:
         )
         self._watched = False
         self.turns: list[tuple[bool, float]] = []
-        """Of each step, whether it was watched, and the processor time that the process had used at its end."""
+        """For each step, whether it was watched, and the processor time that the process had used at its end."""
 
     def on_step(self, step: int, run: object) -> None:
         """Change turns; each step is marked by whether it was watched."""

@@ -86,7 +86,7 @@ async def first_paint(browser: Browser, url: str) -> dict[str, float]:
 
 
 async def frames(browser: Browser, directory: Path) -> dict[str, float]:
-    """What a page of 64 roles does in 30 s of 60 updates a minute."""
+    """Watch a page of 64 roles in 30 s of 60 updates a minute."""
     server = StandIn({"run": rich_run(directory / "live")})
     async with server.serving() as url:
         page = await browser.open(url, width=1600, height=2000)
@@ -187,7 +187,7 @@ async def shoot(page: Page, path: Path) -> None:
 
 
 async def screenshots(target: Path) -> None:
-    """Of a text run while it learns and when it is over, of a policy's run; light, dark and narrow."""
+    """Take pictures of a text run while it learns and when it is over, of a policy's run; light, dark and narrow."""
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         async with Browser() as browser:

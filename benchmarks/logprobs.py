@@ -75,7 +75,7 @@ def turn(tokens: int, vocabulary: int, width: int, chunk: int) -> dict[str, floa
 
 
 def in_a_process(shape: tuple[int, int, int], chunk: int) -> dict[str, float]:
-    """The same in a process of its own."""
+    """Measure in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.logprobs", "--turn", *map(str, (*shape, chunk))]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found: dict[str, float] = json.loads(said.splitlines()[-1])
@@ -83,7 +83,7 @@ def in_a_process(shape: tuple[int, int, int], chunk: int) -> dict[str, float]:
 
 
 def largest_difference(shape: tuple[int, int, int], chunk: int) -> float:
-    """Of log-probs, entropies and both gradients, relative to the largest number of each."""
+    """Largest difference of log-probs, entropies and both gradients, relative to the largest number of each."""
     found = []
     for way in (PLAIN, chunk):
         hidden, weight, targets = inputs(*shape)

@@ -84,7 +84,7 @@ def measure(mask: Tensor, rounds: int) -> tuple[dict[str, tuple[list[float], lis
 
 
 def fast(times: list[float]) -> float:
-    """What a tenth of them is below."""
+    """Least tenth: the time that a tenth of them is below."""
     return statistics.quantiles(times, n=10, method="inclusive")[0]
 
 

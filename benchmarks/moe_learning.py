@@ -25,7 +25,7 @@ from benchmarks.contestants import ONE_THREAD, ROOT
 from benchmarks.runtime import machine
 
 GOAL = 0.7
-"""What is asked of the mean reward of the last ten steps."""
+"""Bar of the mean reward of the last ten steps."""
 WATCHED = ("moe/load_max", "moe/dead_experts", "moe/aux_loss", "moe/route_drift", "mismatch/max")
 """Metrics of which the first and the last step's are kept."""
 
@@ -35,19 +35,19 @@ class Learned:
     """A run that has ended."""
 
     seed: int
-    """Of the model, the problems and the sampling."""
+    """Seed of the model, the problems and the sampling."""
     minutes: float
     """From start to end, imports and evaluations included."""
     before: float
     """Share of held-out problems answered right, greedily, after the warm-up."""
     after: float
-    """The same at the end."""
+    """That share at the end."""
     rewards: list[float]
     """Mean of each ten steps."""
     first: dict[str, float]
     """`WATCHED` in the first step."""
     last: dict[str, float]
-    """The same in the last."""
+    """`WATCHED` in the last."""
 
     @property
     def learned(self) -> bool:

@@ -54,7 +54,7 @@ TOKENIZER = {"characters": "0123456789>"}
 
 
 def settings(model: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What each role is made of."""
+    """Settings of each role."""
     made = {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, **model}
     both = {"model": made, "tokenizer": TOKENIZER}
     return {"rollout": both, "trainer": {**both, "algorithm": "grpo", "lr": 1e-3}}
@@ -104,7 +104,7 @@ class Moves:
         await roles["rollout"].load(roles["trainer"].weights())
 
     async def through_memory(self, roles: dict[str, Any], goal: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """As runs do it."""
+        """Move roles as runs do it."""
 
         async def spawn(moving: Collection[str]) -> dict[str, Any]:
             return await self.spawn({role: goal[role] for role in moving})
@@ -112,7 +112,7 @@ class Moves:
         return await relocate(self.system, roles, list(goal), self.directory, spawn=spawn, publish=self.publish)
 
     async def through_files(self, roles: dict[str, Any], goal: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """As runs did it: a checkpoint aside, and everything anew from there."""
+        """Move roles as runs did it: a checkpoint aside, and everything anew from there."""
         aside = self.directory / "aside"
         leaving = {role: roles[role] for role in goal}
         await asyncio.to_thread(aside.mkdir)

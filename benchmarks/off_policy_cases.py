@@ -1,4 +1,4 @@
-"""What `benchmarks.off_policy_learning` runs: shipped configurations, and what they learn from besides acting.
+"""Cases of `benchmarks.off_policy_learning`: shipped configurations, and what they learn from besides acting.
 
 In: names of cases. Out: overrides of a configuration, and directories of demonstrations or policies that are made once.
 """
@@ -46,11 +46,11 @@ class Case:
     panel: str
     """Title of the panel that it is drawn in."""
     label: str
-    """Of its curve."""
+    """Label of its curve."""
     config: str
     """A file of configs/embodied."""
     measure: str
-    """What trials are measured by: success_once or reward/mean."""
+    """Metric of trials: success_once or reward/mean."""
     every: int
     """Trials after so many steps."""
     overrides: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ async def _recorded(
 
 
 def shown(simulator: dict[str, Any], episodes: int, script: str) -> Callable[[Path, int], Awaitable[None]]:
-    """What records so many episodes of a script, those that it does not solve too.
+    """Command that records so many episodes of a script, those that it does not solve too.
 
     Args:
         simulator: "simulator", its "options" and "max_steps", as `EnvActor` takes them.
@@ -169,4 +169,4 @@ CASES: Mapping[str, Case] = {
                     "success_once", 10, ("steps=80", "policy.type=steered", "policy.settings.base={made}/saved/policy"),
                     two_minded_flow),
 }  # fmt: skip
-"""What is run, by name."""
+"""Cases by name."""

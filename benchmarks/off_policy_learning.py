@@ -29,18 +29,18 @@ from benchmarks.runtime import machine
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one run."""
+    """Outcome of one run."""
 
     case: str
     """Its name."""
     seed: int
-    """Of weights, episodes and actions, and of what was prepared."""
+    """Seed of weights, episodes and actions, and of what was prepared."""
     curve: tuple[tuple[int, float], ...]
     """Steps of the run and what trials measured then; the first before learning."""
     env_steps: int
     """Steps that environments did in learning."""
     minutes: float
-    """Of the run, from its start to its end."""
+    """Duration of the run, from its start to its end."""
     load: float | None
     """The machine's load average over the last minute; None where it was not noted."""
 

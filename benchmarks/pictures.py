@@ -27,7 +27,7 @@ from rlinf.data.datasets import toy_tasks
 
 CONFIG = ROOT / "configs" / "pictures" / "shapes.yaml"
 GAIN = 0.3
-"""Of accuracy, over the warm-up."""
+"""Gain of accuracy, over the warm-up."""
 _TEXT = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -76,13 +76,13 @@ class Learned:
     model: str
     """Its `model_type`."""
     seed: int
-    """Of model, problems and sampling."""
+    """Seed of model, problems and sampling."""
     seconds: float
     """From its start to its end."""
     before: float
     """Share of held-out problems that are answered right after the warm-up, greedily."""
     after: float
-    """The same at the end."""
+    """That share at the end."""
     rewards: tuple[float, ...]
     """Mean of each step."""
 

@@ -40,11 +40,11 @@ class Part:
     """One part of the table, and what was found."""
 
     name: str
-    """Of the part."""
+    """Name of the part."""
     rows: list[Row] = field(default_factory=list)
     """Its lines."""
     numbers: Any = None
-    """What is saved besides."""
+    """Numbers that are saved besides."""
     seconds: float = 0.0
     """That it took."""
     load: tuple[float, float] = (0.0, 0.0)
@@ -96,7 +96,7 @@ def switch(part: Part, quick: bool) -> Iterator[Any]:
 PARTS: dict[str, Callable[[Part, bool], Iterator[Any]]] = {
     each.__name__: each for each in (measured, switch, planner, rehearsal)
 }
-"""What is measured, by name; first what a busy machine spoils most."""
+"""Parts that are measured, by name; first what a busy machine spoils most."""
 
 
 def table(parts: Sequence[Part]) -> Table:

@@ -1,4 +1,4 @@
-"""What `benchmarks.placement_measured` runs: flows whose stages' costs are known, each on a placement of its own.
+"""Cases of `benchmarks.placement_measured`: flows whose stages' costs are known, each on a placement of its own.
 
 In: what stages cost, a mode. Out: the workload that is the truth, the planner's plan for it, and where its roles sit.
 """
@@ -20,7 +20,7 @@ ROLES = ("rollout", "judge", "reference", "trainer")
 
 
 KIND = "gpu"
-"""Of the devices, as profiles name it: to a planner a process is one like any other."""
+"""Kind of the devices, as profiles name it: to a planner a process is one like any other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Role:
     active_bytes: int = 0
     """On each of its devices while it is loaded."""
     parked_bytes: int = 0
-    """The same while it is parked."""
+    """Bytes on each device while it is parked."""
     moving: float = 0.0
     """Seconds to load it, and to park it."""
 
@@ -58,11 +58,11 @@ class Case:
     name: str
     """For people."""
     mode: Mode
-    """Of the plan."""
+    """Mode of the plan."""
     roles: Mapping[str, Role]
     """By name; all of them have devices but the judge."""
     items: int = 64
-    """Of a step."""
+    """Items of a step."""
     chunks: int = 16
     """Into how many a step is cut where stages overlap."""
     devices: int = 4
@@ -112,7 +112,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one run under torchrun is to measure."""
+    """Job of one run under torchrun."""
 
     cases: tuple[Case, ...]
     """Side by side: a round of each in turn."""
@@ -121,7 +121,7 @@ class Job:
     rounds: int
     """Rounds after those, whose steps are measured."""
     steps: int
-    """Of a round, after one that warms up."""
+    """Steps of a round, after one that warms up."""
 
 
 def seated(plan: Plan) -> Placed:

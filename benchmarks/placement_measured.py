@@ -1,4 +1,4 @@
-"""What steps take by prediction, and what they take in real processes; and how far from the possible they are.
+"""Steps' times by prediction and in real processes; and how far from the possible they are.
 
 In: the cases of `placement_cases.py`. Out: rows of `benchmarks.placement`, and the numbers behind them.
 
@@ -43,16 +43,16 @@ EXACT = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What came of one case."""
+    """Outcome of one case."""
 
     case: Case
     """Which."""
     seconds: tuple[float, ...]
-    """Of every measured step."""
+    """Seconds of every measured step."""
     told: tuple[dict[str, float], ...]
-    """What the ledger said of each: `bound/…` and `lost/…`."""
+    """Ledger of each step: `bound/…` and `lost/…`."""
     profile: Profile
-    """Of earlier rounds."""
+    """Profile of earlier rounds."""
 
     @property
     def middle(self) -> float:
@@ -61,7 +61,7 @@ class Measured:
 
     @property
     def typical(self) -> dict[str, float]:
-        """What the ledger said of the median step."""
+        """Ledger of the median step."""
         step = min(range(len(self.seconds)), key=lambda index: abs(self.seconds[index] - self.middle))
         return self.told[step]
 
@@ -142,7 +142,7 @@ def efficiencies(found: Sequence[Measured]) -> Iterator[Row]:
 
 
 def virtual_rows(cases: Sequence[Case]) -> Iterator[Row]:
-    """Whether the rehearsal misses anything but the time of messages and threads: both under the virtual clock."""
+    """Tell whether the rehearsal misses anything but the time of messages and threads: both under the virtual clock."""
     apart = max(abs(rehearsed(case, case.workload()) / virtually(case) - 1) for case in cases)
     yield Row(
         f"rehearsal against the same roles, without time for messages, {len(cases)} placements",
@@ -181,7 +181,7 @@ class Figures:
         yield from efficiencies(self.balanced)
 
     def numbers(self) -> dict[str, Any]:
-        """What is saved."""
+        """Numbers that are saved."""
         return {"late": self.late, "cases": [_numbers(one) for one in itertools.chain(self.predicted, self.balanced)]}
 
 

@@ -56,9 +56,9 @@ class Row:
     what: str
     """That is measured."""
     bar: str
-    """What it must reach."""
+    """Bar that it must reach."""
     found: str
-    """What it is."""
+    """Measured value, in words."""
     met: bool | None
     """None: it was not measured."""
 
@@ -130,7 +130,7 @@ def plan_times(rounds: int) -> Iterator[Row]:
 
 
 def against_enumeration(instances: int) -> Row:
-    """Whether the planner's optimum is that of all plans.
+    """Tell whether the planner's optimum is that of all plans.
 
     Args:
         instances: random workloads of up to five stages.

@@ -21,7 +21,7 @@ class Ranking:
     """A published comparison and ours."""
 
     name: str
-    """What was compared."""
+    """Name of the comparison."""
     published: str
     """Which was faster."""
     ours: str

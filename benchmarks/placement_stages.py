@@ -49,9 +49,9 @@ class Pace:
     """How long a role's work takes on the devices that it has."""
 
     seconds: float
-    """Of a step, on all its devices together."""
+    """Seconds of a step, on all its devices together."""
     items: int
-    """Of a step."""
+    """Items of a step."""
     at_a_time: int
     """Items that the role takes at a time, over all ranks."""
     moving: float = 0.0

@@ -39,7 +39,7 @@ class Way:
     bar: float = 0.6
     """At least this is to be measured in the end."""
     falls: bool = False
-    """What is measured is a loss: at most the bar."""
+    """True if a loss is measured, which is to be at most the bar."""
     processes: int = 2
 
     def command(self, config: str) -> list[str]:
@@ -67,11 +67,11 @@ class Learned:
     config: str
     """In configs/real."""
     seed: int
-    """Of the order of the problems and of the sampling."""
+    """Seed of the order of the problems and of the sampling."""
     minutes: float
     """From start to end, imports, evaluations and the last checkpoint included."""
     processor_minutes: float
-    """Of these, what all processes computed."""
+    """Processor time of all processes."""
     steps: tuple[int, ...]
     """After which it was evaluated."""
     accuracy: tuple[float, ...]

@@ -18,7 +18,7 @@ from rlinf.models.language.policy_model import PolicyModel
 from rlinf.training.fsdp import Learner
 
 PROMPTS, ANSWERS, PROMPT, ANSWER = 2, 4, 24, (8, 24)
-"""What a turn of the trainers learns from: tokens of a prompt, and the fewest and most of an answer."""
+"""Sizes of what a turn of the trainers learns from: tokens of a prompt, and the fewest and most of an answer."""
 LR = 1e-6
 
 
@@ -71,7 +71,7 @@ def ours(model: Path, rows: Sequence[Row], dtype: torch.dtype) -> tuple[Callable
 
 
 def plain(model: Path, rows: Sequence[Row]) -> tuple[Callable[[], None], str]:
-    """The same by hand: sequences padded to one length, log-softmax over the logits of answers, fused AdamW."""
+    """A plain loop by hand: sequences padded to one length, log-softmax over the logits of answers, fused AdamW."""
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=0.0, fused=True)
     ids = torch.zeros((len(rows), max(row.size for row in rows)), dtype=torch.int64)

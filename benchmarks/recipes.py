@@ -44,16 +44,16 @@ _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What a dry run of a recipe said."""
+    """Result of a recipe's dry run."""
 
     memory: str
     """GB of a device, by role."""
     seconds: str
-    """Of a step, with how far they may be off."""
+    """Seconds of a step, with how far they may be off."""
     longest: str
-    """Of a step in which all answers have the longest."""
+    """Seconds of a step in which all answers have the longest."""
     published: str
-    """Of a step of as many tokens or simulated steps at the published rate, and how many times that is predicted."""
+    """Seconds of a step of as many tokens or simulated steps at the published rate, and our prediction over that."""
 
 
 def recipes() -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -117,7 +117,7 @@ def tried(recipe: Mapping[str, Any], shapes: Mapping[str, Any], directory: Path)
 
 
 def decisions(config: EmbodiedConfig, hosts: int) -> int:
-    """Of a step, in all environments: RLinf's rates count a chunk of actions as one step."""
+    """Decisions of a step, in all environments: RLinf's rates count a chunk of actions as one step."""
     env = place(config.placement, CONTROL, hosts).seats["env"]
     return len(env.hosts) * config.env.num_envs * config.policy.horizon
 

@@ -64,7 +64,7 @@ class Case:
     switch: float
     """One of `SWITCHES`."""
     seed: int
-    """Of the work of each stage."""
+    """Seed of the work of each stage."""
 
     def workload(self, seen: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Workload:
         """Return what is to be planned.

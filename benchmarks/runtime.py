@@ -93,7 +93,7 @@ def rows() -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What one row says about us and one opponent (or about us and an absolute bar)."""
+    """A row about us and one opponent (or about us and an absolute bar)."""
 
     what: str
     ours: str
@@ -229,7 +229,7 @@ def save(result: list[Line], entered: list[Contestant], rounds: int, load: tuple
 
 
 def machine() -> str:
-    """What it ran on, in words."""
+    """Describe the machine, in words."""
     model = ""
     if (cpus := Path("/proc/cpuinfo")).exists():
         names = [

@@ -25,7 +25,7 @@ ROWS = {
 
 
 def turn(network: Network, contestant: str, directory: Path) -> dict[str, float]:
-    """What one contestant measures in fresh processes, one on each machine."""
+    """Measure one contestant in fresh processes, one on each machine."""
     jobs = []
     for node in network.nodes:
         if contestant == "rlinf":

@@ -34,10 +34,10 @@ ITEMS_PER_HOST = 10
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one kind of work cost."""
+    """Cost of one kind of work."""
 
     work: str
-    """What was done."""
+    """Name of the work."""
     count: int
     """How often."""
     controller: float

@@ -65,11 +65,11 @@ class Size:
     asks: int = 4
     """Answers that each asks for."""
     max_new_tokens: int = 128
-    """Of such an answer."""
+    """Length of such an answer."""
     conversations: int = 16
     """At once."""
     turns: int = 4
-    """Of each."""
+    """Turns of each."""
     prompt: int = 300
     """Tokens that a conversation begins with."""
     reply: int = 32
@@ -99,7 +99,7 @@ class Case:
 
     @property
     def ratios(self) -> list[float]:
-        """Of the first contestant's rate to the second's, one per round."""
+        """Ratios of the first contestant's rate to the second's, one per round."""
         ours, theirs = self.rates.values()
         return [one / other for one, other in zip(ours, theirs, strict=True)]
 
@@ -155,7 +155,7 @@ def conversations(rollout: Any, size: Size) -> Case:
 
 
 def session_callers(session: Session, size: Size) -> Case:
-    """The same as `callers`, by `session.complete`."""
+    """Callers as in `callers`, by `session.complete`."""
     rng = np.random.default_rng(2)
     asked = [Prompt(i, rng.integers(3, 64, rng.integers(8, 33))) for i in range(size.callers * size.asks)]
     length = {"min_new_tokens": size.max_new_tokens // 2, "max_new_tokens": size.max_new_tokens // 2}
@@ -176,7 +176,7 @@ def session_callers(session: Session, size: Size) -> Case:
 
 
 def session_conversations(session: Session, size: Size) -> Case:
-    """The same as `conversations`, by `session.conversation`."""
+    """Conversations as in `conversations`, by `session.conversation`."""
     rng = np.random.default_rng(3)
     openings = rng.integers(3, 64, (size.conversations, size.prompt))
     tools = rng.integers(3, 64, (size.conversations, size.turns, size.tool))
@@ -236,7 +236,7 @@ async def of_sessions(size: Size, rounds: int, run_dir: str) -> list[Case]:
 
 
 async def taken(cases: list[Case], rounds: int) -> list[Case]:
-    """The same cases, measured.
+    """Measure the cases.
 
     Raises:
         RuntimeError: contestants made different numbers of tokens.
@@ -255,7 +255,7 @@ def verdict(case: Case) -> str:
 
 
 def table(cases: list[Case]) -> Table:
-    """What is printed."""
+    """The table that is printed."""
     shown = Table("work", "who", "tokens/s", "ratio", "bar")
     for case in cases:
         for number, (name, rates) in enumerate(case.rates.items()):

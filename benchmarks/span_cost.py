@@ -1,4 +1,4 @@
-"""What recording a span costs: `python -m benchmarks.span_cost`. The bar is 2 µs."""
+"""Cost of recording a span: `python -m benchmarks.span_cost`. The bar is 2 µs."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
 
 
 def verdict(outcomes: Sequence[Outcome]) -> tuple[bool | None, str]:
-    """Whether the bar is met, None where it was not measured, and a line that says by what."""
+    """Tell whether the bar is met, None where it was not measured, and a line that says by what."""
 
     def late(bound: int, corrections: Iterable[str]) -> list[float]:
         return [

@@ -59,7 +59,7 @@ class Outcome:
     bound: int
     """staleness.max, versions."""
     seed: int
-    """Of the model, the problems and the sampling."""
+    """Seed of the model, the problems and the sampling."""
     keys: tuple[str, ...] = ()
     """Everything that was set."""
     accuracy: float = math.nan
@@ -81,7 +81,7 @@ class Outcome:
     rewards: tuple[float, ...] = ()
     """Mean reward of sampled answers of every step."""
     failure: str = ""
-    """What the run said when it failed; empty if it came to its end."""
+    """Message of the run when it failed; empty if it came to its end."""
 
 
 class Runs:
@@ -135,7 +135,7 @@ class Runs:
 
 
 def outcome_of(line: Mapping[str, object]) -> Outcome:
-    """What a line of runs.jsonl tells."""
+    """Read a line of runs.jsonl."""
     known = {field.name for field in fields(Outcome)}
     return Outcome(
         **{name: tuple(value) if isinstance(value, list) else value for name, value in line.items() if name in known}  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ PLOT = ROOT / "docs" / "agents-teams.svg"
 PANEL, LEFT, TOP, HIGH = 250, 40, 40, 150
 """Width of an agent's panel, and where its axes are, pixels."""
 COLOURS = ("#0b62a4", "#d1495b", "#3a7d44", "#8a5a9e")
-"""Of seeds."""
+"""A colour for each seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Learned:
     name: str
     """Its configuration."""
     seed: int
-    """Of the model, the tasks and the sampling."""
+    """Seed of the model, the tasks and the sampling."""
     minutes: float
     """From start to end, imports and evaluations included."""
     rewards: Mapping[str, Mapping[int, float]]
-    """Of each agent, held-out reward by step."""
+    """Each agent's held-out reward by step."""
 
     @property
     def reached(self) -> float:

@@ -103,7 +103,7 @@ async def ours(shape: str, steps: int) -> float:
 
 
 def plain(shape: str, steps: int) -> float:
-    """The same by hand."""
+    """A plain loop by hand."""
     model = build_model(model_of(shape), load_tokenizer(TOKENIZER)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.99), fused=True)
     start = 0.0

@@ -51,7 +51,7 @@ WAYS = {
 
 
 CASTS = {"float32": None, "bfloat16": torch.bfloat16}
-"""What is published of float32 masters: before this could be said, and since."""
+"""Weights that are published of float32 masters: before this could be said, and since."""
 
 
 def model(layers: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:

@@ -1,1 +1,1 @@
-"""What one command answers about a machine with a GPU: `checks` (is it right?) and `measures` (is it fast?)."""
+"""Answers by one command about a machine with a GPU: `checks` (is it right?) and `measures` (is it fast?)."""

@@ -38,7 +38,7 @@ from benchmarks.gpu.measuring.bars import compared
 
 ROOT = Path(__file__).parents[2]
 BEGAN = time.monotonic()
-"""Of this process, but for Python itself."""
+"""Beginning of this process, but for Python itself."""
 BUDGET = 540.0
 """Seconds after which no more checks are begun."""
 LEAST = 5.0
@@ -208,7 +208,7 @@ def _before(out: Path, kind: str, about: Mapping[str, Any], rehearse: bool) -> d
 
 
 def _chosen(asked: Sequence[Check], done: Mapping[str, Any], options: argparse.Namespace) -> list[Check]:
-    """Of those that were asked for, the ones to make now."""
+    """Choose, of those that were asked for, the ones to make now."""
     if options.only:
         return [*asked]
     states = {name: found["state"] for name, found in done.items()}
@@ -341,7 +341,7 @@ def _driver() -> str:
 
 
 def _commit() -> str | None:
-    """Of the checkout, with a mark if files differ from it; None where git does not say."""
+    """Commit of the checkout, with a mark if files differ from it; None where git does not say."""
     try:
         asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
         return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.strip()

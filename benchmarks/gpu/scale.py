@@ -1,4 +1,4 @@
-"""What a check is given and what it answers: a device, shapes of full size or tiny ones, random models made once."""
+"""Input and outcome of a check: a device, shapes of full size or tiny ones, random models made once."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ TINY: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-"""What stands for them in a rehearsal."""
+"""Small shapes that stand for them in a rehearsal."""
 REHEARSED = "tests.stand_ins.recorder.Recorder"
-"""What records the steps of an engine in a rehearsal."""
+"""Recorder of the steps of an engine in a rehearsal."""
 COMMON: dict[str, Any] = {
     "max_position_embeddings": 32768, "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
@@ -44,12 +44,12 @@ COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a check found."""
+    """Findings of a check."""
 
     passed: bool | None
-    """Whether its criterion holds; None where there is nothing to compare with."""
+    """True if its criterion holds; None where there is nothing to compare with."""
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
-    """What was measured; names end in their unit."""
+    """Measurements; names end in their unit."""
     why: str = ""
     """The criterion with the figures in it, or what could not be done; one line."""
 
@@ -109,7 +109,7 @@ class Scale:
             return AutoModelForCausalLM.from_config(self.config(size), dtype=self.dtype).eval()
 
     def model_dir(self, size: str) -> Path:
-        """The same as files, made by the first check that asks."""
+        """The model as files, made by the first check that asks."""
         path = self.work / f"model-{size}"
         self.work.mkdir(parents=True, exist_ok=True)
         with (self.work / f"{path.name}.lock").open("w") as lock:

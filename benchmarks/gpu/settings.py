@@ -30,7 +30,7 @@ SHAPES = {
     "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
     "32B": (5120, 27_648, 64, 40, 8, 152_064, False),
 }
-"""Of Qwen2.5: hidden, inner, layers, heads, key heads, vocabulary, whether the embeddings are one."""
+"""Shapes of Qwen2.5: hidden, inner, layers, heads, key heads, vocabulary, whether the embeddings are one."""
 _KEYS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "tie_word_embeddings"),
@@ -44,7 +44,7 @@ CHANGES: dict[tuple[str, int, str], tuple[str, ...]] = {
     ("32B", 8, "141 GB"): ("rollout.max_tokens=196608",),
     ("32B", 64, "141 GB"): ("rollout.max_tokens=196608",),
 }
-"""What is changed for a model on so many of these cards, where the file as it is does not do."""
+"""Changed keys for a model on so many of these cards, where the file as it is does not do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Setting:
     """A case, and what `--dry-run` says of it."""
 
     size: str
-    """Of the model."""
+    """Size of the model."""
     cards: int
     """How many."""
     card: str
@@ -60,13 +60,13 @@ class Setting:
     changes: tuple[str, ...]
     """Keys that differ from the file."""
     choice: str
-    """What was chosen, or why it is refused."""
+    """The choice, or why it is refused."""
     memory: str
     """GB at the peak: trainer, rollout."""
 
 
 def setting_of(size: str, cards: int, card: str, folder: Path) -> Setting:
-    """What `--dry-run` says of a case.
+    """Read what `--dry-run` says of a case.
 
     Args:
         size, cards, card: the case.

@@ -32,7 +32,7 @@ class Answers:
     mask: Tensor
     """Which tokens of the answer are real, the end token included, bool [rows, answer]."""
     logprobs: Tensor
-    """Of the answer's tokens under softmax(logits / temperature), float32 [rows, answer]."""
+    """Log-probs of the answer's tokens under softmax(logits / temperature), float32 [rows, answer]."""
 
 
 class Decoder:

@@ -1,4 +1,4 @@
-"""What every contestant shares: what is measured, for how long, and how it is reported. Standard library only.
+"""Common part of all contestants: what is measured, for how long, and how it is reported. Standard library only.
 
 A contestant is a program that takes `--groups calls,tensors,…`, measures the rows of these groups and prints one line
 of JSON, `{"name": …, "version": …, "rows": {row: number}}`. `benchmarks.runtime` runs contestants in turn, many times,

@@ -1,4 +1,4 @@
-"""What every contestant of `benchmarks.grpo` is given, how it takes turns, and what it answers.
+"""Job of every contestant of `benchmarks.grpo`, how it takes turns, and what it answers.
 
 In: a job as JSON. Out: one JSON line. Between steps a contestant waits for its turn. Imports the standard library
 alone, so that a peer's environment, which has nothing of ours, can import it.
@@ -32,7 +32,7 @@ class Job:
     problems: list[list[tuple[str, str]]]
     """Per step, what is asked and its one right answer."""
     seed: int
-    """Of the sampling."""
+    """Seed of the sampling."""
     group_size: int
     """Answers per problem."""
     epochs: int
@@ -46,9 +46,9 @@ class Job:
     warmup_steps: int
     """Optimizer step i, from 1, uses lr x i / warmup_steps until then."""
     betas: tuple[float, float]
-    """Of AdamW."""
+    """Betas of AdamW."""
     weight_decay: float
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     grad_clip: float
     """Bound of the gradient's norm."""
     clip_low: float
@@ -70,14 +70,14 @@ class Job:
 
 @dataclass(slots=True)
 class Result:
-    """What came of a job, step by step.
+    """Result of a job, step by step.
 
     A step is measured from its beginning to the beginning of the next, waiting for one's turn left out: what happens
     between steps counts. So the last one, which nothing follows, is not.
     """
 
     version: str
-    """Of what ran it."""
+    """Version of what ran it."""
     seconds: list[float] = field(default_factory=list)
     """How long each step took [steps - 1]."""
     cpu: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What any job under torchrun must do first: import torch."""
+"""First work of any job under torchrun: import torch."""
 
 import time
 

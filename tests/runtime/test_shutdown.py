@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+import rlinf
 from rlinf.runtime.base.tasks import OwnDirectory, Threads
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -94,3 +96,19 @@ def test_a_directory_that_was_just_made_is_left_to_whoever_is_about_to_take_it(t
     (just := tmp_path / "rlinf-live-17.abcdefgh").mkdir()
     OwnDirectory("live", str(tmp_path)).remove()
     assert just.exists()
+
+
+def test_directories_are_made_by_what_sweeps_away_those_of_the_dead():
+    """A process that is killed removes nothing, so a temporary directory by any other name stays for ever."""
+    swept_by_others = {
+        "rlinf/runtime/base/tasks.py",  # where they are made
+        "rlinf/sandbox/containers/namespaces.py",  # of a run, in the cache; the next one removes it
+        "rlinf/sandbox/containers/protocol.py",  # beside what is unpacked, which is in somebody's directory
+        "rlinf/sandbox/inside/supervise.py",  # its process outlives the run, and removes it
+        "rlinf/rewards/code/runner.py",  # in a sandbox
+        "rlinf/runs/start.py",  # to see that it can be made, in the place of output
+    }
+    makers = re.compile(r"tempfile\.(mkdtemp|TemporaryDirectory|mkstemp|NamedTemporaryFile)")
+    root = Path(rlinf.__file__).parent
+    files = {f"rlinf/{path.relative_to(root)}" for path in root.rglob("*.py") if makers.search(path.read_text())}
+    assert files <= swept_by_others

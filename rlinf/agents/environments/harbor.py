@@ -13,7 +13,6 @@ import functools
 import json
 import logging
 import math
-import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -28,6 +27,7 @@ from rlinf.config.importing import resolve
 from rlinf.config.load import RunFailure
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.tasks import OwnDirectory
 from rlinf.sandbox.containers.pool import Kind, Pool
 from rlinf.sandbox.containers.protocol import LIMITS
 
@@ -181,11 +181,11 @@ class Harbor:
         await box.run(["sh", "-c", f"rm -rf /tests {_REWARDS}; mkdir -p {_REWARDS} /logs/agent"])
         await box.upload(one.path / "tests", "/tests")
         result = await box.run(["bash", "/tests/test.sh"], seconds=one.test_seconds, env=one.test_env)
-        with tempfile.TemporaryDirectory(prefix="rlinf-harbor-") as room:
+        with OwnDirectory("harbor") as room:
             for name in ("reward.json", "reward.txt"):
                 try:
-                    await box.download(f"{_REWARDS}/{name}", Path(room) / name)
-                    return _rewards((Path(room) / name).read_text())
+                    await box.download(f"{_REWARDS}/{name}", room / name)
+                    return _rewards((room / name).read_text())
                 except (FileNotFoundError, ValueError):
                     continue
         if one.path.name not in self._reported:

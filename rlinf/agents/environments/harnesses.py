@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,6 +20,7 @@ from rlinf.agents.llm import ContextFull
 from rlinf.agents.tools.python import result_text
 from rlinf.config.load import RunFailure
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.tasks import OwnDirectory
 from rlinf.runtime.processes.supervisor import Child, ChildDied, Process
 
 _WORKER = ("-P", __file__.replace("harnesses.py", "mini_swe_worker.py"))
@@ -111,8 +111,8 @@ class MiniSwe:
         self._python, self._config, self._settings = python, config, json.dumps(settings or {})
 
     async def __aenter__(self) -> MiniSwe:
-        self._room = tempfile.mkdtemp(prefix="rlinf-mini-swe-")
-        self._socket = os.path.join(self._room, "episodes")
+        self._room = OwnDirectory("swe")
+        self._socket = str(self._room.path / "episodes")
         command = [self._python, *_WORKER, self._config, self._settings, self._socket]
         how: dict[str, Any] = {"health": self._listens, "env": _VARIABLES, "start_deadline": _STARTING}
         self._child = Child(command, name="mini-swe-agent", **how)
@@ -124,7 +124,7 @@ class MiniSwe:
 
     async def __aexit__(self, *error: Any) -> None:
         await self._child.stop()
-        shutil.rmtree(self._room, ignore_errors=True)
+        self._room.remove()
 
     async def _listens(self, child: Child) -> bool:
         _, writer = await asyncio.open_unix_connection(self._socket)
@@ -187,12 +187,16 @@ class Program:
             RuntimeError: the program ended before the model had answered.
         """
         values = {"instruction": instruction, "url": llm.base_url, "key": llm.api_key}
-        room = await asyncio.to_thread(tempfile.mkdtemp, prefix="rlinf-harness-")
+        room = await asyncio.to_thread(OwnDirectory, "harness")
         try:
-            work, home = os.path.join(room, "work"), os.path.join(room, "home")
-            os.mkdir(home)
+            work, home = room.path / "work", room.path / "home"
+            home.mkdir()
             await box.download(box.workdir, work)
-            env = {**os.environ, "HOME": home, **{name: _filled(value, values) for name, value in self._env.items()}}
+            env = {
+                **os.environ,
+                "HOME": str(home),
+                **{name: _filled(value, values) for name, value in self._env.items()},
+            }
             words = [_filled(word, values) for word in self._command]
             program = Process(words, channel=False, env=env, cwd=work, log=None, lines=20)
             try:
@@ -202,7 +206,7 @@ class Program:
                 await box.run(["find", box.workdir, "-mindepth", "1", "-delete"])
                 await box.upload(work, box.workdir)
         finally:
-            await asyncio.to_thread(shutil.rmtree, room, ignore_errors=True)
+            await asyncio.to_thread(room.remove)
         last = reason("\n".join(program.output))
         failure = f"it exited with status {status}: {last}" if status else None
         return _ended(llm, words[0], failure)

@@ -16,10 +16,8 @@ import functools
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from itertools import count
 from typing import Any
@@ -29,6 +27,7 @@ from rlinf.config.load import RunFailure
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.progress import work
+from rlinf.runtime.base.tasks import OwnDirectory
 from rlinf.runtime.processes.supervisor import Child, ChildDied
 
 _WORKER = ("-P", __file__.replace("verifiers.py", "verifiers_worker.py"))
@@ -116,8 +115,8 @@ class Verifiers:
     # Episodes -----------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Verifiers:
-        self._room = tempfile.mkdtemp(prefix="rlinf-verifiers-")
-        self._socket = os.path.join(self._room, "episodes")
+        self._room = OwnDirectory("verifiers")
+        self._socket = str(self._room.path / "episodes")
         command = [self._python, *_WORKER, self._request, self._socket]
         how: dict[str, Any] = {"start_deadline": _STARTING, "max_restarts": _DEATHS - 1, "backoff": (0.0, 1.0, 0.0)}
         self._child = Child(command, name="verifiers", health=self._connected, **how)
@@ -130,7 +129,7 @@ class Verifiers:
     async def __aexit__(self, *error: Any) -> None:
         await self._child.stop()
         await asyncio.gather(*self._reading)
-        shutil.rmtree(self._room, ignore_errors=True)
+        self._room.remove()
 
     async def __call__(self, task: Any, llm: Any) -> Score:
         """Have an episode played.

@@ -14,8 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -456,10 +454,10 @@ class ServerChild:
         host, port = free_address()
         self.http = Http(f"http://{host}:{port}", server.kind, silence=settings.silence)
         self._prepared: int | None = None  # process id of the life that has its weights
-        self._scratch = Path(tempfile.mkdtemp(prefix="rlinf-"))  # of its sockets, which it leaves behind when killed
+        self._scratch = OwnDirectory("server")  # of its sockets, which it leaves behind when killed
         environment: Mapping[str, str | None] = {
             **dict.fromkeys(_TORCHRUN),
-            "TMPDIR": str(self._scratch),
+            "TMPDIR": str(self._scratch.path),
             **server.environment(),
         }
         self.child = Child(
@@ -515,7 +513,7 @@ class ServerChild:
         await self.child.stop()
         await self.http.close()
         self.server.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.remove()
 
     async def _healthy(self, child: Child) -> bool:
         pid = child.pid

@@ -8,13 +8,13 @@ on the terminal when it is first imported never comes up.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import yaml
 from torch import Tensor
 
 from rlinf.envs.base import ActionSpec, ArraySpec, CannotSimulate, Moved, SerialSimulator, WrongOption
+from rlinf.runtime.base.tasks import OwnDirectory
 
 MAX_STEPS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """The suites, and steps of an episode as in OpenVLA's evaluation: a little more than the longest demonstration."""
@@ -48,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 _CHANGED = (3, 3, 3)
 """Version of MuJoCo from which LIBERO-Object is drawn darker; 3.4 breaks a task of libero_spatial (LIBERO#88)."""
-_OWN: list[tempfile.TemporaryDirectory[str]] = []
-"""Folders with a configuration for LIBERO, removed when the process ends."""
 
 
 class MissingLibero(CannotSimulate):
@@ -179,8 +178,9 @@ def _prepare() -> None:
     os.environ.setdefault("MUJOCO_GL", "egl")  # the only one that needs no display and uses a GPU where one is
     config = Path(os.environ.get("LIBERO_CONFIG_PATH", Path.home() / ".libero"))
     if not (config / "config.yaml").exists():  # without it, LIBERO asks on the terminal where data sets shall go
-        _OWN.append(tempfile.TemporaryDirectory(prefix="libero-"))
-        folder = Path(_OWN[-1].name)
+        own = OwnDirectory("libero")
+        atexit.register(own.remove)
+        folder = own.path
         places = {"benchmark_root": root, "bddl_files": root / "bddl_files", "init_states": root / "init_files"}
         places |= {"datasets": root.parent / "datasets", "assets": root / "assets"}
         (folder / "config.yaml").write_text(yaml.safe_dump({name: str(place) for name, place in places.items()}))

@@ -165,6 +165,12 @@ class OwnDirectory:
         with contextlib.suppress(OSError):  # a file system without locks: nobody else sweeps there either
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
     def remove(self) -> None:
         """Remove it, with all that is in it; a second time nothing happens."""
         if self._descriptor >= 0:

@@ -26,6 +26,7 @@ from typing import IO, Any
 import aiohttp
 from aiohttp import web
 
+from rlinf.runtime.base.tasks import OwnDirectory
 from rlinf.sandbox.containers.protocol import (
     LIMITS,
     Container,
@@ -326,19 +327,19 @@ class Server:
 
     async def _upload(self, request: web.Request) -> web.Response:
         box = self._box(request)
-        with tempfile.TemporaryDirectory(prefix="rlinf-upload-") as scratch, tempfile.TemporaryFile() as file:
+        with OwnDirectory("upload") as scratch, tempfile.TemporaryFile() as file:
             async for part in request.content.iter_chunked(1 << 16):
                 file.write(part)
             file.seek(0)
-            await asyncio.to_thread(unpack, file, f"{scratch}/root", links=True)
-            await box.upload(f"{scratch}/root", request.query["path"])
+            await asyncio.to_thread(unpack, file, scratch / "root", links=True)
+            await box.upload(scratch / "root", request.query["path"])
         return web.json_response({})
 
     async def _download(self, request: web.Request) -> web.StreamResponse:
         box = self._box(request)
-        with tempfile.TemporaryDirectory(prefix="rlinf-download-") as scratch:
-            await box.download(request.query["path"], f"{scratch}/root")
-            with await asyncio.to_thread(pack, f"{scratch}/root", "/root") as file:
+        with OwnDirectory("download") as scratch:
+            await box.download(request.query["path"], scratch / "root")
+            with await asyncio.to_thread(pack, scratch / "root", "/root") as file:
                 reply = web.StreamResponse()
                 await reply.prepare(request)
                 while part := await asyncio.to_thread(file.read, 1 << 20):

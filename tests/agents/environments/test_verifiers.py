@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from rlinf.agents.environments import verifiers
@@ -141,8 +141,10 @@ async def test_the_real_verifiers_plays_a_taskset_against_an_endpoint(monkeypatc
     try:
         async with made:
             score = await made(SimpleNamespace(row=made.tasks()[7]), llm)
+            process = psutil.Process(made._child.pid)
+            family = [process, *process.children(recursive=True)]
     finally:
         await runner.cleanup()
     assert score.scores == {"sevens": 1.0, "length": 2.0}  # the answer is 77
     assert score.value == 1.0
-    assert subprocess.run(["pgrep", "-f", "verifiers_worker.py"], capture_output=True, check=False).returncode == 1
+    assert psutil.wait_procs(family, timeout=60)[1] == []

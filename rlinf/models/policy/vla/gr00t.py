@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -37,6 +36,7 @@ from rlinf.models.policy.published import to_be_read
 from rlinf.models.policy.robots import RobotActions, Scaling, cameras, embodiment, normalised, padded, resized
 from rlinf.models.policy.vla.flow import Field, FlowConfig, FlowPolicy, Velocity, mirrored
 from rlinf.models.policy.vla.gr00t_transformer import ActionHead, Eagle
+from rlinf.runtime.base.tasks import OwnDirectory
 
 CONFIG, METADATA, EAGLE = "config.json", "experiment_cfg/metadata.json", "eagle"
 """Files of a checkpoint, and the folder in it for Eagle's configuration and tokenizer. The authors keep the latter
@@ -268,11 +268,11 @@ class Prompts:
 def _tokenizer(files: Mapping[str, bytes]) -> Any:
     from transformers import AutoTokenizer
 
-    with tempfile.TemporaryDirectory() as folder:
+    with OwnDirectory("tokenizer") as folder:
         for name, content in files.items():
-            (Path(folder) / name).write_bytes(content)
+            (folder / name).write_bytes(content)
         try:
-            tokenizer = pretrained(AutoTokenizer, folder)
+            tokenizer = pretrained(AutoTokenizer, str(folder))
             if _TEMPLATE in files:
                 tokenizer.chat_template = json.loads(files[_TEMPLATE])["chat_template"]
         except Exception as error:  # of files that may hold anything

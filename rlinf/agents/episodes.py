@@ -308,11 +308,12 @@ class Episodes:
             UserError: not one episode went well; the first one's exception is its cause.
         """
         count = 0
-        async for outcome in self.outcomes(tasks):
-            self._open.pop(outcome.number, None)
-            for group in outcome.groups:
-                count += 1
-                yield group
+        async with contextlib.aclosing(self.outcomes(tasks)) as outcomes:
+            async for outcome in outcomes:
+                self._open.pop(outcome.number, None)
+                for group in outcome.groups:
+                    count += 1
+                    yield group
         if self._own.played and not count:
             raise self._own.nothing_to_learn()
 

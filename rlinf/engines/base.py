@@ -373,8 +373,9 @@ class Engine(ABC):
         Raises:
             ValueError, Exception: as `batches`.
         """
-        async for completion in self.generate([request]):
-            return completion
+        async with aclosing(self.generate([request])) as completions:
+            async for completion in completions:
+                return completion
         return request.ended("abort")  # before it was read
 
     @abstractmethod

@@ -43,6 +43,7 @@ from rlinf.algos.token_losses import LOGPROBS, TokenLoss
 from rlinf.data.packing import Packed, Parcel, Row, cut, pack
 from rlinf.data.rng import permutation
 from rlinf.data.sample import Datum, Example, Group, NotScored
+from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.streams.stream import Stream, each
 from rlinf.training.optimizer import Adam
 from rlinf.training.policy import LearnedRows, OwnColumns
@@ -238,11 +239,8 @@ class CommandStream:
             await asyncio.wait({fetching, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
             return fetching.result() if fetching.done() and not self._stopped.done() else _END
         finally:
-            if not fetching.done():
-                fetching.cancel()
-                await asyncio.wait([fetching])
-            elif not fetching.cancelled():
-                fetching.exception()  # seen
+            fetching.cancel()
+            await finish(fetching)  # whoever closes the commands must not find them in use
 
 
 async def _of(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:

@@ -14,6 +14,7 @@ import uvloop
 
 import rlinf
 from rlinf.runtime.base.tasks import OwnDirectory, Threads
+from rlinf.runtime.system import torchrun
 
 PROGRAMS = Path(__file__).parent / "programs"
 RESUME_ME = 75
@@ -112,3 +113,31 @@ def test_directories_are_made_by_what_sweeps_away_those_of_the_dead():
     root = Path(rlinf.__file__).parent
     files = {f"rlinf/{path.relative_to(root)}" for path in root.rglob("*.py") if makers.search(path.read_text())}
     assert files <= swept_by_others
+
+
+async def _reading(begun):
+    """Items of a generator that does not end when its reader is cancelled."""
+    while True:
+        begun.set()
+        try:
+            yield await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            continue
+
+
+def test_a_generator_that_a_task_still_advances_is_not_closed_under_it(monkeypatch, caplog):
+    monkeypatch.setattr(torchrun, "GRACE", 0.01)
+    stuck = []
+
+    async def main():
+        async def read():
+            async for _ in _reading(begun):
+                pass
+
+        begun = asyncio.Event()
+        stuck.append(asyncio.create_task(read()))
+        await begun.wait()
+
+    torchrun._run_loop(main())
+    assert not stuck.pop().done()
+    assert [each.message for each in caplog.records if each.exc_info] == []

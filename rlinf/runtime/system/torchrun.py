@@ -137,8 +137,8 @@ def _run_loop(work: Coroutine[Any, Any, T]) -> T:
                 if task.done():
                     raise
     finally:
-        loop.run_until_complete(cancel_all(asyncio.all_tasks(loop), GRACE))
-        loop.run_until_complete(loop.shutdown_asyncgens())
+        if not loop.run_until_complete(cancel_all(asyncio.all_tasks(loop), GRACE)):
+            loop.run_until_complete(loop.shutdown_asyncgens())  # nobody may close what a task still advances
         threads.shutdown()
         asyncio.set_event_loop(None)
         loop.close()

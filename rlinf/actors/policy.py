@@ -28,7 +28,7 @@ from rlinf.data.rng import uniforms
 from rlinf.data.weights import Weights, misfits
 from rlinf.envs.environment import Chunk, Decision, EnvOutput, Episode
 from rlinf.envs.workers import at_once
-from rlinf.models.policy.base import Act, Policy, Stored
+from rlinf.models.policy.base import Act, Greedy, Policy, Stored
 from rlinf.models.policy.build import load_policy, make_policy
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.training.checkpoint import held
@@ -50,7 +50,7 @@ class Scripted(Actor):
         self._name, self._function = function, resolve(function)
 
     @endpoint
-    async def act(self, key: Any, output: EnvOutput, *, greedy: bool = False, keep: bool = True) -> Tensor:
+    async def act(self, key: Any, output: EnvOutput, *, greedy: Greedy = False, keep: bool = True) -> Tensor:
         """Decide what to do.
 
         Args:
@@ -131,7 +131,7 @@ class PolicyActor(ModelActor, Receiver):
         self._version = 0
 
     @endpoint(device=True)
-    async def act(self, key: Key, output: EnvOutput, *, greedy: bool = False, keep: bool = True) -> Tensor | Decision:
+    async def act(self, key: Key, output: EnvOutput, *, greedy: Greedy = False, keep: bool = True) -> Tensor | Decision:
         """Decide what the environments of a slice do next.
 
         Args:
@@ -274,7 +274,7 @@ class PolicyActor(ModelActor, Receiver):
         super()._park()
 
     @torch.no_grad()
-    def _act(self, key: Key, output: EnvOutput, greedy: bool, keep: bool) -> Tensor | Decision:
+    def _act(self, key: Key, output: EnvOutput, greedy: Greedy, keep: bool) -> Tensor | Decision:
         if keep and output.chunk is not None:
             self._record(key, output.chunk)
         elif keep:  # a step begins; what an earlier one left, which was given up half way, belongs to nobody
@@ -286,7 +286,7 @@ class PolicyActor(ModelActor, Receiver):
         actions = act.actions.cpu()
         return actions if act.memory is None else Decision(actions, act.memory.cpu())
 
-    def _decided(self, observation: Mapping[str, Tensor], output: EnvOutput, greedy: bool, keep: bool) -> Act:
+    def _decided(self, observation: Mapping[str, Tensor], output: EnvOutput, greedy: Greedy, keep: bool) -> Act:
         """Decide on actions for an observation that is on the policy's device."""
         return self._policy.act(observation, instructions=output.instructions, generator=output.seeds, greedy=greedy)
 
@@ -442,7 +442,7 @@ class DaggerPolicy(PolicyActor):
     def _ask(self, output: EnvOutput) -> None:
         self._decided(self._on_device(output.observation), output, True, True)
 
-    def _decided(self, observation: Mapping[str, Tensor], output: EnvOutput, greedy: bool, keep: bool) -> Act:
+    def _decided(self, observation: Mapping[str, Tensor], output: EnvOutput, greedy: Greedy, keep: bool) -> Act:
         if not keep:
             return super()._decided(observation, output, greedy, keep)
         act = super()._decided(observation, output, True, keep)

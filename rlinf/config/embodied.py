@@ -455,8 +455,10 @@ class TrialsConfig:
 
     episodes: int = Field(default=64, ge=0)
     """How many, before the first step and after the last; 0 evaluates nothing."""
-    greedy: bool = True
-    """By the likeliest actions; false draws them as in training, the same draws each time."""
+    greedy: bool | Literal["from_noise"] = True
+    """By the likeliest actions; false draws them as in training, the same draws each time. from_noise, of policies that
+    denoise: by the ODE alone from a random start, as openpi, NVIDIA and RLinf evaluate, the same starts each time; true
+    begins at 0, the middle of them."""
     every: int = Field(default=0, ge=0)
     """Evaluate after every this many steps too; 0 does not."""
     patience: int = Field(default=0, ge=0)

@@ -13,6 +13,7 @@ from rlinf.algos.evaluation import majority_at_k, pass_at_k
 from rlinf.data.sample import Evaluation, Group, NotScored, Prompt, Sample
 from rlinf.envs.environment import Episode
 from rlinf.flows.text import annotate
+from rlinf.models.policy.base import Greedy
 from rlinf.runtime.base.progress import Work, work
 from rlinf.training.batch_metrics import rewards_by_agent
 
@@ -126,14 +127,16 @@ class _Round:
     """By environment."""
 
 
-async def trials(env: Any, policy: Any, episodes: int, *, greedy: bool = True, videos: int = 0) -> tuple[Episode, ...]:
+async def trials(
+    env: Any, policy: Any, episodes: int, *, greedy: Greedy = True, videos: int = 0
+) -> tuple[Episode, ...]:
     """Act in environments without automatic resets until enough episodes have ended.
 
     Args:
         env: simulations with one slice each and without automatic resets; their starts are the same each time.
         policy: the role.
         episodes: how many, at least 1.
-        greedy: take the likeliest actions; otherwise sample them.
+        greedy: take the likeliest actions, or from_noise those of the ODE from random starts; otherwise sample them.
         videos: of so many of them a video is recorded: failures first, those with the smallest returns. Starts and
             actions repeat, so they are played again for it, and only they are drawn. `env` needs a `Recording`.
 

@@ -333,7 +333,8 @@ class EmbodiedWorkload(Workload[dict[str, float]]):
     def conclude(self, before: dict[str, float] | None, after: dict[str, float] | None) -> Iterator[str]:
         if not (before and after):
             return
-        kind = "the likeliest" if self.config.trials.greedy else "drawn"
+        kinds = {True: "the likeliest", False: "drawn", "from_noise": "the ODE's, from random starts,"}
+        kind = kinds[self.config.trials.greedy]
         yield f"{after['episodes']:.0f} trials by {kind} actions, before and after:"
         for name in ("success_once", "success_at_end", "reward/mean", "episodes/length"):
             if name in before and name in after:

@@ -40,6 +40,17 @@ async def test_the_same_policy_is_tried_on_the_same_starts_and_does_the_same():
         assert [episode.seed for episode in await trials(other_env, policy, 6)] != [each.seed for each in first]
 
 
+async def test_the_ode_s_random_starts_are_the_same_each_time_and_each_of_its_own():
+    """As authors of flows evaluate."""
+    flow = {"type": "flow", **{key: MLP[key] for key in ("state_size", "action_size")}, "chunk": 2}
+    async with ActorSystem.local() as system:
+        env, _ = await roles(system)
+        policy = await system.spawn(PolicyActor, name="flow", policy=flow)
+        first = await trials(env, policy, 6, greedy="from_noise")
+        assert await trials(env, policy, 6, greedy="from_noise") == first
+        assert await trials(env, policy, 6) != first
+
+
 async def test_they_leave_nothing_in_a_trajectory():
     async with ActorSystem.local() as system:
         env, policy = await roles(system)

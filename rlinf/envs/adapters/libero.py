@@ -65,7 +65,7 @@ class Libero(SerialSimulator):
         num_envs: how many.
         suite: one of `MAX_STEPS`.
         tasks: numbers of the tasks that are drawn from; None for all of the suite.
-        image_size: height and width of the pictures.
+        image_size: height and width of the pictures; 256 as in the evaluation of OpenVLA-OFT, which resizes afterwards.
         settle: steps without motion at the start of an episode, in which objects fall into place; OpenVLA takes 10,
             RLinf 15.
 
@@ -89,7 +89,7 @@ class Libero(SerialSimulator):
         *,
         suite: str,
         tasks: Sequence[int] | None = None,
-        image_size: int = 224,
+        image_size: int = 256,
         settle: int = 10,
     ):
         Libero.check_options({"suite": suite, "settle": settle})

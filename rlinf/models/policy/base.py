@@ -79,6 +79,9 @@ def normals(noise: Tensor) -> Tensor:
     return values.float()
 
 
+Greedy: TypeAlias = bool | Literal["from_noise"]
+"""Choice of the likeliest actions; `from_noise`: beginning at random noise, all else likeliest (flows alone)."""
+
 Observation: TypeAlias = Mapping[str, Tensor]
 """Observations by name, one row per environment: "state" float32 [N, S]; "rgb" uint8 [N, H, W, 3 k] for k cameras."""
 
@@ -233,7 +236,8 @@ class Policy(nn.Module, ABC):
 
         Args:
             inputs: of `inputs`.
-            noise: random numbers in [0, 1), float64 [N, `randomness`]; None for the likeliest actions.
+            noise: random numbers in [0, 1), float64 [N, `randomness`]; None for the likeliest actions; [N, `starts`]
+                for the likeliest from random starts.
         """
 
     @abstractmethod
@@ -248,6 +252,11 @@ class Policy(nn.Module, ABC):
     def randomness(self) -> int:
         """Random numbers that `draw` needs for each row."""
         return int(self.config.chunk * self.config.action_size)
+
+    @property
+    def starts(self) -> int:
+        """The first of them, where decisions begin at noise, as flows do: how many make a start; 0 otherwise."""
+        return 0
 
     @property
     def tokens_of_a_decision(self) -> tuple[int, int] | None:
@@ -301,7 +310,7 @@ class Policy(nn.Module, ABC):
         *,
         instructions: Sequence[str] | None = None,
         generator: Generator = None,
-        greedy: bool = False,
+        greedy: Greedy = False,
     ) -> Act:
         """Decide what to do, without gradient.
 
@@ -311,10 +320,16 @@ class Policy(nn.Module, ABC):
             generator: source of randomness; or a seed per row, int64 [N], which makes what a row draws independent of
                 the other rows. None: torch's global one.
             greedy: take the likeliest actions instead of drawing.
+
+        Raises:
+            ValueError: greedy=from_noise, and the policy begins at none.
         """
+        if greedy == "from_noise" and not self.starts:
+            raise ValueError("trials.greedy=from_noise is for policies that denoise actions: take true, or false")
         inputs = self.inputs(observation, instructions)
         rows = next(iter(inputs.values()))
-        noise = None if greedy else uniforms(generator, len(rows), self.randomness, rows.device)
+        count = self.starts if greedy == "from_noise" else self.randomness
+        noise = None if greedy is True else uniforms(generator, len(rows), count, rows.device)
         sampled = self.draw(inputs, noise)
         logprobs = at_level(sampled.logprobs, self.config.level)
         stored = {**inputs, **sampled.also, "actions": sampled.made}

@@ -181,6 +181,8 @@ class Embodiment:
     """Text with {instruction}."""
     prompt_length: int
     """Tokens that prompts are padded to."""
+    reads_padding: bool = True
+    """The model looks at that padding (GR00T alone), so that its length changes what it does."""
     cameras: int = 1
     """Pictures that the model looks at, the first ones of the observation."""
     crop: float = 1.0
@@ -260,10 +262,10 @@ TABLE = {
         prompt="{instruction}", prompt_length=570, cameras=2, crop=0.9025, state_size=_LIBERO_STATE,
         statistics=("libero_franka",), scale="min_max", gripper="libero", chunk=5,
     ),
-    # a robot without a row: what there is of its state is read, and the gripper is as it is
+    # a robot without a row: what there is of its state is read, and the gripper is as it is. NVIDIA pads nothing
     ("gr00t", "plain"): Embodiment(
-        prompt="{instruction}", prompt_length=570, crop=0.9025, state_size=64, statistics=("new_embodiment",),
-        scale="min_max", chunk=16,
+        prompt="{instruction}", prompt_length=570, reads_padding=False, crop=0.9025, state_size=64,
+        statistics=("new_embodiment",), scale="min_max", chunk=16,
     ),
     # without a state; a guess: the chunk
     ("gr00t", "maniskill"): Embodiment(

@@ -172,6 +172,9 @@ def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
     if isinstance(policy, Problem):
         yield policy
     else:
+        if config.trials.greedy == "from_noise" and not policy.starts:
+            other = f"{config.policy.type} denoises nothing, so that it begins at no noise: take true, or false"
+            yield Problem("configuration", "trials.greedy", "from_noise", other)
         yield from _memory_mistakes(config, policy)
         yield from _too_large(config, policy, None)
     if config.policy.path is not None:

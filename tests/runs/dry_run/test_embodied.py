@@ -68,6 +68,9 @@ CASES: dict[str, tuple[str, tuple[str, ...], str]] = {
         PENDULUM, VIDEOS, "trials.videos = 1: made without pictures: set trials.options={pictures: true}",
     ),
     "a policy that is a function": (TOY, ("policy.type=os.path.join",), "policy.type = os.path.join: "),
+    "a start of noise for a policy that denoises nothing": (
+        TOY, ("trials.greedy=from_noise",), "trials.greedy = from_noise: ",
+    ),
     "a policy without critics for sac": (PENDULUM, ("policy.type=mlp",), "policy.type = mlp: it has no critics of"),
     "a key that the algorithm does not read": (
         PENDULUM, ("off_policy.expectile=0.9",), "sac does not read it, but iql: remove it",

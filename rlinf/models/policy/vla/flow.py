@@ -170,7 +170,7 @@ def sample(
         how: the steps.
         start: noise, [N, H, D]; zeros for the likeliest.
         noise: standard normal numbers, [N, 1, H, D], for flow_noise [N, K, H, D]; zeros for the likeliest chain.
-        drew: step that draws, from 0 to `how.can_draw` - 1, int64 [N]; not read for flow_noise.
+        drew: step that draws, from 0 to `how.can_draw` - 1, int64 [N]; -1 for none. Not read for flow_noise.
         deviation: of flow_noise.
     """
     x, states = start, [start]
@@ -378,13 +378,22 @@ class FlowPolicy(Policy):
         """Numbers of the chain, and one that chooses the step."""
         return self.how.normals(self.horizon * self.width) + 1
 
+    @property
+    def starts(self) -> int:
+        """The numbers that the chain begins with."""
+        return self.horizon * self.width
+
     def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
-        """See `Policy.draw`. The likeliest chain starts from 0, the middle of all starts, and draws 0 in every step."""
+        """See `Policy.draw`. The likeliest chain starts from 0, the middle of all starts, and draws 0 in every step;
+        from a random start all steps are the ODE's, as authors evaluate."""
         rows = next(iter(inputs.values()))
         shape = (len(rows), -1, self.horizon, self.width)
         if noise is None:
             drew = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
             numbers = torch.zeros(len(rows), self.randomness - 1, device=rows.device).view(shape)
+        elif noise.shape[1] == self.starts:
+            drew = torch.full((len(rows),), -1, dtype=torch.int64, device=rows.device)
+            numbers = nn.functional.pad(normals(noise), (0, self.randomness - 1 - self.starts)).view(shape)
         else:
             drew = (noise[:, -1] * self.how.can_draw).long()
             numbers = normals(noise[:, :-1]).view(shape)

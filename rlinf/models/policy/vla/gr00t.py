@@ -107,7 +107,10 @@ class Gr00tConfig(FlowConfig):
     robot_id: int | None = None
     """Which weights of the projectors; null follows from `robot`."""
     prompt_length: int | None = None
-    """Tokens that prompts are padded to; null as in the row. The model reads padding, so it changes what it does."""
+    """Tokens that prompts are padded to; null as in the row."""
+    reads_padding: bool | None = None
+    """The action head looks at padding, as where it was trained in batches of a fixed length (RLinf), so that the
+    length changes what it does; false as the authors act, without padding. null as in the row."""
     cameras: int | None = None
     """Pictures that the model looks at; null as in the row."""
     crop: float | None = None
@@ -298,6 +301,8 @@ class Read:
     """Tokens that the action head attends to, [N, L, width]."""
     before: Tensor
     """The state's token and the learned ones, [N, 1 + T, width]."""
+    real: Tensor | None
+    """Tokens of the context that are looked at, bool [N, L]; None for all, padding too."""
 
 
 class Gr00tPolicy(FlowPolicy):
@@ -325,6 +330,7 @@ class Gr00tPolicy(FlowPolicy):
         actions = None if self.scalings is None else self.scalings[1]
         self.actions = self.actions_of(config, actions)
         self.cameras = config.cameras or self.row.cameras
+        self.reads_padding = self.row.reads_padding if config.reads_padding is None else config.reads_padding
         # Without a state the authors take sines and cosines of zeros: 0 for each of the robot's numbers, then 1
         numbers = 0 if self.scalings is None or self.row.state_size else len(self.scalings[0].centre)
         self.register_buffer(
@@ -426,20 +432,23 @@ class Gr00tPolicy(FlowPolicy):
     def context(self, inputs: Stored) -> Read:
         """See `FlowPolicy.context`."""
         dtype = self.action_head.vlln.weight.dtype
-        text = inputs["text"]
+        text, real = inputs["text"], None
+        if not self.reads_padding:
+            text = text[:, int((text >= 0).any(0).long().argmax()) :]  # columns that nobody fills cost time
+            real = text >= 0
         hidden = self._eagle(self._pictures(inputs["rgb"]).to(dtype), text.clamp(min=0), text >= 0)
         state = self._blank.expand(len(text), -1) if "state" not in inputs else inputs["state"]
         if "state" in inputs and self.scalings is not None:
             state = self.scalings[0].normalised(state)
         before = self.action_head.tokens(padded(state, self._state_width).to(dtype), self.robot)
-        return Read(self.action_head.read(hidden), before)
+        return Read(self.action_head.read(hidden, real), before, real)
 
     def velocity(self, context: Read) -> Velocity:
         """See `FlowPolicy.velocity`."""
 
         def of_time(x: Tensor, t: Tensor) -> Field:
             velocity, hidden = self.action_head(
-                context.context, context.before, x.to(context.before.dtype), t, self.robot
+                context.context, context.before, x.to(context.before.dtype), t, self.robot, real=context.real
             )
             return Field(velocity.float(), hidden)
 
@@ -449,7 +458,13 @@ class Gr00tPolicy(FlowPolicy):
         """See `FlowPolicy.values`."""
         if self.critic is None:
             return None
-        summary = torch.cat([context.context.mean(1), context.before[:, 0]], -1).detach()
+        tokens = context.context
+        if context.real is None:
+            mean = tokens.mean(1)
+        else:
+            share = context.real / context.real.sum(1, keepdim=True)
+            mean = (tokens * share[..., None].to(tokens.dtype)).sum(1)
+        summary = torch.cat([mean, context.before[:, 0]], -1).detach()
         result: Tensor = self.critic(summary.float())
         return result if self.config.value_level == "action" else result[:, 0]
 

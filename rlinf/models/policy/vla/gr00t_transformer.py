@@ -49,10 +49,11 @@ class Attention(nn.Module):
         self.to_v = nn.Linear(context, inner)
         self.to_out = nn.ModuleList([nn.Linear(inner, width)])
 
-    def forward(self, tokens: Tensor, context: Tensor) -> Tensor:
-        """Tokens [N, S, width] after looking at context [N, L, context]."""
+    def forward(self, tokens: Tensor, context: Tensor, real: Tensor | None = None) -> Tensor:
+        """Tokens [N, S, width] after looking at context [N, L, context], or at those that are `real`, bool [N, L]."""
         q, k, v = self._by_head(self.to_q(tokens)), self._by_head(self.to_k(context)), self._by_head(self.to_v(context))
-        attended = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        mask = None if real is None else real[:, None, None]
+        attended = functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
         out: Tensor = self.to_out[0](attended)
         return out
 
@@ -116,10 +117,17 @@ class Block(nn.Module):
         self.norm3 = nn.LayerNorm(width, elementwise_affine=not timed)
         self.ff = FeedForward(width)
 
-    def forward(self, tokens: Tensor, context: Tensor | None = None, time: Tensor | None = None) -> Tensor:
-        """Tokens [N, S, width]; context [N, L, context] or None for themselves; embedded time [N, width]."""
+    def forward(
+        self,
+        tokens: Tensor,
+        context: Tensor | None = None,
+        time: Tensor | None = None,
+        real: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens [N, S, width]; context [N, L, context] or None for themselves, of which `real`, bool [N, L], says
+        what is looked at; embedded time [N, width]."""
         normed = self.norm1(tokens) if time is None else self.norm1(tokens, time)
-        tokens = tokens + self.attn1(normed, normed if context is None else context)
+        tokens = tokens + self.attn1(normed, normed if context is None else context, real)
         out: Tensor = tokens + self.ff(self.norm3(tokens))
         return out
 
@@ -175,11 +183,12 @@ class DiffusionTransformer(nn.Module):
         self.proj_out_1 = nn.Linear(width, 2 * width)
         self.proj_out_2 = nn.Linear(width, outputs)
 
-    def forward(self, tokens: Tensor, context: Tensor, bucket: Tensor) -> Tensor:
-        """[N, S, outputs] of tokens [N, S, width], context [N, L, context] and bucket int64 [N]."""
+    def forward(self, tokens: Tensor, context: Tensor, bucket: Tensor, real: Tensor | None = None) -> Tensor:
+        """[N, S, outputs] of tokens [N, S, width], context [N, L, context], of which `real` is looked at, bool [N, L],
+        and bucket int64 [N]."""
         time = self.timestep_encoder(bucket)
         for number, block in enumerate(self.transformer_blocks):
-            tokens = block(tokens, context if number % 2 == 0 else None, time)
+            tokens = block(tokens, context, time, real) if number % 2 == 0 else block(tokens, None, time)
         offset, scale = self.proj_out_1(functional.silu(time))[:, None].chunk(2, -1)  # here the offset comes first
         normed = functional.layer_norm(tokens, tokens.shape[-1:], eps=1e-6)
         out: Tensor = self.proj_out_2(normed * (1 + scale) + offset)
@@ -197,10 +206,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.transformer_blocks = nn.ModuleList([Block(heads, head_dim, None, timed=False) for _ in range(layers)])
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[N, L, width] of the same."""
+    def forward(self, tokens: Tensor, real: Tensor | None = None) -> Tensor:
+        """[N, L, width] of the same, of which `real` is looked at, bool [N, L]; None for all."""
         for block in self.transformer_blocks:
-            tokens = block(tokens)
+            tokens = block(tokens, real=real)
         return tokens
 
 
@@ -364,9 +373,10 @@ class ActionHead(nn.Module):
         self.vlln = nn.LayerNorm(context)
         self.vl_self_attention = SelfAttention(**_sizes(attention))
 
-    def read(self, backbone: Tensor) -> Tensor:
-        """The backbone's output, ready to be attended to, [N, L, context]."""
-        out: Tensor = self.vl_self_attention(self.vlln(backbone))
+    def read(self, backbone: Tensor, real: Tensor | None = None) -> Tensor:
+        """The backbone's output, ready to be attended to, [N, L, context]; what is not `real`, bool [N, L], is not
+        looked at."""
+        out: Tensor = self.vl_self_attention(self.vlln(backbone), real)
         return out
 
     def tokens(self, state: Tensor, robot: int) -> Tensor:
@@ -379,7 +389,9 @@ class ActionHead(nn.Module):
         future = self.future_tokens.weight.expand(len(state), -1, -1)
         return torch.cat([self.state_encoder(state[:, None], robot), future], 1)
 
-    def forward(self, context: Tensor, before: Tensor, actions: Tensor, t: Tensor, robot: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, context: Tensor, before: Tensor, actions: Tensor, t: Tensor, robot: int, *, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Velocity, and the hidden states that it is decoded from.
 
         Args:
@@ -388,6 +400,7 @@ class ActionHead(nn.Module):
             actions: noisy, [N, H, numbers].
             t: 0 for noise, 1 for actions, float [N].
             robot: number of the embodiment.
+            real: tokens of the context that are looked at, bool [N, L]; None for all.
 
         Returns:
             actions - noise, [N, H, numbers]; [N, H, hidden_size].
@@ -395,5 +408,5 @@ class ActionHead(nn.Module):
         bucket = (t.double() * self.buckets + 1e-3).long()  # a time such as 0.7 is stored a little below itself
         places = self.position_embedding.weight[: actions.shape[1]]
         tokens = torch.cat([before, self.action_encoder(actions, bucket, robot) + places], 1)
-        hidden = self.model(tokens, context, bucket)[:, -actions.shape[1] :]
+        hidden = self.model(tokens, context, bucket, real)[:, -actions.shape[1] :]
         return self.action_decoder(hidden, robot), hidden

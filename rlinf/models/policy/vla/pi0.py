@@ -245,8 +245,10 @@ def _statistics_of_processors(directory: Path) -> dict[str, Any]:
         path = directory / f"{begin}.json"
         try:
             steps = json.loads(path.read_text(encoding="utf-8"))["steps"] if path.is_file() else []
-            for file in (directory / str(step["state_file"]) for step in steps if "state_file" in step):
-                rows |= load_file(file)
+            for file in (Path(str(step["state_file"])) for step in steps if "state_file" in step):
+                if file.is_absolute() or ".." in file.parts:
+                    raise ValueError(f"state_file={str(file)!r} lies outside of the directory")
+                rows |= load_file(directory / file)
         except Exception as error:  # a file that may hold anything
             raise ValueError(f"{path} or a file that it names is damaged: {error}") from error
     parts = {"state": "observation.state.", "actions": "action."}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rlinf.data.rng import mix
+from rlinf.models.policy.base import normals, uniforms
 from rlinf.models.policy.build import build_policy_model
 from tests.models.policy.cases import rough
 
@@ -51,6 +52,22 @@ def test_greedy_repeats_and_is_the_most_likely_draw_of_its_step(policy):
     shaken = {**best.stored, "actions": best.stored["actions"].clone()}
     shaken["actions"][:, 1] += 0.05
     assert (policy.evaluate(shaken).logprobs < best.logprobs).all()
+
+
+@pytest.mark.parametrize("method", ["flow_sde", "flow_cps", "flow_noise"])
+def test_from_noise_is_the_ode_from_a_start_that_follows_from_the_row_s_seed(method):
+    policy = rough(build_policy_model({**FLOW, "method": method}))
+    acted = policy.act(seen(), generator=SEEDS, greedy="from_noise")
+    x = normals(uniforms(SEEDS, 6, 6, torch.device("cpu"))).view(6, 3, 2)
+    assert torch.equal(acted.stored["actions"][:, 0], x)
+    assert torch.equal(x, policy.act(seen(), generator=SEEDS).stored["actions"][:, 0])  # as training begins
+    field = policy.velocity(policy.context(policy.inputs(seen())))
+    with torch.no_grad():
+        for step in range(policy.how.steps):
+            x = x - field(x, torch.full((6,), 1 - step / policy.how.steps)).velocity / policy.how.steps
+    torch.testing.assert_close(acted.actions, x.clamp(-1, 1), atol=1e-5, rtol=1e-5)
+    alone = policy.act({"state": seen()["state"][2:3]}, generator=SEEDS[2:3], greedy="from_noise")
+    torch.testing.assert_close(alone.actions, acted.actions[2:3], atol=1e-6, rtol=1e-6)
 
 
 def test_learned_deviations_stay_within_their_bounds():

@@ -366,6 +366,16 @@ def test_without_any_statistics_and_with_damaged_ones_the_directory_is_named(dir
         make_policy({"type": "pi0", **RUN}, str(tmp_path / "lerobot"), CPU)
 
 
+@pytest.mark.parametrize("absolute", [True, False])
+def test_statistics_outside_of_the_directory_are_not_read(absolute, directories, tmp_path):
+    as_lerobot(directories["pi0"], tmp_path / "lerobot", {"type": "pi0"})
+    save_file({"action.mean": torch.zeros(7), "action.std": torch.ones(7)}, tmp_path / "outside.safetensors")
+    name = str(tmp_path / "outside.safetensors") if absolute else "../outside.safetensors"
+    (tmp_path / "lerobot" / "policy_preprocessor.json").write_text(json.dumps({"steps": [{"state_file": name}]}))
+    with pytest.raises(ValueError, match=r"policy_preprocessor\.json.*state_file"):
+        make_policy({"type": "pi0", **RUN}, str(tmp_path / "lerobot"), CPU)
+
+
 def test_in_bfloat16_what_openpi_keeps_in_float32_stays_and_scores_agree(read, model):
     policy = read(model, torch.bfloat16)
     kinds = {name: each.dtype for name, each in policy.named_parameters()}

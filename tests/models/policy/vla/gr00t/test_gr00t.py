@@ -147,6 +147,34 @@ def test_padding_is_seen_by_no_word_and_seen_by_the_action_head(policy):
     assert said.isfinite().all()
 
 
+@pytest.mark.parametrize("embodiment", ["plain", "libero"])
+def test_a_prompt_acts_by_itself_as_its_authors_have_it_where_padding_is_not_read(published, embodiment):
+    """They run batches of one, without padding: rows of that very length, in which all tokens are read."""
+    bound = {**GIVEN, "embodiment": embodiment, "cameras": 2, "robot": "libero_franka", "gripper": None}
+    bound = {key: value for key, value in bound.items() if value is not None}
+    policy = load_policy(published[0], {**bound, "reads_padding": None if embodiment == "plain" else False})
+    together = policy.act(seen(), instructions=WORDS, generator=torch.arange(3), greedy="from_noise")
+    lengths = policy._prompts.encode(WORDS).ge(0).sum(1).tolist()
+    assert len({*lengths}) == 3
+    for row, (words, length) in enumerate(zip(WORDS, lengths, strict=True)):
+        alone = load_policy(published[0], {**bound, "prompt_length": length, "reads_padding": True})
+        one = {name: each[row : row + 1] for name, each in seen().items()}
+        acted = alone.act(one, instructions=[words], generator=torch.tensor([row]), greedy="from_noise")
+        torch.testing.assert_close(together.actions[row : row + 1], acted.actions, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(together.values[row : row + 1], acted.values, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("side", "inner", "first"), [(40, 38, 1), (128, 121, 4), (300, 285, 8), (480, 456, 12)])
+def test_pictures_are_cropped_where_torchvision_crops_them_and_cut_to_bytes(policy, side, inner, first):
+    """Its CenterCrop begins at round((H - h) / 2), to the even one between two; 0..1 times 255 loses its fraction."""
+    rgb = torch.randint(0, 256, (1, side, side, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(side))
+    kept = rgb[0, first : first + inner, first : first + inner, :3].permute(2, 0, 1)[None] / 255
+    small = torch.nn.functional.interpolate(kept, (28, 28), mode="bilinear", antialias=True)
+    expected = (small * 255 + 1e-4).to(torch.uint8)  # a product that is whole but for rounding is that number
+    found = ((policy._pictures(rgb)[0, 0] * 0.5 + 0.5) * 255).round().to(torch.uint8)
+    assert (found == expected[0]).float().mean() > 0.999
+
+
 def test_actions_are_in_the_robots_units_with_libero_s_gripper(policy):
     x = torch.tensor([[[-1.0, 0.0, 1.0, -1.0, 0.0, 1.0, 0.9], [-1.0, 0.0, 1.0, -1.0, 0.0, 1.0, -0.9]]])
     low, high = STATISTICS["action"]["x"]["min"][0], STATISTICS["action"]["x"]["max"][0]

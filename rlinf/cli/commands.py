@@ -7,6 +7,7 @@
     rlinf convert THEIRS.yaml OURS.yaml             a configuration of verl's or RLinf's as ours
     rlinf convert FROM TO --format F                demonstrations in another format, or their statistics
     rlinf serve --config FILE [key=value ...]       a training service, which speaks the Tinker API
+    rlinf launch slurm|k8s|skypilot --config FILE   a job file that trains on many machines
     rlinf ledger DIR                                what became of every sample that a run has drawn
     rlinf watch DIR [DIR ...]                       the page of runs, while they go on and afterwards
     rlinf compare DIR DIR                           runs on one page: curves, speed, what is not the same
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 _ELSEWHERE = {
     "train": ("rlinf.cli.main.main", "train by a configuration; --dry-run shows what would run, and what could not"),
+    "launch": ("rlinf.cli.launch.launch", "write a job file for Slurm, Kubernetes or SkyPilot"),
     "plan": ("rlinf.cli.plan.main", "find the best placement of a profiled flow on any number of devices"),
     "record": ("rlinf.cli.demonstrations.record_demonstrations", "record demonstrations of a policy or of a script"),
     "convert": (

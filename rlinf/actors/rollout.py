@@ -36,6 +36,7 @@ from rlinf.engines.base import (
     PartialGroup,
     Request,
     Sampling,
+    TextScores,
     make,
 )
 from rlinf.metrics.limits import BYTES, DECODE, READ
@@ -44,6 +45,7 @@ from rlinf.models.language.cost import ModelCost
 from rlinf.models.language.sources import limits
 from rlinf.models.language.truth import Way
 from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.base.tensors import own_device
 from rlinf.runtime.streams.stream import Consumer, Stream, each
@@ -274,6 +276,19 @@ class Rollout(Receiver):
             yield await answering
         finally:  # who stops listening wants no answer
             await cancel_all([answering])
+
+    @endpoint(device=True)
+    async def scores(self, texts: Sequence[np.ndarray], top: int = 0) -> list[TextScores]:
+        """Score the tokens of texts; see `Engine.score`.
+
+        Raises:
+            UserError: the engine does not.
+            ValueError: a text that is too long, or has ids that the model has not.
+        """
+        if not self._engine.scores:
+            engine = type(self._engine).__name__
+            raise UserError(f"{engine} tells no log-probs of tokens that it is given: take rollout.engine=transformers")
+        return await self._engine.score(texts, top)
 
     async def _answer(
         self,

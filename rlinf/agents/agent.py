@@ -30,12 +30,13 @@ import numpy as np
 
 from rlinf.agents.arguments import Awaited, WrongType, WrongValue, number, running_loop, shown, token_ids
 from rlinf.agents.chat import ChatFormat, Message, are_messages, begins_thought, copied
-from rlinf.agents.llm import Listener, Reply, Setting
+from rlinf.agents.llm import ContextFull, Listener, Reply, Setting
 from rlinf.agents.tools.formats import CallFormat, ToolCall
 from rlinf.agents.tools.tool import Tools
 from rlinf.agents.trajectories import Counts, Trajectories, Turn, add_reward
 from rlinf.data.rng import mix
 from rlinf.data.sample import Prompt, Sample
+from rlinf.engines.base import TextScores
 from rlinf.engines.grammars import Form, unenforceable
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
@@ -355,6 +356,27 @@ class AgentLLM:
         turn = self.trajectories.add(parent, new_ids, done, settings["temperature"], line, messages, chat)
         turn.start, turn.took = start - attempt.start, time.monotonic() - start
         return reply, turn, (messages, parsed)
+
+    async def scores(self, texts: Sequence[Any], top: int = 0) -> list[TextScores]:
+        """Say how likely the model finds the tokens of texts; it generates nothing, and nothing is recorded.
+
+        Args:
+            texts: token ids of each, int [tokens].
+            top: so many of the likeliest tokens are told in place of each, too.
+
+        Raises:
+            UserError: the episode is over, a text has ids that the model has not, or the engine tells no log-probs.
+            ContextFull: a text is longer than the model takes.
+        """
+        setting, call = self._attempt.setting, "llm.scores"
+        if self._attempt.closed:
+            raise UserError(f"{call}: the episode is over; await every call before the agent returns")
+        rows = [token_ids(text, setting.vocabulary, call).astype(np.int64) for text in texts]
+        longest = max(map(len, rows), default=0)
+        if setting.longest is not None and longest > setting.longest:
+            raise ContextFull(f"{call}: a text has {longest} tokens, and the model takes {setting.longest}")
+        scores: list[TextScores] = await setting.llm.scores(rows, top)
+        return scores
 
     def reward(self, value: float | Sequence[float], answer: Answer | None = None) -> None:
         """Reward an answer; several rewards of one answer add.

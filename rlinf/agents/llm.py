@@ -17,7 +17,7 @@ import numpy as np
 
 from rlinf.agents.arguments import WrongType, WrongValue
 from rlinf.data.sample import read_only
-from rlinf.engines.base import Completion, Finish, Hear, PartialAnswer, Sampling
+from rlinf.engines.base import Completion, Finish, Hear, PartialAnswer, Sampling, TextScores
 from rlinf.runtime.base.errors import RemoteError, UserError
 from rlinf.runtime.streams.stream import Stream
 
@@ -51,6 +51,9 @@ class LLM(Protocol):
 
     def ended(self, conversation: int) -> None:
         """No further turn of this conversation will come."""
+
+    def scores(self, texts: Sequence[np.ndarray], top: int) -> Any:
+        """Say how likely the tokens of texts are; awaited, a `TextScores` of each. See `Engine.score`."""
 
 
 class Listener(Protocol):
@@ -205,7 +208,7 @@ class RolloutModel:
         rollout = self._rollout()
         rank = len(rollout) if conversation is None else self._ranks.get(conversation, len(rollout))
         if rank >= len(rollout):
-            rank = min(range(len(rollout)), key=self._held.__getitem__)
+            rank = self._idlest(rollout)
             self._held[rank] += 1
             if conversation is not None:
                 self._ranks[conversation] = rank
@@ -224,6 +227,20 @@ class RolloutModel:
         if forgetting is not None:
             await forgetting
         return answer
+
+    def _idlest(self, rollout: Any) -> int:
+        return min(range(len(rollout)), key=self._held.__getitem__)
+
+    async def scores(self, texts: Sequence[np.ndarray], top: int = 0) -> list[TextScores]:
+        """See `LLM`."""
+        rollout = self._rollout()
+        rank = self._idlest(rollout)
+        self._held[rank] += 1
+        try:
+            scores: list[TextScores] = await rollout[rank].scores(texts, top)
+            return scores
+        finally:
+            self._held[rank] -= 1
 
     async def answering(self) -> dict[str, PartialAnswer]:
         """How far the answers under way are, by the names that their calls gave them, on all ranks; those that have no

@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -209,3 +209,7 @@ class RecordedModel:
     def ended(self, conversation: int) -> None:
         """See `LLM`."""
         self._llm.ended(conversation)
+
+    def scores(self, texts: Sequence[np.ndarray], top: int) -> Any:
+        """See `LLM`; nothing is recorded."""
+        return self._llm.scores(texts, top)

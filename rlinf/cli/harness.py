@@ -8,6 +8,7 @@ protocol to an address that is open for that long; the model answers by the engi
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -32,10 +33,12 @@ from rlinf.runs.roles import running_of, spawn_roles
 from rlinf.runs.text import roles_to_start
 from rlinf.runtime.system.system import ActorSystem
 
-MODULES = {"lm-eval": "lm_eval", "inspect": "inspect_ai"}
-"""Packages by the names that users give, and what is imported of them."""
+MODULES = {"lm-eval": ("lm_eval", "transformers"), "inspect": ("inspect_ai",)}
+"""Packages by the names that users give, and what is imported for them: a tokenizer tells where a prompt ends."""
 _NAME = "policy"
 """Name of the model, as the endpoint has it."""
+_IDLE = 60.0
+"""Seconds for which the endpoint remembers what was asked: packages ask about thousands of texts, each once."""
 _CONFIDENT = 1.96
 """Standard errors on either side of a value that 95 of 100 such intervals reach over the truth with."""
 
@@ -54,6 +57,20 @@ class HarnessRun:
     """Interpreter of an environment that has it."""
     options: Sequence[str] = ()
     """Further arguments of its command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that is asked."""
+
+    url: str
+    """Of its endpoint."""
+    chats: bool
+    """It has a chat template."""
+    tokenizer: str | None = None
+    """Directory or hub name of its tokenizer; None: it has no files."""
+    longest: int | None = None
+    """Tokens of a prompt and its answer; None: nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +112,10 @@ async def evaluate_with(system: ActorSystem, config: RunConfig, harness: Harness
     more: dict[str, Any] = {"compares": None, "judges": True, "counters": {}}
     session = RunSession(running_of(config, lambda: roles, data.tokenizer, model, None, **more))
     await asyncio.to_thread(harness.output.mkdir, parents=True, exist_ok=True)
-    async with session.serve() as served:
-        await _run(harness, served.url, chats=chats)
+    source = config.model.tokenizer or config.model.path
+    tokenizer = None if source is None or isinstance(source, Mapping) else str(source)
+    async with session.serve(idle=_IDLE) as served:
+        await _run(harness, Target(served.url, chats, tokenizer, session.limits[1]))
     scores = await asyncio.to_thread(_SCORES[harness.name], harness.output)
     if not scores:
         raise RunFailure(f"{harness.name} left no scores in {harness.output}")
@@ -108,9 +127,9 @@ async def evaluate_with(system: ActorSystem, config: RunConfig, harness: Harness
     return scores
 
 
-async def _run(harness: HarnessRun, url: str, *, chats: bool) -> None:
+async def _run(harness: HarnessRun, target: Target) -> None:
     """Run the package to its end; what it prints is its own."""
-    command = _COMMANDS[harness.name](harness, url, chats)
+    command, url = _COMMANDS[harness.name](harness, target), target.url
     key = {
         "OPENAI_API_KEY": "rlinf",
         "RLINF_API_KEY": "rlinf",
@@ -129,8 +148,8 @@ async def _run(harness: HarnessRun, url: str, *, chats: bool) -> None:
             await child.wait()
     if code == _ABSENT:
         raise InputError(
-            f"{harness.python} has no {MODULES[harness.name]}: pip install it into an environment of its own, and "
-            "name that by --harness-python ENVIRONMENT/bin/python"
+            f"{harness.python} has no {' or no '.join(MODULES[harness.name])}: pip install it into an environment of "
+            "its own, and name that by --harness-python ENVIRONMENT/bin/python"
         )
     if code:
         raise RunFailure(f"{harness.name} ended with {code}; what it printed above says why")
@@ -140,24 +159,32 @@ _ABSENT = 86
 """Exit code of an environment without the package."""
 
 
-def _as_program(module: str, program: str) -> list[str]:
-    """Arguments of Python that run a module, or end with `_ABSENT` where there is none."""
+def _as_program(modules: Sequence[str], program: str) -> list[str]:
+    """Arguments of Python that run a module, or end with `_ABSENT` where one that it needs is not there."""
     text = (
         "import importlib.util as u, runpy, sys\n"
-        f"if u.find_spec({module!r}) is None: sys.exit({_ABSENT})\n"
+        f"if not all(map(u.find_spec, {[*modules]!r})): sys.exit({_ABSENT})\n"
         f"runpy.run_module({program!r}, run_name='__main__', alter_sys=True)"
     )
     return ["-c", text]
 
 
-def _lm_eval(harness: HarnessRun, url: str, chats: bool) -> list[str]:
+def _lm_eval(harness: HarnessRun, target: Target) -> list[str]:
     """Arguments of lm-eval: files of tasks are found by `--include_path`, and named as in them."""
-    kind, path = ("local-chat-completions", "chat/completions") if chats else ("local-completions", "completions")
+    usual = "local-chat-completions" if target.chats else "local-completions"
+    kind = dict(itertools.pairwise(harness.options)).get("--model", usual)
+    path, tokens = (
+        ("chat/completions" if "chat" in kind else "completions"),
+        "tokenizer_backend=none,tokenized_requests=False",
+    )
+    if "chat" not in kind and target.tokenizer is not None:  # log-likelihoods are of tokens behind those of a prompt
+        tokens = f"tokenizer_backend=huggingface,tokenizer={target.tokenizer},tokenized_requests=True"
+    longest = "" if target.longest is None else f",max_length={target.longest}"
     files = [Path(each) for each in harness.tasks if each.endswith((".yaml", ".yml"))]
     names = [each for each in harness.tasks if Path(each) not in files] + [_task_in(file) for file in files]
     where = [part for file in files[:1] for part in ("--include_path", str(file.parent))]
-    about = f"model={_NAME},base_url={url}/{path},tokenizer_backend=none,tokenized_requests=False,num_concurrent=16"
-    template = ["--apply_chat_template"] if chats else []
+    about = f"model={_NAME},base_url={target.url}/{path},{tokens},num_concurrent=16{longest}"
+    template = ["--apply_chat_template"] if target.chats else []
     about_run = [
         "--model",
         kind,
@@ -168,7 +195,15 @@ def _lm_eval(harness: HarnessRun, url: str, chats: bool) -> list[str]:
         "--output_path",
         str(harness.output),
     ]
-    return [*_as_program("lm_eval", "lm_eval"), "run", *about_run, "--log_samples", *where, *template, *harness.options]
+    return [
+        *_as_program(MODULES["lm-eval"][: 1 if "chat" in kind else 2], "lm_eval"),
+        "run",
+        *about_run,
+        "--log_samples",
+        *where,
+        *template,
+        *harness.options,
+    ]
 
 
 def _task_in(file: Path) -> str:
@@ -183,12 +218,20 @@ def _task_in(file: Path) -> str:
     return line[1].strip()
 
 
-def _inspect(harness: HarnessRun, url: str, chats: bool) -> list[str]:
+def _inspect(harness: HarnessRun, target: Target) -> list[str]:
     """Arguments of inspect, whose provider of OpenAI-like servers reads the address from the environment."""
     # it takes files by patterns, which must be relative
     tasks = [os.path.relpath(each) if Path(each.partition("@")[0]).exists() else each for each in harness.tasks]
     where = ["--model", f"openai-api/rlinf/{_NAME}", "--log-dir", str(harness.output), "--log-format", "json"]
-    return [*_as_program("inspect_ai", "inspect_ai"), "eval", *tasks, *where, "--display", "plain", *harness.options]
+    return [
+        *_as_program(MODULES["inspect"], "inspect_ai"),
+        "eval",
+        *tasks,
+        *where,
+        "--display",
+        "plain",
+        *harness.options,
+    ]
 
 
 def lm_eval_scores(directory: Path) -> list[Score]:

@@ -255,6 +255,20 @@ class PartialGroup:
     """At which they are sampled."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TextScores:
+    """Log-probs of a text's tokens, each behind those before it, under softmax(logits)."""
+
+    logprobs: np.ndarray
+    """Of every token but the first, nats, float32 [tokens - 1]."""
+    ranks: np.ndarray
+    """Their places in the vocabulary by likelihood, from 1, int64 [tokens - 1]."""
+    likeliest: np.ndarray
+    """The likeliest tokens in place of each, the likeliest first, int64 [tokens - 1, top]."""
+    likeliest_logprobs: np.ndarray
+    """float32 [tokens - 1, top]"""
+
+
 class StepStats(NamedTuple):
     """How fast an engine decodes and reads, as sums from its beginning."""
 
@@ -309,6 +323,8 @@ class Engine(ABC):
     """`Request.seed` decides the answer. Without that, answers are fair draws which nobody can repeat."""
     forms: bool = False
     """It keeps answers to their `Sampling.form`."""
+    scores: bool = False
+    """It has `score`."""
     rounds: bool = False
     """It has weights of 8 bits where its user wants them."""
     rounding: float | None = None
@@ -377,6 +393,18 @@ class Engine(ABC):
             async for completion in completions:
                 return completion
         return request.ended("abort")  # before it was read
+
+    async def score(self, texts: Sequence[np.ndarray], top: int = 0) -> list[TextScores]:
+        """Score the tokens of texts by the weights in use; nothing is generated.
+
+        Args:
+            texts: token ids, int64 [tokens], at least one each.
+            top: so many of the likeliest tokens are told in place of each.
+
+        Raises:
+            RequestRefused: a text has ids that the model has not, or is longer than it takes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} tells no log-probs of what it reads")
 
     @abstractmethod
     async def abort(self, ids: Iterable[int] | None = None) -> None:
@@ -450,6 +478,15 @@ class Engine(ABC):
             self._ranged = (ids, int(np.min(ids)), int(np.max(ids)))
         return self._ranged[1:]
 
+    def _check_ids(self, name: str, ids: np.ndarray) -> None:
+        least, largest = self._range_of(ids)
+        if least < 0 or (self.vocabulary is not None and largest >= self.vocabulary):
+            raise RequestRefused(
+                f"{name} has the token id {least if least < 0 else largest}, and the model of {type(self).__name__} "
+                f"has ids from 0 to {'its last' if self.vocabulary is None else self.vocabulary - 1}: do tokenizer and "
+                "model belong together?"
+            )
+
     def check_request(self, request: Request) -> None:
         """See whether this engine can answer a request.
 
@@ -460,13 +497,7 @@ class Engine(ABC):
         engine = type(self).__name__
         if len(request.prompt_ids) == 0:
             raise RequestRefused(f"{name} has an empty prompt: there is nothing to continue")
-        least, largest = self._range_of(request.prompt_ids)
-        if least < 0 or (self.vocabulary is not None and largest >= self.vocabulary):
-            raise RequestRefused(
-                f"{name} has the token id {least if least < 0 else largest}, and the model of {engine} has ids from 0 "
-                f"to {'its last' if self.vocabulary is None else self.vocabulary - 1}: do tokenizer and model belong "
-                "together?"
-            )
+        self._check_ids(name, request.prompt_ids)
         if request.adapter is not None and request.adapter not in (self.adapters or ()):
             raise RequestRefused(
                 f"{name} wants the adapters {request.adapter!r}, which {engine} has not: load them first"

@@ -19,6 +19,7 @@ _BY_ENDPOINT = {
     "answer": "generation",
     "stream": "generation",
     "score": "scoring",
+    "scores": "scoring",
     "logprobs": "scoring",
     "outputs": "scoring",
     "values": "scoring",

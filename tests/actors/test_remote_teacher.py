@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 
 import numpy as np
 import pytest
@@ -14,7 +15,14 @@ from aiohttp import web
 from rlinf import ActorSystem
 from rlinf.actors.reference import Blend, Reference
 from rlinf.actors.remote_teacher import RemoteTeacher
+from rlinf.actors.rollout import Rollout
+from rlinf.agents.agent import AgentLLM, Attempt
+from rlinf.agents.chat import ChatFormat
+from rlinf.agents.endpoint.endpoint import Endpoint
+from rlinf.agents.llm import RolloutModel, Setting
+from rlinf.agents.tools.formats import call_format
 from rlinf.config.learning import ReferenceSettings, TeacherServerConfig
+from rlinf.config.text import EndpointConfig
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.engines.served.server import Lost
 from rlinf.models.distillation import TOP
@@ -99,11 +107,34 @@ async def told(url, dialect="vllm", groups=GROUPS, blend=None, **settings):
         return sorted(await teacher.logprobs(groups).collect(), key=lambda group: group.prompt.id)
 
 
-@pytest.mark.parametrize("dialect", ["vllm", "sglang", "echo"])
-async def test_each_dialect_says_what_a_teacher_of_the_runs_own_says(dialect):
+@contextlib.asynccontextmanager
+async def our_own():
+    """Our endpoint, over a rollout of the teacher's weights; instead of the requests, the names of sessions left."""
+    async with ActorSystem.local() as system:
+        more = {"model": toys.configuration(), "tokenizer": toys.ALPHABET, "max_new_tokens": 4}
+        rollout = await system.spawn(Rollout, name="rollout", **more)
+        tokenizer, numbers = load_tokenizer(toys.ALPHABET), itertools.count()
+        setting = Setting(RolloutModel(lambda: rollout), 1.0, 4, None, len(tokenizer))
+
+        def opened():
+            attempt = Attempt(setting, call_format("hermes", tokenizer), lambda: next(numbers))
+            return AgentLLM(attempt, ChatFormat(tokenizer), (1,))
+
+        endpoint = Endpoint(EndpointConfig(), opened)
+        try:
+            yield f"{endpoint.listen()}/v1", endpoint.sessions
+        finally:
+            await endpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("dialect", "ours"), [("vllm", False), ("sglang", False), ("echo", False), ("vllm", True), ("echo", True)]
+)
+async def test_each_dialect_says_what_a_teacher_of_the_runs_own_says(dialect, ours):
     top = {} if dialect == "echo" else {"distribution": "top", "top_k": 3}
-    async with server(SAYS[dialect]) as (url, asked):
-        found = await told(url, dialect, **top)
+    async with our_own() if ours else server(SAYS[dialect]) as (url, asked):
+        found = await told(url, dialect, at={"model": "policy"}, **top)
+        assert not ours or dialect == "vllm" or not asked  # of what was only scored no session is left
     async with ActorSystem.local() as system:
         how = ReferenceSettings(column=COLUMN, **top)
         own = await system.spawn(
@@ -116,6 +147,8 @@ async def test_each_dialect_says_what_a_teacher_of_the_runs_own_says(dialect):
             if top:
                 np.testing.assert_array_equal(a.per_token[TOP][:, 0], b.per_token[TOP][:, 0])
                 np.testing.assert_allclose(a.per_token[TOP][:, 1], b.per_token[TOP][:, 1], atol=5e-6)
+    if ours:
+        return
     assert {path for path, *_ in asked} == {"/v1/generate" if dialect == "sglang" else "/v1/completions"}
     assert len(asked) == sum(len(group.samples) for group in GROUPS)
 

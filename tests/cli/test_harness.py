@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from rlinf.cli.commands import _evaluate, _parser
-from rlinf.cli.harness import _COMMANDS, HarnessRun, Score, _run, inspect_scores, lm_eval_scores
+from rlinf.cli.harness import _COMMANDS, HarnessRun, Score, Target, _run, inspect_scores, lm_eval_scores
 from rlinf.config.load import InputError, RunFailure
 
+TARGET = Target("http://127.0.0.1:1/v1", chats=True)
 LM_EVAL = {  # as lm-eval 0.4.13 wrote it, shortened
     "results": {
         "sort_digits": {
@@ -57,32 +58,36 @@ def test_scores_of_inspect_have_errors_and_a_task_that_failed_is_a_failure(tmp_p
 def test_a_file_of_lm_eval_is_named_as_in_it_and_found_by_its_directory(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("# ours\ntask: 'my_task'\nprocess_docs: !function utils.process\n")
-    harness = HarnessRun("lm-eval", [str(file), "gsm8k"], tmp_path, options=["--limit", "3"])
     for chats, kind, path in (
         (True, "local-chat-completions", "/v1/chat/completions"),
         (False, "local-completions", "/v1/completions"),
+        (True, "local-completions", "/v1/completions"),  # where the user says so
     ):
-        command = _COMMANDS["lm-eval"](harness, "http://127.0.0.1:1/v1", chats)
+        options = ["--limit", "3", *(["--model", kind] if chats and kind == "local-completions" else [])]
+        harness = HarnessRun("lm-eval", [str(file), "gsm8k"], tmp_path, options=options)
+        command = _COMMANDS["lm-eval"](harness, Target("http://127.0.0.1:1/v1", chats, "some/model", 64))
         told = dict(itertools.pairwise(command))
         assert told["--model"] == kind
         assert f"base_url=http://127.0.0.1:1{path}," in told["--model_args"]
+        assert ("tokenizer=some/model" in told["--model_args"]) == (kind == "local-completions")
+        assert told["--model_args"].endswith("max_length=64")
         assert (told["--tasks"], told["--include_path"], told["--limit"]) == ("gsm8k,my_task", str(tmp_path), "3")
         assert ("--apply_chat_template" in command) == chats
     file.write_text("group: x\n")
     with pytest.raises(InputError, match=r"mine\.yaml.*task: NAME"):
-        _COMMANDS["lm-eval"](harness, "http://127.0.0.1:1/v1", True)
+        _COMMANDS["lm-eval"](harness, TARGET)
 
 
 async def test_an_environment_without_the_package_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlinf.cli.harness.MODULES", {"lm-eval": "no_such_package"})
+    monkeypatch.setattr("rlinf.cli.harness.MODULES", {"lm-eval": ("no_such_package",)})
     monkeypatch.setattr("rlinf.cli.harness._COMMANDS", {"lm-eval": lambda *_: ["-c", "raise SystemExit(86)"]})
     with pytest.raises(InputError, match=r"no_such_package.*--harness-python"):
-        await _run(HarnessRun("lm-eval", ["x"], tmp_path), "http://127.0.0.1:1/v1", chats=True)
+        await _run(HarnessRun("lm-eval", ["x"], tmp_path), TARGET)
     monkeypatch.setattr("rlinf.cli.harness._COMMANDS", {"lm-eval": lambda *_: ["-c", "raise SystemExit(3)"]})
     with pytest.raises(RunFailure, match="ended with 3"):
-        await _run(HarnessRun("lm-eval", ["x"], tmp_path, sys.executable), "http://127.0.0.1:1/v1", chats=True)
+        await _run(HarnessRun("lm-eval", ["x"], tmp_path, sys.executable), TARGET)
     with pytest.raises(InputError, match="--harness-python /nowhere/python"):
-        await _run(HarnessRun("lm-eval", ["x"], tmp_path, "/nowhere/python"), "http://127.0.0.1:1/v1", chats=True)
+        await _run(HarnessRun("lm-eval", ["x"], tmp_path, "/nowhere/python"), TARGET)
 
 
 @pytest.mark.parametrize("arguments", [["--harness", "inspect"], ["--tasks", "gsm8k"]])

@@ -13,7 +13,7 @@ import torch
 from rlinf.data.rng import uniforms
 from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights
-from rlinf.engines.base import EngineSetup, PartialAnswer, Request, Sampling, make, unable
+from rlinf.engines.base import EngineSetup, PartialAnswer, Request, RequestRefused, Sampling, make, unable
 from rlinf.models.offload import bytes_of
 from tests.engines.transformers.test_engine import VOCABULARY, answers, packed, ragged, request, teacher_forced, tiny
 
@@ -620,3 +620,30 @@ async def test_an_answer_that_is_heard_and_given_up_frees_its_row(kind, started)
     await begun.wait()
     endless.cancel()
     assert len((await engine.answer(request(2, [1, 2], Sampling(3)))).response_ids) == 3
+
+
+@pytest.mark.parametrize("piece", [None, 3 * VOCABULARY])
+async def test_texts_are_scored_as_the_model_finds_them_while_others_are_answered(kind, piece, started, monkeypatch):
+    engine = await started(kind)
+    rng = np.random.default_rng(5)
+    texts = [rng.integers(0, VOCABULARY, length) for length in (9, 1, 14, 9, 2)]
+    if not engine.scores:
+        with pytest.raises(NotImplementedError):
+            await engine.score(texts)
+        return
+    if piece is not None:  # longer texts are read in pieces
+        monkeypatch.setattr("rlinf.engines.transformers.model._SCORED", piece)
+    running = await begun(engine, request(7, [1, 2, 3], Sampling(12)))
+    scores = await engine.score(texts, 3)
+    assert len((await rest(running))[7].response_ids) <= 12
+    for text, score in zip(texts, scores, strict=True):
+        with torch.no_grad():
+            logprobs = reference(0)(torch.tensor(text[None])).logits[0, :-1].double().log_softmax(-1)
+        values, likeliest = logprobs.sort(-1, descending=True)
+        own = logprobs.gather(-1, torch.tensor(text[1:, None]))
+        np.testing.assert_allclose(score.logprobs, own[:, 0], atol=2e-5)
+        np.testing.assert_allclose(score.likeliest_logprobs, values[:, :3], atol=2e-5)
+        assert score.likeliest.tolist() == likeliest[:, :3].tolist()
+        assert score.ranks.tolist() == ((logprobs > own).sum(-1) + 1).tolist()
+    with pytest.raises(RequestRefused, match=str(VOCABULARY)):
+        await engine.score([np.array([1, VOCABULARY])])

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rlinf.agents.endpoint import anthropic, openai
+from rlinf.agents.endpoint import anthropic, completions, openai
 from rlinf.agents.endpoint.call import Call, client_error, dumped
 from rlinf.agents.endpoint.endpoint import Endpoint
 from rlinf.agents.endpoint.requests import ApiError, Fields, parsed
@@ -38,7 +38,7 @@ def application(endpoint: Endpoint, more: Mapping[str, Handler]) -> web.Applicat
 
     posts: list[tuple[str, Handler]] = [
         ("/v1/chat/completions", openai.chat_reply),
-        ("/v1/completions", openai.completion_reply),
+        ("/v1/completions", completions.completion_reply),
         ("/v1/responses", openai.responses_reply),
         *more.items(),
     ]

@@ -32,7 +32,7 @@ from rlinf.agents.endpoint.requests import (
     template_of,
 )
 from rlinf.agents.endpoint.streaming import Live, Piece
-from rlinf.runtime.base.tasks import cancel_all
+from rlinf.runtime.base.tasks import cancel_all, in_thread
 
 logger = logging.getLogger(__name__)
 _ALIVE = 10.0
@@ -163,6 +163,10 @@ class Call:
     def json(self, value: Any) -> web.Response:
         """A response of one object."""
         return web.Response(body=dumped(value), content_type="application/json")
+
+    async def long_json(self, value: Callable[[], Any]) -> web.Response:
+        """A response of one object, which is so large that it is made in a thread."""
+        return web.Response(body=await in_thread(lambda: dumped(value())), content_type="application/json")
 
     async def _stream(
         self, answering: Callable[[], Awaitable[list[ClientAnswer]]], events: Events, ping: bytes

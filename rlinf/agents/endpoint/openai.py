@@ -8,20 +8,14 @@ their session, unless `store` is false.
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from rlinf.agents.endpoint.call import Call, event
 from rlinf.agents.endpoint.requests import (
-    LARGEST,
     ApiError,
     ClientAnswer,
     Fields,
@@ -43,7 +37,6 @@ from rlinf.agents.endpoint.requests import (
 )
 from rlinf.agents.endpoint.streaming import Kind, Piece
 from rlinf.agents.tools.formats import ToolCall
-from rlinf.runtime.base.tasks import cancel_all
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -52,6 +45,8 @@ _ABOUT_CLIENTS = ("metadata", "user", "safety_identifier", "client_metadata", "r
 _ABOUT_SERVERS = ("store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
 IGNORED = (*_ABOUT_CLIENTS, *_ABOUT_SERVERS, "prediction")
 """Fields that say nothing about what the answer means."""
+LEAST_LOGPROB = -9999.0
+"""Stands for a log-prob that JSON has no number for."""
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -59,8 +54,8 @@ async def chat_reply(call: Call) -> web.StreamResponse:
     """Answer a request."""
     body, model = call.body, call.model()
     request = _request_of(body)
-    form = _TokenForm(call, _logprobs(body), body.flag("return_token_ids"))
-    with_usage = _with_usage(body)
+    form = TokenForm(call, _logprobs(body), body.flag("return_token_ids"))
+    with_usage = wants_usage(body)
     call.accept(model)
     head: dict[str, Any] = {"id": f"chatcmpl-{call.id}", "created": call.created, "model": model}
 
@@ -73,7 +68,7 @@ async def chat_reply(call: Call) -> web.StreamResponse:
 
 
 @dataclass(frozen=True, slots=True)
-class _TokenForm:
+class TokenForm:
     """Whatever a client wants to know of the tokens of answers."""
 
     call: Call
@@ -92,7 +87,7 @@ class _TokenForm:
 
 
 def _request_of(body: Fields) -> ModelRequest:
-    _check_plain_sampling(body)
+    check_plain_sampling(body)
     body.neutral("repetition_penalty", 1, 1.0, why=_NO_PENALTIES)
     body.neutral("modalities", ["text"], why="the model writes text alone")
     for name in ("audio", "functions", "function_call"):
@@ -119,7 +114,7 @@ def _request_of(body: Fields) -> ModelRequest:
 _NO_PENALTIES = "log-probs that are learned from know no penalties"
 
 
-def _check_plain_sampling(body: Fields) -> None:
+def check_plain_sampling(body: Fields) -> None:
     """See that answers are sampled from what the model says, and nothing else."""
     for name in ("frequency_penalty", "presence_penalty"):
         body.neutral(name, 0, 0.0, why=_NO_PENALTIES)
@@ -127,13 +122,13 @@ def _check_plain_sampling(body: Fields) -> None:
     body.ignored(*IGNORED)
 
 
-def _with_usage(body: Fields) -> bool:
+def wants_usage(body: Fields) -> bool:
     """True if a stream ends with the count of its tokens."""
     options = body.object("stream_options")
     return options is not None and options.flag("include_usage")
 
 
-def _logprob_count(body: Fields, name: str) -> int | None:
+def logprob_count(body: Fields, name: str) -> int | None:
     """The number of log-probs of each token that a field asks for; at most that of the token itself can be told."""
     count = body.whole(name, 0, 20)
     if count is not None and count > 1:
@@ -205,7 +200,7 @@ def _form(fields: Fields | None) -> JsonForm | None:
 def _logprobs(body: Fields) -> bool:
     """True if log-probs are wanted; at most that of the token itself can be told."""
     wanted = body.flag("logprobs")
-    if _logprob_count(body, "top_logprobs") and not wanted:
+    if logprob_count(body, "top_logprobs") and not wanted:
         raise ApiError(400, "top_logprobs needs logprobs: true", code="invalid_value", param="top_logprobs")
     return wanted
 
@@ -240,19 +235,19 @@ def custom_text(call: ToolCall) -> str:
     return value if isinstance(value, str) else call_text(call)
 
 
-def _tokens(call: Call, result: ClientAnswer) -> list[tuple[str, float]]:
+def token_pairs(call: Call, result: ClientAnswer) -> list[tuple[str, float]]:
     """Every token of an answer as a text, and its log-prob."""
     assert call.session is not None
     tokenizer = call.session.llm.trajectories.chat.tokenizer
     texts = [str(tokenizer.decode([int(token)])) for token in result.reply.ids]
-    return [(text, max(float(value), -9999.0)) for text, value in zip(texts, result.reply.logprobs, strict=True)]
+    return [(text, max(float(value), LEAST_LOGPROB)) for text, value in zip(texts, result.reply.logprobs, strict=True)]
 
 
 def token_logprobs(call: Call, result: ClientAnswer) -> list[dict[str, Any]]:
     """Every token of an answer with its log-prob."""
     entries = [
         {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
-        for text, value in _tokens(call, result)
+        for text, value in token_pairs(call, result)
     ]
     return [{**entry, "top_logprobs": [entry]} for entry in entries]
 
@@ -268,7 +263,7 @@ def _call_shown(each: ToolCall, custom: bool) -> dict[str, Any]:
     return {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": call_text(each)}}
 
 
-def _choice(form: _TokenForm, number: int, result: ClientAnswer) -> dict[str, Any]:
+def _choice(form: TokenForm, number: int, result: ClientAnswer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": result.refusal}
     if result.reasoning is not None:
         message["reasoning_content"] = result.reasoning
@@ -283,7 +278,7 @@ def _choice(form: _TokenForm, number: int, result: ClientAnswer) -> dict[str, An
 class _ChatEvents:
     """The chunks of a chat's stream; see `Events`."""
 
-    def __init__(self, form: _TokenForm, head: dict[str, Any], with_usage: bool) -> None:
+    def __init__(self, form: TokenForm, head: dict[str, Any], with_usage: bool) -> None:
         self._form, self._with_usage = form, with_usage
         self._head = {**head, "object": "chat.completion.chunk"}
         self._begun: set[int] = set()
@@ -302,7 +297,7 @@ class _ChatEvents:
             if result.refusal is not None:
                 yield self._chunk(number, {"refusal": result.refusal})
             yield self._chunk(number, {}, _finish(result), self._form.content_logprobs(result))
-        yield from _stream_end(self._head, usage(results) if self._with_usage else None)
+        yield from stream_end(self._head, usage(results) if self._with_usage else None)
 
     def _opening(self, number: int) -> Iterable[bytes]:
         if number not in self._begun:
@@ -314,124 +309,11 @@ class _ChatEvents:
         return event({**self._head, "choices": [choice], **({"usage": None} if self._with_usage else {})})
 
 
-def _stream_end(head: dict[str, Any], counts: dict[str, Any] | None) -> Iterable[bytes]:
+def stream_end(head: dict[str, Any], counts: dict[str, Any] | None) -> Iterable[bytes]:
     """Last events of a stream, with its count of tokens where that is wanted."""
     if counts is not None:
         yield event({**head, "choices": [], "usage": counts})
     yield b"data: [DONE]\n\n"
-
-
-async def completion_reply(call: Call) -> web.StreamResponse:
-    """Answer a request."""
-    body, model = call.body, call.model()
-    _check_plain_sampling(body)
-    body.neutral("echo", False, why="the prompt is what was sent")
-    body.neutral("suffix", "", why="the model goes on from the prompt alone")
-    count = body.whole("n", 1, 128) or 1
-    body.neutral("best_of", 1, count, why="all answers are told")
-    stop_shown = body.flag("include_stop_str_in_output")
-    request = ModelRequest(sampling=sampling_of(body, "max_tokens", "stop"), stop_shown=stop_shown, count=count)
-    form = _TokenForm(call, _logprob_count(body, "logprobs") is not None, body.flag("return_token_ids"))
-    with_usage, prompts = _with_usage(body), _prompts(body)
-    call.accept(model)
-    head: dict[str, Any] = {
-        "id": f"cmpl-{call.id}",
-        "object": "text_completion",
-        "created": call.created,
-        "model": model,
-    }
-
-    def whole(results: list[ClientAnswer]) -> dict[str, Any]:
-        choices = [_completion_choice(form, number, each) for number, each in enumerate(results)]
-        return {**head, "choices": choices, "usage": _usage(results, count)}
-
-    def end(results: list[ClientAnswer]) -> Iterable[bytes]:
-        for number, each in enumerate(results):
-            yield event({**head, "choices": [{**_completion_choice(form, number, each), "text": ""}]})
-        yield from _stream_end(head, _usage(results, count) if with_usage else None)
-
-    answering = partial(_completions, call, request, prompts, head["id"])
-    return await call.reply(answering, whole, _CompletionEvents(head, end))
-
-
-class _CompletionEvents:
-    """The chunks of a completion's stream; see `Events`."""
-
-    def __init__(self, head: dict[str, Any], end: Callable[[list[ClientAnswer]], Iterable[bytes]]) -> None:
-        self._head, self.end = head, end
-
-    def piece(self, piece: Piece) -> Iterable[bytes]:
-        choice = {"index": piece.number, "text": piece.text, "finish_reason": None, "logprobs": None}
-        yield event({**self._head, "choices": [choice]})
-
-
-async def _completions(
-    call: Call, request: ModelRequest, prompts: Sequence[str | list[int]], response: str
-) -> list[ClientAnswer]:
-    """Answers to several prompts, in their order."""
-    session = call.session = call.session or call.endpoint.conversation([], None)
-    chat = session.llm.trajectories.chat
-    ids = [chat.ids(each, first=True) if isinstance(each, str) else np.asarray(each, np.int64) for each in prompts]
-    if not all(map(len, ids)):
-        raise invalid("prompt", "prompt has no token; give at least one")
-    requests = [replace(request, ids=each) for each in ids]
-    asking = [
-        asyncio.ensure_future(call.answers(one, f"{response}-{n}", first=n * one.count))
-        for n, one in enumerate(requests)
-    ]
-    try:
-        results = [result for one in asking for result in await one]
-    finally:
-        await cancel_all(asking)
-    call.endpoint.noted(session, response, results, [])
-    return results
-
-
-def _completion_choice(form: _TokenForm, number: int, result: ClientAnswer) -> dict[str, Any]:
-    logprobs = _completion_logprobs(form.call, result) if form.logprobs else None
-    finish = "length" if result.cut else "stop"
-    choice = {"index": number, "text": result.text, "finish_reason": finish, "logprobs": logprobs}
-    if form.ids:
-        choice |= {"token_ids": result.reply.ids.tolist(), "prompt_token_ids": prompt_ids(result)}
-    return choice
-
-
-def _usage(results: list[ClientAnswer], count: int) -> dict[str, Any]:
-    """Tokens of a response; a prompt that was answered several times counts once."""
-    prompt_tokens = sum(each.prompt_tokens for each in results[::count])
-    counts = usage(results)
-    return {**counts, "prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + counts["completion_tokens"]}
-
-
-def _prompts(body: Fields) -> list[str | list[int]]:
-    """The prompts: a text, texts, token ids, or lists of token ids.
-
-    Raises:
-        ApiError: something else.
-    """
-    value = body.wanted("prompt", body.any("prompt"))
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value:
-        if all(map(_is_id, value)):
-            return [value]
-        if len(value) <= 128 and all(isinstance(each, str) for each in value):
-            return value
-        if len(value) <= 128 and all(isinstance(each, list) and each and all(map(_is_id, each)) for each in value):
-            return value
-    raise invalid("prompt", "prompt must be a string, up to 128 strings, an array of token ids, or up to 128 of those")
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
-
-
-def _completion_logprobs(call: Call, result: ClientAnswer) -> dict[str, Any]:
-    pairs = _tokens(call, result)
-    tokens, values = [token for token, _ in pairs], [value for _, value in pairs]
-    offsets = [0, *itertools.accumulate(map(len, tokens))][:-1]
-    top = [{token: value} for token, value in pairs]
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
 _RESPONSES_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
@@ -462,7 +344,7 @@ async def responses_reply(call: Call) -> web.StreamResponse:
         body.neutral(name, why="give input, instructions and previous_response_id")
     if body.text("truncation", "disabled") != "disabled":
         body.note("truncation")  # what was said is never cut
-    _logprob_count(body, "top_logprobs")
+    logprob_count(body, "top_logprobs")
     body.ignored(*IGNORED, "reasoning", "stream_options")
     wanted = body.array("include")
     for each in wanted:

@@ -788,16 +788,17 @@ def call_message(name: Any, arguments: Any, id: Any, path: str) -> dict[str, Any
     }
 
 
-def sampling_of(body: Fields, longest: str, stop: str) -> dict[str, Any]:
+def sampling_of(body: Fields, longest: str, stop: str, least: int = 1) -> dict[str, Any]:
     """Settings that all protocols have, by the names of `llm.chat`.
 
     Args:
         body: the request.
         longest: its field of how many tokens an answer may have.
         stop: its field of texts that end an answer.
+        least: tokens that an answer has to be allowed.
     """
     settings: dict[str, Any] = {
-        "max_new_tokens": body.whole(longest, 1),
+        "max_new_tokens": body.whole(longest, least),
         "min_new_tokens": body.whole("min_tokens", 0),
         "temperature": body.number("temperature", 0, 100),
         "top_p": body.number("top_p", 0, 1),

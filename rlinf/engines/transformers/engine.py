@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, M
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -31,6 +32,7 @@ from rlinf.engines.base import (
     Scheduler,
     StepStats,
     StopTexts,
+    TextScores,
     named,
 )
 from rlinf.engines.grammars import Grammars
@@ -137,7 +139,7 @@ class TransformersEngine(Engine):
     """
 
     kv = ("keep", "reread")
-    hands_over = sleeps = rounds = streams = forms = True
+    hands_over = sleeps = rounds = streams = forms = scores = True
 
     def __init__(
         self,
@@ -234,6 +236,23 @@ class TransformersEngine(Engine):
         for request, tokens in new.items():
             if (hear := self._listeners.get(request)) is not None:
                 hear(tokens)
+
+    async def score(self, texts: Sequence[np.ndarray], top: int = 0) -> list[TextScores]:
+        for ids in texts:
+            if self.max_length is not None and len(ids) > self.max_length:
+                raise RequestRefused(
+                    f"a text of {len(ids)} tokens is to be scored, and the model takes {self.max_length}"
+                )
+            self._check_ids("a text that is to be scored", ids)
+
+        def compute() -> list[TextScores]:
+            if self._batch.asleep:  # an actor's engine is not, since to compute is to ask for its device
+                raise RuntimeError("the engine sleeps, and a text is to be scored: wake it")
+            self._forward.check_current()
+            return self._forward.scores(texts, top)
+
+        self._batch.interrupted = self._driving  # answers wait for one another's steps, and this for none but the next
+        return await self._compute(compute)
 
     async def _drop(self, requests: Sequence[Request]) -> None:
         self._batch.unwanted.extend(requests)

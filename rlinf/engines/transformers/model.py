@@ -36,6 +36,7 @@ from transformers.cache_utils import (
 from rlinf.data.images import GRID, Pictures
 from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights, misfits
+from rlinf.engines.base import TextScores
 from rlinf.engines.transformers.adapters import Own, RowAdapters
 from rlinf.engines.transformers.cache import Band, BandCache, Layers, Place
 from rlinf.models.language.int8 import Int8Layers, Int8Linear, Int8Weight, join
@@ -55,6 +56,9 @@ and those of the end that are read on from the rest."""
 
 _REFUSALS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """Exceptions that a model may raise that cannot be read token by token."""
+
+_SCORED = 1 << 27
+"""Logits that are held at once while texts are scored."""
 
 Job = TypeVar("Job", bound=Sequence[Any])
 
@@ -225,6 +229,37 @@ class ModelForward:
         logits: Tensor = self._model(input_ids=ids.to(self.device), use_cache=False).logits
         ends = [logits[row, len(text) - steps - 1 : len(text)] for row, text in enumerate(texts)]
         return torch.stack(ends).float().log_softmax(-1)
+
+    @torch.inference_mode()
+    def scores(self, texts: Sequence[np.ndarray], top: int) -> list[TextScores]:
+        """Score the tokens of texts; see `Engine.score`."""
+        room, scores = max(1, _SCORED // self.vocabulary), dict[int, TextScores]()
+        order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
+        for run in rectangles([(texts[number], number) for number in order], room=room):
+            longest = len(run[0][0])  # what stands behind a text changes nothing in it
+            rows = np.stack([np.pad(text, (0, longest - len(text)), "edge") for text, _ in run])
+            ids = torch.from_numpy(rows).to(self.device)
+            nexts = ids[:, 1:].split(room, dim=1)
+            parts = [_measures(*both, top) for both in zip(self._in_pieces(ids[:, :-1], room), nexts, strict=True)]
+            columns = [torch.cat(part, dim=1).cpu().numpy() for part in zip(*parts, strict=True)]
+            if np.isnan(columns[0]).any():
+                weights = f"weights of version {self.version} in {self.dtype}"
+                raise FloatingPointError(f"the engine's model gave logits that are not finite, with {weights}")
+            for row, (text, number) in enumerate(run):
+                scores[number] = TextScores(*(column[row, : len(text) - 1] for column in columns))
+        return [scores[number] for number in range(len(texts))]
+
+    def _in_pieces(self, ids: Tensor, room: int) -> Iterator[Tensor]:
+        """Logits after every token of texts, [rows, some, vocabulary], of so many columns at a time."""
+        whole, cache = ids.shape[1] <= room, _cache(self._model)
+        for piece in ids.split(room, dim=1):
+            if piece.shape[1] == 0:  # of a single token nothing is scored
+                yield torch.empty((*piece.shape, self.vocabulary), device=self.device)
+                continue
+            remembering = {} if whole else {self._cache_name: cache}
+            yield self._model(input_ids=piece, use_cache=not whole, **remembering).logits
+            if self._routers is not None:
+                self._routers.taken()  # nobody generates from them
 
     @torch.inference_mode()
     def stepped(self) -> Results:
@@ -413,16 +448,25 @@ def _states(cache: Cache) -> tuple[list[Tensor], list[Place]]:
     return states, places
 
 
-def rectangles(texts: Sequence[Job], *, pads: bool = True) -> Iterator[list[Job]]:
+def _measures(logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, ...]:
+    """Columns of `TextScores`, [rows, tokens] and [rows, tokens, top], of tokens by the logits before them."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(-1, ids[..., None])
+    values, likeliest = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+    return own.squeeze(-1), (logprobs > own).sum(-1) + 1, likeliest, values
+
+
+def rectangles(texts: Sequence[Job], *, pads: bool = True, room: int = _TOKENS) -> Iterator[list[Job]]:
     """Cut texts, longest first, into runs to be read together.
 
     Args:
         texts: tuples that begin with token ids, int64 [tokens].
         pads: those of a run may differ in length.
+        room: tokens of a run, its padding included.
 
     Yields:
-        Runs with at most an eighth of padding, or so little that it does not matter, and at most `_TOKENS` tokens
-        unless a single text has more.
+        Runs with at most an eighth of padding, or so little that it does not matter, and no more tokens than there is
+        room for unless a single text has more.
     """
     run: list[Job] = []
     padding = 0
@@ -431,7 +475,7 @@ def rectangles(texts: Sequence[Job], *, pads: bool = True) -> Iterator[list[Job]
             longest, own = len(run[0][0]), len(text[0])
             area = longest * (len(run) + 1)
             wasted = padding + longest - own
-            if area > _TOKENS or wasted > (max(_PADDING, area // 8) if pads else 0):
+            if area > room or wasted > (max(_PADDING, area // 8) if pads else 0):
                 yield run
                 run, padding = [], 0
             else:

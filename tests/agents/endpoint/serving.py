@@ -15,7 +15,7 @@ from rlinf.agents.endpoint.endpoint import Endpoint
 from rlinf.agents.llm import Setting
 from rlinf.agents.tools.formats import call_format
 from rlinf.config.text import EndpointConfig
-from rlinf.engines.base import Completion
+from rlinf.engines.base import Completion, TextScores
 from tests.agents.speaking import STYLES, Style, tokenizer_of
 
 TOOLS = (
@@ -91,6 +91,21 @@ class Scripted:
 
     def ended(self, conversation):
         self.over.append(conversation)
+
+    async def scores(self, texts, top):
+        """Every token is as likely as its number says, and stands behind token 20 and others in its place."""
+        if self.error is not None:
+            raise self.error
+        others = np.arange(20, 20 + top)
+        return [
+            TextScores(
+                -ids[1:].astype(np.float32),
+                np.full(len(ids) - 1, 2),
+                np.tile(others, (len(ids) - 1, 1)),
+                np.tile(-0.5 * (others - 19).astype(np.float32), (len(ids) - 1, 1)),
+            )
+            for ids in texts
+        ]
 
 
 @dataclass

@@ -234,6 +234,34 @@ async def test_completions_go_on_from_texts_and_token_ids():
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "b"
 
 
+async def test_prompts_are_told_with_their_logprobs_before_the_answer_or_alone():
+    async with stand("ab") as here, openai_of(here) as client:
+        tokenizer = here.model.tokenizer
+        ids = tokenizer("x: ba")["input_ids"]
+        for prompt in ("x: ba", ids):
+            reply = await client.completions.create(model="policy", prompt=prompt, echo=True, logprobs=1, max_tokens=9)
+            told = reply.choices[0].logprobs
+            assert reply.choices[0].text == "x: baab"
+            assert told.tokens == [tokenizer.decode([id]) for id in ids] + ["ab", "<|im_end|>"]
+            assert told.token_logprobs[: len(ids)] == [None, *(-float(id) for id in ids[1:])]
+            assert [max(top.values()) for top in told.top_logprobs[1 : len(ids)]] == [-0.5] * (len(ids) - 1)
+            assert told.token_logprobs[len(ids) :] == [-float(len(here.model.calls))] * 2  # of the answer, as recorded
+            assert told.text_offset[len(ids)] == len("x: ba")
+        assert len(here.llm.trajectories.turns) == 2
+        more = {"max_tokens": 0, "extra_body": {"prompt_logprobs": 2}, "logprobs": 0}
+        reply = await client.completions.create(model="policy", prompt=[ids, [7]], echo=True, **more)
+        assert [each.text for each in reply.choices] == ["x: ba", tokenizer.decode([7])]
+        assert reply.choices[0].logprobs.token_logprobs == [None, *(-float(id) for id in ids[1:])]
+        first, *places = reply.choices[0].model_dump()["prompt_logprobs"]
+        others = {"20": {"logprob": -0.5, "rank": 1}, "21": {"logprob": -1.0, "rank": 2}}
+        assert first is None
+        assert places == [{**others, str(id): {"logprob": -float(id), "rank": 2}} for id in ids[1:]]
+        assert reply.choices[1].model_dump()["prompt_logprobs"] == [None]
+        assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(ids) + 1, 0)
+        assert len(here.model.calls) == 2  # nothing was generated and recorded
+        assert len(here.llm.trajectories.turns) == 2
+
+
 async def test_json_that_was_asked_for_is_checked():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}

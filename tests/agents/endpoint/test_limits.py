@@ -20,6 +20,7 @@ from tests.agents.endpoint.serving import stand
 aiohttp = pytest.importorskip("aiohttp")
 
 HI = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50}
+SCORED = {"model": "policy", "prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 1}
 CHAT, MESSAGES, RESPONSES, COMPLETIONS = "/chat/completions", "/messages", "/responses", "/completions"
 
 
@@ -75,7 +76,11 @@ async def get(here, path):
         (COMPLETIONS, {"model": "policy", "prompt": []}, 400, "invalid_value", "prompt must be"),
         (COMPLETIONS, {"model": "policy", "prompt": [10**6]}, 400, "invalid_value", "1000000"),
         (COMPLETIONS, {"model": "policy", "prompt": "", "max_tokens": 5}, 400, "invalid_value", "no token"),
-        (COMPLETIONS, {"model": "policy", "prompt": "a", "echo": True}, 400, "unsupported_parameter", "echo"),
+        (COMPLETIONS, {**SCORED, "stream": True}, 400, "unsupported_parameter", "stream"),
+        (COMPLETIONS, {**SCORED, "prompt_logprobs": 129}, 400, "invalid_value", "prompt_logprobs"),
+        (COMPLETIONS, {**SCORED, "echo": False}, 400, "invalid_value", "max_tokens"),
+        (COMPLETIONS, {**SCORED, "prompt": [10**6]}, 400, "invalid_value", "1000000"),
+        (COMPLETIONS, {**SCORED, "prompt": "x" * 600}, 400, "context_length_exceeded", "takes 500"),
         (RESPONSES, {"model": "policy", "input": 5}, 400, "invalid_value", "input must be"),
         (RESPONSES, {"model": "policy", "input": "a", "background": True}, 400, "unsupported_parameter", "background"),
         (

@@ -49,8 +49,8 @@ class LoraConfig:
     """The adapters' output is scaled by alpha / r."""
     target_modules: list[str] = field(default_factory=lambda: ["auto"])
     """Linear layers that get one: `auto` (those of attention, whatever the architecture calls them), `all-linear` (all
-    but the output embedding and the routers of experts), names such as q_proj or the ends of dotted names, or regular
-    expressions of whole ones."""
+    but the output embedding and the routers of experts), `unembed` (the output embedding, where it is not the input
+    embedding, too), names such as q_proj or the ends of dotted names, or regular expressions of whole ones."""
     path: Place | None = None
     """Directory of saved adapters, in peft's format, to start from; they say their rank and layers themselves."""
 

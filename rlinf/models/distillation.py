@@ -29,12 +29,18 @@ Head = tuple[Tensor, Tensor | None]
 """An output embedding: weight [vocabulary, width], and bias [vocabulary]."""
 
 
-def logits_of(hidden: Tensor, head: Head, temperature: Tensor | None) -> Logits:
-    """Logits that are made of hidden states, [tokens, width], when they are asked for."""
+def logits_of(
+    hidden: Tensor, head: Head, temperature: Tensor | None, add: Callable[[Tensor, int], None] | None = None
+) -> Logits:
+    """Logits that are made of hidden states, [tokens, width], when they are asked for; with what `add` adds to those
+    that begin at a token."""
     weight, bias = head
 
     def logits(part: slice) -> Tensor:
-        raw = wide(F.linear(hidden[part].to(weight.dtype), weight, bias))
+        raw = F.linear(hidden[part].to(weight.dtype), weight, bias)
+        if add is not None:
+            add(raw, part.start or 0)
+        raw = wide(raw)
         return raw if temperature is None else raw / temperature[part, None]
 
     return logits

@@ -289,9 +289,9 @@ class App:
             "seed": wanted(lora, "seed", int, int(np.random.default_rng().integers(2**31))),
             "attn": wanted(lora, "train_attn", bool, True),
             "mlp": wanted(lora, "train_mlp", bool, True),
+            "unembed": wanted(lora, "train_unembed", bool, True),
             "user_metadata": wanted(body, "user_metadata", dict, None),
         }
-        wanted(lora, "train_unembed", bool, True)  # clients ask for it unless told otherwise; `weights_info` tells
         id = self._service.create_model(wanted(body, "session_id", str), _model_number(body), about)
         return {"request_id": id, "model_id": id}
 
@@ -502,7 +502,7 @@ class App:
 
     async def _weights_info(self, body: Mapping[str, Any]) -> Answer:
         about = self._service.checkpoint(CheckpointPath.of(body.get("tinker_path")))
-        layers = {"train_unembed": False, "train_mlp": about["mlp"], "train_attn": about["attn"]}
+        layers = {f"train_{name}": about.get(name, False) for name in ("unembed", "mlp", "attn")}
         return {"base_model": about["base_model"], "is_lora": True, "lora_rank": about["rank"], **layers}
 
     def _named(self, request: web.Request) -> CheckpointPath:

@@ -20,6 +20,7 @@ from aiohttp import web
 from rlinf.config.load import InputError
 from rlinf.config.schema import leaves
 from rlinf.config.text import RunConfig
+from rlinf.models.language.build import cost_of
 from rlinf.runs.library.session import Session
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.service.app import App
@@ -67,7 +68,7 @@ async def serving(
         context = Session.local(**settings) if system is None else Session.connect(system, **settings)
         session = await stack.enter_async_context(context)
         await _try_models(session)
-        service = Service(session, config.serve, root, keys)
+        service = Service(session, config.serve, root, keys, unembeds=await _unembeds(session, config))
         stack.push_async_callback(service.close)
         session.tokenizer.save_pretrained(root / "tokenizer")
         app = App(service, str(root / "tokenizer"))
@@ -99,6 +100,14 @@ async def _try_models(session: Session) -> None:
     except ValueError as error:
         raise InputError(f"rlinf serve: models of clients cannot be trained so: {error}") from None
     await session.trainer.close_model("probe")
+
+
+async def _unembeds(session: Session, config: RunConfig) -> bool:
+    """True if answers can be by adapters of the output embedding: as they are, or merged into it alone."""
+    if all(await session.rollout.takes_adapters()):
+        return True
+    cost = cost_of(config.model.path or config.model.config, session.tokenizer)
+    return cost is not None and not cost.tied
 
 
 def _directory(config: RunConfig) -> Path:

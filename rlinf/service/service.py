@@ -46,6 +46,10 @@ _SAVED = {
     "external_weights": "save_weights_external",
 }
 """Results' types by the kind of checkpoint that was written."""
+_NO_UNEMBED = (
+    "the output embedding of this base is its input embedding, too, and the engine answers by merged weights, which "
+    "cannot have adapters of one of them alone"
+)
 _QUANTUM = 4096
 """Tokens of each model that learn in a turn with others; more wait until those with fewer have had theirs."""
 
@@ -58,7 +62,7 @@ class Model:
     adapters: str
     """Name of its adapters in the trainer."""
     about: dict[str, Any]
-    """`rank`, `attn`, `mlp`, `seed`, `user_metadata`."""
+    """`rank`, `attn`, `mlp`, `unembed` (since there are any of it), `seed`, `user_metadata`."""
     load: tuple[str, bool] | None = None
     """Path of the checkpoint that it began with, and whether with its optimizer."""
     order: InOrder = field(default_factory=InOrder)
@@ -110,10 +114,12 @@ class Service:
         config: names and limits.
         root: directory of checkpoints and of the journal.
         keys: of its clients.
+        unembeds: models may have adapters of the output embedding; otherwise those that ask for them have none.
     """
 
-    def __init__(self, session: Session, config: ServeConfig, root: Path, keys: Keys) -> None:
+    def __init__(self, session: Session, config: ServeConfig, root: Path, keys: Keys, *, unembeds: bool = True) -> None:
         self.session, self.config, self.store = session, config, Store(root / "checkpoints")
+        self._unembeds = unembeds
         self.keys = keys
         self.owners: dict[str, str] = {}
         """Names of the keys with which sessions were made."""
@@ -385,8 +391,13 @@ class Service:
             saved = self.checkpoint(path)
             about = {
                 **{key: saved[key] for key in ("rank", "attn", "mlp", "seed")},
+                "unembed": saved.get("unembed", False),
                 "user_metadata": about["user_metadata"],
             }
+        if about["unembed"] and not self._unembeds:
+            if path is not None or not (about["attn"] or about["mlp"]):
+                raise Refused(f"lora_config.train_unembed: {_NO_UNEMBED}")
+            about = {**about, "unembed": False}  # clients ask for it unless told otherwise; `weights_info` tells
         _targets(about)
         if not 1 <= about["rank"] <= self.config.max_rank:
             raise Refused(f"lora_config.rank={about['rank']} must be from 1 to {self.config.max_rank}")
@@ -733,11 +744,8 @@ def _targets(about: Mapping[str, Any]) -> Sequence[str]:
     Raises:
         Refused: none would.
     """
-    if about["attn"] and about["mlp"]:
-        return ["all-linear"]
-    if not (about["attn"] or about["mlp"]):
-        raise Refused(
-            "lora_config: train_attn or train_mlp must be true: train_unembed alone would make no adapters, since this "
-            "service gives the output embedding none"
-        )
-    return ["auto"] if about["attn"] else ["all-but-attention"]
+    kinds = {(True, True): ["all-linear"], (True, False): ["auto"], (False, True): ["all-but-attention"]}
+    targets = [*kinds.get((about["attn"], about["mlp"]), []), *(["unembed"] if about.get("unembed") else [])]
+    if not targets:
+        raise Refused("lora_config: one of train_attn, train_mlp and train_unembed must be true")
+    return targets

@@ -8,9 +8,10 @@ train it. All of it blocks and knows no actor. Ranks must call the same methods 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -223,13 +224,15 @@ class FsdpBackEnd:
         Args:
             passes: one for each model; more than one only with a `multiple`.
         """
-        device, tenants, start = next(self.module.parameters()).device, list[Tenant](), 0
+        device = next(self.module.parameters()).device
         batches = [each.batch.to(device) for each in passes]
-        for each in passes:
-            end = start + len(each.batch.ids)
-            rows = slice(start, end) if self.multiple else slice(None)
-            tenants.append(Tenant(each.learner.adapter, rows, each.loss is not None))
-            start = end
+        places = [[slice(None)], [slice(None)]]
+        if self.multiple:
+            places = [_consecutive([len(b.ids) for b in batches]), _consecutive([len(b.targets) for b in batches])]
+        tenants = [
+            Tenant(each.learner.adapter, mine, learned, each.loss is not None)
+            for each, mine, learned in zip(passes, *places, strict=True)
+        ]
         learns = any(each.loss is not None for each in passes)
         with rows_by(self.model, tenants), self.module.computing(), torch.set_grad_enabled(learns):
             sizes = [len(each.targets) for each in batches]
@@ -385,6 +388,12 @@ async def laid_out(ranks: Ranks, sharding: Sharding, parallel: ParallelConfig | 
         await parts(split.tensor, "matrices"),
         await parts(split.expert, "experts"),
     )
+
+
+def _consecutive(sizes: Iterable[int]) -> list[slice]:
+    """Slices of these sizes, one behind another."""
+    ends = accumulate(sizes, initial=0)
+    return [slice(start, end) for start, end in pairwise(ends)]
 
 
 def _ours(optimization: Optimization) -> Learner:

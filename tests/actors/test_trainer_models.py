@@ -29,6 +29,13 @@ def base(tmp_path_factory):
     return str(directory)
 
 
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("untied")
+    toys.model(tie_word_embeddings=False).save_pretrained(directory)
+    return str(directory)
+
+
 async def spawned(system, base, lora=None, **more):
     own = lora or {"r": 1, "alpha": 1, "target_modules": "auto"}
     more = {"micro_batch_tokens": 12, **more}
@@ -49,29 +56,40 @@ async def adapters(trainer, model, tmp_path, name="saved"):
     return load_file(tmp_path / name / "adapter_model.safetensors")
 
 
-async def test_gradients_and_three_steps_are_those_of_our_trainer_and_of_a_loop_with_peft(base, tmp_path):
+@pytest.mark.parametrize(("of", "head"), [("base", False), ("base", True), ("untied", True)])
+async def test_gradients_and_three_steps_are_those_of_our_trainer_and_of_a_loop_with_peft(request, tmp_path, of, head):
+    base = request.getfixturevalue(of)
+    lora = {**LORA, "target_modules": [*LORA["target_modules"], "unembed"]} if head else LORA
     raw = Adam(1e8, eps=1e8)  # a first step of it moves weights by the gradient
     async with ActorSystem.local() as system:
         trainer = await spawned(system, base)
-        await trainer.open_model("a", LORA, 7)
-        await trainer.open_model("grad", LORA, 7)
+        await trainer.open_model("a", lora, 7)
+        await trainer.open_model("grad", lora, 7)
         start = await adapters(trainer, "a", tmp_path, "start")
         await steps(trainer, "grad", 1, raw)
         gradient = await adapters(trainer, "grad", tmp_path, "grad")
         ours = await steps(trainer, "a")
         found = await adapters(trainer, "a", tmp_path)
-        alone = await spawned(system, base, lora=LORA, seed=7, name="alone")
-        told = await steps(alone, "default")
-        merged = {name: tensor.clone() for name, tensor in (await trainer.model_weights("a", 1)).named()}
-        own = {name: tensor.clone() for name, tensor in (await alone.weights()).named()}
-    for one, other in zip(ours, told, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
-    assert toys.furthest(merged, own) < 1e-6
+        if head and of == "base":  # adapters of one of two tied layers cannot be merged, so they are no policy's
+            with pytest.raises(ValueError, match="tied"):
+                await spawned(system, base, lora=lora, name="alone")
+            with pytest.raises(ValueError, match="tied"):
+                await trainer.model_weights("a", 1)
+        else:
+            alone = await spawned(system, base, lora=lora, seed=7, name="alone")
+            told = await steps(alone, "default")
+            merged = {name: tensor.clone() for name, tensor in (await trainer.model_weights("a", 1)).named()}
+            own = {name: tensor.clone() for name, tensor in (await alone.weights()).named()}
+            for one, other in zip(ours, told, strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-6)
+            assert toys.furthest(merged, own) < 1e-6
+    layers = ["lm_head" if name == "unembed" else name for name in lora["target_modules"]]
     net = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
-        LoraConfig(r=4, lora_alpha=32, target_modules=LORA["target_modules"]),
+        LoraConfig(r=4, lora_alpha=32, target_modules=layers),
     )
     names = {name.replace(".default", ""): parameter for name, parameter in net.named_parameters() if "lora" in name}
+    assert head == any("lm_head" in name for name in found)
     for name, parameter in names.items():
         parameter.data.copy_(start[name])
     optimizer = torch.optim.AdamW(names.values(), lr=5e-3, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
@@ -112,13 +130,14 @@ async def test_a_model_learns_bit_for_bit_the_same_whether_others_are_there_or_n
 
 @pytest.mark.parametrize("optimizer", [True, False])
 async def test_saved_models_go_on_bit_for_bit_and_are_peft_s(base, tmp_path, optimizer):
+    lora = {**LORA, "target_modules": ["auto", "unembed"]}
     async with ActorSystem.local() as system:
         trainer = await spawned(system, base)
-        await trainer.open_model("a", LORA, 7)
+        await trainer.open_model("a", lora, 7)
         await steps(trainer, "a", 2)
         saved = str(tmp_path / "two")
         await trainer.save_model("a", saved, optimizer)
-        await trainer.open_model("b", LORA, 1)
+        await trainer.open_model("b", lora, 1)
         await steps(trainer, "b", 1, seed=20)
         await trainer.forward_backward(data(3), PPO, "b")
         if not optimizer:
@@ -158,16 +177,19 @@ async def test_what_cannot_be_is_refused_and_leaves_the_others_as_they_are(base)
         await trainer.optim_step(ADAM, "a")
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-async def test_models_that_learn_in_one_batch_learn_bit_for_bit_what_each_learns_alone(base, tmp_path, threads):
+@pytest.mark.parametrize(("threads", "chunk", "most"), [(1, 1024, 40), (2, 1024, 40), (2, 64, 100)])
+async def test_models_that_learn_in_one_batch_learn_bit_for_bit_what_each_learns_alone(
+    base, tmp_path, threads, chunk, most
+):
     before, results = torch.get_num_threads(), []
-    wide = {"r": 3, "alpha": 8, "target_modules": "all-linear"}
-    tenants = {"a": (LORA, 7), "b": (OTHER, 1), "c": (wide, 2), "idle": (LORA, 3)}
+    wide = {"r": 3, "alpha": 8, "target_modules": ["all-linear", "unembed"]}
+    head = {"r": 2, "alpha": 8, "target_modules": ["unembed"]}
+    tenants = {"a": (LORA, 7), "b": (OTHER, 1), "c": (wide, 2), "d": (head, 4), "idle": (wide, 3)}
     torch.set_num_threads(threads)
     try:
         for together in (False, True):
             async with ActorSystem.local() as system:
-                trainer = await spawned(system, base, micro_batch_tokens=40)
+                trainer = await spawned(system, base, micro_batch_tokens=most, logprob_chunk=chunk)
                 for name, (lora, seed) in tenants.items():
                     await trainer.open_model(name, lora, seed)
                 seen = []
@@ -177,10 +199,11 @@ async def test_models_that_learn_in_one_batch_learn_bit_for_bit_what_each_learns
                         TokenPass(data(step + 10, (3,)), TokenLoss.of("cross_entropy"), "b"),
                         TokenPass(data(step + 20, (17, 30, 2)), PPO, "c"),
                         TokenPass(data(step + 30, (5, 6)), None, "idle"),
+                        TokenPass(data(step + 40, (7, 3, 12)), PPO, "d"),
                     ]
                     at_once = [passes] if together else [[each] for each in passes]
                     seen += [arrays for some in at_once for arrays in await trainer.token_passes(some)]
-                    for name in "abc":
+                    for name in "abcd":
                         seen.append([np.array([*(await trainer.optim_step(ADAM, name)).values()])])
                 saved = [await adapters(trainer, name, tmp_path, f"{together}{name}") for name in tenants]
                 results.append((seen, saved))

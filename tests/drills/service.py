@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -222,9 +222,25 @@ async def imitated(progress: Progress, directory: Path, rng: random.Random, kill
             if running.done():
                 running.result()
             copy = directory.with_name(f"{directory.name}.{kill}")
-            shutil.copytree(directory / "tiny-service", copy / "tiny-service", ignore_dangling_symlinks=True)
+            _copied(directory / "tiny-service", copy / "tiny-service")
             directory = copy
     raise AssertionError
+
+
+def _copied(source: Path, target: Path) -> None:
+    """Copy a service's files as they are at one moment: while its loop stands still, its threads may still write."""
+
+    def present() -> list[tuple[str, int, int]]:
+        every = ((str(path), path.lstat()) for path in sorted(source.rglob("*")))
+        return [(name, about.st_size, about.st_mtime_ns) for name, about in every]
+
+    while True:
+        shutil.rmtree(target, ignore_errors=True)
+        with suppress(FileNotFoundError, shutil.Error):  # of what was renamed meanwhile
+            before = present()
+            shutil.copytree(source, target, ignore_dangling_symlinks=True)
+            if present() == before:
+                return
 
 
 async def _given_up(task: asyncio.Task[None]) -> None:

@@ -51,7 +51,7 @@ def program(url):
     sums = []
     for _ in range(4):  # both are sent before either is waited for
         learned = trained.forward_backward([datum()] * 2, "cross_entropy")
-        taken = trained.optim_step(types.AdamParams(learning_rate=0.05))
+        taken = trained.optim_step(types.AdamParams(learning_rate=0.01))
         sums.append(learned.result().metrics["loss:sum"])
         assert taken.result().metrics["grad_norm"] > 0
     assert sums[0] == pytest.approx(2 * before.metrics["loss:sum"], rel=1e-6)
@@ -164,7 +164,9 @@ def likeliest(*samplers):
                     assert score <= best[-1][1] + 1e-5
     last = samplers[0].sample(prompt, 1, params, True, topk_prompt_logprobs=2, prompt_logprobs_last_n=1).result()
     assert last.topk_prompt_logprobs[:2] == [None, None]
-    assert last.topk_prompt_logprobs[2] == places_of(samplers[0], prompt, params)
+    pairs = zip(last.topk_prompt_logprobs[2], places_of(samplers[0], prompt, params), strict=True)
+    for (word, score), (same, again) in pairs:  # of fewer places at a time it may be rounded otherwise
+        assert (word, score) == (same, pytest.approx(again, abs=1e-5))
 
 
 def places_of(sampler, prompt, params):

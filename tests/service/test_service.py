@@ -103,9 +103,44 @@ async def test_answers_are_those_of_the_weights_named_whoever_asks_at_the_same_t
                 np.testing.assert_allclose(one, own, rtol=0, atol=1e-5)  # more rows at a time round otherwise
 
 
+@pytest.mark.parametrize(
+    ("kind", "tied", "unembeds"), [("qwen2", True, True), ("stablelm", False, True), ("stablelm", True, False)]
+)
+async def test_the_output_embedding_has_adapters_wherever_answers_can_be_by_them(tmp_path, kind, tied, unembeds):
+    own = [f"model.config.model_type={kind}", f"model.config.tie_word_embeddings={tied}"]
+    async with tiny(tmp_path, *own) as url, Http(url) as http:
+        model = await http.model()  # which asks for them, as clients do
+        await http.learn(model, 1)
+        await http.done("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.3}})
+        await http.learn(model, 3)
+        await http.done("optim_step", {"model_id": model, "seq_id": 4, "adam_params": {"learning_rate": 0.3}})
+        saved = await http.done("save_weights_for_sampler", {"model_id": model, "seq_id": 5, "path": "a"})
+        info = (await http.ask("weights_info", {"tinker_path": saved["path"]}))[1]
+        assert info["train_unembed"] == unembeds
+        session = (await http.ask("create_session", {}))[1]["session_id"]
+        body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": saved["path"]}
+        sampler = (await http.ask("create_sampling_session", body))[1]["sampling_session_id"]
+
+        async def answer(number, tokens, **more):
+            prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+            params = {"max_tokens": 4, "seed": 5, "stop": []}
+            body = {"sampling_session_id": sampler, "seq_id": number, "prompt": prompt, "sampling_params": params}
+            return await http.done("asample", {**body, **more})
+
+        (tokens,), (logprobs, _) = read_sample(await answer(0, [3, 4]))
+        _, (_, of_trainer) = read_sample(
+            await answer(1, [3, 4, *np.frombuffer(tokens, "<i4").tolist()], prompt_logprobs=True)
+        )
+        np.testing.assert_allclose(of_trainer[2:], logprobs, atol=1e-5)
+        alone = {"rank": 2, "train_attn": False, "train_mlp": False}
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": alone}
+        status, refused = await http.ask("create_model", body)
+        assert (status, "train_unembed" in str(refused)) == ((200, False) if unembeds else (400, True))
+
+
 async def test_checkpoints_are_whole_listed_gone_on_from_and_deleted(tmp_path):
     async with tiny(tmp_path) as url, Http(url) as http:
-        model = await http.model(train_mlp=False)
+        model = await http.model(train_mlp=False, train_unembed=False)
         await http.learn(model, 1)
         await http.done("optim_step", {"model_id": model, "seq_id": 2, "adam_params": ADAM})
         saved = await http.done("save_weights", {"model_id": model, "seq_id": 3, "path": "a.1"})
@@ -113,7 +148,12 @@ async def test_checkpoints_are_whole_listed_gone_on_from_and_deleted(tmp_path):
         taken = await http.done("save_weights", {"model_id": model, "seq_id": 4, "path": "a.1"})
         assert "a.1" in taken["error"]
         info = (await http.ask("weights_info", {"tinker_path": saved["path"]}))[1]
-        assert (info["lora_rank"], info["train_mlp"], info["train_attn"]) == (2, False, True)
+        assert (info["lora_rank"], info["train_mlp"], info["train_attn"], info["train_unembed"]) == (
+            2,
+            False,
+            True,
+            False,
+        )
         session = model.partition(":")[0]
         body = {"session_id": session, "model_seq_id": 1, "path": saved["path"], "optimizer": True}
         other = (await http.done("load_weights", body))["model_id"]
@@ -142,7 +182,12 @@ BAD = [
     ("create_model", {"lora_config": {"rank": 0}}, 400, "rank"),
     ("create_model", {"lora_config": {"rank": 1000}}, 400, "rank"),
     ("create_model", {"lora_config": {"rank": "8"}}, 400, "rank"),
-    ("create_model", {"lora_config": {"rank": 1, "train_attn": False, "train_mlp": False}}, 400, "train_unembed"),
+    (
+        "create_model",
+        {"lora_config": {"rank": 1, "train_attn": False, "train_mlp": False, "train_unembed": False}},
+        400,
+        "train_unembed",
+    ),
     ("create_model", {"lora_config": {"rank": 1, "train_unembed": "no"}}, 400, "train_unembed"),
     ("create_model", {"session_id": "abc"}, 404, "abc"),
     ("create_model", {"optimizer_config": {"type": "dimuon"}}, 400, "dimuon"),

@@ -23,7 +23,9 @@ PRODUCTS = (
     ("mlp.down_proj",),
 )
 """Layers of a block by the product that computes them."""
-_NAME = re.compile(r"model\.layers\.(\d+)\.(\w+\.\w+)\.lora_([AB])\.weight")
+HEAD = "lm_head"
+"""The output embedding, whose product comes after those of all blocks."""
+_NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
 
 
 class Own(NamedTuple):
@@ -46,55 +48,51 @@ class RowAdapters:
     """The adapters that an engine holds.
 
     Args:
-        layers: of the model.
+        model: like a Llama.
         like: a tensor of its dtype, on its device.
     """
 
-    def __init__(self, layers: Any, like: Tensor) -> None:
-        self._layers, self._like = layers, like
+    def __init__(self, model: Any, like: Tensor) -> None:
+        blocks = range(len(model.model.layers))
+        products = [[f"model.layers.{n}.{layer}" for layer in product] for n in blocks for product in PRODUCTS]
+        self._products = [{name: model.get_submodule(name) for name in product} for product in (*products, [HEAD])]
+        self._layers = {name: layer for product in self._products for name, layer in product.items()}
+        self._like = like
         self.versions: dict[str, int] = {}
         """Version of each, by name."""
-        self._pairs: dict[str, list[tuple[Tensor, Tensor] | None]] = {}  # of every product, block after block
+        self._pairs: dict[str, list[tuple[Tensor, Tensor] | None]] = {}  # of every product
         self._present: tuple[tuple[str, ...], list[tuple[Tensor, Tensor, tuple[int, ...]]]] = ((), [])
 
     def check(self, weights: Weights) -> None:
         """Raise ValueError unless these adapters fit the model; changes nothing."""
         ranks: dict[str, dict[str, int]] = {}
         for name, shape in weights.shapes.items():
-            match = _NAME.fullmatch(name)
-            number, layer, kind = match.groups() if match else ("0", "", "")
-            if not any(layer in product for product in PRODUCTS) or int(number) >= len(self._layers):
+            layer, kind = match.groups() if (match := _NAME.fullmatch(name)) else ("", "")
+            if (module := self._layers.get(layer)) is None:
                 raise ValueError(f"adapters {weights.adapter}: {name} is of no layer that gets adapters here")
-            module = self._linear(int(number), layer)
             wide, rank = (module.out_features, shape[-1]) if kind == "B" else (module.in_features, shape[0])
             if shape != ((wide, rank) if kind == "B" else (rank, wide)):
                 raise ValueError(f"adapters {weights.adapter}: {name} is {list(shape)}, which does not fit its layer")
-            ranks.setdefault(name.rpartition(".lora_")[0], {})[kind] = rank
+            ranks.setdefault(layer, {})[kind] = rank
         for layer, pair in ranks.items():
             if len(pair) != 2 or pair["A"] != pair["B"]:
                 raise ValueError(f"adapters {weights.adapter}: {layer} has no two matrices of one rank")
-
-    def _linear(self, number: int, layer: str) -> Any:
-        return self._layers[number].get_submodule(layer)
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
         """Hold these from now on, in place of others of their name."""
         tensors = {name: tensor.to(self._like) for name, tensor in weights.named()}
         pairs: list[tuple[Tensor, Tensor] | None] = []
-        for number in range(len(self._layers)):
-            for product in PRODUCTS:
-                downs, ups = list[Tensor](), list[Tensor]()
-                width = [self._linear(number, layer).out_features for layer in product]
-                for place, layer in enumerate(product):
-                    name = f"model.layers.{number}.{layer}.lora_"
-                    if (down := tensors.get(f"{name}A.weight")) is None:
-                        continue
-                    parts = [down.new_zeros(len(down), size) for size in width]
-                    parts[place] = tensors[f"{name}B.weight"].t()
-                    downs.append(down)
-                    ups.append(torch.cat(parts, dim=1))
-                pairs.append((torch.cat(downs), torch.cat(ups)) if downs else None)
+        for product in self._products:
+            downs, ups = list[Tensor](), list[Tensor]()
+            for place, name in enumerate(product):
+                if (down := tensors.get(f"{name}.lora_A.weight")) is None:
+                    continue
+                parts = [down.new_zeros(len(down), layer.out_features) for layer in product.values()]
+                parts[place] = tensors[f"{name}.lora_B.weight"].t()
+                downs.append(down)
+                ups.append(torch.cat(parts, dim=1))
+            pairs.append((torch.cat(downs), torch.cat(ups)) if downs else None)
         assert weights.adapter is not None
         self._pairs[weights.adapter], self.versions[weights.adapter] = pairs, weights.version
         self._present = ((), [])
@@ -105,7 +103,7 @@ class RowAdapters:
         self._present = ((), [])
 
     def of_rows(self, names: Sequence[str | None]) -> list[tuple[Own | None, ...]]:
-        """Each block's additions to its products; none: no row has adapters.
+        """Each block's additions to its products, and behind them the output embedding's; none: no row has adapters.
 
         Args:
             names: of each row's adapters; None for the model itself.

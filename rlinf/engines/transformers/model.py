@@ -508,13 +508,15 @@ class LeanForward(ModelForward):
     def __init__(self, model: PreTrainedModel, version: int):
         super().__init__(model, version)
         self._join()
-        self.adapters = RowAdapters(model.model.layers, self.embedding)
+        self.adapters = RowAdapters(model, self.embedding)
+        self._own: Own | None = None  # what adapters of the rows add to the logits
 
     def rows_by(self, names: Sequence[str | None]) -> None:
         assert self.adapters is not None
         own = self.adapters.of_rows(names) if any(names) else []
         for number, block in enumerate(self.blocks):
             block.own = own[number] if own else _NONE
+        (self._own,) = own[-1] if own else (None,)
 
     def read(
         self,
@@ -567,7 +569,8 @@ class LeanForward(ModelForward):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] to [rows, vocabulary]."""
-        return _product(_rms_norm(hidden, self._norm), self._head.weight, self._head.bias)
+        logits = _product(normed := _rms_norm(hidden, self._norm), self._head.weight, self._head.bias)
+        return logits if self._own is None else self._own.onto(logits, normed)
 
     def angles(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines for every head of these positions, all below `length`, [..., 1, head size]."""

@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -78,8 +79,8 @@ def lora_targets(model: nn.Module, wanted: str | Sequence[str]) -> list[str]:
         model: with adapters or without; it may be on the meta device.
         wanted: any of "auto" (the linear layers of attention, whatever they are called; all of a model that has none),
             "all-linear" (all but the output embedding and the routers of experts), "all-but-attention" (the others of
-            those), the name of a layer or the end of its dotted name ("q_proj", "mlp.down_proj"), or a regular
-            expression that matches all of it.
+            those), "unembed" (the output embedding), the name of a layer or the end of its dotted name ("q_proj",
+            "mlp.down_proj"), or a regular expression that matches all of it.
 
     Returns:
         Their dotted names, in the model's order.
@@ -87,14 +88,17 @@ def lora_targets(model: nn.Module, wanted: str | Sequence[str]) -> list[str]:
     Raises:
         ValueError: something of `wanted` fits no linear layer; the text lists those there are.
     """
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    head = getattr(head, "base_layer", head)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     uncalled = {f"{name}.{part}" for name, kind in kinds.items() if "Mamba" in kind for part in _UNCALLED}
-    linear = [
-        name.removesuffix(_WRAPPED)
+    every = [
+        (name.removesuffix(_WRAPPED), module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and not (name in uncalled or is_adapter(name))
+        if isinstance(module, nn.Linear | Conv1D) and not (name in uncalled or is_adapter(name))
     ]
+    linear = [name for name, module in every if module is not head]
+    heads = [name for name, module in every if module is head]
     inner = [name for name in linear if name.rpartition(".")[2] not in _ROUTERS]
     attention = tuple(f"{name}." for name, kind in kinds.items() if "Attention" in kind)
     names: set[str] = set()
@@ -103,6 +107,8 @@ def lora_targets(model: nn.Module, wanted: str | Sequence[str]) -> list[str]:
             more = [name for name in inner if name.startswith(attention)] or inner
         elif each == "all-linear":
             more = inner
+        elif each == "unembed":
+            more = heads
         elif each == "all-but-attention":
             more = [name for name in inner if not name.startswith(attention)]
         elif _SPECIAL.search(each):
@@ -112,14 +118,17 @@ def lora_targets(model: nn.Module, wanted: str | Sequence[str]) -> list[str]:
         if not more:
             raise ValueError(_no_such_layer(model, each, linear))
         names.update(more)
-    return [name for name in linear if name in names]
+    return [name for name, _ in every if name in names]
 
 
 def _no_such_layer(model: nn.Module, wanted: str, linear: Sequence[str]) -> str:
     there = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
     advice = f"its linear layers are {there}; or take auto or all-linear"
     if any(wanted in name.split(".") for name, _ in model.named_parameters()):
-        kind = "are weights of grouped experts, or of an input or output embedding, which get no adapters here"
+        kind = (
+            "are weights of grouped experts or of an input embedding, which get no adapters here, or of the output "
+            "embedding, which is called unembed"
+        )
     else:
         kind = "are no linear layers of this model"
     return f"lora: target_modules {wanted!r} {kind}; {advice}"
@@ -137,7 +146,8 @@ def add_adapters(model: nn.Module, lora: Mapping[str, Any], name: str = POLICY) 
 
     Raises:
         ValueError: keys are missing or unknown, no module has such a name, peft is not installed, or saved adapters
-            are of a kind that cannot be added in or do not fit the model.
+            are of a kind that cannot be added in or do not fit the model; or those that learn are of an output
+            embedding which is the input embedding, too, so that they could not be merged.
     """
     path = lora.get("path")
     if set(lora) - _KEYS or (path is None and not set(lora) >= _KEYS - {"path"}):
@@ -149,11 +159,14 @@ def add_adapters(model: nn.Module, lora: Mapping[str, Any], name: str = POLICY) 
         raise ValueError("lora: peft is not installed; pip install 'rlinf[lora]'") from None
     config = _fresh(model, lora) if path is None else _saved(Path(path))
     before = vars(model).pop("peft_config", {})  # peft warns of it
+    warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # its merging; ours refuses
     with ONE_AT_A_TIME, _out_of_sight(model):  # peft's layers draw their first values, though others are given to them
         inject_adapter_in_model(config, model, adapter_name=name)
     model.peft_config = {**before, name: config}  # type: ignore[assignment]
     if path is not None:
         check_shapes(model, name, Path(path))
+    if name == POLICY:
+        _check_merges(model, name)
     for layer in adapted_layers(model):
         layer.set_adapter(POLICY)  # the others neither learn nor take part
         for part, parameter in layer.named_parameters():
@@ -393,14 +406,35 @@ def plain_parameters(
 ) -> Iterator[tuple[str, nn.Parameter, Callable[[], Tensor]]]:
     """Named parameters before adapters of a name (None: none) are merged in: name, the parameter without adapters, and
     a function that makes the merged weight."""
-    deltas = {
+    deltas = _layers_by_weight(model)
+    _check_merges(model, adapter)
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name):
+            yield plain_name(name), parameter, partial(_merged, parameter, deltas.get(name), adapter)
+
+
+def _layers_by_weight(model: nn.Module) -> dict[str, Any]:
+    """Layers with adapters, by the names of the weights under them."""
+    return {
         f"{path}{_WRAPPED}.weight": module
         for path, module in model.named_modules()
         if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
     }
-    for name, parameter in model.named_parameters():
-        if not is_adapter(name):
-            yield plain_name(name), parameter, partial(_merged, parameter, deltas.get(name), adapter)
+
+
+def _check_merges(model: nn.Module, adapter: str | None) -> None:
+    """See that each weight with adapters of a name is its layer's alone.
+
+    Raises:
+        ValueError: it is not, so that merged weights would change other layers.
+    """
+    own = {name for name, layer in _layers_by_weight(model).items() if adapter in layer.lora_A}
+    if shared := own - {name for name, _ in model.named_parameters()}:
+        raise ValueError(
+            f"lora: adapters {adapter} are of {plain_name(min(shared))}, which is the weight of another layer, too "
+            "(tied embeddings), so they cannot be merged into it: leave that layer out, or take a model whose "
+            "embeddings are two"
+        )
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ classification: what `save_pretrained` would write,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -41,6 +41,7 @@ from rlinf.models.language.attention import ARGUMENT, NAME, REFUSALS, CompiledBl
 from rlinf.models.language.kernels import HALF, CompileTime, FusedHead, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.moe import Mixture, ModelOutputs, Replay, routers_of
 from rlinf.models.language.pictures import in_rows, never, picture_inputs, with_blank, without
+from rlinf.models.language.tenants import HeadProducts
 from rlinf.models.language.tensor_parallel import Division, Share, TensorRanks
 from rlinf.models.language.truth import Results, Truth, Way, blocks, length_of_text, sampled_gradient
 from rlinf.models.language.working_copy import WorkingCopy
@@ -76,9 +77,7 @@ def token_logprobs(
     Returns:
         Log-probs, differentiable in hidden, weight and bias; and entropies; nats, [tokens], at least float32.
     """
-    how = _Head(chunk, entropy_slope, fused)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, how)
-    return logprobs, entropy
+    return _Head(chunk, entropy_slope, fused).logprobs(hidden, weight, bias, targets, temperature)
 
 
 def logprobs_of_logits(
@@ -105,6 +104,26 @@ class _Head(NamedTuple):
     chunk: int
     entropy_slope: bool
     fused: FusedHead | None
+    rows: Sequence[slice] = ()
+    """Tokens to whose logits adapters add, see `HeadProducts`."""
+
+    def logprobs(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor | None,
+        products: HeadProducts | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `token_logprobs`; differentiable by what adapters add, too."""
+        how, matrices = (self, ()) if products is None else (self._replace(rows=products.rows), products.matrices)
+        logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, how, *matrices)
+        return logprobs, entropy
+
+    def products(self, matrices: Sequence[Tensor]) -> HeadProducts:
+        """The products that adapters add, of these matrices."""
+        return HeadProducts(self.rows, self.chunk, matrices)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -122,61 +141,69 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: Tensor | None,
         how: _Head,
+        *matrices: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        chunk, entropy_slope, fused = how
+        chunk, fused, products = how.chunk, how.fused, how.products(matrices)
         count, table = len(hidden), None
         logprobs = torch.empty(count, dtype=wide(hidden[:0]).dtype, device=hidden.device)
         entropy = torch.empty_like(logprobs)
         norms = torch.empty_like(logprobs)
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
+            raw, warmth = F.linear(hidden[part], weight, bias), _part(temperature, part)
+            products.add(raw, start)
             if fused is not None:
-                raw, warmth = F.linear(hidden[part], weight, bias), _part(temperature, part)
                 logprobs[part], entropy[part], norms[part] = fused.scores(raw, targets[part], warmth)
                 continue
-            logits = _logits(hidden[part], weight, bias, temperature, part)
+            logits = _warmed(raw, warmth)
             norms[part] = torch.logsumexp(logits, dim=-1)
             logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1) - norms[part]
             logits.sub_(norms[part, None])
             entropy[part] = -torch.where(logits == -torch.inf, 0.0, logits.exp().mul_(logits)).sum(dim=-1)
             if any(ctx.needs_input_grad) and count <= chunk and logits.nbytes <= _TABLE:
                 table = logits
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, norms, entropy if entropy_slope else None)
-        ctx.chunk, ctx.fused, ctx.table = chunk, fused, table
-        if not entropy_slope:
+        for_slopes = entropy if how.entropy_slope else None
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, norms, for_slopes, *matrices)
+        ctx.how, ctx.table = how, table
+        if not how.entropy_slope:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         grad, grad_entropy = gradients
-        hidden, weight, bias, targets, temperature, norms, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, norms, entropy, *matrices = ctx.saved_tensors
+        chunk, fused, products = ctx.how.chunk, ctx.how.fused, ctx.how.products(matrices)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wanted = zip(matrices, ctx.needs_input_grad[6:], strict=True)
+        for_matrices = [torch.zeros_like(each) if wants else None for each, wants in wanted]
         # allocated even for no token at all: every rank must have a gradient to reduce
         for_hidden = torch.empty_like(hidden) if wants_hidden else None
-        at_once = hidden.device.type == "cpu" and 0 < len(hidden) <= ctx.chunk  # there is nothing to sum
+        at_once = hidden.device.type == "cpu" and 0 < len(hidden) <= chunk  # there is nothing to sum
         sums = wants_weight and not at_once
         for_weight = torch.zeros(weight.shape, dtype=norms.dtype, device=weight.device) if sums else None
         for_bias = torch.zeros_like(bias, dtype=norms.dtype) if wants_bias else None
-        for start in range(0, len(hidden), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
             inputs = (targets[part], _part(temperature, part))
             for_entropy = (None, None) if entropy is None else (grad_entropy[part], entropy[part])
             slopes = (grad[part], *for_entropy)
-            if ctx.fused is None:
-                logp, ctx.table = ctx.table, None  # it is overwritten
-                if logp is None:
-                    logp = _logits(hidden[part], weight, bias, temperature, part).sub_(norms[part, None])
+            logp, ctx.table = ctx.table, None  # it is overwritten
+            if logp is None:
+                raw = F.linear(hidden[part], weight, bias)
+                products.add(raw, start)
+            if fused is None:
+                logp = _warmed(raw, inputs[1]).sub_(norms[part, None]) if logp is None else logp
                 slope = _slope(logp, *inputs, *slopes)
                 if for_bias is not None:
                     for_bias += slope.sum(dim=0)
                 slope = slope.to(hidden.dtype)
             elif for_bias is None:
-                slope = ctx.fused.slopes(F.linear(hidden[part], weight, bias), *inputs, norms[part], *slopes)
+                slope = fused.slopes(raw, *inputs, norms[part], *slopes)
             else:
-                logits = F.linear(hidden[part], weight, bias)
-                slope, summed = ctx.fused.slopes_and_bias(logits, *inputs, norms[part], *slopes)
+                slope, summed = fused.slopes_and_bias(raw, *inputs, norms[part], *slopes)
                 for_bias += summed
+            products.learn(slope, start, for_matrices)
             if for_hidden is not None:
                 torch.mm(slope, weight, out=for_hidden[part])
             if wants_weight and at_once:
@@ -188,6 +215,7 @@ class _TokenLogprobs(torch.autograd.Function):
             None if for_weight is None else for_weight.to(weight.dtype),
             None if for_bias is None else for_bias.to(bias.dtype),
             *(None, None, None),
+            *for_matrices,
         )
 
 
@@ -235,10 +263,10 @@ def _both_slopes(logp: Tensor, grad: Tensor, grad_entropy: Tensor, entropy: Tens
     return finite.add_(entropy).mul_(grad_entropy).add_(grad).mul_(p).neg_()
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor | None, part: slice) -> Tensor:
-    """At least float32, [tokens, vocabulary], ours to overwrite."""
-    logits = wide(F.linear(hidden, weight, bias))
-    return logits if temperature is None else logits.div_(temperature[part, None])
+def _warmed(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Over their temperature, at least float32, in place where they are."""
+    logits = wide(logits)
+    return logits if temperature is None else logits.div_(temperature[:, None])
 
 
 def _over(logits: Tensor, temperature: Tensor | None) -> Callable[[slice], Tensor]:
@@ -251,7 +279,8 @@ def head_is_plain(model: PreTrainedModel) -> bool:
     of a new model would not show that in a trial."""
     config = model.config.get_text_config()
     changed = any(getattr(config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES)
-    return type(model.get_output_embeddings()) is nn.Linear and not changed
+    head = model.get_output_embeddings()
+    return type(getattr(head, "base_layer", head)) is nn.Linear and not changed
 
 
 Attention = Literal["auto", "packed", "padded", "flash", "any"]
@@ -262,6 +291,27 @@ _PROBE = ((21, 34), (40, 15), (5, 47), (21, 36), (40, 18))
 """Tokens of prompts and answers that a model is tried with; some share their prompt."""
 _SPOILT = 2
 """Index in `_PROBE` of the sequence that shares no prompt."""
+
+
+class _BeforeHead(NamedTuple):
+    """Everything that logits are made of."""
+
+    hidden: Tensor
+    """[learned, width]"""
+    weight: Tensor
+    """[vocabulary, width]"""
+    bias: Tensor | None
+    products: HeadProducts | None
+    """What its adapters add."""
+
+    def logits(self, temperature: Tensor | None) -> Logits:
+        """Logits when they are asked for."""
+        add = None if self.products is None else self.products.add
+        return logits_of(self.hidden, (self.weight, self.bias), temperature, add)
+
+    def logprobs(self, how: _Head, targets: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `token_logprobs`."""
+        return how.logprobs(self.hidden, self.weight, self.bias, targets, temperature, self.products)
 
 
 class PolicyModel(nn.Module):
@@ -354,8 +404,7 @@ class PolicyModel(nn.Module):
         if self._share(batch) is not None:
             raise ValueError("the likeliest tokens are not told of a model that is split over processes")
         if self.plain_head:
-            hidden, weight, bias = self._before_head(batch, None)
-            logits = logits_of(hidden, (weight, bias), batch.temperature)
+            logits = self._before_head(batch, None).logits(batch.temperature)
         else:
             logits = _over(self._own_logits(batch, None), batch.temperature)
         return likeliest(logits, len(batch.targets), self._chunk, count)
@@ -365,14 +414,13 @@ class PolicyModel(nn.Module):
         logits = self._outputs(self.model, batch, "logits", share)
         return logits if self.pictures is None else logits + never(self.pictures, logits)
 
-    def _before_head(self, batch: Packed, share: Share | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states, [learned, width], of which weight, [vocabulary, width], and bias make logits."""
+    def _before_head(self, batch: Packed, share: Share | None) -> _BeforeHead:
         head: Any = self.model.get_output_embeddings()
         hidden, bias = self._outputs(self.model.base_model, batch, "last_hidden_state", share), head.bias
         if self.pictures is not None:
             banned = never(self.pictures, head.weight[:, 0])
             bias = banned if bias is None else bias + banned
-        return hidden, head.weight, bias
+        return _BeforeHead(hidden, head.weight, bias, HeadProducts.of(head, hidden, self._chunk))
 
     def _scored(self, batch: Packed, entropy_slope: bool) -> ModelOutputs:
         share = self._share(batch)
@@ -383,18 +431,9 @@ class PolicyModel(nn.Module):
             outputs = logprobs_of_logits(logits, mine.targets, mine.temperature, entropy_slope=entropy_slope)
             student = partial(_over, logits, mine.temperature)
         else:
-            hidden, weight, bias = self._before_head(batch, share)
-            student = partial(logits_of, hidden, (weight, bias), mine.temperature)
-            outputs = token_logprobs(
-                hidden,
-                weight,
-                bias,
-                mine.targets,
-                mine.temperature,
-                chunk=self._chunk,
-                entropy_slope=entropy_slope,
-                fused=self._fused,
-            )
+            before = self._before_head(batch, share)
+            student = partial(before.logits, mine.temperature)
+            outputs = before.logprobs(_Head(self._chunk, entropy_slope, self._fused), mine.targets, mine.temperature)
         outputs = outputs if share is None else (share.whole(outputs[0]), share.whole(outputs[1]))
         whole: ModelOutputs = outputs if self.mixture is None else (*outputs, self.mixture.routed(share))
         if self.teacher is None or (column := batch.columns.get(self.teacher.column)) is None:
@@ -410,12 +449,16 @@ class PolicyModel(nn.Module):
         """
         with self.computing():
             if self.plain_head:
-                hidden, weight, bias = self._before_head(batch, None)
-                logits = logits_of(hidden, (weight, bias), batch.temperature)
-                scored = (weight, bias, batch.targets, batch.temperature)
-                logprobs = token_logprobs(hidden, *scored, chunk=self._chunk, fused=self._fused)[0]
+                before = self._before_head(batch, None)
+                logits = before.logits(batch.temperature)
+                logprobs = before.logprobs(_Head(self._chunk, False, self._fused), batch.targets, batch.temperature)[0]
+                if top_k is None and before.products is not None:
+                    raise ValueError(
+                        "adapters of a teacher's output embedding are not in the embedding that students read: set "
+                        "top_k of the divergence"
+                    )
                 if top_k is None:
-                    return logprobs, hidden.float()
+                    return logprobs, before.hidden.float()
             else:
                 raw = self._own_logits(batch, None)
                 logits = _over(raw, batch.temperature)

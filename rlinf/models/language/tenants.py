@@ -3,6 +3,9 @@
 The base's products are computed once over all rows, and each set of adapters adds its own, narrow product to the rows
 that are its own. What a row gets is the same bit for bit whatever other rows are there, as far as `rows_apart` finds
 that the machine's matrix products and vector instructions leave it so.
+
+The output embedding's product is made in chunks of tokens, outside of its layer: `HeadProducts` is what adapters add to
+the logits of a chunk.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ _VECTOR = 32
 otherwise."""
 _MOST = 128
 """Rows of padding that are worth a common batch, at most."""
+_ALIGNED = 64
+"""Bytes on whose multiples torch lays tensors: products of some libraries round otherwise of what lies elsewhere."""
 
 
 class Tenant(NamedTuple):
@@ -32,6 +37,8 @@ class Tenant(NamedTuple):
     """Name of the adapters."""
     rows: slice
     """The tokens that are its own; those of another tenant are not among them."""
+    learned: slice
+    """Likewise of the learned ones, for which alone there are logits."""
     learns: bool
     """Its adapters get a gradient."""
 
@@ -46,24 +53,27 @@ def rows_by(model: nn.Module, tenants: Sequence[Tenant]) -> Iterator[None]:
     """
     layers = list(adapted_layers(model))
     for layer in layers:
-        layer.forward = partial(_forward, layer, [each for each in tenants if each.adapter in layer.lora_A])
+        layer.tenants = [each for each in tenants if each.adapter in layer.lora_A]
+        layer.forward = partial(_forward, layer)
     try:
         yield
     finally:
         for layer in layers:
-            del layer.forward
+            del layer.forward, layer.tenants
 
 
-def _forward(layer: Any, tenants: Sequence[Tenant], inputs: Tensor) -> Tensor:
+def _forward(layer: Any, inputs: Tensor) -> Tensor:
     outputs: Tensor = layer.base_layer(inputs)
-    if not tenants:
+    if not layer.tenants:
         return outputs
-    matrices: list[Tensor] = []
-    for name, _, learns in tenants:
-        pair = layer.lora_A[name].weight, layer.lora_B[name].weight
-        matrices += pair if learns else (each.detach() for each in pair)
-    parts = [(rows, float(layer.scaling[name])) for name, rows, _ in tenants]
+    matrices = [matrix for each in layer.tenants for matrix in _matrices(layer, each)]
+    parts = [(each.rows, float(layer.scaling[each.adapter])) for each in layer.tenants]
     return _AddProducts.apply(outputs, inputs, parts, *matrices)  # type: ignore[no-any-return]
+
+
+def _matrices(layer: Any, tenant: Tenant) -> tuple[Tensor, Tensor]:
+    down, up = layer.lora_A[tenant.adapter].weight, layer.lora_B[tenant.adapter].weight
+    return (down, up) if tenant.learns else (down.detach(), up.detach())
 
 
 class _AddProducts(torch.autograd.Function):
@@ -97,6 +107,78 @@ class _AddProducts(torch.autograd.Function):
             if for_inputs is not None:
                 torch.mm(back, down, out=for_inputs[rows])
         return slopes[0], None if for_inputs is None else for_inputs.view_as(inputs), None, *gradients
+
+
+class HeadProducts:
+    """Narrow products that adapters add to logits, which are made chunk by chunk.
+
+    The rows of each are cut into blocks from its own first on, and a block's product is made whole wherever chunks end:
+    so its numbers do not depend on what lies before it.
+
+    Args:
+        rows: where each has its tokens.
+        chunk: tokens whose logits exist at a time.
+        matrices: of each, its narrow activations [its tokens, rank], and what makes logits of them [vocabulary, rank].
+    """
+
+    def __init__(self, rows: Sequence[slice], chunk: int, matrices: Sequence[Tensor]) -> None:
+        self.rows, self._chunk, self.matrices = rows, chunk, matrices
+        self._cut: dict[int, Tensor] = {}  # slopes of a block whose end is in the next chunk
+
+    @classmethod
+    def of(cls, head: Any, hidden: Tensor, chunk: int) -> HeadProducts | None:
+        """Products that adapters of an output embedding add to its logits of these hidden states, [tokens, width]; None
+        if it has none."""
+        if not hasattr(head, "lora_A"):
+            return None
+        tenants = getattr(head, "tenants", None)
+        if tenants is None:
+            names = () if head.disable_adapters else head.active_adapters
+            tenants = [Tenant(name, slice(None), slice(None), True) for name in names if name in head.lora_A]
+        matrices: list[Tensor] = []
+        for each in tenants:
+            down, up = _matrices(head, each)
+            matrices += [(hidden[each.learned] @ down.t()) * float(head.scaling[each.adapter]), up]
+        rows = [slice(*each.learned.indices(len(hidden))) for each in tenants]
+        return cls(rows, chunk, matrices) if tenants else None
+
+    def add(self, logits: Tensor, start: int) -> None:
+        """Add them to the logits of a chunk that begins at `start`."""
+        for number, block, whole, inside in self._blocks(start, start + len(logits)):
+            narrow, up = self.matrices[2 * number : 2 * number + 2]
+            product = narrow[block] @ up.t()
+            logits[inside.start - start : inside.stop - start] += product[
+                inside.start - whole.start : inside.stop - whole.start
+            ]
+
+    def learn(self, slope: Tensor, start: int, gradients: Sequence[Tensor | None]) -> None:
+        """Add to the gradients of `matrices` what the slopes of a chunk's logits make of them, one chunk after the
+        other; None: it is not asked for."""
+        for number, block, whole, inside in self._blocks(start, start + len(slope)):
+            own = slope[inside.start - start : inside.stop - start]
+            if inside.stop < whole.stop:
+                self._cut[number] = own.clone()
+                continue
+            if number in self._cut:
+                own = torch.cat([self._cut.pop(number), own])
+            if own.data_ptr() % _ALIGNED:
+                own = own.clone()
+            narrow, up = self.matrices[2 * number : 2 * number + 2]
+            for_narrow, for_up = gradients[2 * number : 2 * number + 2]
+            if for_narrow is not None:
+                torch.mm(own, up, out=for_narrow[block])
+            if for_up is not None:
+                for_up += own.t() @ narrow[block]
+
+    def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice, slice]]:
+        """Blocks with tokens in a chunk: whose, which of its rows, these among all tokens, and those in the chunk."""
+        for number, mine in enumerate(self.rows):
+            first, last = max(start, mine.start), min(stop, mine.stop)
+            begin = mine.start + (first - mine.start) // self._chunk * self._chunk
+            for at in range(begin, last, self._chunk) if first < last else ():
+                whole = slice(at, min(at + self._chunk, mine.stop))
+                block = slice(whole.start - mine.start, whole.stop - mine.start)
+                yield number, block, whole, slice(max(first, at), min(last, whole.stop))
 
 
 @torch.no_grad()

@@ -18,34 +18,42 @@ LAYERS = {
     "a": (3, ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]),
     "b": (2, ["self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj"]),
     "c": (1, ["self_attn.k_proj"]),
+    "d": (2, ["lm_head", "self_attn.v_proj"]),
 }
 SAMPLING = Sampling(9, 1.0)
+
+
+def added(model, path, rank, generator):
+    """New adapters of a layer, merged in."""
+    weight = model.get_submodule(path).weight
+    down = torch.randn(rank, weight.shape[1], generator=generator)
+    up = torch.randn(weight.shape[0], rank, generator=generator) * 0.3
+    weight.data += up @ down
+    return {f"{path}.lora_A.weight": down, f"{path}.lora_B.weight": up}
 
 
 def adapters(base, name, version, seed=0):
     """Weights of adapters, and the model with them merged in."""
     rank, layers = LAYERS[name]
     generator, merged, tensors = torch.Generator().manual_seed(seed), copy.deepcopy(base), {}
-    for number in range(2):
-        for layer in layers:
-            path = f"model.layers.{number}.{layer}"
-            weight = merged.get_submodule(path).weight
-            down = torch.randn(rank, weight.shape[1], generator=generator)
-            up = torch.randn(weight.shape[0], rank, generator=generator) * 0.3
-            weight.data += up @ down
-            tensors |= {f"{path}.lora_A.weight": down, f"{path}.lora_B.weight": up}
+    for path in [f"model.layers.{number}.{layer}" for number in range(2) for layer in layers if layer != "lm_head"]:
+        tensors |= added(merged, path, rank, generator)
+    if "lm_head" in layers:  # of tied embeddings the output's alone
+        merged.lm_head.weight = torch.nn.Parameter(merged.lm_head.weight.detach().clone())
+        tensors |= added(merged, "lm_head", rank, generator)
     return replace(Weights.pack(tensors.items(), version), adapter=name), merged
 
 
-async def test_answers_in_one_batch_are_those_of_models_with_their_adapters_merged_in():
-    base = tiny()
+@pytest.mark.parametrize("tied", [True, False])
+async def test_answers_in_one_batch_are_those_of_models_with_their_adapters_merged_in(tied):
+    base = tiny(tie_word_embeddings=tied)
     engine = TransformersEngine(copy.deepcopy(base), max_rows=16)
     assert engine.adapters == {}
     models = {None: base}
-    for version, name in enumerate("abc", 11):
+    for version, name in enumerate("abcd", 11):
         weights, models[name] = adapters(base, name, version)
         await engine.load(weights)
-    wanted = [(None, "a", "b", "c")[number % 4] for number in range(14)]
+    wanted = [(None, "a", "b", "c", "d")[number % 5] for number in range(14)]
     prompts = [[3, 4, 5] if number < 8 else list(range(2, 4 + number)) for number in range(14)]  # some are the same
     asked = [replace(request(n, prompts[n], SAMPLING), adapter=name) for n, name in enumerate(wanted)]
     found = await answers(engine, asked)
@@ -53,14 +61,15 @@ async def test_answers_in_one_batch_are_those_of_models_with_their_adapters_merg
         answer = found[number]
         exact = teacher_forced(models[name], prompts[number], answer.response_ids.tolist())
         np.testing.assert_allclose(answer.logprobs, exact, atol=2e-4)
-        assert set(answer.versions.tolist()) == {engine.version if name is None else 11 + "abc".index(name)}
+        assert set(answer.versions.tolist()) == {engine.version if name is None else 11 + "abcd".index(name)}
     other, merged = adapters(base, "a", 20, seed=1)
     await engine.load(other)
     (answer,) = (await answers(engine, [asked[1]])).values()
     np.testing.assert_allclose(answer.logprobs, teacher_forced(merged, prompts[1], answer.response_ids), atol=2e-4)
     assert set(answer.versions.tolist()) == {20}
-    await engine.load(packed(tiny(seed=3), 30))  # of the model itself, which is then below all adapters
-    assert engine.adapters == {"a": 20, "b": 12, "c": 13}
+    below = tiny(seed=3, tie_word_embeddings=tied)
+    await engine.load(packed(below, 30))  # of the model itself, which is then below all adapters
+    assert engine.adapters == {"a": 20, "b": 12, "c": 13, "d": 14}
 
 
 async def test_adapters_that_do_not_fit_are_refused_and_those_that_answer_are_not_unloaded():
@@ -71,6 +80,7 @@ async def test_adapters_that_do_not_fit_are_refused_and_those_that_answer_are_no
     first = "model.layers.0.self_attn.q_proj.lora_A.weight"
     for wrong, named in [
         ({**tensors, "lm_head.lora_A.weight": tensors[first]}, "lm_head"),
+        ({**tensors, "model.embed_tokens.lora_A.weight": tensors[first]}, "embed_tokens"),
         ({**tensors, first.replace("layers.0", "layers.7"): tensors[first]}, "layers.7"),
         ({**tensors, first: tensors[first][:, 1:]}, "q_proj"),
         ({**tensors, first: tensors[first][1:]}, "q_proj"),

@@ -71,6 +71,7 @@ def test_auto_is_attention_and_all_linear_is_everything_but_head_and_routers(kin
     ("wanted", "found"),
     [
         ("layers.1.self_attn.q_proj", ["model.layers.1.self_attn.q_proj"]),
+        (["unembed", "layers.0.mlp.up_proj"], ["model.layers.0.mlp.up_proj", "lm_head"]),
         ([r"model\.layers\.0\..*(up|down)_proj"], ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]),
     ],
 )
@@ -88,7 +89,7 @@ def test_layers_are_named_by_the_end_of_their_names_or_by_a_pattern(wanted, foun
         ),
         ("gpt2", ["q_proj"], r"c_attn, c_fc, c_proj.*take auto"),
         ("mixtral", ["experts"], r"'experts'.*weights"),
-        ("qwen2", ["embed_tokens"], r"output embedding"),
+        ("qwen2", ["embed_tokens"], r"input embedding"),
         ("qwen2", ["lm_head"], r"output embedding"),
         ("qwen2", [r"proj.*x"], r"linear layers"),
     ],

@@ -2,6 +2,7 @@
 
     python -m benchmarks.harnesses --python /path/to/python          # of an environment with mini-swe-agent
     python -m benchmarks.harnesses --harness claude_code --count 2   # or codex, qwen_code: programs on PATH
+    python -m benchmarks.harnesses --harness mini --inside /path/to/environment --count 2
 
 A model that is a script mends each package as its solution does, or leaves it as it is; so this is no measure of
 models. Counted are the attempts that were judged as they should be, and those whose record is exact: each token that
@@ -15,6 +16,7 @@ import argparse
 import asyncio
 import json
 import resource
+import sys
 import tempfile
 from itertools import pairwise
 from types import SimpleNamespace
@@ -29,6 +31,7 @@ from tests.agents.endpoint.serving import stand
 
 TOOLS = {
     "bash": ("bash", "command", {}),
+    "mini": ("bash", "command", {}),
     "mini_swe": ("bash", "command", {}),
     "claude_code": ("Bash", "command", {"description": "mend"}),
     "codex": ("exec_command", "cmd", {}),
@@ -49,7 +52,7 @@ def answers(harness: str, solution: str) -> list[str]:
     steps = [called(harness, "ls; python3 -m unittest 2>&1 | tail -3")]
     steps += [called(harness, solution)] if solution else []
     submit = called(harness, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
-    return [*steps, submit if harness == "mini_swe" else "That is all."]
+    return [*steps, submit if harness in ("mini", "mini_swe") else "That is all."]
 
 
 def is_exact(calls: list[Any], llm: Any) -> bool:
@@ -66,13 +69,13 @@ def is_exact(calls: list[Any], llm: Any) -> bool:
     return len(samples) == 1 and sorted(learned) == sorted(sampled) and goes_on
 
 
-async def raced(harness: str, made: Harbor, at_once: int) -> dict[str, Any]:
+async def raced(harness: str, made: Harbor, at_once: int, *, in_container: bool) -> dict[str, Any]:
     """Have every package worked on twice: mended, and left as it is."""
     places = asyncio.Semaphore(at_once)
 
     async def attempt(row: dict[str, Any], *, mends: bool) -> tuple[bool, bool, int]:
         script = (made.directory(row["task"]) / "solution/solve.sh").read_text().partition("\n")[2]
-        script = script if harness in ("bash", "mini_swe") else script.replace("/app/", "")
+        script = script if in_container else script.replace("/app/", "")
         texts = answers(harness, script if mends else "")
         async with places, stand(*texts, new=6000, limits={"models": ["*"]}) as here:
             score = await made(SimpleNamespace(row=row), here.llm)
@@ -89,14 +92,22 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--harness", choices=TOOLS, default="mini_swe")
     parser.add_argument("--python", help="interpreter of an environment with mini-swe-agent")
+    parser.add_argument("--inside", help="directory with the program in its bin: it runs whole inside the container")
     parser.add_argument("--count", type=int, default=30, help="packages")
     parser.add_argument("--at-once", type=int, default=8)
     asked = parser.parse_args()
-    harness: Any = {"name": asked.harness, "python": asked.python} if asked.harness == "mini_swe" else asked.harness
+    harness: dict[str, Any] = {"name": asked.harness}
+    settings: dict[str, Any] = {}
+    if asked.harness == "mini_swe":
+        harness["python"] = asked.python
+    if asked.inside:
+        harness |= {"inside": True, "env": {"PATH": f"{asked.inside}/bin:/usr/local/bin:/usr/bin:/bin"}}
+        settings["visible"] = [sys.base_prefix, asked.inside]
     with tempfile.TemporaryDirectory(prefix="rlinf-packages-") as folder:
         write(folder, asked.count)
-        async with Harbor(folder, harness=harness, image="base", held_out=0) as made:
-            print(asked.harness, await raced(asked.harness, made, asked.at_once))
+        async with Harbor(folder, harness=harness, image="base", held_out=0, settings=settings) as made:
+            in_container = bool(asked.inside) or asked.harness in ("bash", "mini_swe")
+            print(asked.harness, await raced(asked.harness, made, asked.at_once, in_container=in_container))
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         used = resource.getrusage(who)
         print(f"processor seconds {used.ru_utime + used.ru_stime:.1f}, most memory {used.ru_maxrss >> 10} MB")

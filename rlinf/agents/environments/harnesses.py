@@ -2,7 +2,8 @@
 
 In: a task's instruction, its container and the model. Out: how it ended, as numbers by name. Three kinds: a loop of our
 own with one tool; mini-swe-agent, which works outside the container and has its commands run inside; and any program
-with a command line, such as Claude Code. What the model said is recorded by `llm`, whichever of them asked.
+with a command line, such as Claude Code, on a copy of the container's directory or whole inside the container, which
+reaches the model by a port of its own. What the model said is recorded by `llm`, whichever of them asked.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlinf.agents.environments import last_words, reason
 from rlinf.agents.llm import ContextFull
@@ -36,6 +38,10 @@ _VARIABLES = {
 """Variables of its processes: our path is not theirs, a policy of ours has no price, and nothing is fetched."""
 _LONGEST = 1 << 26
 """Bytes of a line from mini-swe-agent."""
+_INSIDE = '"$@" > /tmp/.harness 2>&1; status=$?; tail -c 4096 /tmp/.harness; exit $status'
+"""A line of sh around a program in a container: what it prints counts as what it writes, and its end comes out."""
+_AS_LONG_AS_IT_TAKES = 1e6
+"""Seconds; the task's own deadline ends a program."""
 PROGRAMS: dict[str, tuple[list[str], dict[str, str]]] = {
     "claude_code": (
         ["claude", "-p", "{instruction}", "--model", "policy", "--dangerously-skip-permissions"],
@@ -52,6 +58,13 @@ PROGRAMS: dict[str, tuple[list[str], dict[str, str]]] = {
             *("-m", "policy", "-c", "openai_base_url={url}", "{instruction}"),
         ],
         {"CODEX_API_KEY": "{key}"},
+    ),
+    "mini": (
+        [
+            *("mini", "--yolo", "--exit-immediately", "--task", "{instruction}", "--model", "openai/policy"),
+            *("-c", "mini.yaml", "-c", "model.model_kwargs.api_base={url}", "-c", "model.model_kwargs.api_key={key}"),
+        ],
+        {name: value for name, value in _VARIABLES.items() if value is not None} | {"MSWEA_CONFIGURED": "true"},
     ),
     "qwen_code": (
         ["qwen", "-y", "--auth-type", "openai", "-p", "{instruction}"],
@@ -173,12 +186,13 @@ class Program:
     Args:
         command: its words; `{instruction}`, `{url}` and `{key}` stand for the task and the model's endpoint.
         env: variables, likewise.
+        inside: it works in the container, whose image has it, and sees nothing of this machine but the endpoint.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        if shutil.which(command[0]) is None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, *, inside: bool = False) -> None:
+        if not inside and shutil.which(command[0]) is None:
             raise UserError(f"harness: there is no program {command[0]!r} on PATH")
-        self._command, self._env = list(command), dict(env or {})
+        self._command, self._env, self._inside = list(command), dict(env or {}), inside
 
     async def __call__(self, instruction: str, box: Any, llm: Any) -> dict[str, float]:
         """Work on a task.
@@ -186,19 +200,28 @@ class Program:
         Raises:
             RuntimeError: the program ended before the model had answered.
         """
-        values = {"instruction": instruction, "url": llm.base_url, "key": llm.api_key}
+        work = self._in_container if self._inside else self._on_copy
+        url = await _inside(box, llm.base_url) if self._inside else llm.base_url
+        values = {"instruction": instruction, "url": url, "key": llm.api_key}
+        words = [_filled(word, values) for word in self._command]
+        failure = await work(box, words, {name: _filled(value, values) for name, value in self._env.items()})
+        return _ended(llm, words[0], failure)
+
+    async def _in_container(self, box: Any, words: Sequence[str], env: Mapping[str, str]) -> str | None:
+        """Run it in the container; returns why it failed."""
+        result = await box.run(["sh", "-c", _INSIDE, "sh", *words], env=env, seconds=_AS_LONG_AS_IT_TAKES)
+        how = f"exited with status {result.exit_code}" if result.outcome == "error" else f"ended by {result.outcome}"
+        return None if result.ok else f"it {how}: {reason(result.stdout + result.stderr)}"
+
+    async def _on_copy(self, box: Any, words: Sequence[str], env: Mapping[str, str]) -> str | None:
+        """Run it on a copy of the container's directory; returns why it failed."""
         room = await asyncio.to_thread(OwnDirectory, "harness")
         try:
             work, home = room.path / "work", room.path / "home"
             home.mkdir()
             await box.download(box.workdir, work)
-            env = {
-                **os.environ,
-                "HOME": str(home),
-                **{name: _filled(value, values) for name, value in self._env.items()},
-            }
-            words = [_filled(word, values) for word in self._command]
-            program = Process(words, channel=False, env=env, cwd=work, log=None, lines=20)
+            variables = {**os.environ, "HOME": str(home), **env}
+            program = Process(words, channel=False, env=variables, cwd=work, log=None, lines=20)
             try:
                 status = await asyncio.shield(program.exited)
             finally:
@@ -208,8 +231,14 @@ class Program:
         finally:
             await asyncio.to_thread(room.remove)
         last = reason("\n".join(program.output))
-        failure = f"it exited with status {status}: {last}" if status else None
-        return _ended(llm, words[0], failure)
+        return f"it exited with status {status}: {last}" if status else None
+
+
+async def _inside(box: Any, url: str) -> str:
+    """The URL by which a container reaches what a URL of this machine names."""
+    there = urlsplit(url)
+    port = await box.forward(there.hostname, there.port)
+    return there._replace(netloc=f"127.0.0.1:{port}").geturl()
 
 
 def _ended(llm: Any, name: str, failure: str | None, **more: float) -> dict[str, float]:

@@ -14,6 +14,8 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -24,8 +26,19 @@ from typing import IO, Any
 
 import aiohttp
 
-from rlinf.sandbox.containers.protocol import LIMITS, ContainerEnded, ContainersError, pack, unpack
-from rlinf.sandbox.inside import reaper
+from rlinf.runtime.base.tasks import OwnDirectory
+from rlinf.sandbox.containers.protocol import (
+    BACKLOG,
+    LIMITS,
+    ContainerEnded,
+    Containers,
+    ContainersError,
+    Forwarding,
+    ended_unless_started,
+    pack,
+    unpack,
+)
+from rlinf.sandbox.inside import forwarder, reaper
 from rlinf.sandbox.limits import Limits, Outcome, Result
 from rlinf.sandbox.sandbox import launch
 
@@ -41,6 +54,7 @@ _KILL = (
 """Ends all processes of a command, those too that left its session; its status says if there are none."""
 _WAIT = "while :; do sleep 3600; done"
 _SOCKETS = ("/var/run/docker.sock", "/run/podman/podman.sock")
+_FORWARDER = Path(forwarder.__file__).read_text(encoding="utf-8")
 
 
 class DockerContainer:
@@ -51,6 +65,7 @@ class DockerContainer:
         self._owner = owner
         self._count = itertools.count()
         self._cause = ""
+        self._forwarding = Forwarding()
 
     async def run(
         self,
@@ -108,6 +123,21 @@ class DockerContainer:
         """See `Container.snapshot`."""
         self._check()
         return await self._owner.commit(self.name, self.workdir)
+
+    async def forward(self, host: str, port: int) -> int:
+        """See `Container.forward`. A process in the container carries connections to a socket of its own directory."""
+        self._check()
+        path = self._owner.directory(self.name) / str(next(self._count))
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(path))
+        path.chmod(0o666)  # the container's user is another one; its directory lies in one that is ours alone
+        listening.listen(BACKLOG)
+        self._forwarding.add(listening, host, port)
+        result = await self.run(["python3", "-c", _FORWARDER, str(path)], seconds=60.0)
+        if not result.ok:
+            why = (result.stderr.strip().splitlines() or [result.outcome])[-1]
+            raise ContainersError(f"container {self.name}: connections are carried on by its python3: {why}")
+        return int(result.stdout)
 
     async def end(self) -> None:
         """See `Container.end`."""
@@ -208,18 +238,20 @@ class DockerContainer:
     async def _end(self, cause: str) -> None:
         if not self._cause:
             self._cause = cause
+            await self._forwarding.close()
             await self._owner.remove(self)
 
 
-class Docker:
+class Docker(Containers):
     """Containers of Docker or Podman on this machine. Belongs to one event loop.
 
     Args:
         socket: the daemon's; None takes DOCKER_HOST, else the usual one of Docker, else of Podman.
         base: the image of containers for which none is named.
+        forwards: containers may `forward`: each sees a directory of its own of this machine, for sockets.
     """
 
-    def __init__(self, socket: str | Path | None = None, *, base: str = "python:3.12-slim"):
+    def __init__(self, socket: str | Path | None = None, *, base: str = "python:3.12-slim", forwards: bool = False):
         named = os.environ.get("DOCKER_HOST", "").removeprefix("unix://")
         usual = next((path for path in _SOCKETS if os.path.exists(path)), _SOCKETS[0])
         self._socket, self._base = str(socket or named or usual), base
@@ -229,12 +261,8 @@ class Docker:
         self._owner = reaper.owner(os.getpid())
         self._boxes: set[DockerContainer] = set()
         self._snapshots: list[str] = []
-
-    async def __aenter__(self) -> Docker:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        self._forwards = forwards
+        self._room: OwnDirectory | None = None
 
     async def start(
         self,
@@ -271,19 +299,30 @@ class Docker:
             **({"WorkingDir": workdir} if workdir else {}),
         }
         own = f"rlinf-{uuid.uuid4().hex[:12]}"
+        if self._room is not None:
+            self.directory(own).mkdir(mode=0o755)
+            body["HostConfig"]["Binds"] = [f"{self.directory(own)}:{self.directory(own)}"]
         box = DockerContainer(self, own, workdir or "/", limits)
         self._boxes.add(box)
         try:
-            await self.call("POST", "/containers/create", params={"name": own}, json=body)
-            await self.call("POST", f"/containers/{own}/start")
-            if workdir is None:
-                box.workdir = (await self.call("GET", f"/containers/{own}/json"))["Config"].get("WorkingDir") or "/"
-        except BaseException as error:
-            await asyncio.shield(box.end())
-            if isinstance(error, FileNotFoundError):
-                raise ContainersError(f"image {name!r} is not at {self._socket}: docker pull {name}") from error
-            raise
+            async with ended_unless_started(box):
+                await self.call("POST", "/containers/create", params={"name": own}, json=body)
+                await self.call("POST", f"/containers/{own}/start")
+                if workdir is None:
+                    box.workdir = (await self.call("GET", f"/containers/{own}/json"))["Config"].get("WorkingDir") or "/"
+        except FileNotFoundError as error:
+            raise ContainersError(f"image {name!r} is not at {self._socket}: docker pull {name}") from error
         return box
+
+    def directory(self, name: str) -> Path:
+        """The directory of this machine that a container sees at the same path.
+
+        Raises:
+            ContainersError: containers see none.
+        """
+        if self._room is None:
+            raise ContainersError("containers of Docker that connect to this machine: Docker(forwards=True)")
+        return self._room.path / name
 
     async def close(self) -> None:
         """See `Containers.close`."""
@@ -301,6 +340,8 @@ class Docker:
             await asyncio.to_thread(process.wait)
         await self._http.close()
         self._http = None
+        if self._room is not None:
+            self._room.remove()
 
     async def commit(self, name: str, workdir: str) -> str:
         """Keep a container's files as an image."""
@@ -316,6 +357,8 @@ class Docker:
         self._boxes.discard(box)
         with contextlib.suppress(FileNotFoundError):
             await self.call("DELETE", f"/containers/{box.name}", params={"force": "true", "v": "true"})
+        if self._room is not None:
+            await asyncio.to_thread(shutil.rmtree, self.directory(box.name), ignore_errors=True)
 
     async def call(self, method: str, path: str, *, into: IO[bytes] | None = None, **more: Any) -> Any:
         """Ask the daemon; returns its answer as data, or writes it to a file."""
@@ -363,6 +406,7 @@ class Docker:
             try:
                 await self.call("GET", "/_ping")
                 await asyncio.to_thread(reaper.reap, self._socket, reaper.is_gone)
+                self._room = OwnDirectory("docker") if self._forwards else None
                 settings = {"socket": self._socket, "label": self._owner}
                 process, control, _ = await asyncio.to_thread(launch, "reaper", settings)
                 self._watcher = process, control

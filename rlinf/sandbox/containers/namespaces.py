@@ -24,7 +24,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlinf.sandbox.containers.images import Image, ImageFile, layers_of
-from rlinf.sandbox.containers.protocol import LIMITS, ContainerEnded, ContainersError, pack, unpack
+from rlinf.sandbox.containers.protocol import (
+    LIMITS,
+    ContainerEnded,
+    Containers,
+    ContainersError,
+    Forwarding,
+    ended_unless_started,
+    pack,
+    unpack,
+)
 from rlinf.sandbox.inside import confine, reaper
 from rlinf.sandbox.inside.supervise import LENGTH
 from rlinf.sandbox.limits import Limits, Program, Result, SandboxError
@@ -48,6 +57,7 @@ class Box:
         self._report: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._door: socket.socket | None = None
         self._cause: str | None = None
+        self._forwarding = Forwarding()
 
     async def run(
         self,
@@ -91,6 +101,17 @@ class Box:
         layers = (str(layer), *self.image.layers)
         self._owner.snapshots[name] = replace(self.image, layers=layers, workdir=self.workdir)
         return name
+
+    async def forward(self, host: str, port: int) -> int:
+        """See `Container.forward`. The socket that listens in the container's network is handed out to us."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self._check(await self._ask({"do": "listen"}, theirs.fileno()), "forward")
+            ours.setblocking(False)
+            _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+        listening = socket.socket(fileno=descriptors[0])
+        self._forwarding.add(listening, host, port)
+        return int(listening.getsockname()[1])
 
     async def end(self) -> None:
         """See `Container.end`."""
@@ -155,6 +176,7 @@ class Box:
         if door is not None:
             self._cause = cause
             door.close()
+            await self._forwarding.close()
             self._owner.boxes.discard(self)
         if self._report is not None and door is not None:
             reader, writer = self._report
@@ -166,7 +188,7 @@ class Box:
         return self._cause or cause
 
 
-class Namespaces:
+class Namespaces(Containers):
     """Containers of this machine. Belongs to one event loop.
 
     Args:
@@ -197,12 +219,6 @@ class Namespaces:
         self._ready: dict[str, asyncio.Future[Image]] = {}
         self.boxes: set[Box] = set()
         self.snapshots: dict[str, Image] = {}
-
-    async def __aenter__(self) -> Namespaces:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     async def start(
         self,
@@ -265,11 +281,8 @@ class Namespaces:
             "memory": limits.memory_bytes,
         }
         self.boxes.add(box)
-        try:
+        async with ended_unless_started(box):
             await box.begin(self._server[1], spec)
-        except BaseException:
-            await asyncio.shield(box.end())
-            raise
         return box
 
     async def _image(self, name: str) -> Image:

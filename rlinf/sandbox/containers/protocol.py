@@ -1,4 +1,4 @@
-"""A container as agents and environments see it, whoever provides it, and how files go in and come out.
+"""A container as agents and environments see it, whoever provides it; how files go in and out, and connections out.
 
     async with Namespaces() as containers:
         box = await containers.start("python-3.12.tar", workdir="/repo")
@@ -11,17 +11,24 @@ the container itself is raised.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
+import logging
 import shutil
+import socket
 import tarfile
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import IO, Protocol
+from typing import IO, Protocol, Self
 
 from rlinf.runtime.base.errors import RuntimeFault, UserError
+from rlinf.runtime.base.tasks import cancel_all
 from rlinf.sandbox.limits import Limits, Result
+
+logger = logging.getLogger(__name__)
 
 LIMITS = Limits(
     cpu_seconds=3600.0,
@@ -107,6 +114,17 @@ class Container(Protocol):
         It lasts as long as the provider does. Processes are not kept.
         """
 
+    async def forward(self, host: str, port: int) -> int:
+        """Open a way to an address of this machine, which containers without a network have, too.
+
+        Returns:
+            A port: who connects to it at 127.0.0.1 in the container is connected to the address, until it ends.
+
+        Raises:
+            ContainersError: its provider has no such way.
+            ContainerEnded: the container is gone.
+        """
+
     async def end(self) -> None:
         """End the container with all its processes and files; again is harmless."""
 
@@ -140,9 +158,92 @@ class Containers(Protocol):
     async def close(self) -> None:
         """End all containers, and forget their snapshots."""
 
-    async def __aenter__(self) -> Containers: ...
+    async def __aenter__(self) -> Self:
+        return self
 
-    async def __aexit__(self, *_: object) -> None: ...
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+@contextlib.asynccontextmanager
+async def ended_unless_started(box: Container) -> AsyncIterator[None]:
+    """A container while it is started; if that fails, or is cancelled, nothing of it is left."""
+    try:
+        yield
+    except BaseException:
+        await asyncio.shield(box.end())
+        raise
+
+
+# Connections ---------------------------------------------------------------------------------------------------------
+
+_CONNECTIONS = 64
+"""Connections of a container to an address at once; further ones wait, so that it takes a bounded number of files."""
+BACKLOG = 64
+
+
+class Forwarding:
+    """Connections of a container that are carried on to addresses of this machine, until it is closed."""
+
+    def __init__(self) -> None:
+        self._accepting: list[asyncio.Task[None]] = []
+        self._closed = False
+
+    def add(self, listening: socket.socket, host: str, port: int) -> None:
+        """Carry on what connects to a socket, which is taken over."""
+        if self._closed:
+            listening.close()
+            return
+        listening.setblocking(False)
+        self._accepting.append(asyncio.create_task(_accept(listening, host, port), name="forwarding of a container"))
+
+    async def close(self) -> None:
+        """End all connections, and take no more."""
+        self._closed = True
+        await cancel_all(self._accepting)
+        for task in self._accepting:
+            if not task.cancelled():
+                task.result()  # raises what ended it
+
+
+async def _accept(listening: socket.socket, host: str, port: int) -> None:
+    places = asyncio.Semaphore(_CONNECTIONS)
+    with listening:
+        try:
+            async with asyncio.TaskGroup() as carrying:
+                while True:
+                    await places.acquire()
+                    end, _ = await asyncio.get_running_loop().sock_accept(listening)
+                    carrying.create_task(_carried(end, host, port)).add_done_callback(lambda _: places.release())
+        except* OSError as errors:
+            logger.warning("a container is not connected to %s:%d any more: %s", host, port, errors.exceptions[0])
+
+
+async def _carried(end: socket.socket, host: str, port: int) -> None:
+    """Carry bytes both ways until both ends have said all, or one is gone."""
+    near, to_near = await asyncio.open_connection(sock=end)
+    try:
+        far, to_far = await asyncio.open_connection(host, port)
+        try:
+            async with asyncio.TaskGroup() as ways:
+                ways.create_task(_copied(near, to_far))
+                ways.create_task(_copied(far, to_near))
+        finally:
+            to_far.transport.abort()
+    except* OSError:
+        pass  # whoever is left sees the end of its connection
+    finally:
+        to_near.transport.abort()
+
+
+async def _copied(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    while part := await source.read(1 << 16):
+        target.write(part)
+        await target.drain()
+    target.write_eof()
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
 
 
 def pack(source: str | Path | bytes, target: str) -> IO[bytes]:

@@ -95,6 +95,10 @@ class RemoteContainer:
             file.seek(0)
             await asyncio.to_thread(unpack, file, target)
 
+    async def forward(self, host: str, port: int) -> int:
+        """See `Container.forward`; there is no way from another machine."""
+        raise ContainersError(f"container {self.name} is another machine's, and nothing here is connected to it")
+
     async def snapshot(self) -> str:
         """See `Container.snapshot`."""
         return str((await self._owner.call("POST", f"/containers/{self.name}/snapshot"))["image"])
@@ -107,7 +111,7 @@ class RemoteContainer:
                 await self._owner.call("DELETE", f"/containers/{self.name}")
 
 
-class Remote:
+class Remote(Containers):
     """Containers of a server. Belongs to one event loop.
 
     Args:
@@ -129,12 +133,6 @@ class Remote:
         self._listening: asyncio.Task[object] | None = None
         self._starting = asyncio.Lock()
         self._headers: dict[str, str] = {}
-
-    async def __aenter__(self) -> Remote:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     @property
     def connected(self) -> bool:

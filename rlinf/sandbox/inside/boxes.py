@@ -303,6 +303,14 @@ def _portable(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return entry if entry.isreg() or entry.isdir() or entry.issym() or entry.islnk() else None
 
 
+def _listen(request: dict[str, Any]) -> None:
+    """Hand a socket that listens on the container's own loopback out over the one that is standard input."""
+    with socket.socket() as listening, socket.socket(fileno=0) as link:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(64)
+        socket.send_fds(link, [b"!"], [listening.fileno()])
+
+
 def _snapshot(request: dict[str, Any]) -> None:
     """Copy what was written, marks of removal included, into the directory that is standard input."""
     _copy_layer(3, 0)
@@ -338,4 +346,11 @@ def _copy_layer(source: int, target: int) -> None:
             os.close(there)
 
 
-_TASKS = {"run": _run, "upload": _upload, "layer": _layer, "download": _download, "snapshot": _snapshot}
+_TASKS = {
+    "run": _run,
+    "upload": _upload,
+    "layer": _layer,
+    "download": _download,
+    "listen": _listen,
+    "snapshot": _snapshot,
+}

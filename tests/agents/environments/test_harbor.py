@@ -124,22 +124,25 @@ async def test_a_context_that_is_full_ends_the_work_and_the_tests_decide(tmp_pat
     assert score.value == 1.0
 
 
+PROGRAM = """
+import json, os, sys, urllib.request
+body = json.dumps({'model': 'policy', 'messages': [{'role': 'user', 'content': sys.argv[1]}]}).encode()
+url = os.environ['URL'] + '/chat/completions'
+head = {'Authorization': 'Bearer ' + os.environ['KEY'], 'Content-Type': 'application/json'}
+told = json.load(urllib.request.urlopen(urllib.request.Request(url, body, head)))
+open('seven', 'w').write(told['choices'][0]['message']['content'])
+os.remove('old'); open(os.path.expanduser('~/left'), 'w')
+"""
+REACHED = {"URL": "{url}", "KEY": "{key}"}
+
+
+def task_with_a_file(folder):
+    return task_in(folder, **{"environment/old": "", "environment/Dockerfile": "FROM base\nWORKDIR /app\nCOPY old .\n"})
+
+
 async def test_a_program_works_on_a_copy_and_what_it_leaves_is_judged(tmp_path):
-    script = (
-        "import json, os, sys, urllib.request\n"
-        "body = json.dumps({'model': 'policy', 'messages': [{'role': 'user', 'content': sys.argv[1]}]}).encode()\n"
-        "url = os.environ['URL'] + '/chat/completions'\n"
-        "head = {'Authorization': 'Bearer ' + os.environ['KEY'], 'Content-Type': 'application/json'}\n"
-        "told = json.load(urllib.request.urlopen(urllib.request.Request(url, body, head)))\n"
-        "open('seven', 'w').write(told['choices'][0]['message']['content'])\n"
-        "os.remove('old'); open(os.path.expanduser('~/left'), 'w')\n"
-    )
-    env = {"URL": "{url}", "KEY": "{key}"}
-    harness = {"command": [sys.executable, "-c", script, "{instruction}"], "env": env}
-    folder = task_in(
-        tmp_path, **{"environment/old": "", "environment/Dockerfile": "FROM base\nWORKDIR /app\nCOPY old .\n"}
-    )
-    made, provider = harbor(folder, harness=harness)
+    harness = {"command": [sys.executable, "-c", PROGRAM, "{instruction}"], "env": REACHED}
+    made, provider = harbor(task_with_a_file(tmp_path), harness=harness)
     async with stand("77") as here:
         score = await played(made, here.llm)
         read = here.model.tokenizer.decode(here.model.calls[0][0])
@@ -147,6 +150,27 @@ async def test_a_program_works_on_a_copy_and_what_it_leaves_is_judged(tmp_path):
     assert (score.value, score.scores["harness_failed"]) == (1.0, 0.0)
     assert "Write 7 to /app/seven." in read
     assert not any("old" in words for words in provider.ran)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_program_inside_a_container_without_a_network_reaches_its_episodes_model_alone(tmp_path, fails):
+    end = "print('no more'); sys.exit(3)" if fails else ""
+    words = ["python3", "-c", f"{PROGRAM}\n{end}", "{instruction}"]
+    made = Harbor(
+        task_with_a_file(tmp_path / "tasks"),
+        harness={"command": words, "env": REACHED, "inside": True},
+        image="base",
+        settings={"directory": str(tmp_path / "cache")},
+    )
+    async with stand("77") as here:
+        try:
+            score = await played(made, here.llm)
+        except ContainersError as error:
+            pytest.skip(str(error))
+        read = here.model.tokenizer.decode(here.model.calls[0][0])
+        await sampled_exactly(here)
+    assert (score.value, score.scores["harness_failed"]) == (1.0, float(fails))
+    assert "Write 7 to /app/seven." in read
 
 
 @pytest.mark.parametrize(("asks", "fails"), [(False, True), (True, False)])

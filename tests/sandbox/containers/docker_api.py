@@ -102,9 +102,13 @@ class Daemon:
         limits = replace(LIMITS, memory_bytes=body["HostConfig"]["Memory"], processes=body["HostConfig"]["PidsLimit"])
         limits = replace(limits, file_bytes=64 << 20, output_bytes=64 << 10, wall_seconds=60)
         env = dict(each.split("=", 1) for each in body["Env"])
-        box = await self.provider.start(
-            self.images[body["Image"]][0], workdir=body.get("WorkingDir"), env=env, limits=limits
-        )
+        image, binds = self.images[body["Image"]][0], [each.split(":") for each in body["HostConfig"].get("Binds", ())]
+        assert all(source == target for source, target in binds)  # as the containers of our own can have them
+        await self.provider._serve()
+        files = self.provider._base if image is None else await self.provider._image(image)
+        visible = (*files.visible, *(source for source, _ in binds))
+        files = replace(files, env={**files.env, **env}, visible=visible)
+        box = await self.provider._begin(files, body.get("WorkingDir") or files.workdir, limits, network=False)
         self.containers[request.match_info["name"]] = (body, box)
         return web.Response(status=204)
 

@@ -37,7 +37,7 @@ async def namespaces(directory):
 async def docker(directory):
     async with namespaces(directory / "probe"):
         pass  # the daemon takes them
-    async with Daemon(directory).serve() as daemon, Docker(daemon.socket, base="base") as provider:
+    async with Daemon(directory).serve() as daemon, Docker(daemon.socket, base="base", forwards=True) as provider:
         yield provider
         assert not [call for call in daemon.calls if call.startswith("POST /images")]
     assert daemon.containers == {}
@@ -85,6 +85,42 @@ async def test_files_stay_between_commands_and_are_no_other_containers(container
     await one.run("echo mine > /tmp/file; mkdir -p /etc/own; echo here > /etc/own/x")
     assert (await one.run("cat /tmp/file /etc/own/x")).stdout == "mine\nhere\n"
     assert (await other.run("ls /tmp /etc/own")).exit_code == 2
+
+
+ASKS = """
+import socket, sys
+for number in range(3):
+    with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as end:
+        end.sendall(b"asked %d" % number)
+        end.shutdown(socket.SHUT_WR)
+        print(end.makefile().read())
+"""
+
+
+async def test_a_container_reaches_an_address_of_this_machine_by_a_port_of_its_own(containers):
+    async def answer(reader, writer):
+        writer.write((await reader.read()).upper())
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    there = server.sockets[0].getsockname()
+    async with server:
+        box = await containers.start(limits=QUICK)
+        if type(containers) is Remote:
+            with pytest.raises(ContainersError, match=r"another machine's"):
+                await box.forward(*there)
+            return
+        port, other = await box.forward(*there), await box.forward("127.0.0.1", 1)
+        asked = await box.run(["python3", "-c", ASKS, str(port)])
+        assert (asked.stdout, asked.stderr) == ("ASKED 0\nASKED 1\nASKED 2\n", "")
+        refused = await box.run(["python3", "-c", ASKS, str(other)])  # nobody listens there: the connection ends
+        assert refused.stdout.strip() == ""
+        unknown = await box.run(["python3", "-c", ASKS, str(there[1])])  # the machine's own port is none of its
+        assert "ConnectionRefusedError" in unknown.stderr
+        await box.end()
+        assert [task for task in asyncio.all_tasks() if task.get_name() == "forwarding of a container"] == []
+        with pytest.raises(ContainerEnded):
+            await box.forward(*there)
 
 
 async def test_files_are_copied_in_and_out(containers, tmp_path):

@@ -85,6 +85,64 @@ def last_words(child: Child) -> str:
     return reason("\n".join(child.output))
 
 
+# Tasks ---------------------------------------------------------------------------------------------------------------
+
+_APART = 1 << 20
+"""Distance between the seeds of what is learned and of what is held out."""
+_ONE_IN = 8
+"""Of so many tasks of a list at least, one is held out."""
+
+
+class Seeded:
+    """An environment whose tasks differ by their seeds."""
+
+    sizes: tuple[int, int]
+    """Tasks to learn from, and held out."""
+    seed: int = 0
+    """First seed of what is learned."""
+
+    def row(self, index: int, seed: int) -> dict[str, Any]:
+        """A task.
+
+        Args:
+            index: of the task among those that are learned from, or held out.
+            seed: of its own.
+        """
+        raise NotImplementedError
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """Tasks to learn from."""
+        return [self.row(index, self.seed + index) for index in range(self.sizes[0])]
+
+    def held_out(self) -> list[dict[str, Any]]:
+        """Tasks to be evaluated on."""
+        return [self.row(index, self.seed + _APART + index) for index in range(self.sizes[1])]
+
+
+class Listed:
+    """An environment whose tasks are a list, of which the last ones are held out."""
+
+    most_held_out: int
+    """How many; at most one in eight."""
+
+    def rows(self) -> Sequence[dict[str, Any]]:
+        """All tasks."""
+        raise NotImplementedError
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """Tasks to learn from."""
+        return self._split()[0]
+
+    def held_out(self) -> list[dict[str, Any]]:
+        """Tasks to be evaluated on."""
+        return self._split()[1]
+
+    def _split(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        rows = list(self.rows())
+        learned = len(rows) - min(self.most_held_out, len(rows) // _ONE_IN)
+        return rows[:learned], rows[learned:]
+
+
 # Difficulty ----------------------------------------------------------------------------------------------------------
 
 Share = Annotated[float, Field(ge=0, le=1)]

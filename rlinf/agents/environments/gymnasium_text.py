@@ -13,15 +13,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlinf.agents.environments import HeldOut, Size, checked
+from rlinf.agents.environments import HeldOut, Seeded, Size, checked
 from rlinf.agents.tools.tool import output_text
 from rlinf.config.importing import resolve
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import in_thread
 
-_HELD_OUT = 1 << 20
-"""Distance between the seeds of what is learned and of what is held out."""
 _ACTIONS = {
     "FrozenLake": ("left", "down", "right", "up"),
     "FrozenLake8x8": ("left", "down", "right", "up"),
@@ -34,7 +32,7 @@ _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white
 _COLOURED = re.compile(r"\x1b\[([\d;]*)m(.*?)\x1b\[0?m", re.DOTALL)
 
 
-class GymnasiumText:
+class GymnasiumText(Seeded):
     """Episodes of an environment of gymnasium.
 
     Args:
@@ -66,7 +64,7 @@ class GymnasiumText:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._id, self._settings = env, dict(settings or {})
-        self._instructions, self._turns, self._size, self._held_out = instructions, turns, size, held_out
+        self._instructions, self._turns, self.sizes = instructions, turns, (size, held_out)
         try:
             self._show = resolve(observation) if isinstance(observation, str) else observation
         except (ImportError, AttributeError) as error:
@@ -100,16 +98,9 @@ class GymnasiumText:
         except (self._package.error.Error, ImportError, TypeError, ValueError) as error:
             raise UserError(f"gymnasium_text: {self._id}: {error}") from error
 
-    def tasks(self) -> list[dict[str, Any]]:
-        """Seeds to learn from; what an episode begins with is known when it begins."""
-        return self._rows(self._size, 0)
-
-    def held_out(self) -> list[dict[str, Any]]:
-        """Seeds to be evaluated on."""
-        return self._rows(self._held_out, _HELD_OUT)
-
-    def _rows(self, count: int, first: int) -> list[dict[str, Any]]:
-        return [{"prompt": f"{self._id}, seed {seed}", "seed": seed} for seed in range(first, first + count)]
+    def row(self, index: int, seed: int) -> dict[str, Any]:
+        """An episode; what it begins with is known when it begins."""
+        return {"prompt": f"{self._id}, seed {seed}", "seed": seed}
 
     async def __call__(self, task: Any, llm: Any) -> Score:
         """Play an episode to its end."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlinf.agents.environments import HeldOut, checked, reason
+from rlinf.agents.environments import HeldOut, Listed, checked, reason
 from rlinf.agents.environments.dockerfile import Recipe, recipe_of
 from rlinf.agents.environments.harnesses import harness_of
 from rlinf.config.importing import resolve
@@ -33,8 +33,6 @@ from rlinf.sandbox.containers.protocol import LIMITS
 
 logger = logging.getLogger(__name__)
 
-_ONE_IN = 8
-"""Of so many tasks at least, one is held out."""
 _MOST = 1024
 """Containers at once; agent.at_once bounds them first."""
 _REWARDS = "/logs/verifier"
@@ -57,7 +55,7 @@ class Task:
     """Of memory, and of what it writes."""
 
 
-class Harbor:
+class Harbor(Listed):
     """Task directories of Harbor's.
 
     Args:
@@ -93,20 +91,13 @@ class Harbor:
         self._harness = harness_of(harness)
         self._make = resolve(containers) if isinstance(containers, str) else containers
         self._settings, self._image, self._network = dict(settings or {}), image, network
-        self._kept = min(held_out, len(self._tasks) // _ONE_IN)
+        self.most_held_out = held_out
         self._weights = dict(weights or {})
         self._kinds: dict[str, Kind] = {}
         self._reported: set[str] = set()
 
-    def tasks(self) -> list[dict[str, Any]]:
-        """Tasks to learn from."""
-        return self._rows()[: len(self._tasks) - self._kept]
-
-    def held_out(self) -> list[dict[str, Any]]:
-        """Tasks to be evaluated on: the last ones by name."""
-        return self._rows()[len(self._tasks) - self._kept :]
-
-    def _rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
+        """All tasks, in the order of their names."""
         return [{"prompt": task.instruction, "task": name} for name, task in self._tasks.items()]
 
     async def __aenter__(self) -> Harbor:

@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlinf.agents.environments import last_words, reason
-from rlinf.agents.llm import ContextFull
 from rlinf.agents.tools.python import result_text
+from rlinf.agents.tools.tool import conversation
 from rlinf.config.load import RunFailure
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import OwnDirectory
@@ -95,20 +95,8 @@ class Bash:
             """
             return result_text(await box.run(["bash", "-c", command]))
 
-        messages: list[Any] = [{"role": "user", "content": instruction}]
-        turns = 0
-        while turns < self._turns:
-            try:
-                answer = await llm.chat(messages, tools=[bash])
-            except ContextFull:
-                if not turns:
-                    raise
-                break  # what was done so far is judged, or a model that fills its context would never be told so
-            turns += 1
-            messages += [answer.message, *await answer.results()]
-            if not answer.calls and not answer.broken:
-                break
-        return {"turns": float(turns)}
+        messages = [{"role": "user", "content": instruction}]
+        return {"turns": float(len(await conversation(messages, llm, [bash], self._turns, runs_last=True)))}
 
 
 class MiniSwe:

@@ -14,21 +14,18 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-from rlinf.agents.environments import HeldOut, Size, checked
+from rlinf.agents.environments import HeldOut, Seeded, Size, checked
 from rlinf.agents.environments.server import Server
-from rlinf.agents.llm import ContextFull
 from rlinf.agents.tools.mcp import McpServer, mcp_server
-from rlinf.agents.tools.tool import Tools
+from rlinf.agents.tools.tool import Tools, conversation
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
 
-_HELD_OUT = 1 << 20
-"""Distance between the seeds of what is learned and of what is held out."""
 _PATH = "/mcp"
 """Where a server that is started here answers."""
 
 
-class MCP:
+class MCP(Seeded):
     """Sessions of an MCP server.
 
     Args:
@@ -69,20 +66,13 @@ class MCP:
         self._server = Server("mcp", server, _PATH) if shared else None
         self._path = "" if isinstance(server, str) else _PATH
         self._score, self._start, self._instructions = score, start, instructions
-        self._turns, self._timeout, self._sizes = turns, timeout, (size, held_out)
+        self._turns, self._timeout, self.sizes = turns, timeout, (size, held_out)
 
-    def tasks(self) -> list[dict[str, Any]]:
-        """Seeds to learn from; what a session begins with is known when it begins."""
-        return self._rows(self._sizes[0], 0)
-
-    def held_out(self) -> list[dict[str, Any]]:
-        """Seeds to be evaluated on."""
-        return self._rows(self._sizes[1], _HELD_OUT)
-
-    def _rows(self, count: int, first: int) -> list[dict[str, Any]]:
+    def row(self, index: int, seed: int) -> dict[str, Any]:
+        """A session; what it begins with is known when it begins."""
         if self._start is None:
             raise UserError("mcp: nobody says what the tasks are: set data.train, or `start`, the tool that begins one")
-        return [{"prompt": f"session {seed}", "seed": seed} for seed in range(first, first + count)]
+        return {"prompt": f"session {seed}", "seed": seed}
 
     async def __aenter__(self) -> MCP:
         if self._server is not None:
@@ -137,22 +127,16 @@ class MCP:
         messages = list(history or [{"role": "user", "content": text}])
         if self._instructions:
             messages.insert(0, {"role": "system", "content": self._instructions})
-        text, failed = "", 0
-        for turn in range(self._turns):
-            try:
-                answer = await llm.chat(messages, tools=tools)
-            except ContextFull:
-                if not turn:
-                    raise  # the task alone is too long
-                break
-            text = answer.content or answer.text
-            if turn == self._turns - 1 or not (answer.calls or answer.broken):
-                break
-            messages += [answer.message, *await answer.results()]
+        failed = 0
+
+        async def check() -> None:
+            nonlocal failed
             if (count := tools.counts["error"] + tools.counts["timeout"]) > failed:
                 failed = count
                 await server.check()
-        return text
+
+        last, _ = (await conversation(messages, llm, tools, self._turns, check=check))[-1]
+        return str(last.content or last.text)
 
     async def _asked(self, server: McpServer, tool: str, values: Mapping[str, Any], schemas: Any) -> str:
         arguments = {name: values[name] for name in schemas[tool] if name in values}

@@ -9,30 +9,27 @@ run is.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from rlinf.agents.environments import HeldOut, Size, checked
+from rlinf.agents.environments import HeldOut, Listed, Size, checked
 from rlinf.agents.environments.server import Server
-from rlinf.agents.llm import ContextFull
 from rlinf.agents.tools.formats import typed
-from rlinf.agents.tools.tool import Tool, Tools
+from rlinf.agents.tools.tool import Tool, Tools, conversation
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
 
-_ONE_IN = 8
-"""Of so many tasks at least, one is held out."""
 _LONGEST = 10_000
 """Characters of a tool's output that the model is given."""
 _FLOOD = 1 << 24
 """Bytes of an answer after which it is not read any further."""
 
 
-class NemoGym:
+class NemoGym(Listed):
     """Tasks of a resources server.
 
     Args:
@@ -69,18 +66,11 @@ class NemoGym:
                 self._messages.append(_messages(self._tasks[-1]["responses_create_params"]["input"]))
             except (KeyError, TypeError, ValueError) as error:
                 raise UserError(f"nemo_gym: {data}:{number}: this is no task of NeMo Gym: {error!r}") from error
-        self._kept = min(held_out, len(lines) // _ONE_IN)
+        self.most_held_out = held_out
 
-    def tasks(self) -> list[dict[str, Any]]:
-        """Rows to learn from: what the model is told last, and the number of the task in the file."""
-        return self._rows(range(len(self._tasks) - self._kept))
-
-    def held_out(self) -> list[dict[str, Any]]:
-        """Rows to be evaluated on."""
-        return self._rows(range(len(self._tasks) - self._kept, len(self._tasks)))
-
-    def _rows(self, numbers: range) -> list[dict[str, Any]]:
-        return [{"prompt": self._messages[number][-1]["content"], "task": number} for number in numbers]
+    def rows(self) -> list[dict[str, Any]]:
+        """All tasks: what the model is told last, and the number of the task in the file."""
+        return [{"prompt": each[-1]["content"], "task": number} for number, each in enumerate(self._messages)]
 
     async def __aenter__(self) -> NemoGym:
         await self._server.__aenter__()
@@ -101,7 +91,7 @@ class NemoGym:
         await self._server.reach(partial(self._posted, "seed_session", row, session))
         offered = row["responses_create_params"].get("tools") or []
         tools = Tools(self._tool(each, session) for each in offered)
-        output = await self._conversation(list(self._messages[number]), llm, tools)
+        output = _items(await conversation(list(self._messages[number]), llm, tools, self._turns))
         response = {"id": f"task_{number}", "object": "response", "created_at": 0, "model": "policy", "output": output}
         response |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": offered}
         verdict = await self._posted("verify", {**row, "response": response}, session)
@@ -112,30 +102,6 @@ class NemoGym:
             return Score(scores["reward"], scores)
         except (AttributeError, KeyError, ValueError) as error:
             raise RuntimeError(f"nemo_gym: /verify gave no reward: {verdict!r:.200}") from error
-
-    async def _conversation(self, messages: list[dict[str, Any]], llm: Any, tools: Tools) -> list[dict[str, Any]]:
-        """Let the model work, and return what came of it as items of a response."""
-        output: list[dict[str, Any]] = []
-        for turn in range(self._turns):
-            try:
-                answer = await llm.chat(messages, tools=tools)
-            except ContextFull:
-                if not turn:
-                    raise  # the task alone is too long
-                break
-            if (text := answer.content if answer.calls else answer.text) or not answer.calls:
-                output.append(_message(text, len(output)))
-            for call in answer.calls:
-                item = {"type": "function_call", "call_id": call.id, "name": call.name, "status": "completed"}
-                output.append({**item, "arguments": json.dumps(call.arguments)})
-            if turn == self._turns - 1 or not (answer.calls or answer.broken):
-                break
-            results = await answer.results()
-            messages += [answer.message, *results]
-            for call, result in zip(answer.calls, results, strict=False):
-                text = result["content"]
-                output.append({"type": "function_call_output", "call_id": call.id, "output": text})
-        return output
 
     def _tool(self, offered: Mapping[str, Any], session: dict[str, str]) -> Tool:
         name, schema = offered["name"], dict(offered.get("parameters") or {"type": "object", "properties": {}})
@@ -161,6 +127,20 @@ class NemoGym:
         if not answer.ok and not refusable:
             raise RuntimeError(f"nemo_gym: /{path}: status {answer.status}: {text:.300}")
         return text
+
+
+def _items(exchanges: Sequence[tuple[Any, Sequence[Any]]]) -> list[dict[str, Any]]:
+    """A conversation as items of a response."""
+    output: list[dict[str, Any]] = []
+    for answer, results in exchanges:
+        if (text := answer.content if answer.calls else answer.text) or not answer.calls:
+            output.append(_message(text, len(output)))
+        for call in answer.calls:
+            item = {"type": "function_call", "call_id": call.id, "name": call.name, "status": "completed"}
+            output.append({**item, "arguments": json.dumps(call.arguments)})
+        for call, result in zip(answer.calls, results, strict=False):
+            output.append({"type": "function_call_output", "call_id": call.id, "output": result["content"]})
+    return output
 
 
 def _message(text: str, number: int) -> dict[str, Any]:

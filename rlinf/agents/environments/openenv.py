@@ -16,18 +16,16 @@ from typing import Any
 
 import aiohttp
 
-from rlinf.agents.environments import HeldOut, Size, checked
+from rlinf.agents.environments import HeldOut, Seeded, Size, checked
 from rlinf.agents.environments.server import STARTING, Server
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
 
-_HELD_OUT = 1 << 20
-"""Distance between the seeds of what is learned and of what is held out."""
 _LONGEST = 1 << 26
 """Bytes of an observation."""
 
 
-class OpenEnv:
+class OpenEnv(Seeded):
     """Sessions of an OpenEnv server.
 
     Args:
@@ -61,19 +59,11 @@ class OpenEnv:
     ) -> None:
         self._server = Server("openenv", server, "/health")
         self._action, self._observation = action or "", observation
-        self._instructions, self._turns, self._size, self._held_out = instructions, turns, size, held_out
+        self._instructions, self._turns, self.sizes = instructions, turns, (size, held_out)
 
-    def tasks(self) -> list[dict[str, Any]]:
-        """Seeds to learn from; what a session begins with is known when it begins."""
-        return self._rows(self._size, 0)
-
-    def held_out(self) -> list[dict[str, Any]]:
-        """Seeds to be evaluated on."""
-        return self._rows(self._held_out, _HELD_OUT)
-
-    def _rows(self, count: int, first: int) -> list[dict[str, Any]]:
-        seeds = range(first, first + count)
-        return [{"prompt": self._instructions or f"session {seed}", "seed": seed} for seed in seeds]
+    def row(self, index: int, seed: int) -> dict[str, Any]:
+        """A session; what it begins with is known when it begins."""
+        return {"prompt": self._instructions or f"session {seed}", "seed": seed}
 
     async def __aenter__(self) -> OpenEnv:
         async with AsyncExitStack() as stack:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlinf.agents.agent import worked_on
-from rlinf.agents.environments import HeldOut, Size, checked
+from rlinf.agents.environments import HeldOut, Seeded, Size, checked
 from rlinf.config.importing import resolve
 from rlinf.config.schema import nearest
 from rlinf.rewards.base import Score
@@ -27,11 +27,9 @@ from rlinf.runtime.base.errors import UserError
 
 _MOST_PLAYERS = 16
 """Numbers of players up to this are tried where nobody says how many a game has."""
-_HELD_OUT = 1 << 20
-"""Distance between the seeds of what is learned and of what is held out."""
 
 
-class TextArena:
+class TextArena(Seeded):
     """Games of textarena, played to their ends.
 
     Args:
@@ -69,7 +67,7 @@ class TextArena:
         self._opponent = _resolved(opponent) if isinstance(opponent, str) else opponent
         if self._opponent is not None and not callable(self._opponent):
             raise UserError(f"textarena: opponent={opponent!r} is no function from a text to an action")
-        self._sizes, self._seed = (size, held_out), seed
+        self.sizes, self.seed = (size, held_out), seed
         self._openings = [self._opening(name) for name in self._names]
         if self._opponent is not None and any(count == 1 for count, _ in self._openings):
             raise UserError("textarena: opponent: a game with one player would never ask it")
@@ -80,28 +78,18 @@ class TextArena:
         refusal = ""
         for count in counts:
             try:
-                return count, _Game(name, self._settings, count, self._seed).turn()[1]
+                return count, _Game(name, self._settings, count, self.seed).turn()[1]
             except _Players as error:
                 refusal = str(error)
         many = f"1 to {_MOST_PLAYERS}" if self._players is None else str(self._players)
         raise UserError(f"textarena: {name} is not played by {many} players, or not with its settings; {refusal}")
 
-    def tasks(self) -> list[dict[str, Any]]:
-        """Games to learn from: name, seed, the seat of the model against an opponent, and the opening text."""
-        return self._rows(self._sizes[0], self._seed)
-
-    def held_out(self) -> list[dict[str, Any]]:
-        """Games to be evaluated on."""
-        return self._rows(self._sizes[1], self._seed + _HELD_OUT)
-
-    def _rows(self, count: int, seed: int) -> list[dict[str, Any]]:
-        rows = []
-        for index in range(count):
-            which, round_ = index % len(self._names), index // len(self._names)
-            players, text = self._openings[which]
-            at = {"game": self._names[which], "players": players, "seed": seed + index, "seat": round_ % players}
-            rows.append({"prompt": text, **at})
-        return rows
+    def row(self, index: int, seed: int) -> dict[str, Any]:
+        """A game: name, seed, the seat of the model against an opponent, and the opening text."""
+        which, round_ = index % len(self._names), index // len(self._names)
+        players, text = self._openings[which]
+        at = {"game": self._names[which], "players": players, "seed": seed, "seat": round_ % players}
+        return {"prompt": text, **at}
 
     async def __call__(self, task: Any, llm: Any) -> Any:
         """Play a game to its end."""

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
-from rlinf.agents.environments import HeldOut, Size, checked, last_words, reason
+from rlinf.agents.environments import HeldOut, Listed, Size, checked, last_words, reason
 from rlinf.config.load import RunFailure
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
@@ -40,11 +40,9 @@ _DEATHS = 3
 """Deaths in a row that end the run; a process that has lived for a minute begins a new count."""
 _STARTING = 300.0
 """Seconds that the process has to import verifiers and to make its tasks."""
-_ONE_IN = 8
-"""Of so many tasks at least, one is held out."""
 
 
-class Verifiers:
+class Verifiers(Listed):
     """An environment of verifiers.
 
     Args:
@@ -70,7 +68,7 @@ class Verifiers:
         held_out: HeldOut = 100,
     ) -> None:
         self._settings = {"taskset": {"id": environment}} if isinstance(environment, str) else dict(environment)
-        self._python, self._size, self._held_out = python or _interpreter(), size, held_out
+        self._python, self._size, self.most_held_out = python or _interpreter(), size, held_out
         self._numbers = count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._child: Child
@@ -80,13 +78,9 @@ class Verifiers:
 
     # Tasks --------------------------------------------------------------------------------------------------------
 
-    def tasks(self) -> list[dict[str, Any]]:
-        """Rows to learn from: the prompt, the task's name and its number in the taskset."""
-        return self._rows[: len(self._rows) - self._kept]
-
-    def held_out(self) -> list[dict[str, Any]]:
-        """Rows to be evaluated on: the last ones."""
-        return self._rows[len(self._rows) - self._kept :]
+    def rows(self) -> list[dict[str, Any]]:
+        """All tasks: the prompt, the task's name and its number in the taskset."""
+        return self._rows
 
     @functools.cached_property
     def _rows(self) -> list[dict[str, Any]]:
@@ -105,12 +99,8 @@ class Verifiers:
         return [{"prompt": row["prompt"] or "", "name": row["name"], "task": at} for at, row in enumerate(rows)]
 
     @property
-    def _kept(self) -> int:
-        return min(self._held_out, len(self._rows) // _ONE_IN)
-
-    @property
     def _request(self) -> str:
-        return json.dumps({"environment": self._settings, "tasks": self._size + self._held_out})
+        return json.dumps({"environment": self._settings, "tasks": self._size + self.most_held_out})
 
     # Episodes -----------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ import json
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_type_hints, overload
 
@@ -550,15 +550,49 @@ async def use_tools(task: Any, llm: Any, *, tools: Sequence[str], turns: int = 8
         ImportError, AttributeError: there is no such tool.
         UserError: a tool cannot be called by models; the chat template refuses the messages.
     """
-    offered = Tools([resolve(path) for path in tools])
     messages = list(task.row.get("messages") or [{"role": "user", "content": task.text}])
+    await conversation(messages, llm, Tools([resolve(path) for path in tools]), turns)
+
+
+async def conversation(
+    messages: list[Any],
+    llm: Any,
+    tools: Any,
+    turns: int,
+    *,
+    runs_last: bool = False,
+    check: Callable[[], Awaitable[None]] | None = None,
+) -> list[tuple[Any, list[Any]]]:
+    """Let the model work with tools, until an answer has no call, its turns are over, or its context is full.
+
+    Args:
+        messages: what was said so far; what is said is added.
+        llm: the model.
+        tools: that it may call.
+        turns: answers at most.
+        runs_last: the calls of the last of them are run, too.
+        check: awaited when calls have been run; what it raises ends the work.
+
+    Returns:
+        Each answer with the results of its calls, none where they were not run.
+
+    Raises:
+        ContextFull: what was said so far is too long.
+    """
+    exchanges: list[tuple[Any, list[Any]]] = []
     for turn in range(turns):
         try:
-            answer = await llm.chat(messages, tools=offered)
+            answer = await llm.chat(messages, tools=tools)
         except ContextFull:
             if not turn:
                 raise  # the task alone is too long
-            return
-        if turn == turns - 1 or not (answer.calls or answer.broken):
-            return
-        messages += [answer.message, *await answer.results()]
+            break
+        results: list[Any] = []
+        exchanges.append((answer, results))
+        if not (answer.calls or answer.broken) or (turn == turns - 1 and not runs_last):
+            break
+        results += await answer.results()
+        messages += [answer.message, *results]
+        if check is not None:
+            await check()
+    return exchanges

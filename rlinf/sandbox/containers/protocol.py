@@ -26,6 +26,7 @@ from typing import IO, Protocol, Self
 
 from rlinf.runtime.base.errors import RuntimeFault, UserError
 from rlinf.runtime.base.tasks import cancel_all
+from rlinf.sandbox.inside.forwarder import carry
 from rlinf.sandbox.limits import Limits, Result
 
 logger = logging.getLogger(__name__)
@@ -220,27 +221,7 @@ async def _accept(listening: socket.socket, host: str, port: int) -> None:
 
 
 async def _carried(end: socket.socket, host: str, port: int) -> None:
-    """Carry bytes both ways until both ends have said all, or one is gone."""
-    near, to_near = await asyncio.open_connection(sock=end)
-    try:
-        far, to_far = await asyncio.open_connection(host, port)
-        try:
-            async with asyncio.TaskGroup() as ways:
-                ways.create_task(_copied(near, to_far))
-                ways.create_task(_copied(far, to_near))
-        finally:
-            to_far.transport.abort()
-    except* OSError:
-        pass  # whoever is left sees the end of its connection
-    finally:
-        to_near.transport.abort()
-
-
-async def _copied(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    while part := await source.read(1 << 16):
-        target.write(part)
-        await target.drain()
-    target.write_eof()
+    await carry(await asyncio.open_connection(sock=end), asyncio.open_connection(host, port))
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

@@ -95,6 +95,16 @@ package: install  ## build sdist and wheel in dist/; `make test` builds them too
 test-nodes: install  ## runs over two machines made of network namespaces; needs root and `ip`, else says why not
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests/nodes --durations=0 $(PYTEST_ARGS)
 
+# Authors' packages in folders that stand before the project's own environment: no second torch, nothing resolved.
+.venv-openpi/.installed .venv-lerobot/.installed: .venv-%/.installed: tests/peers/%.txt | $(VENV)/.installed
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) -r $<
+	touch $@
+
+.PHONY: test-peers
+test-peers: install .venv-openpi/.installed .venv-lerobot/.installed  ## pi0, pi0.5 and GR00T N1.5 beside what their authors' own code (openpi, lerobot) makes of them; brings that first, 300 MB
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests/peers --durations=0 $(PYTEST_ARGS)
+
 .PHONY: test-servers
 test-servers: install sglang vllm  ## what every engine must do, on real SGLang and vLLM servers; makes their environments, 5 GB
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m servers --durations=10 $(PYTEST_ARGS)
@@ -250,5 +260,5 @@ $(ENVIRONMENTS)/.installed: Makefile | $(ENVIRONMENTS)/bin/python
 
 .PHONY: clean
 clean:  ## remove the environments and everything that tools left here; outputs/ stays
-	rm -rf $(VENV) $(PEERS) $(TRL) $(SB3) $(SGLANG) $(VLLM) $(ENVIRONMENTS) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(TRL) $(SB3) $(SGLANG) $(VLLM) $(ENVIRONMENTS) .venv-openpi .venv-lerobot build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,200 @@
+"""Policies made and saved by their authors' own code, beside ours: `make test-peers`, which makes what they run in."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from examples.tiny_checkpoints import flow_tokenizer, write_tiny_flow
+from rlinf.data.rng import mix
+from rlinf.models.policy.base import normals, uniforms
+from rlinf.models.policy.build import load_policy, save_policy
+from rlinf.models.policy.vla.flow import follow
+from tests.models.policy.vla.gr00t.tiny import GIVEN, HEAD, MODEL, VISION, WORDS, publish
+
+HERE = Path(__file__).parent
+SEEDS = torch.tensor([mix(3, row) for row in range(3)])
+CPU = torch.device("cpu")
+
+
+def ask(environment, program, *arguments):
+    """Run an author's code in its own environment; skip where that is not made."""
+    packages = HERE.parents[1] / f".venv-{environment}"
+    if not (packages / ".installed").is_file():
+        pytest.skip(f"{packages.name} is not there: `make test-peers` makes it")
+    env = {**os.environ, "PYTHONPATH": f"{packages}{os.pathsep}{HERE}", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, HERE / program, *map(str, arguments)], env=env, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def drawn(horizon, width):
+    """Noise and times as `imitate` draws them, the noise as `act` begins with it, too."""
+    random = uniforms(SEEDS, 3, horizon * width + 1, CPU)
+    time = 0.999 * random[:, -1].float() ** (2.0 / 3.0) + 0.001
+    return {"noise": normals(random[:, :-1]).view(3, horizon, width), "time": time}
+
+
+def robot(rows=3, side=224, state=8, horizon=4):
+    random = torch.Generator().manual_seed(1)
+    return {
+        "rgb": torch.randint(0, 256, (rows, side, side, 6), dtype=torch.uint8, generator=random),
+        "state": torch.rand(rows, state, generator=random) * 2 - 1,
+        "actions": torch.rand(rows, horizon, 7, generator=random) * 2 - 1,
+    }
+
+
+def spread(size):
+    random = torch.Generator().manual_seed(size)
+    low, width = -1 - torch.rand(size, generator=random), 2 + torch.rand(size, generator=random)
+    names = {"mean": low / 3, "std": width / 3, "q01": low, "q99": low + width}
+    return {name: [round(number, 4) for number in row.tolist()] for name, row in names.items()}
+
+
+# openpi ---------------------------------------------------------------------------------------------------------------
+
+TEXTS = ["Put the Bowl on the plate", "open_the_drawer", "push it\nto the left"]
+BOUND = 10.0
+"""The simulator's bounds, so far out that nothing is cut to them."""
+
+
+@pytest.fixture(scope="module", params=["pi0", "pi05"])
+def openpi(request, tmp_path_factory):
+    """(ours, what was given, openpi's answers, its directory) for pi0 and pi0.5."""
+    folder, length = tmp_path_factory.mktemp(request.param), 48 if request.param == "pi0" else 120
+    given = {**robot(), **drawn(4, 32)}
+    save_file(given, folder / "given.safetensors")
+    statistics = {"state": spread(8), "actions": spread(7)}
+    about = {"statistics": statistics, "texts": TEXTS, "length": length, "steps": 10}
+    (folder / "given.json").write_text(json.dumps(about))
+    flow_tokenizer().save(str(folder / "tokenizer.json"))
+    ask("openpi", "by_openpi.py", request.param, folder)
+    (folder / "openpi" / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    settings = {
+        "type": request.param, "image": [224, 224, 6], "state_size": 8, "action_size": 7, "chunk": 4, "steps": 10,
+        "prompt_length": length, "action_low": [-BOUND] * 7, "action_high": [BOUND] * 7,
+    }  # fmt: skip
+    return load_policy(folder / "openpi", settings), given, load_file(folder / "answers.safetensors"), folder / "openpi"
+
+
+def test_openpi_reads_the_same_tokens_and_acts_the_same(openpi):
+    policy, given, answers, _ = openpi
+    observation = {"rgb": given["rgb"], "state": given["state"]}
+    inputs = policy.inputs(observation, TEXTS)
+    assert torch.equal(inputs["text"], answers["tokens"])
+    assert len({tuple(row) for row in inputs["text"].tolist()}) == 3
+    with torch.no_grad():
+        chain = follow(policy.velocity(policy.context(inputs)), 10, given["noise"])
+    torch.testing.assert_close(chain, answers["chain"], atol=1e-4, rtol=1e-4)
+    acted = policy.act(observation, instructions=TEXTS, generator=SEEDS, greedy="from_noise")
+    torch.testing.assert_close(acted.actions * BOUND, answers["actions"].float(), atol=1e-4, rtol=1e-4)
+    assert answers["actions"].std() > 0.1
+
+
+def test_openpi_loses_the_same(openpi):
+    policy, given, answers, _ = openpi
+    observation = {"rgb": given["rgb"], "state": given["state"]}
+    stored = policy.demonstrated(observation, given["actions"] / BOUND, TEXTS)
+    with torch.no_grad():
+        lost = policy.imitate(stored, generator=SEEDS).mean()
+    torch.testing.assert_close(lost.float(), answers["losses"].mean(), atol=1e-4, rtol=1e-4)
+
+
+def test_openpi_finds_its_own_names_in_what_is_saved(openpi, tmp_path):
+    policy, _, _, directory = openpi
+    save_policy(policy, tmp_path)
+    ours, theirs = (load_file(each / "model.safetensors") for each in (tmp_path, directory))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+# lerobot --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gr00t(tmp_path_factory):
+    """(ours, observation, what was given, lerobot's answers, its directory)."""
+    folder = tmp_path_factory.mktemp("gr00t")
+    publish(folder / "parts")
+    words = {**WORDS, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    eagle = json.loads((folder / "parts/eagle/config.json").read_text())
+    eagle |= {"vision_config": {**VISION, "model_type": "siglip_vision_model"}, "text_config": words}
+    attention = {**HEAD["vl_self_attention_cfg"], "positional_embeddings": None}
+    dit = {**HEAD["diffusion_model_cfg"], "cross_attention_dim": 48}
+    head = {**HEAD, "diffusion_model_cfg": dit, "vl_self_attention_cfg": attention, "add_pos_embed": True}
+    model = {**MODEL, "action_head_cfg": head}
+    settings = {**GIVEN, "embodiment": "plain", "robot": "libero_franka", "cameras": 2, "chunk": 6}
+    ours = load_policy(folder / "parts", {**settings, "model": model})
+    observation = {"rgb": robot(side=40)["rgb"], "state": robot(state=4)["state"]}
+    inputs = ours.inputs(observation, TEXTS)
+    state = torch.nn.functional.pad(ours.scalings[0].normalised(inputs["state"]), (0, 6))
+    wanted = ours.encode(robot(horizon=6)["actions"], inputs)
+    given = {**drawn(6, 8), "text": inputs["text"], "pixels": ours._pictures(inputs["rgb"]), "state": state}
+    save_file({**given, "wanted": wanted}, folder / "given.safetensors")
+    (folder / "given.json").write_text(json.dumps({"eagle": eagle, "model": model}))
+    ask("lerobot", "by_lerobot.py", "gr00t", folder)
+    for part in ("eagle", "experiment_cfg"):
+        (folder / "gr00t" / part).symlink_to(folder / "parts" / part)
+    return (
+        load_policy(folder / "gr00t", settings),
+        observation,
+        given,
+        load_file(folder / "answers.safetensors"),
+        folder,
+    )
+
+
+def test_gr00t_acts_as_lerobot_s_does_in_batches_of_one(gr00t):
+    policy, observation, given, answers, _ = gr00t
+    with torch.no_grad():
+        chain = follow(policy.velocity(policy.context(policy.inputs(observation, TEXTS))), 4, given["noise"])
+    torch.testing.assert_close(chain, answers["chain"], atol=1e-4, rtol=1e-4)
+    assert answers["chain"].std() > 0.1
+
+
+def test_gr00t_loses_what_lerobot_s_loses(gr00t):
+    policy, observation, _, answers, _ = gr00t
+    stored = policy.demonstrated(observation, robot(horizon=6)["actions"], TEXTS)
+    with torch.no_grad():
+        lost = policy.imitate(stored, generator=SEEDS).mean()
+    torch.testing.assert_close(lost.float(), answers["losses"].mean(), atol=1e-4, rtol=1e-4)
+
+
+def test_gr00t_is_saved_under_the_names_of_lerobot_s_writer(gr00t, tmp_path):
+    policy, *_, folder = gr00t
+    save_policy(policy, tmp_path)
+    ours, theirs = (load_file(each / "model.safetensors") for each in (tmp_path, folder / "gr00t"))
+    tied = "backbone.eagle_model.language_model.lm_head.weight"  # which newer writers leave out
+    assert ours.keys() - {tied} == theirs.keys() - {tied}
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_pi05_writes_states_and_scales_numbers_as_lerobot_s_processors_do(tmp_path):
+    given = {"state": robot()["state"] * 1.2, "actions": robot()["actions"]}
+    save_file(given, tmp_path / "given.safetensors")
+    about = {"statistics": {"state": spread(8), "actions": spread(7)}, "texts": TEXTS}
+    (tmp_path / "given.json").write_text(json.dumps(about))
+    ask("lerobot", "by_lerobot.py", "processors", tmp_path)
+    write_tiny_flow(tmp_path / "tiny", "pi05")
+    mapping = {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"}
+    said = json.loads((tmp_path / "tiny/config.json").read_text())
+    said |= {"type": "pi05", "normalization_mapping": mapping, "max_state_dim": 32}
+    for path in (tmp_path / "tiny").iterdir():
+        if path.is_file() and path.name != "config.json":
+            (tmp_path / "lerobot" / path.name).symlink_to(path)
+    (tmp_path / "lerobot" / "config.json").write_text(json.dumps(said))
+    settings = {"type": "pi05", "image": [28, 28, 6], "state_size": 8, "action_size": 7, "chunk": 4}
+    policy = load_policy(tmp_path / "lerobot", settings)
+    answers = load_file(tmp_path / "answers.safetensors")
+    torch.testing.assert_close(policy._normal(given["state"]), answers["state"], atol=1e-5, rtol=1e-5)
+    units = policy._robot.scaling.unnormalised(given["actions"])
+    torch.testing.assert_close(units, answers["actions"], atol=1e-5, rtol=1e-5)
+    prompts = json.loads((tmp_path / "prompts.json").read_text())
+    assert torch.equal(policy._tokens(TEXTS, given["state"]), policy.prompts.encode([(text,) for text in prompts]))
+    assert all(len(text.split("State: ")[1].split(";")[0].split()) == 32 for text in prompts)

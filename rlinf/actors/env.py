@@ -39,9 +39,9 @@ class EnvSettings(Rules):
     slices: int = 1
     """Parts that are acted on independently."""
     step_timeout: float = 60.0
-    """Seconds that a worker has for one chunk, see `EnvironmentPool`."""
+    """Seconds that a worker has for the steps of one chunk, see `EnvironmentPool`."""
     start_timeout: float = 300.0
-    """Seconds from the start of a worker until its simulators are made."""
+    """Seconds from the start of a worker until its simulators are made, and for its episodes to begin."""
 
     def rules(self, seed: int) -> Rules:
         """How episodes begin and end, with another seed of their starts."""
@@ -85,6 +85,7 @@ class EnvActor(Actor):
             processes=Processes(
                 f"{self.group.names[self.rank]} simulator",
                 step_timeout=settings.step_timeout,
+                reset_timeout=settings.start_timeout,
                 start_timeout=settings.start_timeout,
             ),
         )

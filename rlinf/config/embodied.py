@@ -163,9 +163,10 @@ class EnvConfig:
     fresh: bool = True
     """Every step of the flow begins new episodes; false goes on with those that are under way."""
     step_timeout: float = Field(default=60.0, gt=0)
-    """Seconds that a worker has for one chunk; it is replaced after that, and its episodes are drawn anew."""
+    """Seconds that a worker has for the steps of one chunk; it is replaced after that, and its episodes are drawn
+    anew. Resets within the chunk do not count."""
     start_timeout: float = Field(default=300.0, gt=0)
-    """Seconds until a worker has made its simulators."""
+    """Seconds until a worker has made its simulators; also, for the episodes that begin together in it."""
 
     def mistakes(self) -> Iterator[tuple[str, str]]:
         """(key, advice) for every mistake in it."""

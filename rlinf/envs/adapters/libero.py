@@ -260,8 +260,8 @@ def _kept_model(base: Any) -> Any:
             if width > context.con.offWidth or height > context.con.offHeight:
                 context.update_offscreen_size(max(width, context.con.offWidth), max(height, context.con.offHeight))
             mujoco.mjr_render(mujoco.MjrRect(0, 0, width, height), scene, context.con)
-            drawn: np.ndarray = context.read_pixels(width, height)
-            return drawn
+            array: np.ndarray = context.read_pixels(width, height)
+            return array
 
     return Kept
 

@@ -155,9 +155,17 @@ async def _asked(session: aiohttp.ClientWebSocketResponse, kind: str, data: Mapp
     try:
         message = json.loads(answer.data)
         if message["type"] != "observation":
-            raise RuntimeError(f"openenv: {kind}: {message.get('data', message)!s:.500}")
+            raise RuntimeError(f"openenv: {kind}: {_refusal(message.get('data', message))}")
         state = message["data"]
         reward, observation = float(state.get("reward") or 0.0), dict(state["observation"])
         return {"observation": observation, "reward": reward, "done": bool(state["done"])}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RuntimeError(f"openenv: {kind}: the server answered nonsense: {answer.data!r:.200}") from error
+
+
+def _refusal(error: Any) -> str:
+    """A server's error; where it has no room for a session, with the keys that bound how many there are."""
+    if isinstance(error, Mapping) and error.get("code") == "CAPACITY_REACHED":
+        room = error.get("max_sessions")
+        return f"{error.get('message')} Set agent.at_once={room}, or the server's own max_concurrent_envs higher."
+    return f"{error!s:.500}"

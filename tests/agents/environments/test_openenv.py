@@ -15,6 +15,10 @@ from rlinf.runtime.base.errors import UserError
 from tests.agents.acting import begun
 
 FIELDS = {"message": {"type": "string"}, "metadata": {"type": "object"}}
+ERRORS = {
+    "error": {"message": "the tool is gone", "code": "EXECUTION_ERROR"},
+    "full": {"message": "at capacity", "code": "CAPACITY_REACHED", "active_sessions": 7, "max_sessions": 7},
+}
 
 
 @pytest.fixture
@@ -34,9 +38,8 @@ async def url():
                 seed, step, reward = data["seed"], 0, None
             elif data["message"] == "hang up":
                 break
-            elif data["message"] == "error":
-                error = {"message": "the tool is gone", "code": "EXECUTION_ERROR"}
-                await socket.send_json({"type": "error", "data": error})
+            elif data["message"] in ERRORS:
+                await socket.send_json({"type": "error", "data": ERRORS[data["message"]]})
                 continue
             else:
                 step, reward = step + 1, data["message"].count("7") / 6
@@ -91,7 +94,9 @@ async def test_an_observation_is_told_by_a_template_of_its_fields(url):
             await played(environment, 3, "7")
 
 
-@pytest.mark.parametrize(("line", "cause"), [("error", "the tool is gone"), ("hang up", "hung up at step")])
+@pytest.mark.parametrize(
+    ("line", "cause"), [("error", "the tool is gone"), ("full", r"agent\.at_once=7\b"), ("hang up", "hung up at step")]
+)
 async def test_a_session_that_goes_wrong_is_an_error_with_the_servers_cause(url, line, cause):
     async with OpenEnv(url) as environment:
         with pytest.raises(RuntimeError, match=cause):

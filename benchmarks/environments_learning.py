@@ -1,9 +1,12 @@
 """`python -m benchmarks.environments_learning`: a tiny model learns in environments that others wrote.
 
 In: environments and seeds. Out: a line per run: the mean reward of each five steps, and the greedy result on held-out
-tasks before and after. The model begins with random weights and writes two characters, so it learns what it can
-without reading well: which answers are usual, and where they stand. `verifiers` wants `make environments` and the
-taskset of the tests on its path: `PYTHONPATH=tests/agents/environments`.
+tasks before and after. The model begins with random weights and writes a few characters, so it learns what it can
+without reading well: which answers are usual, and where they stand. Two want more than the package:
+
+    counting_taskset    make environments, and PYTHONPATH=tests/agents/environments
+    echo                make environments; .venv-environments/bin/openenv init echo, and max_concurrent_envs=64 in
+                        echo/server/app.py
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import rlinf
@@ -31,35 +36,66 @@ ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 ONE_ANIMAL = {"min_animals": 1, "max_animals": 1, "min_instances": 1, "max_instances": 1}
 LETTERS = {"letter_counting": {"max_words": 5}}
 RULE = {"up": 0.2, "down": 0.05, "tasks": 48}
-ENVIRONMENTS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "letter_counting": ("reasoning_gym", {"generators": LETTERS, "instructions": None}, 40),
-    "levels": ("reasoning_gym", {"generators": "letter_counting", "instructions": None, "curriculum": RULE}, 40),
-    "leg_counting": ("reasoning_gym", {"generators": {"leg_counting": ONE_ANIMAL}, "instructions": None}, 40),
-    "chain_sum": ("reasoning_gym", {"generators": {"chain_sum": ONE_DIGIT}, "instructions": None}, 40),
-    "GuessTheNumber": ("textarena", {"games": "GuessTheNumber-v0"}, 25),
-    "counting_taskset": ("verifiers", {"environment": "counting_taskset"}, 15),
+SHORT = TEMPLATE.replace("m.content", "m.content[-40:]")
+"""Shows the end of each message, since most of the time would go into rules that such a model cannot read."""
+GUESSES = "[]0123456789\n"
+"""Alphabet of a game whose moves are numbers in brackets: few of the answers that 96 characters make would be one."""
+MOVES = "0123SFHG<>/red\n"
+LAKE = {"desc": ["SF", "HG"], "is_slippery": False}
+SERVER = ".venv-environments/bin/python -m uvicorn server.app:app --app-dir echo --host {host} --port {port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An environment, and how a model learns in it."""
+
+    function: str
+    """`agent.function`."""
+    arguments: Mapping[str, Any]
+    """`agent.args`."""
+    steps: int
+    characters: str = CHARACTERS
+    """The alphabet of the model; all other characters are one token to it."""
+    tokens: int = 2
+    """Longest answer."""
+    template: str = TEMPLATE
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of `agent`."""
+
+
+def _questions(generators: Any, **more: Any) -> Case:
+    return Case("reasoning_gym", {"generators": generators, "instructions": None, **more}, 40)
+
+
+CASES = {
+    "letter_counting": _questions(LETTERS),
+    "levels": _questions("letter_counting", curriculum=RULE),
+    "leg_counting": _questions({"leg_counting": ONE_ANIMAL}),
+    "chain_sum": _questions({"chain_sum": ONE_DIGIT}),
+    "GuessTheNumber": Case("textarena", {"games": "GuessTheNumber-v0"}, 25, GUESSES, 6, SHORT),
+    "FrozenLake": Case("gymnasium_text", {"env": "FrozenLake-v1", "settings": LAKE, "turns": 4}, 20, MOVES),
+    "echo": Case("openenv", {"server": SERVER.split(), "turns": 2}, 15, tokens=8, more={"at_once": 64}),
+    "counting_taskset": Case("verifiers", {"environment": "counting_taskset"}, 15),
 }
-"""`agent.function`, `agent.args` and steps."""
 
 
-def learned(name: str, seed: int) -> rlinf.Result:
+def learned(case: Case, seed: int) -> rlinf.Result:
     """Train from one seed."""
-    function, arguments, steps = ENVIRONMENTS[name]
     with tempfile.TemporaryDirectory() as directory:
         result = rlinf.train(
             MODEL,
-            agent={"function": function, "args": arguments},
-            tokenizer={"characters": CHARACTERS},
-            data={"chat": True, "chat_template": TEMPLATE},
+            agent={"function": case.function, "args": case.arguments, **case.more},
+            tokenizer={"characters": case.characters},
+            data={"chat": True, "chat_template": case.template},
             seed=seed,
-            steps=steps,
+            steps=case.steps,
             lr=2e-3,
-            max_new_tokens=2,
+            max_new_tokens=case.tokens,
             prompts_per_step=16,
             group_size=8,
             evaluation={"problems": 64},
             checkpoint={"every": 0},
-            run_dir=f"{directory}/{name}",
+            run_dir=f"{directory}/run",
         )
     assert result is not None
     return result
@@ -68,13 +104,13 @@ def learned(name: str, seed: int) -> rlinf.Result:
 def main() -> None:
     """Run the environments that are asked for, from each seed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--environments", default=",".join(ENVIRONMENTS), help="names, by commas")
+    parser.add_argument("--environments", default=",".join(CASES), help="names, by commas")
     parser.add_argument("--seeds", default="0,1,2")
     arguments = parser.parse_args()
     for name in arguments.environments.split(","):
         for seed in map(int, arguments.seeds.split(",")):
             start = time.process_time()
-            result = learned(name, seed)
+            result = learned(CASES[name], seed)
             rewards = [row["reward/mean"] for row in result.metrics]
             curve = [round(statistics.mean(rewards[at : at + 5]), 3) for at in range(0, len(rewards), 5)]
             seconds = time.process_time() - start

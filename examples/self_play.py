@@ -36,7 +36,8 @@ async def nim(task, llm):
     if (opponent := OPPONENTS.get(task.answer)) is not None:
         player = llm.agent(f"against-{task.answer}")
         return {player.name: float(await _won(stones, player, lambda pile: opponent(pile, draw)))}
-    first, second = llm.agent("first"), llm.agent("second")
+    seats = (llm.agent, llm.past) if task.id % 2 else (llm.past, llm.agent)
+    first, second = seats[0]("first"), seats[1]("second")
     won = await _won(stones, first, second)
     return {"first": 1.0, "second": -1.0} if won else {"first": -1.0, "second": 1.0}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -22,7 +23,7 @@ from rlinf.actors.base import configured
 from rlinf.actors.text_trainer import TextTrainer
 from rlinf.algos.algorithms import Divergence
 from rlinf.algos.token_losses import TokenLoss
-from rlinf.config.learning import LearningSettings, TrainerSettings
+from rlinf.config.learning import PAST, LearningSettings, TrainerSettings
 from rlinf.data.packing import Packed, Row, cut, pack
 from rlinf.data.sample import Datum, Example, Group, Learned
 from rlinf.data.tokenizer import TokenizerSource
@@ -30,7 +31,7 @@ from rlinf.data.weights import Weights
 from rlinf.models.distillation import TeacherHead
 from rlinf.models.language.build import ModelSource, ModelSpec, output_embedding
 from rlinf.models.language.fsdp import dtype_of
-from rlinf.models.language.lora import POLICY
+from rlinf.models.language.lora import POLICY, apart
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.backend import Optimization
@@ -63,7 +64,7 @@ from rlinf.training.schedule import (
     supervised_commands,
     token_rounds,
 )
-from rlinf.training.weight_sync import publish
+from rlinf.training.weight_sync import gathered, publish
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 Batches = Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]]
@@ -110,8 +111,13 @@ class Trainer(TextTrainer):
         saved = {column: source for column, source in own.items() if source != ADAPTERS_OFF}
         self._adapters = {column: column if column in saved else None for column in own}
         """The adapters that this model takes in place of its own, by the column that they compute."""
+        if settings.past and lora is None:
+            raise ValueError(f"{self._role}: past={settings.past} keeps versions of adapters: set lora")
+        self._past = [f"{PAST}{place}" for place in range(settings.past)]
+        """Names of the adapters that are earlier versions of the policy's."""
+        every = {**saved, **dict.fromkeys(self._past)}
         spec = ModelSpec(
-            model, seed=seed, lora=lora, adapters=saved, freeze=freeze, watches_routing=True, compute=settings
+            model, seed=seed, lora=lora, adapters=every, freeze=freeze, watches_routing=True, compute=settings
         )
         self._models: dict[str, Optimization] = {}
         """Optimizers by the adapters that they train."""
@@ -455,6 +461,35 @@ class Trainer(TextTrainer):
             return await publish(self, merged, version, dtype=dtype, differences=self._differences)
 
         return await self.run_spmd(published)
+
+    # Earlier versions of the policy --------------------------------------------------------------------------------
+
+    @endpoint(device=True, joint=True)
+    async def keep_past(self, name: str) -> None:
+        """Keep the adapters as they are now, in place of an earlier version; `weights` bring it from then on.
+
+        Args:
+            name: `past0` and so on, as many as `settings.past`.
+        """
+        if name not in self._past:
+            raise ValueError(f"keep_past: there is no {name!r}; those that are kept are {', '.join(self._past)}")
+        await self.compute_spmd(self._fsdp().keep_as, name)
+
+    async def _published(self, exact: bool, whole: bool) -> Weights | None:
+        weights = await super()._published(exact, whole)
+        if exact or not self._past:
+            return weights
+        now, *past = await self.compute(self._versions)
+        if weights is None:
+            return None
+        packed = (Weights.pack(apart(each, now).items(), self.version) for each in past)
+        named = (replace(each, adapter=name) for each, name in zip(packed, self._past, strict=True))
+        return replace(weights, adapters=tuple(named))
+
+    def _versions(self) -> list[dict[str, Tensor]]:
+        """The adapters as they are, and every earlier version of them, whole and scaled; a collective."""
+        back = self._fsdp()
+        return [{name: tensor.cpu() for name, tensor in gathered(back.scaled(each))} for each in (POLICY, *self._past)]
 
     def _fsdp(self) -> FsdpBackEnd:
         if not isinstance(self._back, FsdpBackEnd):

@@ -90,6 +90,10 @@ class Answer(Reply):
         return [*messages, *({"role": "tool", "content": why} for why in self.broken)]
 
 
+class OnlyPast(UserError):
+    """In an episode that went well, only an earlier version of the policy spoke."""
+
+
 @dataclass(slots=True)
 class Attempt:
     """State that all agents of one episode share."""
@@ -104,6 +108,8 @@ class Attempt:
     """Task that is worked on."""
     index: int = 0
     """Index of the episode in its group."""
+    past: str | None = None
+    """Name of the earlier version of the policy that plays in it; None: none does."""
     open: Callable[[AgentLLM], tuple[str, str]] | None = None
     """Opens an endpoint for foreign frameworks: its URL and key; None where there is none."""
     agents: dict[str, AgentLLM] = field(default_factory=dict)
@@ -160,6 +166,9 @@ class AgentLLM:
         """Name of the agent; "" for the only one."""
         self.weight = 1.0
         """Weight of its trajectories in the batch."""
+        self.adapter: str | None = None
+        """Name of the earlier version of the policy that answers, whose trajectories are not learned from; None: the
+        policy itself does."""
         self.trajectories = Trajectories(chat)
         """The record."""
         attempt.agents[name] = self
@@ -181,6 +190,22 @@ class AgentLLM:
         if (llm := self._attempt.agents.get(name)) is None:
             llm = AgentLLM(self._attempt, self._chat, self._key, {**self._sampling, **sampling}, name)
         llm.weight = weight
+        return llm
+
+    def past(self, name: str, **sampling: Any) -> AgentLLM:
+        """An agent of the same task that is an earlier version of the policy, where one was drawn for the task: nothing
+        that it says is learned from. Elsewhere, and where the run keeps none (`agent.past`), it is `agent(name)`.
+
+        Args:
+            name, sampling: as of `agent`.
+
+        Raises:
+            UserError: the policy itself has spoken as the agent of this name.
+        """
+        llm = self.agent(name, **sampling)
+        if llm.trajectories.turns and llm.adapter != self._attempt.past:
+            raise UserError(f"llm.past: agent {name!r} has spoken as the policy itself: give this one another name")
+        llm.adapter = self._attempt.past
         return llm
 
     @property
@@ -340,10 +365,11 @@ class AgentLLM:
         self._lines.add(line)
         if parent is not None:
             parent.claimed = True
-        more, start = {}, time.monotonic()
+        start = time.monotonic()
+        more: dict[str, Any] = {} if self.adapter is None else {"adapter": self.adapter}
         if listener is not None:
             listener.reads(new_ids, len(before))
-            more = {"hear": listener.tells}
+            more["hear"] = listener.tells
         try:
             done = await setting.llm.answer(ids, seed=seed, conversation=line, **more, **settings)
         except asyncio.CancelledError:
@@ -438,7 +464,8 @@ class AgentLLM:
         return self._attempt.index
 
     def samples(self, reward: Any = None) -> list[Sample]:
-        """Return everything said so far as samples; see `Trajectories.samples`.
+        """Return everything said so far as samples, see `Trajectories.samples`; none of an earlier version of the
+        policy.
 
         Args:
             reward: a number or a `Score`; None takes the rewards of the answers, or leaves the samples to a judge.
@@ -446,6 +473,8 @@ class AgentLLM:
         Raises:
             ValueError, TypeError: no number.
         """
+        if self.adapter is not None:
+            return []
         more: dict[str, Any] = {"agent": self.name}
         if isinstance(reward, Score):
             more |= {"scores": dict(reward.scores), "extracted": reward.extracted}
@@ -587,7 +616,9 @@ def samples_of(returned: Any, llm: AgentLLM) -> list[Sample]:
         raise WrongType(
             f"agent: it returned {shown(returned)}; return a number, a Score, {{agent's name: number}}, or samples"
         )
-    spoke = {name: agent for name, agent in llm.agents.items() if agent.trajectories.turns}
+    spoke = {name: one for name, one in llm.agents.items() if one.trajectories.turns and one.adapter is None}
+    if not spoke and any(one.trajectories.turns for one in llm.agents.values()):
+        raise OnlyPast("agent: only an earlier version of the policy spoke, of which nothing is learned")
     if not spoke:
         raise UserError(
             "agent: it returned without asking the model anything, so there is nothing to learn "

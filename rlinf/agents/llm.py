@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlinf.agents.arguments import WrongType, WrongValue
+from rlinf.config.text import PastConfig
+from rlinf.data.rng import mix
 from rlinf.data.sample import read_only
 from rlinf.engines.base import Completion, Finish, Hear, PartialAnswer, Sampling, TextScores
 from rlinf.runtime.base.errors import RemoteError, UserError
@@ -44,6 +46,7 @@ class LLM(Protocol):
             conversation: whose turn it is: what was read for the turn before need not be read again. None: there will
                 be one turn only.
             sampling: `temperature`, `max_new_tokens` and the like; what is not given is the model's own.
+                Of an earlier version of the model also `adapter`, its name.
                 Of a call in an episode also `name`, its own, and `begun`, the answer's beginning, which is not made
                 again, or None. Of a call that somebody listens to also `hear`, which may be called with the answer's
                 new tokens as they come.
@@ -171,6 +174,33 @@ class Setting:
                 "model with a longer context"
             )
         return min(int(wanted), self.longest - length)
+
+
+@dataclass(frozen=True, slots=True)
+class PastSelves:
+    """Places of earlier versions of the policy: which of them plays in a task, and which the policy takes when."""
+
+    config: PastConfig
+    """How many there are, and how often one is renewed."""
+
+    def drawn(self, *task: int) -> int | None:
+        """Place of the version that plays in a task; None: none does.
+
+        Args:
+            task: what its randomness depends on, for all attempts at it alike.
+        """
+        size, share = self.config.size, self.config.share
+        return mix(*task, 1) % size if size and mix(*task, 0) < share * 2.0**63 else None
+
+    def renewed(self, step: int) -> int | None:
+        """Place that the policy as it is after a step takes; None: none."""
+        turn, rest = divmod(step, self.config.every)
+        return None if rest or not self.config.size else (turn - 1) % self.config.size
+
+    def learned(self, place: int, step: int) -> int:
+        """Steps that the version had learned from which plays in a step from this place."""
+        newest = (step - 1) // self.config.every
+        return max(0, newest - (newest - 1 - place) % self.config.size) * self.config.every
 
 
 class RolloutModel:

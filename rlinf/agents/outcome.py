@@ -7,6 +7,7 @@ plays. Nothing here waits.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from rlinf.agents.agent import AgentLLM
+from rlinf.agents.agent import AgentLLM, OnlyPast
 from rlinf.agents.arguments import WrongType, number, shown
 from rlinf.agents.conversation import Conversation
 from rlinf.agents.llm import Setting
@@ -262,13 +263,17 @@ class Tally:
     """Tokens of their records that were not made again."""
     dropped: int = 0
     """Tokens of their records that were of no use."""
+    against: list[tuple[int, str]] = field(default_factory=list)
+    """Tasks in which an earlier version of the policy played, with its name."""
     rewarded: list[tuple[Prompt, float]] = field(default_factory=list)
     """Tasks of which episodes went well, with the mean of their rewards."""
 
     def failure(self, episode: Episode, error: BaseException, remark: str) -> None:
-        """An episode failed."""
-        self.failures += 1
+        """An episode failed, or has nothing to be learned from."""
         self.failed.append((episode.task, episode.index))
+        if isinstance(error, OnlyPast):
+            return
+        self.failures += 1
         self.timeouts += isinstance(error, TimeoutError)
         if not self.remark:
             self.remark, self.cause = remark, error.with_traceback(way_outside(error))
@@ -288,6 +293,8 @@ class Tally:
             self.branches += counts.branches
             self.given_up += counts.given_up
             for name, agent in episode.llm.agents.items():
+                if agent.adapter is not None:
+                    self.against.append((episode.task, agent.adapter))
                 if name:
                     self.by_agent[name] += agent.trajectories.counts.calls
 
@@ -304,7 +311,7 @@ class Tally:
         """Not one episode went well; the error is caused by the first one's."""
         error = UserError(
             f"gather: not one of {self.played} episodes went well, so there is nothing to learn from; the first: "
-            f"{self.remark}"
+            f"{self.remark or 'only earlier versions of the policy spoke'}"
         )
         error.__cause__ = self.cause
         return error
@@ -322,6 +329,11 @@ class Tally:
             values |= {"episodes/calls": self.calls / self.played, "episodes/branches": self.branches / self.played}
         if self.given_up:
             values["episodes/given_up"] = self.given_up / self.played
+        against, rewards = dict(self.against), dict[str, list[float]]()
+        for prompt, reward in sorted(self.rewarded, key=lambda outcome: outcome[0].id):  # whichever ended first
+            if (name := against.get(prompt.id)) is not None:
+                rewards.setdefault(name, []).append(reward)
+        values |= {f"{name}/reward": math.fsum(own) / len(own) for name, own in sorted(rewards.items())}
         return values | {f"agent/{name}/calls": count / self.played for name, count in sorted(self.by_agent.items())}
 
     def warnings(self) -> Iterator[str]:

@@ -422,6 +422,10 @@ class BatchSettings(LearningSettings):
     batch has come."""
 
 
+PAST = "past"
+"""Beginning of the names of adapters that are earlier versions of the policy's; a number follows."""
+
+
 @dataclass(config=CLOSED)
 class TrainerSettings(BatchSettings):
     """How the trainer learns; `system.spawn(Trainer, lr=1e-4)` is short for `settings=TrainerSettings(lr=1e-4)`."""
@@ -436,6 +440,8 @@ class TrainerSettings(BatchSettings):
     teacher_models: tuple[Place, ...] = ()
     """Saved models of the teachers, in their order, whose output embeddings a divergence over the whole vocabulary
     needs."""
+    past: int = Field(default=0, ge=0)
+    """Earlier versions of the adapters that are kept, see `agent.past`."""
     rescue_dir: Place | None = None
     """Directory where a batch is written whose loss or gradient is not finite; None writes none."""
     staleness: int = Field(default=0, ge=0)

@@ -339,6 +339,19 @@ class ServeConfig:
 
 
 @dataclass(config=CLOSED)
+class PastConfig:
+    """Earlier versions of the policy, against which it plays: agents that `llm.past(name)` gives, of which nothing is
+    learned; docs/agents.md."""
+
+    size: int = Field(default=0, ge=0, le=64)
+    """How many are kept, of model.lora's adapters; all begin as the policy does. 0: the policy itself plays."""
+    every: int = Field(default=10, ge=1)
+    """Steps after which the policy takes the place of the oldest."""
+    share: float = Field(default=0.5, ge=0, le=1)
+    """Share of the tasks in which one of them plays, drawn for each task; in the others the policy itself does."""
+
+
+@dataclass(config=CLOSED)
 class AgentConfig:
     """A program that works on each task, calling the model as often as it likes; docs/agents.md."""
 
@@ -357,6 +370,7 @@ class AgentConfig:
     call_format: str | None = None
     """How the model writes calls of tools: hermes, qwen3_coder, llama3_json, pythonic, deepseek_v3, mistral, or the
     dotted path of a `CallFormat` of your own; null: what its chat template shows."""
+    past: PastConfig = field(default_factory=PastConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     """For agents in frameworks that want a server."""
 
@@ -476,6 +490,10 @@ class RunConfig(CommonConfig):
             yield "reward.function", "nothing scores: name a function, or a model in reward_model.path"
         yield from self._experts_mistakes()
         yield from self._reference_mistakes()
+        if self.agent.past.size and not self.model.lora.on:
+            yield "agent.past.size", "earlier versions are kept as adapters: set model.lora.r"
+        elif self.agent.past.size and self.rollout.engine in ("sglang", "vllm"):
+            yield "agent.past.size", f"{self.rollout.engine} holds no adapters here: take rollout.engine=transformers"
         yield from self._teachers_mistakes()
         data, evaluation = self.data.train, self.evaluation
         if data is not None and self.model.path is None and self.model.tokenizer is None:

@@ -83,6 +83,8 @@ class Weights:
     adapter: str | None = None
     """Name of the adapters that these are, scaled, for an engine that holds them beside its model's weights; None: they
     are a model's."""
+    adapters: tuple[Weights, ...] = ()
+    """Adapters, each with its name, that fit these weights and no others: they are taken in the same switch."""
 
     @staticmethod
     def pack(
@@ -121,7 +123,7 @@ class Weights:
     @property
     def key(self) -> tuple[int, tuple[int, ...]]:
         """Equal for equal weights of one version."""
-        return self.version, self.checksums
+        return self.version, sum((each.checksums for each in self.adapters), self.checksums)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors, as views into the buckets."""
@@ -159,6 +161,8 @@ class Weights:
         Raises:
             WeightsDamaged: one does not; the text names bucket, version and the tensors in it.
         """
+        for each in self.adapters:
+            each.verify()
         if self.version_now is not None:
             return
         pairs = zip(self.buckets, self.checksums, checksums(self.buckets), strict=True)

@@ -41,10 +41,11 @@ from rlinf.agents.chat import ChatFormat, are_messages, prompt_of
 from rlinf.agents.conversation import Conversation
 from rlinf.agents.endpoint.endpoint import Endpoint, Served, serving_config
 from rlinf.agents.episodes import Episodes, LoopWatch, OpenTask, Play
-from rlinf.agents.llm import Reply, RolloutModel, Setting
+from rlinf.agents.llm import PastSelves, Reply, RolloutModel, Setting
 from rlinf.agents.outcome import Episode, Gathered, Tally, here
 from rlinf.agents.tools.formats import call_format
 from rlinf.algos.token_losses import MARKS, TokenLoss
+from rlinf.config.learning import PAST
 from rlinf.config.text import EndpointConfig
 from rlinf.data.in_flight import Completed
 from rlinf.data.ledger import FAILED
@@ -110,6 +111,8 @@ class Running:
     """Seconds of an episode, where a call does not say."""
     call_format: str | None = None
     """How the model writes calls of tools; None: as its chat template says."""
+    past: PastSelves | None = None
+    """Earlier versions of the policy that its engine holds; None: there are none."""
     endpoint: Endpoint | None = None
     """Where agents in other frameworks find the model."""
     learn: Callable[[Sequence[tuple[Prompt, float]]], Mapping[str, float]] = lambda outcomes: {}
@@ -222,7 +225,9 @@ class RunSession:
             task = episode.prompt or Prompt(episode.task, self._chat.ids(""))
             sampling = {**episode.sampling, **sampling}
         opening = None if running.endpoint is None else running.endpoint.session
-        attempt = Attempt(setting, self._calls, lambda: next(self._numbers), task, index, opening)
+        place = None if episode is None or running.past is None else running.past.drawn(*episode.seed)
+        past = None if place is None else f"{PAST}{place}"
+        attempt = Attempt(setting, self._calls, lambda: next(self._numbers), task, index, past, opening)
         return AgentLLM(attempt, self._chat, key, sampling)
 
     def serve(self, *, idle: float = 3600.0, **settings: Any) -> Served:

@@ -33,8 +33,10 @@ from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
 from rlinf.agents.agent import opened
 from rlinf.agents.endpoint.endpoint import Endpoint
+from rlinf.agents.llm import PastSelves
 from rlinf.algos.algorithms import AlgorithmSpec, Distillation, Divergence
 from rlinf.config.learning import (
+    PAST,
     CriticSettings,
     NamedTeacher,
     ReferenceConfig,
@@ -43,6 +45,7 @@ from rlinf.config.learning import (
     TrainerSettings,
     combine,
 )
+from rlinf.config.load import InputError
 from rlinf.config.text import RewardConfig, RolloutSettings, RunConfig
 from rlinf.data.datasets.benchmarks import benchmarks_of
 from rlinf.data.datasets.load import Data
@@ -177,6 +180,7 @@ class TextWorkload(Workload[Evaluation]):
         self.moving_reference, self.own_roles = config.reference.kind == "ema", tuple(config.roles)
         self.data = load_data_of(config, plan.objects)
         self._environment = adapting(plan.objects.agent)
+        self._past = PastSelves(config.agent.past)
         self.counters: dict[str, int] = {}
         """How much was drawn by sessions, for their randomness to go on after a checkpoint."""
         self.ledger = Ledger(own=not plan.flow.__module__.startswith(_OUR_FLOWS))
@@ -245,7 +249,12 @@ class TextWorkload(Workload[Evaluation]):
         directory = str(self.run.directory.path)
         roles = roles_to_start(self.config, self.data, self.plan, rescue=directory, sharding=spread.sharding)
         started = await spawn_roles(self.run.system, placed, only(roles, names), self.run.computes)
-        if share_tensors(self.config, self.plan):
+        if names is None and self._past.config.size and not all(await started["rollout"].takes_adapters()):
+            raise InputError(
+                "agent.past.size: this engine holds no adapters of this model: earlier versions of the policy need "
+                "rollout.engine=transformers, a model of Llama's kind and, on a GPU, rollout.engine_args={graphs: off}"
+            )
+        if share_tensors(self.config, self.plan) or (names is None and self._past.config.size):
             await self.publish(started)
         return started
 
@@ -257,6 +266,10 @@ class TextWorkload(Workload[Evaluation]):
         self.run.report.warmed_up(
             await warm_up(worked, roles["rollout"], roles["trainer"], lr=settings.lr), "worked problems"
         )
+        for place in range(self._past.config.size):
+            await roles["trainer"].keep_past(f"{PAST}{place}")
+        if self._past.config.size:
+            await self.publish(roles)
         # critic and reference start from the policy that came of it, unless they have models of their own
         if CRITIC in roles and self.config.critic.model is None:
             await roles[CRITIC].load(roles["trainer"].weights(exact=True))
@@ -337,6 +350,7 @@ class TextWorkload(Workload[Evaluation]):
             say=self.run.report.line,
             dropped=(lambda *_: None) if self.ahead else self.ledger.dropped,  # what is in flight tells it itself
             endpoint=self._endpoint,
+            past=self._past,
             learn=(lambda _: {}) if self._environment is None else self._environment.learn,
         )
 
@@ -374,7 +388,16 @@ class TextWorkload(Workload[Evaluation]):
         row_counts = self.left_out(self.data.train)
         await self._account_for(step)
         self._alarms.judged = scored.answers
-        return {**returned, **failed, **row_counts}
+        return {**returned, **failed, **row_counts, **await self._renew_past(step)}
+
+    async def _renew_past(self, step: int) -> dict[str, float]:
+        """Let the policy take the place of an earlier version of itself, if it is time to; metrics of the step."""
+        past, roles = self._past, self.run.roles
+        if (place := past.renewed(step)) is not None:
+            await roles["trainer"].keep_past(f"{PAST}{place}")
+            if not self.ahead:  # there the next publication brings it
+                await self.publish(roles)
+        return {f"{PAST}{place}/step": float(past.learned(place, step)) for place in range(past.config.size)}
 
     async def _account_for(self, step: int) -> None:
         """Write the step's line of the ledger."""
@@ -524,6 +547,7 @@ def roles_to_start(
             sharding=sharding,
             rescue_dir=rescue,
             staleness=config.staleness.max if ahead else 0,
+            past=config.agent.past.size,
             lends=share_tensors(config, prepared),
         ),
         "algorithm": prepared.algorithm,

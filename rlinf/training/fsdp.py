@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -191,6 +191,21 @@ class FsdpBackEnd:
         return exported(self.model, dtype, self.layout.slices, adapter) if self.layout.first_copy else iter(())
 
     # Further adapters ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def keep_as(self, name: str) -> None:
+        """Give adapters of a name, of the same layers and rank, the values that those that learn have now."""
+        settle()
+        reshard(self.module)
+        mine, theirs = (adapters.saved_names(self.model, each) for each in (adapters.POLICY, name))
+        for (_, now), (_, kept) in zip(mine, theirs, strict=True):
+            kept.copy_(now)
+
+    def scaled(self, name: str) -> Iterator[tuple[str, Export]]:
+        """Adapters of a name, scaled, to be made and gathered one after the other."""
+        reshard(self.model)
+        for key, parameter, scale in adapters.scaled_parts(self.model, name) if self.layout.first_copy else ():
+            yield key, Export(tuple(parameter.shape), parameter.dtype, partial(torch.mul, parameter.detach(), scale))
 
     def open(self, name: str, lora: Mapping[str, Any], seed: int, settings: LearningSettings) -> Learner:
         """Give the model further adapters, with an optimizer of their own.

@@ -27,6 +27,8 @@ from rlinf.runtime.base.errors import UserError
 
 _MOST_PLAYERS = 16
 """Numbers of players up to this are tried where nobody says how many a game has."""
+_PAST = "past"
+"""As the opponent: an earlier version of the model."""
 
 
 class TextArena(Seeded):
@@ -35,8 +37,9 @@ class TextArena(Seeded):
     Args:
         games: a name such as `GuessTheNumber-v0`, or a list of them, which take turns.
         players: of each game; None takes the fewest that it can be played by.
-        opponent: `opponent(text) -> action`, plain or async, or its dotted path, for all players but one; None: all of
-            them are the model.
+        opponent: `opponent(text) -> action`, plain or async, or its dotted path, for all players but one; `past`: these
+            are an earlier version of the model, in tasks for which the run draws one, see `llm.past`; None: all of them
+            are the model.
         size: games to learn from, each from a seed of its own; all attempts at one begin the same.
         held_out: games to be evaluated on.
         seed: of both.
@@ -64,8 +67,9 @@ class TextArena(Seeded):
         if not self._names:
             raise UserError("textarena: `games` names none")
         self._players, self._turns, self._settings = players, turns, dict(settings or {})
-        self._opponent = _resolved(opponent) if isinstance(opponent, str) else opponent
-        if self._opponent is not None and not callable(self._opponent):
+        self._past = opponent == _PAST
+        self._opponent = _resolved(opponent) if isinstance(opponent, str) and not self._past else opponent
+        if self._opponent is not None and not self._past and not callable(self._opponent):
             raise UserError(f"textarena: opponent={opponent!r} is no function from a text to an action")
         self.sizes, self.seed = (size, held_out), seed
         self._openings = [self._opening(name) for name in self._names]
@@ -96,8 +100,10 @@ class TextArena(Seeded):
         row = task.row
         game = _Game(row["game"], self._settings, row["players"], row["seed"])
         alone = row["players"] == 1
-        models = [row["seat"]] if self._opponent is not None else range(row["players"])
-        seats = {player: llm if alone else llm.agent(f"player {player}") for player in models}
+        own = range(row["players"]) if self._opponent is None else [row["seat"]]
+        seats = {player: llm if alone else llm.agent(f"player {player}") for player in own}
+        if self._past:
+            seats |= {player: llm.past(f"player {player}") for player in range(row["players"]) if player not in seats}
         talks: dict[int, list[dict[str, Any]]] = {player: [] for player in seats}
         for _ in range(self._turns):
             player, text = game.turn()

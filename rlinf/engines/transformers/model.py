@@ -327,6 +327,8 @@ class ModelForward:
                     f"adapters {weights.adapter}: {type(self._model).__name__} is decoded without any here"
                 )
             return self.adapters.check(weights)
+        for each in weights.adapters:
+            self.check(each)
         own = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()} | self.int8.shapes
         kinds = {name: tensor.dtype for name, tensor in weights.named()}
         odd = "; ".join(f"{name} is of {kind}" for name, kind in kinds.items() if not kind.is_floating_point)
@@ -359,6 +361,8 @@ class ModelForward:
             self._join()
             give_back_freed()
         self._version_now = weights.version_now
+        for each in weights.adapters if self.adapters is not None else ():
+            self.adapters.load(each)  # type: ignore[union-attr]
         self.int8.load(tensors)
         for name in parameters:
             if weights.version_now is None or parameters[name].data_ptr() != tensors[name].data_ptr():

@@ -155,8 +155,9 @@ class ModelSpec:
     """Seed of a new model's weights, and of adapters."""
     lora: Mapping[str, Any] | None = None
     """See `add_adapters`; None trains all weights."""
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    """Directories of further adapters of the same base, which do not learn, by name; only with `lora`."""
+    adapters: Mapping[str, str | None] = field(default_factory=dict)
+    """Directories of further adapters of the same base, which do not learn, by name; None: these begin as those that
+    learn. Only with `lora`."""
     freeze: Sequence[str] = ()
     """Modules whose weights do not learn, see `ModelConfig.freeze`."""
     watches_routing: bool = False
@@ -263,7 +264,7 @@ def _with_head(model: PreTrainedModel, spec: ModelSpec, layout: Layout, pictures
     if spec.head == "scores":
         return ScoreModel(model, pictures=pictures, **ways)
     for name, directory in spec.adapters.items() if spec.lora is not None else ():
-        add_adapters(model, {"path": directory}, name)
+        add_adapters(model, spec.lora if directory is None else {"path": directory}, name)  # type: ignore[arg-type]
     replay = compute.router_replay if spec.watches_routing else None
     return PolicyModel(model, chunk=compute.logprob_chunk, router_replay=replay, pictures=pictures, **ways)
 
@@ -283,7 +284,7 @@ def _start(module: PolicyModel, spec: ModelSpec) -> None:
         module.start_head()
     if spec.lora is not None:
         own = spec.lora.get("path")
-        saved = {**({} if own is None else {POLICY: own}), **spec.adapters}
+        saved = {POLICY: own, **{name: own if each is None else each for name, each in spec.adapters.items()}}
         for parameter, value in adapter_values(module.model, mix(spec.seed, 1), saved):
             place(parameter, value)
 

@@ -245,7 +245,9 @@ def check_shapes(model: nn.Module, name: str, directory: Path) -> None:
         )
 
 
-def adapter_values(model: nn.Module, seed: int, saved: Mapping[str, str]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def adapter_values(
+    model: nn.Module, seed: int, saved: Mapping[str, str | None]
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """The values with which adapters start, whole, for every adapter parameter.
 
     Those that are not saved begin with A random and B zero, so that W is unchanged. A is drawn uniformly from
@@ -255,10 +257,11 @@ def adapter_values(model: nn.Module, seed: int, saved: Mapping[str, str]) -> Ite
     Args:
         model: with its adapters.
         seed: of new ones.
-        saved: directories of saved ones, by the adapters' name.
+        saved: directories of saved ones, by the adapters' name; None: these are new, too.
     """
     for name, directory in saved.items():
-        yield from saved_values(model, name, directory)
+        new = directory is None
+        yield from start_adapters(model, seed, name) if new else saved_values(model, name, str(directory))
     if POLICY not in saved:
         yield from start_adapters(model, seed)
 
@@ -328,6 +331,29 @@ def adapter_config(model: nn.Module, base: str | None, name: str = POLICY) -> di
 def saved_names(model: nn.Module, name: str = POLICY) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of adapters, under the names of peft's files."""
     return _parameters(model, name)
+
+
+def scaled_parts(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter, float]]:
+    """Parameters of adapters of a name and factors, under the names of the plain model's layers, as `scaled_tensors`
+    has them of saved ones."""
+    for path, layer in model.named_modules():
+        if hasattr(layer, "_disable_adapters") and name in layer.lora_A:
+            yield f"{path}.lora_A.weight", layer.lora_A[name].weight, 1.0
+            yield f"{path}.lora_B.weight", layer.lora_B[name].weight, layer.scaling[name]
+
+
+def apart(past: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters that lead from a model with some merged in to the model with others.
+
+    Args:
+        past: the others, scaled, by name.
+        now: those that are merged in.
+    """
+    parts: dict[str, Tensor] = {}
+    for name, tensor in past.items():
+        narrow = ".lora_A." in name
+        parts[name] = torch.cat([tensor, now[name] if narrow else -now[name]], dim=0 if narrow else 1)
+    return parts
 
 
 def open_adapters(model: nn.Module, lora: Mapping[str, Any], name: str, seed: int) -> None:

@@ -1,8 +1,8 @@
 """`python -m benchmarks.teams_learning`: do several agents in one task learn, and does self-play? Three seeds of each.
 
-In: configs/agents/team.yaml and self-play.yaml. Out: a line per run, and by `--save` a file in benchmarks/results and
-docs/agents-teams.svg: each agent's held-out reward by step, a panel per agent, a line per seed. A run learned if the
-agent that `GOALS` names came to its bar.
+In: configs/agents/team.yaml and self-play.yaml; self-play-past.yaml by `--runs`. Out: a line per run, and by `--save` a
+file in benchmarks/results and a picture: each agent's held-out reward by step, a panel per agent, a line per seed. A run
+learned if the agent that `GOALS` names came to its bar.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from pathlib import Path
 from benchmarks.contestants import ONE_THREAD, ROOT
 from benchmarks.runtime import machine
 
-GOALS = {"team": ("planner", 0.7), "self-play": ("against-perfect", 0.9)}
+GOALS = {
+    "team": ("planner", 0.7),
+    "self-play": ("against-perfect", 0.9),
+    "self-play-past": ("against-random", 0.8),
+}
 """Per configuration, the agent whose held-out reward tells whether it learned, and how much is asked of it. The
 planner's is the share of the team's answers that are right."""
-PLOT = ROOT / "docs" / "agents-teams.svg"
 PANEL, LEFT, TOP, HIGH = 250, 40, 40, 150
 """Width of an agent's panel, and where its axes are, pixels."""
 COLOURS = ("#0b62a4", "#d1495b", "#3a7d44", "#8a5a9e")
@@ -110,20 +113,22 @@ def _panel(title: str, curves: Sequence[Mapping[int, float]], left: int) -> list
     return [*parts, f'<text x="{left + wide / 2:.0f}" y="{TOP + HIGH + 34}" text-anchor="middle">{label}</text>']
 
 
-def save(runs: Sequence[Learned], keys: Sequence[str]) -> None:
+def save(runs: Sequence[Learned], keys: Sequence[str], plot: Path) -> None:
     """Write what was measured, by date, and the picture."""
     now = datetime.datetime.now().astimezone()
-    path = ROOT / "benchmarks" / "results" / f"{now:%Y-%m-%d}-teams-learning.json"
+    path = ROOT / "benchmarks" / "results" / f"{now:%Y-%m-%d}-{plot.stem}.json"
     report = {"date": now.isoformat(timespec="seconds"), "machine": machine(), "keys": keys}
     path.write_text(json.dumps({**report, "runs": [asdict(each) for each in runs]}, indent=1) + "\n")
-    PLOT.write_text(picture(runs), encoding="utf-8")
+    plot.write_text(picture(runs), encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", default=",".join(GOALS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--runs", default="team,self-play", help="comma-separated (default: %(default)s)")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default: %(default)s)")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results and docs/agents-teams.svg")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results and the picture")
+    plot = ROOT / "docs" / "agents-teams.svg"
+    parser.add_argument("--picture", type=Path, default=plot, help="(default: %(default)s)")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="further keys for every run")
     options = parser.parse_args()
     runs: list[Learned] = []
@@ -136,7 +141,7 @@ def main() -> int:
             )
             print(f"{name}, seed {seed}: {told} in {runs[-1].minutes:.1f} min", flush=True)
             if options.save:
-                save(runs, options.keys)
+                save(runs, options.keys, options.picture)
     return 0 if all(each.reached >= GOALS[each.name][1] for each in runs) else 1
 
 

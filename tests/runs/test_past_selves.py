@@ -169,7 +169,10 @@ def greedy(model, ids, count):
 
 
 def run(tmp_path, name, steps, *keys, resume="never"):
-    train(load_config(NIM, [*SHORT, *SMALL, *keys, f"steps={steps}", f"name={name}", f"output_dir={tmp_path}"]), resume=resume)
+    train(
+        load_config(NIM, [*SHORT, *SMALL, *keys, f"steps={steps}", f"name={name}", f"output_dir={tmp_path}"]),
+        resume=resume,
+    )
     lines = (tmp_path / name / "samples.jsonl").read_text().splitlines()
     return metrics_of(tmp_path / name), list(map(json.loads, lines))
 
@@ -179,8 +182,8 @@ def test_a_resumed_run_plays_against_the_same_versions_and_learns_the_same(tmp_p
     whole, said = run(tmp_path, "whole", 7, *keys)
     run(tmp_path, "half", 3, *keys)
     half, again = run(tmp_path, "half", 7, *keys, resume="auto")
-    names = [name for name in whole[-1] if name.startswith(("past", "agent/", "reward/"))]
-    assert {"past0/step", "past1/step", "past0/reward"} <= set().union(*whole)
+    names = [name for name in set().union(*whole) if name.startswith(("past", "agent/", "reward/"))]
+    assert {"past0/step", "past1/step", "past0/reward", "past1/reward", "reward/mean"} <= set(names)
     for one, other in zip(whole, half, strict=True):
         assert [one.get(name) for name in names] == [other.get(name) for name in names]
     assert [(line["past0/step"], line["past1/step"]) for line in whole] == [
@@ -188,8 +191,12 @@ def test_a_resumed_run_plays_against_the_same_versions_and_learns_the_same(tmp_p
     ]  # fmt: skip
     answers = [[(row["step"], row["prompt"], row["response"], row["reward"]) for row in rows] for rows in (said, again)]
     assert answers[0] == answers[1]
-    agents = {(row["step"], row["prompt_id"]): set() for row in said if "prompt_id" in row}
-    assert agents, "there is something to look at"
+    learned = [row for row in said if "prompt_id" in row]
+    begins = {
+        seat: [row["prompt"] == f"{row['task']}=" for row in learned if row["prompt_id"] % 2 == seat] for seat in (0, 1)
+    }
+    assert any(begins[1])
+    assert not any(begins[0]), "there an earlier version begins, and what it says is not learned"
 
 
 @pytest.mark.parametrize("keys", [("model.lora.r=0",), ("rollout.engine=vllm",)])

@@ -1,8 +1,8 @@
 """`python -m benchmarks.teams_learning`: do several agents in one task learn, and does self-play? Three seeds of each.
 
 In: configs/agents/team.yaml and self-play.yaml; self-play-past.yaml by `--runs`. Out: a line per run, and by `--save` a
-file in benchmarks/results and a picture: each agent's held-out reward by step, a panel per agent, a line per seed. A run
-learned if the agent that `GOALS` names came to its bar.
+file in benchmarks/results and a picture: each agent's held-out reward by step, a panel per agent, a line per seed. A
+run learned if the agent that `GOALS` names came to its bar.
 """
 
 from __future__ import annotations

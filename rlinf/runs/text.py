@@ -547,7 +547,6 @@ def roles_to_start(
             sharding=sharding,
             rescue_dir=rescue,
             staleness=config.staleness.max if ahead else 0,
-            past=config.agent.past.size,
             lends=share_tensors(config, prepared),
         ),
         "algorithm": prepared.algorithm,
@@ -625,6 +624,7 @@ def trainer_settings(config: RunConfig, algorithm: AlgorithmSpec, **more: Any) -
         reference=config.reference.inside if algorithm.needs_reference else None,
         teacher=config.teacher.adapter if algorithm.needs_teacher else None,
         teacher_models=teacher_models(config, algorithm),
+        past=config.agent.past.size,
         # a moving mean that bfloat16 rounds at every step would not move
         publishes="float32" if config.reference.kind == "ema" else config.rollout.dtype,
         **more,

@@ -198,8 +198,8 @@ class FsdpBackEnd:
         settle()
         reshard(self.module)
         mine, theirs = (adapters.saved_names(self.model, each) for each in (adapters.POLICY, name))
-        for (_, now), (_, kept) in zip(mine, theirs, strict=True):
-            kept.copy_(now)
+        for (_, now), (_, copy) in zip(mine, theirs, strict=True):
+            copy.copy_(now)
 
     def scaled(self, name: str) -> Iterator[tuple[str, Export]]:
         """Adapters of a name, scaled, to be made and gathered one after the other."""

@@ -196,6 +196,8 @@ class StreamRow:
     """An answer that comes whole, as its client sees it."""
     streamed_ms: float
     """A streamed answer, to its end."""
+    ends: list[float]
+    """That over the whole one of the turn before: least, median and most of the rounds."""
     first_ms: float
     """A streamed answer, to its first words."""
     whole_cpu: float
@@ -228,7 +230,7 @@ def _stream_client(url: str, clients: int, streamed: bool, answers: int) -> list
     return asyncio.run(run())
 
 
-async def streams(clients: int, rounds: int = 3, answers: int = 16) -> StreamRow:
+async def streams(clients: int, rounds: int = 9, answers: int = 16) -> StreamRow:
     """Measure streamed answers beside whole ones, in turns."""
     from rlinf import ActorSystem, load_config
     from rlinf.actors.rollout import Rollout
@@ -258,7 +260,9 @@ async def streams(clients: int, rounds: int = 3, answers: int = 16) -> StreamRow
                 llm.end()
             await endpoint.close()
     whole, live = ([statistics.median(each) * 1000 for each in zip(*rows, strict=True)] for rows in found.values())
-    return StreamRow(clients, whole[1], live[1], live[0], whole[2], live[2])
+    ratios = sorted(ours[1] / its[1] for its, ours in zip(*found.values(), strict=True))
+    ends = [ratios[0], statistics.median(ratios), ratios[-1]]
+    return StreamRow(clients, whole[1], live[1], ends, live[0], whole[2], live[2])
 
 
 def main() -> None:

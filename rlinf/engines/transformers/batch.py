@@ -17,7 +17,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -648,9 +648,7 @@ class Batch:
         self.watched: set[Request] = set()
         """Requests, put there by the event loop, whose tokens are told as they come."""
         self.new_tokens: deque[tuple[Request, int]] = deque()
-        """Their new tokens, for the event loop to take."""
-        self.wake: Callable[[], object] = lambda: None
-        """Called by the thread when there are some."""
+        """Their new tokens, for the event loop to take when `advance` has returned."""
         self.interrupted = False
         """Set by anyone to have `advance` return after its step."""
         self.paused = False
@@ -860,12 +858,9 @@ class Batch:
 
     def _tell(self, sampled: Sampled, ended: Collection[int]) -> None:
         """Tell the new tokens of answers that are watched and go on."""
-        before = len(self.new_tokens)
         for row, (slot, token) in enumerate(zip(sampled.slots.tolist(), sampled.tokens.tolist(), strict=True)):
             if slot >= 0 and row not in ended and (request := self._slots.requests[slot]) in self.watched:
                 self.new_tokens.append((request, token))
-        if len(self.new_tokens) > before:
-            self.wake()
 
     def _close(self, slots: np.ndarray, finishes: Sequence[Finish], *, keep: bool) -> None:
         closed = self._slots.close(slots, finishes)

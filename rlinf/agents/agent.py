@@ -492,6 +492,10 @@ class AgentLLM:
         """Have a function called when the episode is over."""
         self._attempt.at_end.append(call)
 
+    def leave_out(self) -> None:
+        """Learn nothing of what was said here."""
+        self.trajectories = Trajectories(self._chat)
+
     def end(self) -> None:
         """The episode is over: the engine need keep nothing of it."""
         self._attempt.closed = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import sys
 import tempfile
 from dataclasses import field
@@ -331,8 +330,8 @@ configs = st.builds(
 
 
 @given(config=configs)
-def test_a_configuration_written_and_read_again_is_the_same(config):
-    path = Path(tempfile.gettempdir()) / f"rlinf-config-{os.getpid()}.yaml"
+def test_a_configuration_written_and_read_again_is_the_same(tmp_path_factory, config):
+    path = tmp_path_factory.getbasetemp() / "written.yaml"
     path.write_text(dump(config), encoding="utf-8", newline="")
     assert load(Outer, path) == config
 

@@ -325,6 +325,9 @@ class Endpoint:
         """
         agents = self._opens is None
         session = self.sessions.get((named or key or "") if agents else (named or ""))
+        whole, _, agent = (named or "").partition(".")
+        if agents and session is None and agent and whole in self.sessions:  # one of several of an episode
+            session = self._add(named or "", self.sessions[whole].llm.agent(agent))
         if agents and session is None:
             raise ApiError(
                 401,

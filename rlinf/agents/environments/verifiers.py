@@ -121,8 +121,8 @@ class Verifiers(Listed):
         await asyncio.gather(*self._reading)
         self._room.remove()
 
-    async def __call__(self, task: Any, llm: Any) -> Score:
-        """Have an episode played.
+    async def __call__(self, task: Any, llm: Any) -> Any:
+        """Have an episode played; returns its score, or one for each of its agents that learn.
 
         Raises:
             RuntimeError: it went wrong, or its process died.
@@ -141,8 +141,12 @@ class Verifiers(Listed):
             del self._waiting[episode]
         if ended["errors"]:
             raise RuntimeError(f"verifiers: {'; '.join(ended['errors'])}")
-        rewards = ended["rewards"]
-        return Score(sum(rewards.values()), {**rewards, **ended["metrics"]})
+        agents = ended["agents"]
+        if "" in agents:
+            return _score(agents[""])
+        for name in [name for name, one in agents.items() if not one["learns"]]:
+            llm.agent(name).leave_out()
+        return {name: _score(one) for name, one in agents.items() if one["learns"] and name in llm.agents}
 
     async def _up(self) -> asyncio.StreamWriter:
         """The way to a process that lives."""
@@ -184,6 +188,10 @@ class Verifiers(Listed):
         for waits in self._waiting.values():
             if not waits.done():
                 waits.set_result({"errors": [cause or f"its process died: {last_words(self._child)}"]})
+
+
+def _score(agent: Mapping[str, Any]) -> Score:
+    return Score(sum(agent["rewards"].values()), {**agent["rewards"], **agent["metrics"]})
 
 
 def _write(lines: asyncio.StreamWriter, **line: Any) -> None:

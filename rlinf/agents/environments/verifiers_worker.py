@@ -11,6 +11,7 @@ verifiers says the same from a process that it starts for each turn.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import functools
 import itertools
@@ -24,6 +25,7 @@ from typing import Any
 import httpx
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.envs.single_agent.env import SingleAgentEnv
 from verifiers.v1.runtimes import PrimeConfig, ProgramResult, SubprocessConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
@@ -83,25 +85,38 @@ def made_environment(settings: dict[str, Any]) -> vf.Env:
 
 
 async def played(environment: vf.Env, task: Any, episode: dict[str, Any]) -> dict[str, Any]:
-    """Play one episode: weighted rewards and metrics, summed over the agents that learn, and what went wrong."""
+    """Play one episode: the weighted rewards and metrics of each agent's work in it, and what went wrong.
+
+    Where there may be several, each is named to the endpoint by its trace's id, which the client sends as X-Session-ID.
+    """
+    several, url = not isinstance(environment, SingleAgentEnv), episode["url"]
     variable = f"RLINF_KEY_{episode['episode']}"  # verifiers takes a key from the process's variables alone
     os.environ[variable] = episode["key"]
-    client = vf.EvalClientConfig(base_url=episode["url"], api_key_var=variable)
+    client = vf.EvalClientConfig(
+        base_url=url.replace(f"/s/{episode['key']}/", "/") if several else url, api_key_var=variable
+    )
+    places: collections.Counter[str] = collections.Counter()
+
+    def name(trace: Any) -> None:
+        if several:
+            places[trace.agent.name] += 1
+            trace.id = f"{episode['key']}.{trace.agent.name}-{places[trace.agent.name]}"
+
     try:
-        ended = await environment.run_episode(task, vf.ModelContext(model="policy", client=client))
+        ended = await environment.run_episode(task, vf.ModelContext(model="policy", client=client), on_trace=name)
     finally:
         os.environ.pop(variable, None)
-    parts: dict[str, float] = {}
     errors = [str(each.message)[:_LONGEST] for each in ended.errors]
+    agents: dict[str, Any] = {}
     for trace in ended.traces:
         errors += [str(each.message)[:_LONGEST] for each in trace.errors]
         scored = {name: None if one is None else one.value for name, one in trace.rewards.items()}
         errors += [f"the reward {name} was not computed" for name, value in scored.items() if value is None]
-        parts |= {name: parts.get(name, 0.0) + value for name, value in scored.items() if value is not None}
-    metrics = {name: value for trace in ended.traces for name, value in trace.metrics.items() if value is not None}
-    unweighted = [pair for trace in ended.traces for pair in trace.rewards.items() if pair[1] and not pair[1].weight]
-    metrics |= {name: one.score for name, one in unweighted}  # what is to be looked at, and adds nothing
-    return {"rewards": parts, "metrics": metrics, "errors": [] if ended.ok else errors or ["it ended without success"]}
+        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+        unweighted = [pair for pair in trace.rewards.items() if pair[1] and not pair[1].weight]
+        metrics |= {name: one.score for name, one in unweighted}  # what is to be looked at, and adds nothing
+        agents[trace.id.partition(".")[2]] = {"rewards": scored, "metrics": metrics, "learns": trace.agent.trainable}
+    return {"agents": agents, "errors": [] if ended.ok else errors or ["it ended without success"]}
 
 
 class Server:

@@ -153,6 +153,26 @@ async def test_a_key_in_the_header_does_where_the_url_has_none():
         assert here.llm.counts().calls == 2
 
 
+@pytest.mark.parametrize("by", ["url", "header"])
+async def test_a_name_behind_the_key_is_another_agent_of_the_episode(by):
+    async with stand("ab") as here:
+        root, names = here.url.split("/s/")[0], ["judge-1", "judge-1", "judge-2"]
+        for name in names:
+            url = f"{root}/s/{here.key}.{name}/v1" if by == "url" else f"{root}/v1"
+            headers = {} if by == "url" else {"X-Session-Id": f"{here.key}.{name}"}
+            async with openai.AsyncOpenAI(base_url=url, api_key=here.key, default_headers=headers) as client:
+                await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Hi"}])
+        spoke = {name: len(llm.trajectories.turns) for name, llm in here.llm.agents.items() if name}
+        assert (spoke, len(here.llm.trajectories.turns)) == ({"judge-1": 2, "judge-2": 1}, 0)
+        here.llm.agent("judge-1").leave_out()
+        assert [one.agent for one in samples_of(1.0, here.llm)] == ["judge-2"]
+        url = f"{root}/s/rl-nobody.judge-1/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=here.key, max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.models.list()
+    assert here.endpoint.sessions == {}
+
+
 async def test_several_answers_have_logprobs_token_ids_and_seeds_of_their_own():
     async with stand("ab", "a", "b", "ab", "a", "b") as here, openai_of(here) as client:
         seeds = []

@@ -25,8 +25,10 @@ peer = server.accept()[0]
 out = peer.makefile("w")
 
 
-def tell(**line):
-    print(json.dumps(line), file=out, flush=True)
+def tell(*, rewards=None, metrics=None, **line):
+    if rewards is not None:
+        line["agents"] = {"": {"rewards": rewards, "metrics": metrics, "learns": True}}
+    print(json.dumps({"errors": [], **line}), file=out, flush=True)
 
 
 cancelled = []
@@ -45,9 +47,9 @@ for line in peer.makefile("r"):
         out.write("x" * 300_000)
         out.flush()
     elif what == "unscored":
-        tell(episode=number, rewards={}, metrics={"cancelled": len(cancelled)}, errors=[])
+        tell(episode=number, rewards={}, metrics={"cancelled": len(cancelled)})
     elif what == "flood":
         print("x" * 200_000, file=sys.stderr, flush=True)
-        tell(episode=number, rewards={"right": 0.5}, metrics={"text": 1.0, "z" * 100_000: 1.0}, errors=[])
+        tell(episode=number, rewards={"right": 0.5}, metrics={"text": 1.0, "z" * 100_000: 1.0})
     elif what != "silence":
-        tell(episode=number, rewards={"right": float(what), "style": 1.0}, metrics={"turns": 2.0}, errors=[])
+        tell(episode=number, rewards={"right": float(what), "style": 1.0}, metrics={"turns": 2.0})

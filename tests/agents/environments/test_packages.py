@@ -14,9 +14,11 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
+from rlinf.agents.agent import samples_of
 from rlinf.agents.environments.openenv import OpenEnv
 from rlinf.agents.environments.verifiers import INSTALLED, Verifiers
 from tests.agents.acting import begun
+from tests.agents.endpoint.serving import stand
 
 PYTHON = os.path.abspath(INSTALLED)
 HERE = Path(__file__).parent
@@ -164,3 +166,26 @@ async def test_tools_of_a_taskset_are_called_by_a_harness_and_a_judge_by_its_url
             score = await made(SimpleNamespace(row=made.tasks()[7]), llm)
     assert score.value == 1.5
     assert score.scores["right"] == 1.0
+
+
+async def test_attempts_that_are_scored_as_a_group_have_each_its_own_reward_and_who_does_not_learn_has_none(
+    monkeypatch,
+):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+    answers = ["70", "I judge.", "00", "77"]
+    async with stand(*answers, limits={"models": ["*"]}) as here:
+        settings = {"id": "ranking_env", "taskset": {"id": "counting_taskset"}}
+        async with Verifiers(settings, python=PYTHON, held_out=0) as made:
+            scores = await made(SimpleNamespace(row=made.tasks()[3]), here.llm)
+        samples = samples_of(scores, here.llm)
+    own = [text.count("7") / 2 for text in answers if "7" in text or "0" in text]
+    ranks = [sum(other < each for other in own) / 2 for each in own]
+    assert [(score.scores["sevens"], score.scores["rank"]) for score in scores.values()] == [
+        (reward, rank / 2) for reward, rank in zip(own, ranks, strict=True)
+    ]
+    assert list(scores) == ["agent-1", "agent-2", "agent-3"]
+    assert [(one.agent, one.reward) for one in samples] == [
+        (name, reward + rank / 2) for name, reward, rank in zip(scores, own, ranks, strict=True)
+    ]
+    spoken = [here.model.tokenizer.decode(one.learned(one.response_ids)) for one in samples]
+    assert [text[:2] for text in spoken] == ["70", "00", "77"]

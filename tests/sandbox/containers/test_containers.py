@@ -115,7 +115,7 @@ async def test_a_container_reaches_an_address_of_this_machine_by_a_port_of_its_o
         asked = await box.run(["python3", "-c", ASKS, str(port)])
         assert (asked.stdout, asked.stderr) == ("700000 ASKED 0\n700000 ASKED 1\n700000 ASKED 2\n", "")
         refused = await box.run(["python3", "-c", ASKS, str(other)])  # nobody listens there: the connection ends
-        assert refused.stdout in ("", "0 \n0 \n0 \n")
+        assert set(refused.stdout.splitlines()) <= {"0 "}
         unknown = await box.run(["python3", "-c", ASKS, str(there[1])])  # the machine's own port is none of its
         assert "ConnectionRefusedError" in unknown.stderr
         await box.end()

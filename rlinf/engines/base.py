@@ -29,6 +29,7 @@ from collections.abc import (
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from math import inf, isqrt
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -722,6 +723,7 @@ class Scheduler:
         max_tokens: of KV cache that they may come to, together; None for no bound.
         check: raises ValueError of a request that cannot be answered.
         admit: called at every change by an engine that takes each request as soon as there is room, by `take_next`.
+        reserve: tokens of KV cache to reserve for a request; by itself as many as it may come to.
     """
 
     def __init__(
@@ -730,8 +732,10 @@ class Scheduler:
         max_tokens: int | None,
         check: Callable[[Request], None],
         admit: Callable[[], None] | None = None,
+        reserve: Callable[[Request], int] = attrgetter("cache_tokens"),
     ):
         self.max_rows, self.max_tokens = max_rows, max_tokens
+        self.reserve = reserve
         self.callers = Callers()
         """Callers of `answer`."""
         self.calls: deque[Call] = deque()
@@ -742,7 +746,8 @@ class Scheduler:
         """Set, and replaced, whenever something may have become possible."""
         self._share = _LEAST
         self._usual = 1.0  # tokens that an answer may come to, as far as any have been seen
-        self._tokens = 0  # of KV cache that the requests in flight may come to
+        self._reserved: dict[Request, int] = {}  # tokens of KV cache, for each request in flight
+        self._tokens = 0  # their sum
         self._check, self._admit = check, admit
 
     async def batches(
@@ -870,10 +875,10 @@ class Scheduler:
             rows = self.max_rows - len(self.owners) + missing  # which are free when so many have ended
         if self.max_tokens is None:
             return rows, 1 << 62
-        head = next((call.waiting[0].cache_tokens for call in self.calls if call.waiting), 0)
+        head = next((self.reserve(call.waiting[0]) for call in self.calls if call.waiting), 0)
         need = self.max_tokens // self._share
         if not more:
-            need = min(need, sum(request.cache_tokens for request in waiting))
+            need = min(need, sum(map(self.reserve, waiting)))
         return rows, self.max_tokens - max(head, need)
 
     def _leave(self, caller: Caller) -> bool:
@@ -900,7 +905,7 @@ class Scheduler:
         call = self.owners.pop(request, None)
         if call is not None:
             call.running.discard(request)
-            self._tokens -= request.cache_tokens
+            self._tokens -= self._reserved.pop(request)
         return call
 
     def _end(self, call: Call) -> list[Request]:
@@ -908,7 +913,7 @@ class Scheduler:
         self.calls.remove(call)
         for request in call.running:
             del self.owners[request]
-            self._tokens -= request.cache_tokens
+            self._tokens -= self._reserved.pop(request)
         self.wake()
         return list(call.running)
 
@@ -958,14 +963,16 @@ class Scheduler:
             if call is None:
                 break
             request = call.waiting[0]
-            if self.max_tokens is not None and tokens + request.cache_tokens > self.max_tokens and (live or requests):
+            needed = self.reserve(request)
+            if self.max_tokens is not None and tokens + needed > self.max_tokens and (live or requests):
                 blocked = True
                 break
-            tokens += request.cache_tokens
+            tokens += needed
             requests.append(call.waiting.popleft())
             call.running.add(request)
             self.owners[request] = call
-            self._tokens += request.cache_tokens
+            self._reserved[request] = needed
+            self._tokens += needed
             if len(self.calls) > 1:
                 self.calls.remove(call)
                 self.calls.append(call)

@@ -34,6 +34,7 @@ from rlinf.engines.grammars import Constraint, Grammars
 from rlinf.engines.transformers.cache import Band, Layers
 from rlinf.engines.transformers.model import ModelForward, pad_left, rectangles
 from rlinf.engines.transformers.sampling import DRAWS, Allowed, Rules, choose_allowed, to_host
+from rlinf.engines.usual_lengths import UsualLengths
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +96,16 @@ class Slots:
         """Slots without an answer."""
         return len(self._free)
 
-    def open(self, requests: Sequence[Request]) -> np.ndarray:
-        """Begin answers, or continue those that were begun elsewhere; returns their slots, int64 [requests]."""
+    def open(self, requests: Sequence[Request], begun: dict[Request, PartialAnswer] | None = None) -> np.ndarray:
+        """Begin answers, or continue those that were begun; returns their slots, int64 [requests].
+
+        Args:
+            requests: them.
+            begun: what was answered here, of those that were; it is taken out.
+        """
+        begun_answers = [
+            request.partial if begun is None else begun.pop(request, request.partial) for request in requests
+        ]
         samplings = [request.sampling for request in requests]
         self._widen(max(s.max_new_tokens for s in samplings), max(len(s.stop_ids) for s in samplings))
         slots = np.array([self._free.pop() for _ in requests], dtype=np.int64)
@@ -112,15 +121,15 @@ class Slots:
         width = self._stops.shape[1]
         self._stops[slots] = [s.stop_ids + (-1,) * (width - len(s.stop_ids)) for s in samplings]
         self._texts.update(slot for slot, s in zip(slots.tolist(), samplings, strict=True) if s.stop_texts)
-        for slot, request in zip(slots.tolist(), requests, strict=True):
-            if (partial := request.partial) is not None:
-                if partial.routes is not None:
-                    self._routes[slot] = [partial.routes]
-                count = self.lengths[slot] = len(partial.response_ids)
-                self._tokens[slot, :count], self.last[slot] = partial.response_ids, partial.response_ids[-1]
-                self._logprobs[slot, :count], self._versions[slot, :count] = partial.logprobs, partial.versions
+        for slot, request, answered in zip(slots.tolist(), requests, begun_answers, strict=True):
+            if answered is not None:
+                if answered.routes is not None:
+                    self._routes[slot] = [answered.routes]
+                count = self.lengths[slot] = len(answered.response_ids)
+                self._tokens[slot, :count], self.last[slot] = answered.response_ids, answered.response_ids[-1]
+                self._logprobs[slot, :count], self._versions[slot, :count] = answered.logprobs, answered.versions
             if (form := request.sampling.form) and self._grammars is not None:
-                so_far = ((), ()) if partial is None else (partial.response_ids.tolist(), partial.masses)
+                so_far = ((), ()) if answered is None else (answered.response_ids.tolist(), answered.masses)
                 self.constraints[slot] = self._grammars.constraint(form, request.sampling.stop_ids, *so_far)
         return slots
 
@@ -623,6 +632,7 @@ class Batch:
         keep_tokens: of KV cache for conversations between turns; None for what answers in flight leave, or as much as
             `max_rows` of the longest answers may come to where there is no bound.
         grammars: keep answers within their forms; None where none has any.
+        usual: how long answers are, which is what room is reserved for.
     """
 
     def __init__(
@@ -634,6 +644,7 @@ class Batch:
         max_tokens: int | None = None,
         keep_tokens: int | None = None,
         grammars: Grammars | None = None,
+        usual: UsualLengths | None = None,
     ):
         self.forward = forward
         self.max_rows = max_rows
@@ -656,7 +667,11 @@ class Batch:
         self.asleep = False
         """Parked: `advance` does nothing."""
         self.tokens = 0
-        """Tokens of KV cache that the answers in flight may come to."""
+        """Tokens of KV cache that are reserved for the answers in flight."""
+        self.put_back: deque[Request] = deque()
+        """Answers that had to make room for older ones, and go on before any newcomer."""
+        self.put_backs = 0
+        """How often an answer had to."""
         self.stats = StepStats()
         """How long steps and reading took; replaced as a whole, so that the event loop may read it at any moment."""
         self._empty = partial(Slots, max_rows, stop_texts, grammars)
@@ -664,6 +679,9 @@ class Batch:
         self._rows = rows
         self._unread = False  # the keys and values of what is in flight were given back
         self._conversations = Conversations()
+        self._usual = usual or UsualLengths()
+        self._reserved: dict[Request, int] = {}  # of `tokens`, for each answer in a slot
+        self._begun: dict[Request, PartialAnswer] = {}  # what those that were put back have so far
         self._max_tokens, self._keep_tokens = max_tokens, keep_tokens
         self._longest = 0  # that a turn of a conversation came to
         self._weights = 0  # counts the weights that were loaded
@@ -687,10 +705,15 @@ class Batch:
         start = time.perf_counter()
         if self._unread:
             self._reread()
-        if self.newcomers:
+        if self.newcomers or self._may_return():
             self._join()
         free, tokens = due
-        while self.live and not self.interrupted and not (self._slots.free >= free and self.tokens <= tokens):
+        while self.live and not self.interrupted:
+            if self.put_back:  # whoever waits outside comes after them
+                if self._may_return():
+                    self._join()
+            elif self._slots.free >= free and self.tokens <= tokens:
+                break
             self._step()
             passed = time.perf_counter() - start
             if passed > _LONGEST or (self.finished and passed > _QUIET):
@@ -719,7 +742,8 @@ class Batch:
     def partial(self, ids: Collection[int]) -> list[Request]:
         """These requests, those of them that are here, each with its tokens so far."""
         joined = [self._slots.partial(slot) for slot, request in self._slots.requests.items() if request.id in ids]
-        return [*(request for request in self.newcomers if request.id in ids), *joined]
+        waiting = [replace(request, partial=self._begun[request]) for request in self.put_back if request.id in ids]
+        return [*(request for request in self.newcomers if request.id in ids), *joined, *waiting]
 
     def take_out(self, ids: Collection[int]) -> tuple[list[Request], list[Request]]:
         """Forget these requests; returns them as they came, and with their tokens so far."""
@@ -730,12 +754,15 @@ class Batch:
 
     def _remove(self, requests: set[Request], finish: Finish | None) -> None:
         """End these answers; with a reason they count as finished, without they are forgotten."""
-        for _ in range(len(self.newcomers)):
-            request = self.newcomers.popleft()
-            if request not in requests:
-                self.newcomers.append(request)
-            elif finish is not None:
-                self.finished.append((request, request.ended(finish)))
+        for queue in (self.newcomers, self.put_back):
+            for _ in range(len(queue)):
+                request = queue.popleft()
+                if request not in requests:
+                    queue.append(request)
+                    continue
+                answered = self._begun.pop(request, request.partial)
+                if finish is not None:
+                    self.finished.append((request, replace(request, partial=answered).ended(finish)))
         slots = np.array([slot for slot, one in self._slots.requests.items() if one in requests], dtype=np.int64)
         self._close(slots, [finish or "abort"] * len(slots), keep=finish is not None)
         self._rows.end(slots)
@@ -743,13 +770,14 @@ class Batch:
             self._forget()
 
     def requests(self) -> list[Request]:
-        """All in flight, newcomers included."""
-        return [*self._slots.requests.values(), *self.newcomers]
+        """All in flight, newcomers included, and those that were put back."""
+        return [*self._slots.requests.values(), *self.newcomers, *self.put_back]
 
     def clear(self) -> list[Request]:
         """Forget everything, after an error; returns the requests whose answers are lost."""
         lost = self.requests()
-        self.newcomers.clear()
+        for those in (self.newcomers, self.put_back, self._begun, self._reserved):
+            those.clear()
         self._conversations.forget(None)
         self._forget()
         self._slots = self._empty()
@@ -812,9 +840,12 @@ class Batch:
     def _join(self) -> None:
         """Read what the newcomers have, and draw the first tokens of those that have only a prompt."""
         self.settle()
-        requests = [self.newcomers.popleft() for _ in range(len(self.newcomers))]
-        slots = self._slots.open(requests).tolist()
-        self.tokens += sum(request.cache_tokens for request in requests)
+        requests = [*self._returning(), *(self.newcomers.popleft() for _ in range(len(self.newcomers)))]
+        for request in requests:
+            if request not in self._reserved:
+                self._reserved[request] = self._usual.reserve(request)
+                self.tokens += self._reserved[request]
+        slots = self._slots.open(requests, self._begun).tolist()
         for some, logits in self._read(slots):
             if len(new := np.flatnonzero(self._slots.lengths[some] == 0)):
                 if len(new) < len(some):
@@ -829,6 +860,45 @@ class Batch:
                 self._extend(Sampled(some, ids, logprobs, log_mass, versions))
         self._rows.joined()
 
+    def _may_return(self) -> bool:
+        """There is room for the first of those that were put back."""
+        if not self.put_back or not self._slots.free:
+            return False
+        tokens = self._usual.reserve(self.put_back[0], len(self._begun[self.put_back[0]].response_ids))
+        return not self.live or self._max_tokens is None or self.tokens + tokens <= self._max_tokens
+
+    def _returning(self) -> Iterator[Request]:
+        """Take back those that were put back, as far as there is room, and reserve it."""
+        while self._may_return():
+            request = self.put_back.popleft()
+            tokens = self._usual.reserve(request, len(self._begun[request].response_ids))
+            self._reserved[request] = tokens
+            self.tokens += tokens
+            yield request
+
+    def _make_room(self) -> None:
+        """Have room for the next token of every answer: put back those that came last, where answers became longer than
+        what was reserved for them. They keep their tokens; what was read of them is read again."""
+        requests = self._slots.requests
+        if self._max_tokens is None or sum(request.cache_tokens for request in requests.values()) <= self._max_tokens:
+            return
+        slots = np.fromiter(requests, np.int64, len(requests))
+        needed = (self._slots.prompts[slots] + self._slots.lengths[slots]).tolist()  # the next step reads the newest
+        taken = sum(needed)
+        self._conversations.shrink(max(0, self._max_tokens - taken))
+        put_back: list[int] = []
+        while taken > self._max_tokens and len(put_back) < len(slots) - 1:
+            put_back.append(int(slots[-1 - len(put_back)]))
+            taken -= needed[-len(put_back)]
+        for slot in put_back:
+            request = self._slots.partial(slot)
+            assert request.partial is not None  # it was drawn a token when it joined
+            self._begun[requests[slot]] = request.partial
+            self.put_back.appendleft(requests[slot])
+        self.put_backs += len(put_back)
+        self._close(ended := np.array(put_back, dtype=np.int64), ["abort"] * len(ended), keep=False)
+        self._rows.end(ended)
+
     def _step(self) -> None:
         """One token more for every row."""
         start = time.perf_counter()
@@ -837,6 +907,7 @@ class Batch:
             width = self._rows.width
             self._extend(sampled)
             self.stats = self.stats.stepped(width, time.perf_counter() - start)
+            self._make_room()
 
     def _extend(self, sampled: Sampled) -> None:
         """Add a token to each answer; those that end leave.
@@ -864,9 +935,12 @@ class Batch:
 
     def _close(self, slots: np.ndarray, finishes: Sequence[Finish], *, keep: bool) -> None:
         closed = self._slots.close(slots, finishes)
-        self.tokens -= sum(request.cache_tokens for request, _ in closed)
+        self.tokens -= sum(self._reserved.pop(request) for request, _ in closed)
         if keep:
             self.finished += closed
+            for request, answer in closed:
+                if answer.finish != "abort":
+                    self._usual.ended(request, len(answer.response_ids))
 
     def _not_finite(self, slots: np.ndarray, version: int) -> str:
         request, answered = self._slots.requests[int(slots[0])], int(self._slots.lengths[slots[0]])
@@ -891,7 +965,7 @@ class Batch:
                 continue
             self._longest = max(self._longest, request.cache_tokens)
             ids = self._slots.text_ids(slot)
-            if len(ids) > (spare := self._spare(request.cache_tokens)):
+            if len(ids) > (spare := self._spare(self._reserved[request])):
                 continue
             self._conversations.keep(request.conversation, CachedText(ids, self._rows.cached(slot, len(ids))))
             self._conversations.shrink(spare)

@@ -39,6 +39,7 @@ from rlinf.engines.grammars import Grammars
 from rlinf.engines.transformers.batch import BandedRows, Batch
 from rlinf.engines.transformers.graphs import Graphs, rows_for, unknown
 from rlinf.engines.transformers.model import ModelForward, fastest
+from rlinf.engines.usual_lengths import UsualLengths
 from rlinf.models.language.int8 import no_int8, round_layers
 from rlinf.models.language.truth import Way
 from rlinf.runtime.base.tasks import InThreads, in_thread
@@ -178,9 +179,10 @@ class TransformersEngine(Engine):
         if not isinstance(rows, BandedRows):  # recorded steps have no place for them
             self._forward.adapters = None
         self._grammars = None if tokenizer is None else Grammars(tokenizer, self._forward.vocabulary)
-        more = (StopTexts.of(tokenizer), how.max_tokens, reusable, self._grammars)
+        usual = UsualLengths()
+        more = (StopTexts.of(tokenizer), how.max_tokens, reusable, self._grammars, usual)
         self._batch = Batch(self._forward, rows, how.max_rows, *more)
-        self._scheduler = Scheduler(how.max_rows, how.max_tokens, self.check_request)
+        self._scheduler = Scheduler(how.max_rows, how.max_tokens, self.check_request, reserve=usual.reserve)
         self._listeners: dict[Request, Hear] = {}
         self._unheard: set[Request] = set()  # listeners to these have heard no token yet
         self._untold: dict[Request, list[int]] = {}
@@ -325,14 +327,14 @@ class TransformersEngine(Engine):
         if self._driving or batch.paused:
             return False
         running = batch.live + len(batch.newcomers)
-        tokens = batch.tokens + sum(request.cache_tokens for request in batch.newcomers)
+        tokens = batch.tokens + sum(map(scheduler.reserve, batch.newcomers))
         free, (rows, most) = self.max_rows - running, scheduler.due(batch.stats.steps)
         scheduler.offer(free, tokens, running)
-        if not running or (free >= rows and tokens <= most):
+        if not batch.put_back and (not running or (free >= rows and tokens <= most)):
             if not scheduler.fill(free):
                 return False
             batch.newcomers.extend(scheduler.take(free, tokens, running))
-        if not batch.live and not batch.newcomers:
+        if not batch.live and not batch.newcomers and not batch.put_back:
             return False
         self._forward.check_current()
         self._driving = True

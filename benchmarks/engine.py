@@ -10,21 +10,27 @@ LOST and is published as it is.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import datetime
 import json
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine_contestants import Work, by_hand, generate, ours, seconds
+from benchmarks.engine_contestants import Work, by_hand, generate, model, ours, seconds
+from rlinf.engines import usual_lengths
+from rlinf.engines.base import Request, Sampling
+from rlinf.engines.transformers.engine import TransformersEngine
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -126,6 +132,39 @@ def table(done: list[Case]) -> Table:
     return shown
 
 
+def room(rounds: int) -> Table:
+    """What room for the usual answer is worth beside room for the longest, where the cache is what bounds a batch.
+
+    256 prompts of 32 tokens; answers end at random, after 128 tokens in the mean and 512 at most; the cache holds
+    16 of the longest. On a GPU a step costs about as much whoever shares it, so the steps are what counts there.
+    """
+    rng = np.random.default_rng(0)
+    sampling = Sampling(512, stop_ids=(1, 2, 3, 4))
+    requests = [Request(number, rng.integers(0, 512, 32), sampling, number) for number in range(256)]
+    shown = Table("room is reserved for", "steps", "rows a step", "tokens read", "put back", "processor s")
+    answers: list[list[list[int]]] = []
+    for what, enough in (("the longest answer", 1 << 60), ("the usual answer", usual_lengths._ENOUGH)):
+        with mock.patch.object(usual_lengths, "_ENOUGH", enough):
+            runs = []
+            for _ in range(rounds):
+                engine = TransformersEngine(model("1M"), max_rows=128, max_tokens=16 * (32 + 512))
+                start = time.process_time()
+                found = asyncio.run(_answers(engine, requests))
+                runs.append((engine, time.process_time() - start))
+            answers.append(found)
+        engine, stats = runs[0][0], runs[0][0].stats
+        figures = f"{stats.steps:,.0f}", f"{stats.rows / stats.steps:.1f}", f"{stats.read_tokens:,.0f}"
+        shown.add_row(what, *figures, str(engine._batch.put_backs), spread([each for _, each in runs], 2))
+    same = sum(a == b for a, b in zip(*answers, strict=True))
+    shown.title = f"{same} of {len(requests)} answers have the same tokens"
+    return shown
+
+
+async def _answers(engine: TransformersEngine, requests: list[Request]) -> list[list[int]]:
+    found = {each.id: each.response_ids.tolist() async for each in engine.generate(requests)}
+    return [found[request.id] for request in requests]
+
+
 def save(done: list[Case]) -> Path:
     """Write the figures down."""
     path = RESULTS / f"{datetime.date.today().isoformat()}-engine.json"
@@ -160,8 +199,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="turns of each contestant")
     parser.add_argument("--quick", action="store_true", help="two rounds")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-engine.json")
+    parser.add_argument("--room", action="store_true", help="only what reserving room for the usual answer is worth")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.room:
+        Console(width=140).print(room(1 if given.quick else 3))
+        return
     done = cases()
     for case in done:
         for run in case.runs.values():

@@ -96,15 +96,16 @@ class Slots:
         """Slots without an answer."""
         return len(self._free)
 
-    def open(self, requests: Sequence[Request], begun: dict[Request, PartialAnswer] | None = None) -> np.ndarray:
+    def open(self, requests: Sequence[Request], answers_here: dict[Request, PartialAnswer] | None = None) -> np.ndarray:
         """Begin answers, or continue those that were begun; returns their slots, int64 [requests].
 
         Args:
             requests: them.
-            begun: what was answered here, of those that were; it is taken out.
+            answers_here: what was answered here, of those that were; it is taken out.
         """
         begun_answers = [
-            request.partial if begun is None else begun.pop(request, request.partial) for request in requests
+            request.partial if answers_here is None else answers_here.pop(request, request.partial)
+            for request in requests
         ]
         samplings = [request.sampling for request in requests]
         self._widen(max(s.max_new_tokens for s in samplings), max(len(s.stop_ids) for s in samplings))
@@ -680,7 +681,7 @@ class Batch:
         self._unread = False  # the keys and values of what is in flight were given back
         self._conversations = Conversations()
         self._usual = usual or UsualLengths()
-        self._reserved: dict[Request, int] = {}  # of `tokens`, for each answer in a slot
+        self._reserved = np.zeros(max_rows + 1, dtype=np.int64)  # of `tokens`, for the answer of each slot
         self._begun: dict[Request, PartialAnswer] = {}  # what those that were put back have so far
         self._max_tokens, self._keep_tokens = max_tokens, keep_tokens
         self._longest = 0  # that a turn of a conversation came to
@@ -776,8 +777,9 @@ class Batch:
     def clear(self) -> list[Request]:
         """Forget everything, after an error; returns the requests whose answers are lost."""
         lost = self.requests()
-        for those in (self.newcomers, self.put_back, self._begun, self._reserved):
+        for those in (self.newcomers, self.put_back, self._begun):
             those.clear()
+        self._reserved[:] = 0
         self._conversations.forget(None)
         self._forget()
         self._slots = self._empty()
@@ -840,12 +842,18 @@ class Batch:
     def _join(self) -> None:
         """Read what the newcomers have, and draw the first tokens of those that have only a prompt."""
         self.settle()
-        requests = [*self._returning(), *(self.newcomers.popleft() for _ in range(len(self.newcomers)))]
-        for request in requests:
-            if request not in self._reserved:
-                self._reserved[request] = self._usual.reserve(request)
-                self.tokens += self._reserved[request]
-        slots = self._slots.open(requests, self._begun).tolist()
+        requests: list[Request] = []
+        reserved: list[int] = []
+        while self._may_return(sum(reserved), len(requests)):
+            reserved.append(self._needed_by(self.put_back[0]))
+            requests.append(self.put_back.popleft())
+        reserved += map(self._needed_by, self.newcomers)
+        requests += self.newcomers
+        self.newcomers.clear()
+        opened = self._slots.open(requests, self._begun)
+        self._reserved[opened] = reserved
+        self.tokens += sum(reserved)
+        slots = opened.tolist()
         for some, logits in self._read(slots):
             if len(new := np.flatnonzero(self._slots.lengths[some] == 0)):
                 if len(new) < len(some):
@@ -860,44 +868,44 @@ class Batch:
                 self._extend(Sampled(some, ids, logprobs, log_mass, versions))
         self._rows.joined()
 
-    def _may_return(self) -> bool:
-        """There is room for the first of those that were put back."""
-        if not self.put_back or not self._slots.free:
-            return False
-        tokens = self._usual.reserve(self.put_back[0], len(self._begun[self.put_back[0]].response_ids))
-        return not self.live or self._max_tokens is None or self.tokens + tokens <= self._max_tokens
+    def _needed_by(self, request: Request) -> int:
+        """Tokens to reserve for an answer that is to join."""
+        partial = self._begun.get(request)
+        return self._usual.reserve(request, 0 if partial is None else len(partial.response_ids))
 
-    def _returning(self) -> Iterator[Request]:
-        """Take back those that were put back, as far as there is room, and reserve it."""
-        while self._may_return():
-            request = self.put_back.popleft()
-            tokens = self._usual.reserve(request, len(self._begun[request].response_ids))
-            self._reserved[request] = tokens
-            self.tokens += tokens
-            yield request
+    def _may_return(self, tokens: int = 0, rows: int = 0) -> bool:
+        """There is room for the first of those that were put back, besides so many tokens and rows that return too."""
+        if not self.put_back or self._slots.free <= rows:
+            return False
+        if self._max_tokens is None or not (self.live or rows):
+            return True
+        return self.tokens + tokens + self._needed_by(self.put_back[0]) <= self._max_tokens
 
     def _make_room(self) -> None:
-        """Have room for the next token of every answer: put back those that came last, where answers became longer than
-        what was reserved for them. They keep their tokens; what was read of them is read again."""
-        requests = self._slots.requests
-        if self._max_tokens is None or sum(request.cache_tokens for request in requests.values()) <= self._max_tokens:
+        """Have room for the next token of every answer: reserve more for those that became longer than expected, and
+        put back those that came last, if that is too much. They keep their tokens; what was read is read again."""
+        if self._max_tokens is None:
             return
+        requests = self._slots.requests
         slots = np.fromiter(requests, np.int64, len(requests))
-        needed = (self._slots.prompts[slots] + self._slots.lengths[slots]).tolist()  # the next step reads the newest
-        taken = sum(needed)
-        self._conversations.shrink(max(0, self._max_tokens - taken))
-        put_back: list[int] = []
-        while taken > self._max_tokens and len(put_back) < len(slots) - 1:
-            put_back.append(int(slots[-1 - len(put_back)]))
-            taken -= needed[-len(put_back)]
-        for slot in put_back:
+        needed = self._slots.prompts[slots] + self._slots.lengths[slots]  # the next step reads the newest token
+        for slot in slots[needed > self._reserved[slots]].tolist():
+            more = self._usual.reserve(requests[slot], int(self._slots.lengths[slot])) - int(self._reserved[slot])
+            self._reserved[slot] += more
+            self.tokens += more
+        if (tokens := int(needed.sum())) <= self._max_tokens - self._conversations.tokens:
+            return
+        self._conversations.shrink(max(0, self._max_tokens - tokens))
+        first_put_back = max(1, int(np.searchsorted(np.cumsum(needed), self._max_tokens, side="right")))
+        put_back = slots[first_put_back:][::-1]
+        for slot in put_back.tolist():
             request = self._slots.partial(slot)
             assert request.partial is not None  # it was drawn a token when it joined
             self._begun[requests[slot]] = request.partial
             self.put_back.appendleft(requests[slot])
         self.put_backs += len(put_back)
-        self._close(ended := np.array(put_back, dtype=np.int64), ["abort"] * len(ended), keep=False)
-        self._rows.end(ended)
+        self._close(put_back, ["abort"] * len(put_back), keep=False)
+        self._rows.end(put_back)
 
     def _step(self) -> None:
         """One token more for every row."""
@@ -935,7 +943,8 @@ class Batch:
 
     def _close(self, slots: np.ndarray, finishes: Sequence[Finish], *, keep: bool) -> None:
         closed = self._slots.close(slots, finishes)
-        self.tokens -= sum(self._reserved.pop(request) for request, _ in closed)
+        self.tokens -= int(self._reserved[slots].sum())
+        self._reserved[slots] = 0
         if keep:
             self.finished += closed
             for request, answer in closed:
@@ -965,7 +974,7 @@ class Batch:
                 continue
             self._longest = max(self._longest, request.cache_tokens)
             ids = self._slots.text_ids(slot)
-            if len(ids) > (spare := self._spare(self._reserved[request])):
+            if len(ids) > (spare := self._spare(int(self._reserved[slot]))):
                 continue
             self._conversations.keep(request.conversation, CachedText(ids, self._rows.cached(slot, len(ids))))
             self._conversations.shrink(spare)

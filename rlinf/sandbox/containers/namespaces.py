@@ -173,19 +173,22 @@ class Box:
     async def _ended(self, cause: str) -> str:
         """End it and wait until nothing of it is left; returns why it ended, which the first to say so knows."""
         door, self._door = self._door, None
-        if door is not None:
-            self._cause = cause
-            door.close()
-            await self._forwarding.close()
-            self._owner.boxes.discard(self)
-        if self._report is not None and door is not None:
+        if door is None:
+            return self._cause or cause
+        self._cause = cause
+        if self._report is not None:
+            with contextlib.suppress(OSError):  # before the door closes, whose end its guard would take for the cause
+                self._report[1].write_eof()
+        door.close()
+        await self._forwarding.close()
+        self._owner.boxes.discard(self)
+        if self._report is not None:
             reader, writer = self._report
             with contextlib.suppress(OSError):
-                writer.write_eof()
                 if message := await reader.read():
                     self._cause = message.decode(errors="replace")
             writer.transport.abort()
-        return self._cause or cause
+        return self._cause
 
 
 class Namespaces(Containers):

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.data.sample import ImageRef
+from rlinf.engines import usual_lengths
 from rlinf.engines.base import Sampling
 from rlinf.engines.transformers import batch, cache, model
-from tests.engines.scripted import VOCABULARY, Scripted, answers, ragged, request, right, scripted
+from tests.engines.scripted import VOCABULARY, Scripted, answer, answers, ragged, request, right, scripted
 
 
 @pytest.fixture
@@ -158,3 +159,84 @@ async def test_the_second_batch_finds_no_trace_of_the_first():
     forward.steps.clear()
     await answers(used, requests)
     assert forward.steps == expected.steps
+
+
+def long_tailed(count, limit=40, stops=(3,), prompt=4):
+    """Requests whose answers are mostly short, and now and then as long as they may be."""
+    return [
+        request(number, [number % VOCABULARY] * (1 + number % prompt) + [number // 7 % VOCABULARY],
+                Sampling(limit, stop_ids=stops))
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def watched(engine):
+    """Texts in flight at each step of an engine, as (answers, tokens of cache that the step fills)."""
+    batch, steps = engine._batch, []
+
+    def step(records, step=batch._rows.step):
+        slots = np.fromiter(records.requests, np.int64)
+        steps.append((len(slots), int((records.prompts[slots] + records.lengths[slots]).sum())))
+        return step(records)
+
+    batch._rows.step = step
+    return steps
+
+
+@given(st.integers(40, 60), st.integers(20, 160), st.integers(1, 24), st.sampled_from([(3,), (3, 5), (1, 2, 4)]))
+@settings(max_examples=12)
+def test_answers_that_come_longer_than_usual_put_the_newest_back_and_all_are_as_if_alone(count, room, rows, stops):
+    requests = long_tailed(count, stops=stops)
+    engine, _ = scripted(max_rows=rows, max_tokens=room)
+    steps = watched(engine)
+    right(requests, asyncio.run(answers(engine, requests)))
+    assert all(tokens <= room for answered, tokens in steps if answered > 1)
+    assert (engine._batch.tokens, engine._batch._reserved.sum(), engine._batch._begun) == (0, 0, {})
+
+
+def test_room_for_the_usual_answer_lets_in_more_than_room_for_the_longest(monkeypatch):
+    requests = long_tailed(150)
+    taken = []
+    for enough in (usual_lengths._ENOUGH, 10**9):
+        monkeypatch.setattr(usual_lengths, "_ENOUGH", enough)
+        engine, _ = scripted(max_rows=64, max_tokens=300)
+        steps = watched(engine)
+        right(requests, asyncio.run(answers(engine, requests)))
+        taken.append((len(steps), engine._batch.put_backs))
+    (usual, put_backs), (longest, none) = taken
+    assert usual < 0.85 * longest
+    assert 0 < put_backs < 100
+    assert none == 0
+
+
+async def test_what_was_put_back_can_be_taken_out_aborted_and_told_with_its_tokens():
+    requests = long_tailed(200)
+    engine, _ = scripted(max_rows=64, max_tokens=300)
+    batch, loop, stopped = engine._batch, asyncio.get_running_loop(), asyncio.Event()
+    for one in requests[:40]:
+        batch._usual.ended(one, 2)  # as if all answers were short
+
+    def make_room(make_room=batch._make_room):
+        make_room()
+        if len(batch.put_back) >= 2 and not stopped.is_set():
+            batch.paused = batch.interrupted = True
+            loop.call_soon_threadsafe(stopped.set)
+
+    batch._make_room = make_room
+    work = asyncio.ensure_future(answers(engine, requests))
+    await stopped.wait()
+    first, second = list(batch.put_back)[:2]
+    begun = {one.id: answer(one.prompt_ids.tolist(), one.sampling) for one in (first, second)}
+    (told,) = await engine.partial([first.id])
+    (taken,) = await engine.take_out([first.id])
+    for one in (told, taken):
+        tokens = one.partial.response_ids.tolist()
+        assert 0 < len(tokens) < len(begun[first.id])
+        assert tokens == begun[first.id][: len(tokens)]
+    await engine.abort([second.id])
+    await engine.resume()
+    found = await work
+    aborted = found.pop(second.id)
+    assert aborted.finish == "abort"
+    assert aborted.response_ids.tolist() == begun[second.id][: len(aborted.response_ids)] != []
+    right([one for one in requests if one not in (first, second)], found)

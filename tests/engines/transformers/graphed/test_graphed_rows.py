@@ -312,3 +312,18 @@ def test_sizes_of_steps():
     assert row_sizes(1) == [8]
     assert row_sizes(100) == [8, 16, 32, 48, 64, 96, 128]
     assert row_sizes(128)[-1] == 128
+
+
+async def test_answers_that_were_put_back_for_want_of_room_have_the_same_tokens():
+    requests = ragged(90, Sampling(40, stop_ids=(0, 1, 2)))
+    whole, found = (
+        TransformersEngine(tiny(), graphs=REHEARSED, max_rows=16, max_tokens=tokens) for tokens in (None, 130)
+    )
+    for one in requests[:40]:
+        found._batch._usual.ended(one, 1)  # as if all answers were short
+    alone = await answers(whole, requests)
+    together = await answers(found, requests)
+    assert found._batch.put_backs > 0
+    for number, completion in alone.items():
+        assert together[number].response_ids.tolist() == completion.response_ids.tolist()
+        np.testing.assert_allclose(together[number].logprobs, completion.logprobs, atol=3e-5)

@@ -88,6 +88,33 @@ def _flow(method: str) -> Case:
     )
 
 
+_OFT = Case(
+    task="2-D, pixels and words, distance as reward",
+    simulator="rlinf.envs.toy.Reach",
+    options={"dims": 2, "pixels": 16},
+    policy={
+        "type": "openvla-oft",
+        "embodiment": "plain",
+        "instruction": "reach the red goal",
+        "prompt_length": 24,
+        "chunk": 2,
+    },
+    algorithm={"name": "ppo", "overrides": {"advantage": {"gamma": 0.9, "lam": 0.95}}},
+    learning={"lr": 3e-4, "critic_lr": 1e-3, "epochs": 2, "minibatch": 64},
+    demonstrations=512,
+    imitation={"steps": 1000, "batch": 64, "lr": 1e-3},
+    num_envs=64,
+    steps=60,
+    checkpoint={
+        "action_size": 2,
+        "network": {
+            "image_sizes": [16, 16],
+            "vision_sizes": [{**each, "image": 16, "patch": 4} for each in NETWORK["vision_sizes"]],
+        },
+        "norm_stats": {"toy": {"action": {"q01": [-REACH] * 2, "q99": [REACH] * 2}}},
+    },
+)
+
 CASES = {
     # From pictures of 16 x 16 alone: what the script is told, the policy must see.
     "vla-ppo": Case(
@@ -113,31 +140,10 @@ CASES = {
     ),
     # The same by OpenVLA-OFT: its true structure, tokenizer and files, and 256 bins, at sizes
     # that a core computes. Two actions are decided at a time, each with a value of its own.
-    "oft-ppo": Case(
-        task="2-D, pixels and words, distance as reward",
-        simulator="rlinf.envs.toy.Reach",
-        options={"dims": 2, "pixels": 16},
-        policy={
-            "type": "openvla-oft",
-            "embodiment": "plain",
-            "instruction": "reach the red goal",
-            "prompt_length": 24,
-            "chunk": 2,
-        },
-        algorithm={"name": "ppo", "overrides": {"advantage": {"gamma": 0.9, "lam": 0.95}}},
-        learning={"lr": 3e-4, "critic_lr": 1e-3, "epochs": 2, "minibatch": 64},
-        demonstrations=512,
-        imitation={"steps": 1000, "batch": 64, "lr": 1e-3},
-        num_envs=64,
-        steps=60,
-        checkpoint={
-            "action_size": 2,
-            "network": {
-                "image_sizes": [16, 16],
-                "vision_sizes": [{**each, "image": 16, "patch": 4} for each in NETWORK["vision_sizes"]],
-            },
-            "norm_stats": {"toy": {"action": {"q01": [-REACH] * 2, "q99": [REACH] * 2}}},
-        },
+    "oft-ppo": _OFT,
+    # The same by its continuous head: L1, then normal distributions around its numbers, whose deviations learn.
+    "oft_l1-ppo": replace(
+        _OFT, policy={**_OFT.policy, "head": "l1", "variant": "official", "state_size": 0, "log_std": -1.5}
     ),
     # pi0.5 from the same pictures as the small VLA: its true structure, tokenizer and files. Every step of its chain
     # draws (Flow-Noise), with larger deviations than published, from which a tuning seed learned more. All of it

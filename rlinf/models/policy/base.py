@@ -28,7 +28,8 @@ from rlinf.algos.loss_sum import LossSum, one_of
 from rlinf.algos.losses import supervised
 from rlinf.data import rng
 from rlinf.data.demonstrations.statistics import FeatureStatistics
-from rlinf.models.policy.published import matches, read_tensors, tensor_files, write_sharded
+from rlinf.data.safetensors_io import write_tensors
+from rlinf.models.policy.published import EXTRA, matches, read_tensors, tensor_files, write_sharded
 
 if TYPE_CHECKING:
     from rlinf.models.policy.robots import RobotActions, Scaling
@@ -473,6 +474,15 @@ class Policy(nn.Module, ABC):
             state: the policy's state but for what is `own`, in host memory, in the dtypes to be written.
         """
         write_sharded(directory, {self.published_name(name): tensor for name, tensor in state.items()})
+
+    def write_own(self, directory: Path, own: Mapping[str, Tensor]) -> None:
+        """Write what is `own` beside it.
+
+        Args:
+            directory: of the published form.
+            own: by name, in host memory.
+        """
+        write_tensors(directory / EXTRA, own)
 
     def _of_authors(self) -> list[str]:
         return [name for name in self.weights() if not matches(name, self.own)]

@@ -232,7 +232,7 @@ def save_policy(policy: Policy, directory: Path, state: Mapping[str, Tensor] | N
             (directory / name).write_bytes(content)
         own = {name: tensor for name, tensor in weights.items() if matches(name, policy.own)}
         policy.write_published(directory, {name: weights[name] for name in weights if name not in own})
-        write_tensors(directory / EXTRA, own)
+        policy.write_own(directory, own)
     else:
         write_tensors(directory / WEIGHTS, weights)
     write_text(directory / CONFIG, json.dumps(described(policy), indent=2) + "\n")

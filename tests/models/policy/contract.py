@@ -25,6 +25,7 @@ INSTANCES: dict[str, str] = {
     "flow": "tests.models.policy.contract.flow",
     "openvla": "tests.models.policy.vla.openvla_case.openvla",
     "openvla-oft": "tests.models.policy.vla.openvla_case.oft",
+    "openvla-oft, continuous": "tests.models.policy.vla.openvla_case.continuous",
     "openvla-oft, lora": "tests.models.policy.vla.openvla_case.adapted",
     "flow, noise": "tests.models.policy.contract.flow_noise",
     "pi0": "tests.models.policy.vla.flow.contract.pi0",

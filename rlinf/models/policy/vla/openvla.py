@@ -18,7 +18,9 @@ OpenVLA-OFT (arXiv:2502.19645) decodes all tokens of a chunk at once, in paralle
 
 Every place reads every other one, and what a place is to say is read off one before it, so that the first number comes
 from the lone space. The variant of RLinf (arXiv:2510.06710) has no stop token and looks at no state; the official one
-has both. Its continuous head (L1) is kept where a checkpoint has one, and not used: learning needs log-probs.
+has both. With `head: l1` the actions are those of the authors' continuous head, which reads the same places as the
+tokens and learns to imitate by its distance from demonstrations (L1). It is the mean of normal distributions with
+learned deviations, which evaluation does not draw from, and reinforcement learning does.
 
 Settings that are not set come from the checkpoint's config.json, for sizes, and from the row of the embodiment.
 
@@ -33,6 +35,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -45,9 +48,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from rlinf.algos.loss_sum import LossSum
 from rlinf.data.demonstrations.statistics import FeatureStatistics, as_openvla
-from rlinf.models.policy.base import Drawn, Evaluated, Level, Observation, Policy, PolicyConfig, Stored, looked_at
-from rlinf.models.policy.published import read_tensors, tensor_files, to_be_read
+from rlinf.models.policy.actor_critic import Normal
+from rlinf.models.policy.base import (
+    Drawn,
+    Evaluated,
+    Generator,
+    Level,
+    Observation,
+    Policy,
+    PolicyConfig,
+    Stored,
+    looked_at,
+)
+from rlinf.models.policy.published import EXTRA, read_tensors, tensor_files, to_be_read
 from rlinf.models.policy.robots import (
     HALF,
     IMAGENET_MEAN,
@@ -63,6 +78,8 @@ from rlinf.models.policy.robots import (
     resized,
 )
 from rlinf.models.policy.vla.tokens import ActionTokens, hidden_states, picked_by
+
+logger = logging.getLogger(__name__)
 
 _EPSILON = 1e-6  # of all layer norms, as timm has it
 
@@ -686,8 +703,9 @@ def entropy(logprobs: Tensor) -> Tensor:
 
 Variant = Literal["rlinf", "official"]
 _STOP = 2  # Llama's end of text
-_PROJECTOR, _FILM = "proprio_projector--*checkpoint.pt", "vision_backbone--*checkpoint.pt"
-"""Files of the authors beside the weights."""
+_PROJECTOR, _HEAD = "proprio_projector", "action_head"
+"""Parts that the authors keep in files of their own beside the weights, `action_head--150000_checkpoint.pt`."""
+_FILES, _FILM = "--*checkpoint.pt", "vision_backbone--*checkpoint.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -704,6 +722,19 @@ class OpenVlaOftConfig(OpenVlaConfig):
     """Layout of the sequence: `rlinf` (LIBERO, ManiSkill), or `official`, with the robot's state and a stop token."""
     state_size: int = 0
     """Numbers of the observation's "state"; only the official variant looks at it."""
+    head: Literal["tokens", "l1"] = "tokens"
+    """Actions are tokens, or numbers of the authors' continuous head; a directory that has such a head says l1."""
+    log_std: float = -2.0
+    """Logarithm of the standard deviations around the continuous head's numbers that learning by acting begins with,
+    where -1 and 1 are the ends of the data's scale."""
+
+    def __post_init__(self) -> None:
+        OpenVlaConfig.__post_init__(self)
+        if self.head == "l1" and (self.temperature != 1.0 or self.top_k):
+            raise ValueError(
+                f"policy openvla-oft: temperature={self.temperature} and top_k={self.top_k} are of tokens, and head=l1 "
+                "draws none: log_std says how much it explores"
+            )
 
 
 class _ProprioProjector(nn.Module):
@@ -718,12 +749,53 @@ class _ProprioProjector(nn.Module):
         return output
 
 
+class _Residual(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.ffn = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = x + self.ffn(x)
+        return output
+
+
+class _Regression(nn.Module):
+    def __init__(self, inputs: int, width: int, outputs: int):
+        super().__init__()
+        self.layer_norm1, self.fc1 = nn.LayerNorm(inputs), nn.Linear(inputs, width)
+        self.mlp_resnet_blocks = nn.ModuleList([_Residual(width), _Residual(width)])
+        self.layer_norm2, self.fc2 = nn.LayerNorm(width), nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.relu(self.fc1(self.layer_norm1(x)))
+        for block in self.mlp_resnet_blocks:
+            x = block(x)
+        output: Tensor = self.fc2(self.layer_norm2(x))
+        return output
+
+
+class _ActionHead(nn.Module):
+    """The authors' continuous head: the D hidden states of an action, side by side, become its D numbers."""
+
+    def __init__(self, width: int, numbers: int):
+        super().__init__()
+        self.numbers = numbers
+        self.model = _Regression(width * numbers, width, numbers)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Numbers [N, C, D] of hidden states [N, C x D, width]."""
+        output: Tensor = self.model(hidden.unflatten(1, (-1, self.numbers)).flatten(2))
+        return output
+
+
 class OpenVlaOftPolicy(OpenVlaNetwork):
-    """Looks at "rgb", uint8 [N, H, W, 3 k], reads the instruction, and draws the tokens of a chunk at once."""
+    """Looks at "rgb", uint8 [N, H, W, 3 k], reads the instruction, and draws the tokens or numbers of a chunk at
+    once."""
 
     Config: ClassVar[type[PolicyConfig]] = OpenVlaOftConfig
-    beside: ClassVar[tuple[str, ...]] = (*OpenVlaNetwork.beside, _PROJECTOR, "action_head--*checkpoint.pt")
-    own: ClassVar[tuple[str, ...]] = (*OpenVlaNetwork.own, "proprio_projector.*")
+    beside: ClassVar[tuple[str, ...]] = (*OpenVlaNetwork.beside, _PROJECTOR + _FILES, _HEAD + _FILES)
+    own: ClassVar[tuple[str, ...]] = (*OpenVlaNetwork.own, f"{_PROJECTOR}.*", f"{_HEAD}.*", "log_std")
+    float32: ClassVar[tuple[str, ...]] = (*OpenVlaNetwork.float32, "log_std")
 
     def __init__(self, config: OpenVlaOftConfig):
         super().__init__(config)
@@ -734,6 +806,13 @@ class OpenVlaOftPolicy(OpenVlaNetwork):
             statistics = {} if self.data_set is None else config.norm_stats[self.data_set]
             if "proprio" in statistics:
                 self._states = Scaling.of(statistics["proprio"], config.row.scale, EPSILON)
+        self.action_head: _ActionHead | None = None
+        if config.head == "l1":
+            self.action_head = _ActionHead(self.language_model.config.hidden_size, self.numbers)
+            self.log_std = nn.Parameter(torch.full((config.chunk, self.numbers), config.log_std))
+            # nothing reads what makes tokens
+            self.trains = (*self.trains, "!language_model.lm_head.*")  # type: ignore[misc]
+            self.lora_targets = tuple(each for each in self.lora_targets if each != "lm_head")  # type: ignore[misc]
 
     def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
         """See `OpenVlaNetwork.inputs`; in the official variant the scaled state too, float32 [N, S]."""
@@ -743,9 +822,18 @@ class OpenVlaOftPolicy(OpenVlaNetwork):
             stored["state"] = state if self._states is None else self._states.normalised(state).clamp(-1.0, 1.0)
         return stored
 
+    def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
+        """See `OpenVlaNetwork.encode`; of the continuous head the numbers themselves, float32 [N, C, D]."""
+        return super().encode(actions, inputs) if self.action_head is None else self.robot.to_model(actions)
+
     def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
         """See `Policy.draw`."""
         hidden = self._pass(inputs)
+        if self.action_head is not None:
+            around = self._around(hidden)
+            numbers = around.likeliest() if noise is None else around.sample(noise)
+            values = self._values(hidden[:, 0])
+            return Drawn(self.robot.to_simulator(numbers), numbers, around.logprobs(numbers), values)
         each = self._logprobs(hidden)
         choice = each.argmax(-1) if noise is None else picked_by(each, noise)
         actions = (choice + self.bins.first).view(-1, self.config.chunk, self.numbers)
@@ -754,32 +842,88 @@ class OpenVlaOftPolicy(OpenVlaNetwork):
 
     def score(self, stored: Stored) -> Evaluated:
         """See `Policy.score`."""
-        shape, tokens = stored["actions"].shape, stored["actions"].flatten(1)
         hidden = self._pass(stored)
+        if self.action_head is not None:
+            around = self._around(hidden)
+            return Evaluated(around.logprobs(stored["actions"]), around.entropy(), self._values(hidden[:, 0]))
+        shape, tokens = stored["actions"].shape, stored["actions"].flatten(1)
         each = self._logprobs(hidden)
         logprobs = each.gather(-1, (tokens - self.bins.first)[..., None])[..., 0]
         return Evaluated(logprobs.view(shape), entropy(each).view(shape), self._values(hidden[:, 0]))
 
+    def imitate(self, stored: Stored, mask: Tensor | None = None, generator: Generator = None) -> LossSum:
+        """See `Policy.imitate`; of the continuous head the distance from the demonstrated numbers (L1), as its authors
+        fine-tune it."""
+        if self.action_head is None:
+            return super().imitate(stored, mask, generator)
+        error = (self._around(self._pass(stored)).likeliest() - stored["actions"]).abs()
+        weights = torch.ones_like(error) if mask is None else mask[..., None].expand(error.shape).to(error.dtype)
+        return LossSum((error * weights).sum(), weights.sum(dtype=torch.float64))
+
+    def _around(self, hidden: Tensor) -> Normal:
+        """Distributions of the continuous head's numbers, from the hidden states of their places."""
+        assert self.action_head is not None
+        return Normal(self.action_head(hidden).float(), self.log_std)
+
+    @classmethod
+    def published_settings(cls, directory: Path) -> dict[str, Any]:
+        """See `OpenVlaNetwork.published_settings`; a directory with a continuous head is of the official variant."""
+        settings = super().published_settings(directory)
+        return settings | ({"head": "l1", "variant": "official"} if [*directory.glob(_HEAD + _FILES)] else {})
+
     def open_published(self, directory: Path) -> None:
-        """See `OpenVlaNetwork.open_published`; and the projector of states, where the authors' file is there."""
+        """See `OpenVlaNetwork.open_published`; and the projector of states and the continuous head, where the authors'
+        files are there."""
         super().open_published(directory)
         if film := sorted(directory.glob(_FILM)):
             raise ValueError(
                 f"{film[0].name} is of a checkpoint whose encoders are modulated by words (FiLM), which is not "
                 "supported: take one without, or merge it into the weights"
             )
-        names = sorted(name for name in self.files if name.startswith("proprio_projector--"))
-        if self.proprio_projector is None or not names:
-            return
-        weights = torch.load(io.BytesIO(self.files[names[-1]]), map_location="cpu", weights_only=True)
-        state = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
-        wanted = {name: tuple(each.shape) for name, each in self.proprio_projector.state_dict().items()}
-        if {name: tuple(each.shape) for name, each in state.items()} != wanted:
-            raise ValueError(
-                f"{names[-1]} holds {', '.join(f'{name} {list(each.shape)}' for name, each in state.items())}, and the "
-                f"environment's state has {self.config.state_size} numbers: of another robot?"
-            )
-        self.proprio_projector.load_state_dict(state)
+        for part, module in self._parts().items():
+            name, state = self._file(part), self._in_file(part)
+            wanted = {inner: tuple(each.shape) for inner, each in module.state_dict().items()}
+            if state and {inner: tuple(each.shape) for inner, each in state.items()} != wanted:
+                shapes = ", ".join(f"{inner} {list(each.shape)}" for inner, each in state.items())
+                why = (
+                    f"the environment's state has {self.config.state_size} numbers: of another robot?"
+                    if part == _PROJECTOR
+                    else f"an action has {self.numbers} numbers: a head of diffusion, or of another robot?"
+                )
+                raise ValueError(f"{name} holds {shapes}, and {why}")
+            if state:
+                module.load_state_dict(state)
+            elif part == _HEAD and not (directory / EXTRA).is_file():
+                logger.warning(
+                    "policy.path: %s has no %s, so that the continuous head begins with random numbers: imitate first",
+                    directory,
+                    name,
+                )
+
+    def write_own(self, directory: Path, own: Mapping[str, Tensor]) -> None:
+        """See `Policy.write_own`; the authors' own files too, where they hold something else."""
+        super().write_own(directory, own)
+        for part in self._parts():
+            begin, before = f"{part}.", self._in_file(part)
+            state = {name.removeprefix(begin): each for name, each in own.items() if name.startswith(begin)}
+            if not before or any(not torch.equal(before[name].to(each.dtype), each) for name, each in state.items()):
+                torch.save({f"module.{name}": each for name, each in state.items()}, directory / self._file(part))
+
+    def _parts(self) -> dict[str, nn.Module]:
+        """Modules that the authors keep in files of their own, by name."""
+        return {name: part for name in (_PROJECTOR, _HEAD) if (part := getattr(self, name)) is not None}
+
+    def _file(self, part: str) -> str:
+        """Name of the authors' file of a part."""
+        names = sorted(name for name in self.files if name.startswith(f"{part}--"))
+        return names[-1] if names else f"{part}--latest_checkpoint.pt"
+
+    def _in_file(self, part: str) -> dict[str, Tensor]:
+        """Tensors of that file; none where there is none."""
+        if (name := self._file(part)) not in self.files:
+            return {}
+        weights = torch.load(io.BytesIO(self.files[name]), map_location="cpu", weights_only=True)
+        return {name.removeprefix("module."): tensor for name, tensor in weights.items()}
 
     def _after_pictures(self, inputs: Stored) -> list[Tensor]:
         if self.proprio_projector is None:

@@ -37,6 +37,10 @@ def oft(directory):
     return instance_of(directory, "openvla-oft", value_level="action")
 
 
+def continuous(directory):
+    return instance_of(directory, "openvla-oft", value_level="action", variant="official", head="l1", state_size=5)
+
+
 def adapted(directory):
     lora = {"r": 2, "alpha": 2, "target_modules": ["auto"]}
     # adapters go to all layers of a name, those of blocks that nothing reads too, as in the published ones

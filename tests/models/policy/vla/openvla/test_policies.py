@@ -164,12 +164,14 @@ def test_a_projector_of_states_comes_from_the_authors_file(directory, tmp_path):
     state = {f"module.{name}": torch.randn(shape, generator=random) for name, shape in shapes.items()}
     torch.save(state, tmp_path / "proprio_projector--150000_checkpoint.pt")
     torch.save({"module.model.fc1.weight": torch.zeros(2)}, tmp_path / "action_head--150000_checkpoint.pt")
-    policy = loaded(tmp_path, "openvla-oft", variant="official", state_size=5)
+    policy = loaded(tmp_path, "openvla-oft", variant="official", state_size=5, head="tokens")
     found = policy.proprio_projector.state_dict()
     assert all(torch.equal(found[name], state[f"module.{name}"]) for name in shapes)
     assert "action_head--150000_checkpoint.pt" in policy.files
     with pytest.raises(ValueError, match=r"environment's.*4 numbers:"):
-        loaded(tmp_path, "openvla-oft", variant="official", state_size=4)
+        loaded(tmp_path, "openvla-oft", variant="official", state_size=4, head="tokens")
+    with pytest.raises(ValueError, match=r"action_head--150000_checkpoint\.pt.*head of diffusion"):
+        loaded(tmp_path, "openvla-oft", state_size=5)
     (tmp_path / "vision_backbone--150000_checkpoint.pt").write_bytes(b"")
     with pytest.raises(ValueError, match="FiLM"):
         loaded(tmp_path, "openvla-oft")

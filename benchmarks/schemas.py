@@ -149,7 +149,7 @@ def valid(engine: TransformersEngine, tokenizer: Any, count: int, most: int = 60
     wanted, requests = schemas(count), []
     for number, one in enumerate(wanted):
         form, prompt = Form(json.dumps(one)).text, np.array(tokenizer.encode(f"Number {number}:"), np.int64)
-        if (problem := engine._grammars.problem(form)) is not None:  # type: ignore[union-attr]
+        if (problem := engine.form_problem(form)) is not None:
             tally[f"refused: {problem[:70]}"] += 1
             continue
         sampling = Sampling(most, stop_ids=(tokenizer.eos_token_id,), form=form)
@@ -183,7 +183,7 @@ def cost(engine: TransformersEngine, tokenizer: Any, pairs: int, rows: int = 32,
         *(Form(json.dumps({"type": "array", "items": _object(rng, 1), "minItems": 200})).text for _ in range(rows)),
     ]
     for form in forms[1:]:
-        assert engine._grammars.problem(form) is None  # type: ignore[union-attr]
+        assert engine.form_problem(form) is None
     for _ in range(pairs):
         turn = []
         for constrained in (False, True):

@@ -479,6 +479,10 @@ class Engine(ABC):
             self._ranged = (ids, int(np.min(ids)), int(np.max(ids)))
         return self._ranged[1:]
 
+    def form_problem(self, form: str) -> str | None:
+        """Why no answer is kept to a `Sampling.form`; None: answers are."""
+        return None if self.forms else f"{type(self).__name__} keeps answers to no form: see Engine.forms"
+
     def _check_ids(self, name: str, ids: np.ndarray) -> None:
         least, largest = self._range_of(ids)
         if least < 0 or (self.vocabulary is not None and largest >= self.vocabulary):
@@ -513,8 +517,8 @@ class Engine(ABC):
             raise RequestRefused(
                 f"{name} has stop texts {sampling.stop_texts}, but {engine} has no tokenizer to read its answer with"
             )
-        if sampling.form and not self.forms:
-            raise RequestRefused(f"{name} has a form to keep to, and {engine} keeps answers to none: see Engine.forms")
+        if sampling.form and (problem := self.form_problem(sampling.form)) is not None:
+            raise RequestRefused(f"{name}: {problem}")
         if sampling.form and not sampling.stop_ids:
             raise RequestRefused(f"{name} has a form to keep to, and no end token that could come behind it")
         if request.images and not self.reads_images:

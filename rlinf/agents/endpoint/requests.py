@@ -390,15 +390,8 @@ class ToolChoice:
     strict: frozenset[str] = frozenset()
     """Tools whose arguments have to be of their schema."""
 
-    @property
-    def asks_again(self) -> bool:
-        """The first answer need not be the one that the client is given."""
-        return self.may and (self.must or self.single)
-
     def unmet(self, calls: Sequence[ToolCall], broken: Sequence[str]) -> str | None:
         """A line for the model about calls that are not as wished; None: they are."""
-        if not self.may:
-            return None
         if self.must and not any(self.name in (None, call.name) for call in calls):
             demand = "Answer by calling a tool." if self.name is None else f"Answer by calling the tool {self.name}."
             return " ".join([*broken[:1], demand])
@@ -438,6 +431,13 @@ class ModelRequest:
     """What the answer is kept to while it is decoded; see `enforced`."""
     count: int = 1
     """Answers."""
+
+    @property
+    def asks_again(self) -> bool:
+        """The first answer need not be the one that the client is given: it may call tools in another way than wished,
+        unless it is kept to that while it is decoded."""
+        choice = self.choice
+        return self.enforced is None and bool(self.tools) and choice.may and (choice.must or choice.single)
 
     def messages_with_instruction(self) -> list[dict[str, Any]]:
         """The messages, with what the model is told of the form that is wanted in the system's."""
@@ -563,7 +563,7 @@ async def ask(
             "chat template; set data.chat_template",
         )
     listener = None
-    if live is not None and not request.choice.asks_again:
+    if live is not None and not request.asks_again:
         marks = llm.call_format.marks if request.choice.may else ()
         listener = live.answer(number, tokenizer, Reading(stops, thinks, marks))
     answer, first = await _answer_as_wished(llm, request, listener)
@@ -599,7 +599,7 @@ async def _answer_as_wished(
     form = {} if request.enforced is None else {"schema": request.enforced}
     more = {"tools": request.tools, "chat_template_kwargs": request.template, **form, **request.sampling}
     answer = await llm.chat(messages, listener=listener, **more)
-    why = request.choice.unmet(answer.calls, answer.broken) if request.tools else None
+    why = request.choice.unmet(answer.calls, answer.broken) if request.asks_again else None
     if why is None or answer.finish in ("length", "abort"):
         return answer, None
     try:

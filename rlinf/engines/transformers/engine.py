@@ -211,16 +211,12 @@ class TransformersEngine(Engine):
     def batches(self, requests: Iterable[Request] | AsyncIterable[Request]) -> AsyncGenerator[list[Completion], None]:
         return self._scheduler.batches(requests, self._advance, self._drop)
 
-    def check_request(self, request: Request) -> None:
-        super().check_request(request)
-        if form := request.sampling.form:
-            problem = "the engine has no tokenizer" if self._grammars is None else self._grammars.problem(form)
-            if problem is not None:
-                raise RequestRefused(f"request {request.id}: {problem}")
+    def form_problem(self, form: str) -> str | None:
+        return "the engine has no tokenizer" if self._grammars is None else self._grammars.problem(form)
 
     async def answer(self, request: Request, hear: Hear | None = None) -> Completion:
-        if (form := request.sampling.form) and (grammars := self._grammars) is not None:
-            await in_thread(lambda: grammars.problem(form))  # for `check_request`
+        if form := request.sampling.form:
+            await in_thread(lambda: self.form_problem(form))  # for `check_request`
         caller = self._scheduler.enter(request, self.stats.steps)
         if self._driving and self._scheduler.ready(self.stats.steps):
             self._batch.interrupted = True

@@ -58,12 +58,13 @@ class Model:
             num_attention_heads=2, num_key_value_heads=1,
         )  # fmt: skip
         self.engine = TransformersEngine(AutoModelForCausalLM.from_config(config), tokenizer=TOKENIZER)
-        self.number = 0
+        self.number = self.heard = 0
 
-    async def answer(self, ids, *, seed, conversation, stop=(), **sampling):
+    async def answer(self, ids, *, seed, conversation, stop=(), hear=None, **sampling):
         self.number += 1
+        self.heard += hear is not None
         rules = Sampling(stop_ids=(TOKENIZER.eos_token_id,), stop_texts=tuple(stop or ()), **sampling)
-        return await self.engine.answer(Request(self.number, np.asarray(ids), rules, seed % 2**62))
+        return await self.engine.answer(Request(self.number, np.asarray(ids), rules, seed % 2**62), hear)
 
     def ended(self, conversation):
         pass
@@ -71,13 +72,14 @@ class Model:
 
 @asynccontextmanager
 async def stand(no_forms=None):
-    setting = Setting(Model(), 1.0, 600, None, len(TOKENIZER), no_forms)
+    model = Model()
+    setting = Setting(model, 1.0, 600, None, len(TOKENIZER), no_forms)
     lines = []
     endpoint = Endpoint(EndpointConfig())
     numbers = iter(range(1000))
     attempt = Attempt(setting, call_format("hermes", TOKENIZER), lambda: next(numbers), open=endpoint.session)
     llm = AgentLLM(attempt, ChatFormat(TOKENIZER, None, lines.append), (1, 2))
-    llm.said = lines
+    llm.said, llm.model = lines, model
     try:
         yield llm
     finally:
@@ -95,6 +97,17 @@ async def post(here, path, body, status=200):
         answer = await got.json()
         assert got.status == status, answer
         return answer
+
+
+async def streamed(here, body):
+    """Deltas of a chat's stream."""
+    headers = {"Authorization": f"Bearer {here.key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as client,
+        client.post(here.url + "/chat/completions", json=body) as got,
+    ):
+        lines = [line async for line in got.content if line.startswith(b"data: {")]
+    return [json.loads(line[6:])["choices"][0]["delta"] for line in lines]
 
 
 def format_of(schema, **more):
@@ -154,6 +167,22 @@ async def test_tools_are_called_as_wished_in_every_protocol():
         }
         (item,) = (await post(here, "/responses", body))["output"]
         jsonschema.validate(json.loads(item["arguments"]), CITY)
+
+
+async def test_what_is_kept_to_while_it_is_decoded_is_streamed():
+    async with stand() as llm:
+        here = Here(llm)
+        chat = {"model": "policy", "messages": HI, "stream": True}
+        deltas = await streamed(here, {**chat, "response_format": format_of(SCHEMA)})
+        pieces = [piece for delta in deltas if (piece := delta.get("content"))]
+        assert pieces
+        jsonschema.validate(json.loads("".join(pieces)), SCHEMA)
+        wish = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+        deltas = await streamed(here, {**chat, **wish})
+        (call,) = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
+        assert not any(delta.get("content") for delta in deltas)
+        assert llm.model.number == llm.model.heard == 2  # each was listened to, and nobody was asked again
 
 
 async def test_our_own_agents_ask_for_schemas_and_calls():

@@ -590,6 +590,8 @@ class RunSession:
 
         @functools.wraps(own, updated=())  # errors name the agent's own line
         async def play(task: Any) -> list[Sample]:
+            if (endpoint := self._running.endpoint) is not None:
+                await endpoint.prepare()  # the agent may ask for `llm.base_url`
             llm = self.llm()
             if (episode := here.get()) is not None:
                 episode.llm = llm

@@ -26,7 +26,7 @@ import socket
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ from rlinf.agents.trajectories import Key
 from rlinf.config.text import EndpointConfig
 from rlinf.data.sample import Group, Sample
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.base.tasks import cancel_all
+from rlinf.runtime.base.tasks import cancel_all, in_thread
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -126,6 +126,8 @@ class Metrics:
 
 
 logger = logging.getLogger(__name__)
+_APP = "rlinf.agents.endpoint.app"
+"""Is imported when it is wanted: it needs aiohttp, and knows this module."""
 _BACKLOG = 4096
 """Connections that wait to be accepted: as many agents as begin at once."""
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
@@ -247,6 +249,7 @@ class Endpoint:
         self._by_response: dict[str, EndpointSession] = {}
         self._rates: dict[str, _Rate] = {}
         self._ignored: set[str] = set()  # of which people were told
+        self._preparing, self._prepared = asyncio.Lock(), False
         self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
@@ -446,6 +449,14 @@ class Endpoint:
         host, port = self._socket.getsockname()[:2]
         return ("127.0.0.1" if host == "0.0.0.0" else host), port
 
+    async def prepare(self) -> None:
+        """Import what `listen` needs, in a thread: on the event loop all would wait for it."""
+        async with self._preparing:
+            if not self._prepared:
+                with suppress(ModuleNotFoundError):  # which `listen` tells of, if anybody wants a URL
+                    await in_thread(lambda: import_module(_APP))
+                self._prepared = True
+
     def listen(self) -> str:
         """Listen, if it does not yet.
 
@@ -457,7 +468,7 @@ class Endpoint:
         """
         if self._socket is None:
             try:
-                app = import_module("rlinf.agents.endpoint.app")  # only now: it needs aiohttp, and knows this module
+                app = import_module(_APP)
             except ModuleNotFoundError as error:
                 raise UserError(f"an endpoint needs {error.name}: pip install 'rlinf[endpoint]'") from None
             self._socket = self._bound()
@@ -548,6 +559,7 @@ class Served:
         """Feedback on what there is not: unknown, judged before, or forgotten."""
 
     async def __aenter__(self) -> Served:
+        await self._endpoint.prepare()
         self.url = f"{self._endpoint.listen()}/v1"
         return self
 

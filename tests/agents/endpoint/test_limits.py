@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import string
+import threading
 import urllib.request
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlinf.agents.endpoint.endpoint import Endpoint
+from rlinf.agents.endpoint.endpoint import Endpoint, Served
 from rlinf.config.text import EndpointConfig
 from rlinf.runtime.base.errors import ActorDied, UserError
 from tests.agents.endpoint.serving import stand
@@ -118,6 +120,23 @@ async def test_a_proxy_is_for_all_but_the_endpoint(monkeypatch, before, after):
         async with openai.AsyncOpenAI(base_url=here.url, api_key=here.key, max_retries=0) as client:
             said = await client.chat.completions.create(model="policy", messages=HI["messages"])
         assert said.choices[0].message.content == "ab"
+
+
+async def test_what_a_url_needs_is_imported_beside_the_event_loop_and_once(monkeypatch):
+    threads = []
+
+    def imported(name):
+        threads.append(threading.current_thread())
+        return importlib.import_module(name)
+
+    monkeypatch.setattr("rlinf.agents.endpoint.endpoint.import_module", imported)
+    endpoint = Endpoint()
+    await asyncio.gather(*(endpoint.prepare() for _ in range(3)))
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
+    threads.clear()
+    async with Served(EndpointConfig(), lambda: None):  # listens, with what is there by then
+        assert [thread is threading.current_thread() for thread in threads] == [False, True]
 
 
 async def test_the_endpoint_is_opened_and_asked_from_any_thread():

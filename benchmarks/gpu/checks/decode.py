@@ -20,7 +20,7 @@ from rlinf.engines.base import Completion, Request
 
 GRAPHS = "CUDA graphs"
 RECORDED = "recorded steps (CUDA graphs)"
-"""What the engine says of its decode path where all is as it should be on a GPU."""
+"""Text that the engine says of its decode path where all is as it should be on a GPU."""
 SLOW = 1.5
 """Times the median: a step that takes longer is slow."""
 STEPS = (

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 COUNTS = "an allocator that counts"
-"""What a CPU has not: see `judging.Bound.needs`."""
+"""Needs that a CPU does not meet: see `judging.Bound.needs`."""
 SHARED = "a GPU that two processes share"
 CLOCK = "a GPU's clock"
 NAMES = "the names of kernels"

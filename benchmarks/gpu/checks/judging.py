@@ -14,7 +14,7 @@ Figures = Mapping[str, float | int | str]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What one figure must be."""
+    """Bound of one figure."""
 
     figure: str
     """Its name."""
@@ -25,10 +25,10 @@ class Bound:
     equals: str | int | None = None
     """It is this."""
     needs: str = ""
-    """What it takes that a CPU has not; without it the bound is left out of a rehearsal, which says so."""
+    """A need that a CPU does not meet; without it the bound is left out of a rehearsal, which says so."""
 
     def broken_by(self, figures: Figures) -> str | None:
-        """What is wrong, in words; None: nothing. A figure that is missing or no number breaks every bound."""
+        """Say what is wrong, in words; None: nothing. A figure that is missing or no number breaks every bound."""
         found = figures.get(self.figure)
         if found is None:
             return f"{self.figure} was not measured"

@@ -1,4 +1,4 @@
-"""What checks are made of: engines and trainers as a program of one's own makes them, prompts, and batches.
+"""Parts of checks: engines and trainers as a program of one's own makes them, prompts, and batches.
 
 An engine comes from `rlinf.engines.base.make`, a trainer is the back end of `trainer.backend` with one rank, both of
 random models of full shape. Everything here is deterministic.
@@ -31,7 +31,7 @@ from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.backend import BackEnd, back_end_of
 
 TOKENIZER = {"characters": "0123456789>"}
-"""Of every model here: tokens beyond its 14 are read and written all the same, and have no text."""
+"""Tokenizer of every model here: tokens beyond its 14 are read and written all the same, and have no text."""
 ENGINES_DTYPE = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 # Engines -------------------------------------------------------------------------------------------------------------

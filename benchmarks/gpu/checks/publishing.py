@@ -121,7 +121,7 @@ async def _answers(rollout: Any, scale: Scale) -> Answers:
 
 
 async def _of_masters(scale: Scale, masters: Mapping[str, Tensor]) -> Answers:
-    """The same by an engine whose model was filled with the masters by hand."""
+    """Answers by an engine whose model was filled with the masters by hand."""
     config, tokenizer = scale.config("1.5B"), load_tokenizer(TOKENIZER)
     ends = (config.eos_token_id, tokenizer.eos_token_id)
     padding = tuple(id for id in padding_ids(tokenizer, config.vocab_size) if id not in ends)  # as a rollout's engine

@@ -32,7 +32,7 @@ class Ended:
     codes: list[int | None]
     """Exit status of each rank; None of one that had to be killed for taking too long."""
     told: dict[str, Any]
-    """What rank 0 told."""
+    """Figures that rank 0 told."""
     output: str
     """The end of what all ranks wrote."""
     seconds: float
@@ -82,7 +82,7 @@ def run(scale: Scale, target: str, world: int, seconds: float) -> Ended:
 
 
 def tell(figures: Mapping[str, Any]) -> None:
-    """Of rank 0: what `run` returns; may be called again with more."""
+    """Say, on rank 0, what `run` returns; may be called again with more."""
     print(TOLD + json.dumps(figures), flush=True)
 
 

@@ -61,7 +61,7 @@ class Holder(Actor):
 
     @endpoint
     async def never(self) -> None:
-        """What has no value until the call is cancelled."""
+        """Has no value until the call is cancelled."""
         await asyncio.get_running_loop().create_future()
 
     @endpoint

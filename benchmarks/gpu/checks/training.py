@@ -97,7 +97,7 @@ def _grouped(batch: Sequence[Row]) -> list[Row]:
 
 
 def _gradients(model: Any) -> dict[str, Tensor]:
-    """Of each parameter by name, whole, where they are."""
+    """Gradient of each parameter by name, whole, where they are."""
     found = {}
     for name, parameter in model.named_parameters():
         if (grad := parameter.grad) is not None:

@@ -52,7 +52,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
         "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 256_000,
     },
 })  # fmt: skip
-"""Of Qwen2.5-1.5B, SmolLM2-135M, Llama 3.2 1B and Gemma 2B, as their config.json on the hub says."""
+"""Shapes of Qwen2.5-1.5B, SmolLM2-135M, Llama 3.2 1B and Gemma 2B, as their config.json on the hub says."""
 COMPILED = "smollm2"
 """The shape whose blocks and head are compiled too; each takes 40 seconds."""
 LEAN = tuple(name for name in SHAPES if name != "gemma")
@@ -67,7 +67,7 @@ WAYS = (
 
 
 def ways(scale: Scale) -> Outcome:
-    """Of all shapes, one after the other; what is known so far is kept."""
+    """Try all shapes, one after the other; what is known so far is kept."""
     figures: dict[str, str] = {}
     for name, shape in SHAPES.items():
         config = {**shape, **scale.of({}, tiny(shape))}

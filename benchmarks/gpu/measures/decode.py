@@ -24,7 +24,7 @@ PROMPTS = 8
 
 
 def decode(scale: Scale) -> Outcome:
-    """Of the 1.5B model; every number of rows with both contexts, the most asked for first."""
+    """Measure the 1.5B model; every number of rows with both contexts, the most asked for first."""
     parts, limits, model = Parts("decode", scale), limits_of(scale), scale.model("1.5B")
     shape = ModelCost.of(model.config)
     cells = scale.of(CELLS, ((16, 4), (32, 2)))
@@ -85,7 +85,7 @@ def steps(engine: Any, shape: ModelCost, limits: Limits, scale: Scale, rows: int
 
 
 def generate(model: Any, shape: ModelCost, limits: Limits, scale: Scale, rows: int, context: int) -> Figures:
-    """The same of `model.generate` with its own cache, filled with noise, so that nothing has to be read before."""
+    """Measure `model.generate` with its own cache, filled with noise, so that nothing has to be read before."""
     long = scale.of(16, 3)
     ids = torch.randint(3, shape.vocabulary, (rows, context + 1), device=scale.device)
 

@@ -15,7 +15,7 @@ from rlinf.models.language.policy_model import token_logprobs
 
 
 def head(scale: Scale) -> Outcome:
-    """Of the 1.5B model: as a trainer computes it on this device, with and without a temperature, and unfused."""
+    """Measure the 1.5B model's head as a trainer computes it here, with and without a temperature, and unfused."""
     parts, limits = Parts("head", scale), limits_of(scale)
     if scale.rehearse:
         torch._dynamo.config.disable = True  # compiling for a CPU takes longer than all measures together

@@ -11,7 +11,7 @@ from benchmarks.gpu.scale import NotRun, Outcome, Scale
 
 
 def launches(scale: Scale) -> Outcome:
-    """Of the 1.5B model."""
+    """Measure the 1.5B model."""
     parts = Parts("launches", scale)
     model = scale.model("1.5B")
     for path in PATHS:
@@ -27,7 +27,7 @@ def launches(scale: Scale) -> Outcome:
 
 
 def decode_step(engine: Any, scale: Scale) -> Figures:
-    """Of a step of 64 rows: longer answers against shorter ones."""
+    """Count the launches of a step of 64 rows: longer answers against shorter ones."""
     config = scale.config("1.5B")
     short, rows = scale.of(32, 4), scale.of(64, 4)
     prompts = [scale.of(256, 8)] * rows

@@ -1,4 +1,4 @@
-"""What the card can do at most, as the other measures compare themselves with it."""
+"""Limits of the card, as the other measures compare themselves with it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SEQUENCES = 8
 
 
 def micro_batch(scale: Scale) -> Outcome:
-    """Of the 1.5B model."""
+    """Measure the 1.5B model."""
     parts = Parts("micro_batch", scale)
     with trainer(scale, compile=False) as back:
         for name, (full, tiny) in SIZES.items():

@@ -14,7 +14,7 @@ from rlinf.models.language.cost import ModelCost
 
 
 def prefill(scale: Scale) -> Outcome:
-    """Of the 1.5B model, as the engine reads by default, and with its plain path."""
+    """Measure the 1.5B model, as the engine reads by default, and with its plain path."""
     parts, limits, model = Parts("prefill", scale), limits_of(scale), scale.model("1.5B")
     shape = ModelCost.of(model.config)
     lengths = ragged(scale.of(8192, 96), scale.of(32, 5))

@@ -29,13 +29,13 @@ from rlinf.runtime.system.observer import Watch
 
 ROOT = Path(__file__).parents[3]
 DTYPES = ("bfloat16", "float32")
-"""Of the engines."""
+"""Types of the engines' weights."""
 LEAST = 1 << 16
 """Bytes below which copies to the host are no weights: checksums, norms, losses."""
 
 
 def publishing(scale: Scale) -> Outcome:
-    """Of the 1.5B model."""
+    """Measure the 1.5B model."""
     parts = Parts("publishing", scale)
     for way, processes in (("direct", 1), ("ipc", 2)):
         found = in_processes(parts, scale, way, processes)

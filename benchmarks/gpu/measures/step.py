@@ -31,7 +31,7 @@ from rlinf.models.language.cost import ModelCost
 from rlinf.runtime.system.observer import Watch
 
 PROMPTS, GROUP, ANSWER = 64, 8, 512
-"""Of a step; the benchmark that is meant has 256 prompts."""
+"""Sizes of a step; the benchmark that is meant has 256 prompts."""
 LENGTHS = (4.6, 0.35, 50, 300)
 """Tokens of GSM8K's problems in Qwen's chat template: mean and deviation of their logarithm, shortest, longest."""
 PHASES = ("generation", "scoring", "training", "sync", "switching", "overlap", "other")
@@ -47,11 +47,11 @@ Way = Callable[["Work"], Coroutine[Any, Any, list[Mapping[str, Any]]]]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a run does."""
+    """Work of a run."""
 
     scale: Scale
     prompts: int
-    """Of a step."""
+    """Prompts of a step."""
     group: int
     """Answers to each."""
     answer: int
@@ -79,8 +79,8 @@ class Work:
 
 
 def step(scale: Scale) -> Outcome:
-    """Of the 1.5B model. On a machine that cannot read configurations the roles are started by hand; a rehearsal does
-    it either way. Where memory does not last, once more with activations that are computed again."""
+    """Measure the 1.5B model. On a machine that cannot read configurations the roles are started by hand; a rehearsal
+    does it either way. Where memory does not last, once more with activations that are computed again."""
     parts, limits, shape = Parts("step", scale), limits_of(scale), ModelCost.of(scale.config("1.5B"))
     work = Work(scale, *scale.of((PROMPTS, GROUP, ANSWER), (4, 4, 8)), left=lambda: parts.left)
     whole = importlib.util.find_spec("omegaconf") is not None
@@ -132,7 +132,7 @@ async def run(work: Work) -> list[Mapping[str, Any]]:
 
 
 async def by_hand(work: Work) -> list[Mapping[str, Any]]:
-    """The same steps by the flow and the roles of a run, without what surrounds them."""
+    """Take steps by the flow and the roles of a run, without what surrounds them."""
     made = {"model": str(work.scale.model_dir("1.5B")), "tokenizer": {"characters": LETTERS}}
     turns, seen = itertools.count(), []
     drawn = [

@@ -64,7 +64,7 @@ async def trainer_of(scale: Scale, size: str = "1.5B", **settings: Any) -> Async
 
 
 def training(scale: Scale) -> Outcome:
-    """Of the 1.5B model: micro-batches of 16k tokens first, in all four ways; then 2k and 32k."""
+    """Measure the 1.5B model: micro-batches of 16k tokens first, in all four ways; then 2k and 32k."""
     parts, limits = Parts("training", scale), limits_of(scale)
     shape = ModelCost.of(scale.config("1.5B"))
     sizes = SIZES if not scale.rehearse else (1024, 512, 2048)

@@ -1,1 +1,1 @@
-"""What measures share: clocks, limits of the card, made-up work, bars."""
+"""Common parts of measures: clocks, limits of the card, made-up work, bars."""

@@ -1,4 +1,4 @@
-"""What each measure is to reach, and whether its figures do. Imports no torch, so that the table is quick to print."""
+"""Bars of each measure, and whether its figures do. Imports no torch, so that the table is quick to print."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Bar:
     """One target of one measure."""
 
     words: str
-    """What is compared, for the table."""
+    """The comparison in words, for the table."""
     figure: str
     """The measure's figure that is compared; its name ends in its unit."""
     least: float | None = None
@@ -94,7 +94,7 @@ BARS: dict[str, tuple[Bar, ...]] = {
 
 
 def judged(measure: str, figures: Mapping[str, Any]) -> tuple[bool | None, str]:
-    """Whether a measure reaches its bars, and which it does.
+    """Tell whether a measure reaches its bars, and which it does.
 
     Args:
         measure: a key of `BARS`.

@@ -19,7 +19,7 @@ from benchmarks.gpu.scale import NotRun, Outcome, Scale
 
 Figures = dict[str, float | int | str]
 _SHARE = 0.9
-"""Of a measure's limit that its parts may use: some take longer than expected."""
+"""Share of a measure's limit that its parts may use: some take longer than expected."""
 
 
 def settled(device: torch.device) -> None:
@@ -117,7 +117,7 @@ class Parts:
     async def make_async(
         self, name: str, part: Callable[[], Awaitable[Mapping[str, Any]]], *, expected: float = 0.0
     ) -> bool:
-        """As `make`, for a part that is awaited."""
+        """Do as `make` does, for a part that is awaited."""
         if not self._begun(name, expected):
             return False
         with self._watched(name):

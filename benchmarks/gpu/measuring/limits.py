@@ -1,4 +1,4 @@
-"""What the card can do at most, measured on it: copies in its own memory, to and from the host, matrix products."""
+"""Limits of the card, measured on it: copies in its own memory, to and from the host, matrix products."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Limits:
     memory_bytes_per_s: float
     """Bytes read and bytes written by a copy within the device's memory, together."""
     matmul_flop_per_s: float
-    """Of a large product in the dtype of the models."""
+    """Rate of a large product in the dtype of the models."""
     to_host_bytes_per_s: float
     """Into page-locked memory."""
     to_device_bytes_per_s: float

@@ -1,4 +1,4 @@
-"""What the host asks of the device while work goes on: launches, waits, bytes that cross; read off torch's profiler.
+"""The host's requests to the device while work goes on: launches, waits, bytes that cross; read off torch's profiler.
 
 On a CPU nothing is launched: there operations of torch stand for launches, and reads of single numbers for waits, so
 that the same lines run.
@@ -37,7 +37,7 @@ def watched(device: torch.device) -> profile:
 
 
 def counts(events: Sequence[dict[str, Any]], device: torch.device) -> Counter[str]:
-    """What went on by the events of a profiler, by `KINDS`: calls of the host that launch something, those among them
+    """Count the events of a profiler, by `KINDS`: calls of the host that launch something, those among them
     that launch a graph, waits for the device, kernels that it ran, copies to the host, and their bytes."""
     found: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
     for event in events:
@@ -66,13 +66,13 @@ def counted(work: Callable[[], Any], device: torch.device) -> Counter[str]:
 
 
 def each(one: Counter[str], many: Counter[str], more: int) -> dict[str, float]:
-    """Of each of `more` steps by which the second piece of work is longer than the first: what only beginning and
-    ending asks for is in both."""
+    """Counts of each of `more` steps by which the second piece of work is longer than the first: what only beginning
+    and ending asks for is in both."""
     return {kind: round((many[kind] - one[kind]) / more, 2) for kind in KINDS}
 
 
 def timeline(events: Sequence[dict[str, Any]], device: torch.device) -> dict[str, float | int | str]:
-    """What the device did by the events of a profiler: its time, the share of it in which it worked, its kernels, the
+    """The device's work by the events of a profiler: its time, the share of it in which it worked, its kernels, the
     gaps above `GAP_US`, and the names on which it spent the most. On a CPU operators that no other calls stand for
     kernels."""
     spans = sorted((float(one["ts"]), float(one["dur"]), str(one["name"])) for one in _work(events, device))

@@ -86,7 +86,7 @@ def answered(engine: TransformersEngine, asked: Sequence[Request]) -> int:
 
 
 def since(before: StepStats, after: StepStats) -> StepStats:
-    """What an engine did between two looks at its `stats`."""
+    """Work of an engine between two looks at its `stats`."""
     return StepStats(*(new - old for new, old in zip(after, before, strict=True)))
 
 

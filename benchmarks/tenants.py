@@ -3,9 +3,12 @@
     python -m benchmarks.tenants                          # a tiny model
     python -m benchmarks.tenants --model DIRECTORY --tokens 8 32 --repeat 3
     python -m benchmarks.tenants --memory --model DIRECTORY --tenants 64 --tokens 8 --open 8
+    python -m benchmarks.tenants --operators --model DIRECTORY --tokens 16
 
 Every tenant has adapters of rank 8 on all linear layers and a datum of so many tokens; both ways compute the same data,
 in turn, in one process. Before anything is timed, log-probs and the adapters after a step are compared bit for bit.
+`--dtype bfloat16` takes a base in bfloat16, `--unembed` adapters of the output embedding, too; `--operators` prints by
+operator, for both ways, where the processor's time goes.
 
 `--memory` has one tenant after the other learn, and measures the process after each has taken a step: beside the bytes
 of its adapters and of what Adam keeps of them, and beside the process with one. Of more than `--open` tenants, those
@@ -25,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -53,17 +57,31 @@ def datum(seed: int, tokens: int) -> Datum:
     return Datum(ids[:-1], ids[1:].copy(), {"weights": np.ones(tokens, np.float32)})
 
 
+class Case(NamedTuple):
+    """The model and its tenants."""
+
+    model: str | dict[str, object]
+    tenants: int
+    lora: dict[str, object]
+    dtype: str
+
+    async def trainer(self, system: ActorSystem) -> Any:
+        tokenizer = self.model if isinstance(self.model, str) else CHARACTERS
+        own = {**LORA, "r": 1}
+        return await system.spawn(Trainer, model=self.model, tokenizer=tokenizer, lora=own, dtype=self.dtype)
+
+
 async def both(
-    model: str | dict[str, object], tenants: int, tokens: int, repeat: int
+    case: Case, tokens: int, repeat: int, *, operators: bool = False
 ) -> tuple[bool, list[tuple[float, ...]]]:
     """True if both ways come to the same bits; and of each turn the seconds of the wall and of the processor, first
     one after the other, then together."""
-    tokenizer = model if isinstance(model, str) else CHARACTERS
+    tenants = case.tenants
     data = [[datum(number, tokens)] for number in range(tenants)]
     async with ActorSystem.local() as system:
-        trainer = await system.spawn(Trainer, model=model, tokenizer=tokenizer, lora={**LORA, "r": 1})
+        trainer = await case.trainer(system)
         for number, way in itertools.product(range(tenants), ("apart", "together")):
-            await trainer.open_model(f"{way}{number}", LORA, number)
+            await trainer.open_model(f"{way}{number}", case.lora, number)
 
         async def apart() -> list[list[np.ndarray]]:
             return [await trainer.forward_backward(mine, LOSS, f"apart{n}") for n, mine in enumerate(data)]
@@ -85,7 +103,18 @@ async def both(
         with tempfile.TemporaryDirectory() as name:
             weights = [await learned(way, Path(name)) for way in ("apart", "together")]
         equal &= all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+        if operators:
+            await print_operators(apart)
+            await print_operators(together)
         return bool(equal), [(*await timed(apart), *await timed(together)) for _ in range(repeat)]
+
+
+async def print_operators(way: Callable[[], Awaitable[object]]) -> None:
+    """Print where the time of the processor goes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        await way()
+    print(f"  {way.__name__}")
+    print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=14, max_name_column_width=40))
 
 
 def resident() -> int:
@@ -101,18 +130,18 @@ def saved(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
-async def memory(model: str | dict[str, object], tenants: int, tokens: int, most: int) -> None:
+async def memory(case: Case, tokens: int, most: int) -> None:
     """Print the process's memory with one tenant, and with more."""
-    tokenizer = model if isinstance(model, str) else CHARACTERS
+    tenants = case.tenants
     async with ActorSystem.local() as system:
-        trainer = await system.spawn(Trainer, model=model, tokenizer=tokenizer, lora={**LORA, "r": 1})
+        trainer = await case.trainer(system)
         before = resident()
         with tempfile.TemporaryDirectory() as name:
             for number in range(tenants):
                 if number >= most:
                     await trainer.save_model(f"t{number - most}", f"{name}/{number - most}")
                     await trainer.close_model(f"t{number - most}")
-                await trainer.open_model(f"t{number}", LORA, number)
+                await trainer.open_model(f"t{number}", case.lora, number)
                 await trainer.forward_backward([datum(number, tokens)], LOSS, f"t{number}")
                 await trainer.optim_step(Adam(1e-3), f"t{number}")
                 if number == 0:
@@ -145,14 +174,19 @@ async def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8, 32, 128], help="of each tenant")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--memory", action="store_true", help="measure the memory of tenants instead")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="trainer.dtype")
+    parser.add_argument("--unembed", action="store_true", help="adapters of the output embedding, too")
+    parser.add_argument("--operators", action="store_true", help="where the time goes")
     parser.add_argument("--open", type=int, default=64, help="tenants in memory")
     args = parser.parse_args()
     print(f"{args.model or 'tiny'}, {args.tenants} tenants of rank {LORA['r']}, {torch.get_num_threads()} threads")
+    layers = ["all-linear", "unembed"] if args.unembed else ["all-linear"]
+    case = Case(args.model or TINY, args.tenants, {**LORA, "target_modules": layers}, args.dtype)
     if args.memory:
-        await memory(args.model or TINY, args.tenants, args.tokens[0], args.open)
+        await memory(case, args.tokens[0], args.open)
         return
     for tokens in args.tokens:
-        equal, times = await both(args.model or TINY, args.tenants, tokens, args.repeat)
+        equal, times = await both(case, tokens, args.repeat, operators=args.operators)
         wall = [apart / together for apart, _, together, _ in times]
         cpu = [apart / together for _, apart, _, together in times]
         count = args.tenants * tokens

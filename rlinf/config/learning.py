@@ -308,7 +308,7 @@ class ForwardConfig:
     micro_batch_tokens: int = Field(default=2048, ge=1)
     """Tokens (prompts included) that each rank computes at once; a longer sample stands alone."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the computation; weights, gradients and the optimizer stay in float32."""
+    """Precision of the computation; weights that learn, gradients and the optimizer stay in float32."""
     order: Literal["prompt", "arrival", "free"] = "prompt"
     """`prompt` cuts micro-batches in the order of the prompts, which several rollouts answer in turn, so that a run
     repeats bit for bit; `arrival` takes groups as they finish, and rollouts take prompts as they have room, which is
@@ -371,8 +371,8 @@ class TrainerConfig(ForwardConfig):
     """Tokens (prompts included) that each rank, or the ranks that `parallel` has compute together, computes at once; a
     longer sample stands alone. null takes 2,048 on CPUs and 16,384 on GPUs."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # type: ignore[assignment]  # the same
-    """Precision of the computation; weights, gradients and the optimizer stay in float32. `auto` is bfloat16 on GPUs
-    and float32 on CPUs."""
+    """Precision of the computation; weights that learn, gradients and the optimizer stay in float32. `auto` is bfloat16
+    on GPUs and float32 on CPUs."""
     working_copy: Literal["auto", True, False] = "auto"
     """In bfloat16 a process with a whole copy of the model keeps its weights in bfloat16 too, cast once per optimizer
     step, which takes 2 bytes per weight; with false FSDP casts a layer whenever it is computed, which takes the

@@ -124,7 +124,7 @@ class FsdpBackEnd:
     ) -> None:
         self.module, self.layout, self._saved_dtype = module, layout, saved_dtype
         self._base = spec.source if isinstance(spec.source, str) and spec.lora is not None else None
-        self._adapted, self._mixed = spec.lora is not None, dtype_of(spec.compute.dtype) != torch.float32
+        self._adapted = spec.lora is not None
         where = arranged(spec.compute.sharding, ranks.machines, spec.compute.parallel)
         self.data_ranks, self.copies_of_ranks = where.shares, where.copies
         self._rank, self._ranks = ranks.rank, ranks.world_size
@@ -218,11 +218,13 @@ class FsdpBackEnd:
         Raises:
             ValueError: adapters that there cannot be, or a model that has none or is not whole on one rank.
         """
-        if not self._adapted or self._ranks > 1 or self._mixed:
+        if not self._adapted or self._ranks > 1 or self.layout.slices is not None:
             raise ValueError(
-                "further adapters need model.lora.r above 0, and a trainer of one rank with trainer.dtype=float32"
+                "further adapters need model.lora.r above 0, and a trainer of one rank without "
+                "trainer.working_copy=false, for which FSDP casts each layer"
             )
         adapters.open_adapters(self.model, lora, name, seed)
+        self.module.invalidate(renew=True)
         return Learner(self.module, settings, self.layout, name)
 
     @cached_property
@@ -231,7 +233,8 @@ class FsdpBackEnd:
         since their results would depend on one another."""
         module = self.module
         apart = module.packs and module.plain_head and module.mixture is None and module.pictures is None
-        return rows_apart(self.model) if apart else None
+        with module.computing():  # in the dtype that counts
+            return rows_apart(self.model) if apart else None
 
     def passes(self, passes: Sequence[ModelPass]) -> list[Tensor]:
         """Log-probs of micro-batches of several models, [learned] each; adds the gradients of those that have a loss.
@@ -267,6 +270,7 @@ class FsdpBackEnd:
     def close(self, name: str) -> None:
         """Take adapters of that name out of the model."""
         adapters.close_adapters(self.model, name)
+        self.module.invalidate(renew=True)
 
     def save(self, learner: Learner, directory: Path, *, optimizer: bool) -> None:
         """Write adapters in peft's format and, beside them, what their optimizer keeps; on the disk when it returns."""
@@ -294,6 +298,7 @@ class FsdpBackEnd:
         adapters.check_shapes(self.model, learner.adapter, directory)
         for parameter, value in adapters.saved_values(self.model, learner.adapter, str(directory)):
             parameter.copy_(value)
+        self.module.invalidate()
         learner.begin()
         learner.optimizer.state.clear()
         if not optimizer:

@@ -398,8 +398,8 @@ def exported(
 
     Args:
         model: whole or sharded, with or without adapters, which are merged; tied weights come once.
-        dtype: of floating-point tensors; None: as they are. What the model's class keeps in float32 stays so, since
-            engines keep it so.
+        dtype: of floating-point tensors; None: float32 where they are not wider. What the model's class keeps in
+            float32 stays so, since engines keep it so.
         ranks: of the model, in one dimension, for parameters that are split and in slices: they are sent rectangle by
             rectangle.
         adapter: name of the adapters that are merged; None: none.
@@ -407,9 +407,12 @@ def exported(
     reshard(model)
     in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for name, parameter, make in _parameters(model, adapter):
-        casts = dtype is not None and parameter.is_floating_point() and not any(part in name for part in in_float32)
+        own = parameter.dtype
+        if parameter.is_floating_point():  # frozen weights may be in half precision
+            narrow = dtype is not None and not any(part in name for part in in_float32)
+            own = dtype if narrow and dtype is not None else torch.promote_types(own, torch.float32)
         give: Callable[[], Any] = partial(_rectangles, make, ranks) if ranks is not None and _split(parameter) else make
-        yield name, Export(tuple(parameter.shape), dtype if dtype is not None and casts else parameter.dtype, give)
+        yield name, Export(tuple(parameter.shape), own, give)
 
 
 def _parameters(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, nn.Parameter, Callable[[], Tensor]]]:

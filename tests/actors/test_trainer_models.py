@@ -216,6 +216,35 @@ async def test_models_that_learn_in_one_batch_learn_bit_for_bit_what_each_learns
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+async def test_on_a_base_in_bfloat16_models_learn_in_float32_what_they_learn_on_one_in_float32(tmp_path):
+    toys.model().bfloat16().save_pretrained(tmp_path / "base")
+    lora, results = {**LORA, "target_modules": ["all-linear", "unembed"]}, []
+    for dtype in ("float32", "bfloat16"):
+        async with ActorSystem.local() as system:
+            trainer = await spawned(system, str(tmp_path / "base"), micro_batch_tokens=100, dtype=dtype)
+            for name in ("a", "b"):
+                await trainer.open_model(name, lora, 7)
+            for step in range(3):
+                both = [TokenPass(data(step), PPO, "a"), TokenPass(data(step), PPO, "b")]
+                one, other = await trainer.token_passes(both)
+                assert all((each == same).all() for each, same in zip(one, other, strict=True))
+                for name in ("a", "b"):
+                    await trainer.optim_step(ADAM, name)
+            await trainer.close_model("b")
+            await trainer.save_model("a", str(tmp_path / dtype))
+            await trainer.open_model("c", lora, 1)
+            await trainer.load_model("c", str(tmp_path / dtype), True)
+            seen = [await trainer.forward(data(9), name) for name in ("a", "c")]
+            assert all((each == same).all() for each, same in zip(*seen, strict=True))
+            results.append((np.concatenate(seen[0]), await adapters(trainer, "a", tmp_path, f"{dtype}-end")))
+    (exact, weights), (logprobs, learned) = results
+    np.testing.assert_allclose(logprobs, exact, atol=0.05)
+    assert {each.dtype for each in learned.values()} == {torch.float32}
+    moved = torch.cat([each.flatten() for each in learned.values()])
+    same = torch.cat([weights[name].flatten() for name in learned])
+    assert torch.nn.functional.cosine_similarity(moved, same, dim=0) > 0.999
+
+
 async def test_what_is_not_finite_in_one_model_reaches_no_other_in_its_batch(base):
     async with ActorSystem.local() as system:
         trainer = await spawned(system, base, micro_batch_tokens=100)

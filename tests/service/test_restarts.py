@@ -34,8 +34,8 @@ async def test_models_are_not_put_on_another_base(tmp_path):
 
 
 async def test_a_trainer_that_can_have_no_models_of_clients_is_refused_at_the_start(tmp_path):
-    with pytest.raises(InputError, match=r"trainer\.dtype"):
-        async with tiny(tmp_path, "trainer.dtype=bfloat16"):
+    with pytest.raises(InputError, match=r"trainer\.working_copy"):
+        async with tiny(tmp_path, "trainer.dtype=bfloat16", "trainer.working_copy=false"):
             pass
 
 

@@ -143,6 +143,32 @@ async def test_adapters_are_added_in_as_they_were_learned_in_float32():
     torch.testing.assert_close(published, expected.detach(), atol=1e-7, rtol=1e-6)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+async def test_a_frozen_base_that_was_saved_in_bfloat16_is_in_it_alone_and_nothing_else_changes(tied, tmp_path):
+    net, learned = toys.model(tie_word_embeddings=tied).bfloat16(), []
+    for name, dtype in (("half", torch.bfloat16), ("whole", torch.float32)):  # the same numbers
+        net.to(dtype).save_pretrained(tmp_path / name)
+        back = await made(lora={"r": 2, "alpha": 4, "target_modules": "auto"}, source=str(tmp_path / name))
+        frozen = {each.dtype for each in back.module.parameters() if not each.requires_grad}
+        assert frozen == {dtype}
+        assert {each.dtype for each in back.module.parameters() if each.requires_grad} == {torch.float32}
+        optimization = back.optimization(LearningSettings(lr=0.05))
+        for _ in range(2):
+            optimization.accumulate(PARTS, policy_gradient)
+            optimization.step()
+        exported = {key: each.clone() for key, each in gathered(back.export())}
+        assert {each.dtype for each in exported.values()} == {torch.float32}
+        back.state(optimization, 2, {}).write(tmp_path / f"{name}-state")
+        learned.append((await scores(back), exported))
+    for other in ("half", "whole"):  # a run goes on from a checkpoint of either kind
+        again = await made(lora={"r": 2, "alpha": 4, "target_modules": "auto"}, source=str(tmp_path / "half"))
+        again.restore(again.optimization(LearningSettings(lr=0.05)), tmp_path / f"{other}-state")
+        learned.append((await scores(again), {key: each.clone() for key, each in gathered(again.export())}))
+    for outputs, weights in learned[1:]:
+        assert torch.equal(outputs, learned[0][0])
+        assert all(torch.equal(each, learned[0][1][key]) for key, each in weights.items())
+
+
 async def test_the_head_of_values_stays_float32():
     back = await made(head="values")
     with back.module.computing():

@@ -54,6 +54,10 @@ fold_transformers()
 # must be spawned one after the other, or each may hold it where the other waits.
 
 
+_NAMES = {torch.bfloat16: "BF16"}
+"""Names of dtypes in safetensors."""
+
+
 def build_model(
     source: ModelSource,
     tokenizer: PreTrainedTokenizerBase,
@@ -221,6 +225,8 @@ def build_module(
                 module.shard_head(layout.slices)
             shard(module, layout.slices, dtype, elsewhere)
         if empty is not None:
+            if layout.slices is None:
+                _narrow_frozen(module.model, files, dtype)
             _give_memory(module, device)
             fill(module.model, files)
             _start(module, spec)
@@ -267,6 +273,22 @@ def _with_head(model: PreTrainedModel, spec: ModelSpec, layout: Layout, pictures
         add_adapters(model, spec.lora if directory is None else {"path": directory}, name)  # type: ignore[arg-type]
     replay = compute.router_replay if spec.watches_routing else None
     return PolicyModel(model, chunk=compute.logprob_chunk, router_replay=replay, pictures=pictures, **ways)
+
+
+def _narrow_frozen(model: PreTrainedModel, files: Mapping[str, Path], dtype: torch.dtype) -> None:
+    """Have frozen weights that were saved in the dtype that is computed in be in it, and in no other.
+
+    Args:
+        model: without memory and whole, with its adapters.
+        files: of its tensors.
+        dtype: that is computed in.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and plain_name(name) in files:
+            with safe_open(files[plain_name(name)], framework="pt") as file:
+                own = file.get_slice(plain_name(name)).get_dtype()
+            if own == _NAMES.get(dtype):
+                parameter.data = parameter.data.to(dtype)
 
 
 def _give_memory(module: PolicyModel, device: torch.device | str) -> None:

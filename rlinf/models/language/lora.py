@@ -373,6 +373,8 @@ def open_adapters(model: nn.Module, lora: Mapping[str, Any], name: str, seed: in
     values = (
         saved_values(model, name, str(lora["path"])) if lora.get("path") else start_adapters(model, mix(seed, 1), name)
     )
+    for _, parameter in saved_names(model, name):  # peft makes them in the dtype of the layer below
+        parameter.data = parameter.data.float()
     with torch.no_grad():
         for parameter, value in values:
             parameter.copy_(value)
@@ -467,7 +469,8 @@ def _check_merges(model: nn.Module, adapter: str | None) -> None:
 def _merged(weight: Tensor, layer: Any, adapter: str | None = POLICY) -> Tensor:
     if layer is None or adapter not in layer.lora_A:  # adapters of others may be in more layers
         return weight.detach()
-    delta: Tensor = layer.get_delta_weight(adapter).to(weight.dtype)
+    delta: Tensor = layer.get_delta_weight(adapter)  # of what is kept in half precision it is float32 all the same
+    delta = delta.to(torch.promote_types(delta.dtype, weight.dtype))
     if isinstance(weight, DTensor):
         assert isinstance(delta, DTensor)
         delta = delta.redistribute(weight.device_mesh, weight.placements)

@@ -176,7 +176,7 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk, fused, products = ctx.how.chunk, ctx.how.fused, ctx.how.products(matrices)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         wanted = zip(matrices, ctx.needs_input_grad[6:], strict=True)
-        for_matrices = [torch.zeros_like(each) if wants else None for each, wants in wanted]
+        for_matrices = [torch.zeros_like(each, dtype=norms.dtype) if wants else None for each, wants in wanted]
         # allocated even for no token at all: every rank must have a gradient to reduce
         for_hidden = torch.empty_like(hidden) if wants_hidden else None
         at_once = hidden.device.type == "cpu" and 0 < len(hidden) <= chunk  # there is nothing to sum
@@ -215,7 +215,7 @@ class _TokenLogprobs(torch.autograd.Function):
             None if for_weight is None else for_weight.to(weight.dtype),
             None if for_bias is None else for_bias.to(bias.dtype),
             *(None, None, None),
-            *for_matrices,
+            *(None if each is None else each.to(like.dtype) for each, like in zip(for_matrices, matrices, strict=True)),
         )
 
 
@@ -522,10 +522,10 @@ class PolicyModel(nn.Module):
         return self._division is not None
 
     def compute_in(self, dtype: torch.dtype) -> None:
-        """Compute in this dtype from weights that are whole here and stay float32."""
+        """Compute in this dtype from weights that are whole here; what learns of them stays float32."""
         self.computes_in = dtype
         if dtype in HALF:
-            self._working = WorkingCopy(self._cast_weights(), dtype)
+            self._working = WorkingCopy(self._cast_weights, dtype)
 
     def _cast_weights(self) -> Iterator[tuple[nn.Module, str]]:
         """Module and name of every weight that is cast to the dtype that it computes in."""
@@ -537,14 +537,15 @@ class PolicyModel(nn.Module):
         checkpointed blocks are computed again."""
         return nullcontext() if self._working is None else self._working.in_place()
 
-    def invalidate(self, *, free: bool = False) -> None:
+    def invalidate(self, *, free: bool = False, renew: bool = False) -> None:
         """Its weights have changed: what it computes with is made anew by the next pass.
 
         Args:
             free: give back the memory of that until then.
+            renew: some came or went.
         """
         if self._working is not None:
-            self._working.free() if free else self._working.invalidate()
+            self._working.free() if free else self._working.renew() if renew else self._working.invalidate()
 
     def settle(self, ranks: DeviceMesh | None = None) -> None:
         """Find out how the model can be run; call it once, on all ranks together, when the weights are there.

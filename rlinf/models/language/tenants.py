@@ -166,7 +166,7 @@ class HeadProducts:
             narrow, up = self.matrices[2 * number : 2 * number + 2]
             for_narrow, for_up = gradients[2 * number : 2 * number + 2]
             if for_narrow is not None:
-                torch.mm(own, up, out=for_narrow[block])
+                for_narrow[block] = own @ up
             if for_up is not None:
                 for_up += own.t() @ narrow[block]
 

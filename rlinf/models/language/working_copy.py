@@ -2,13 +2,14 @@
 
 Where no other rank has a slice of a weight, nothing need be gathered: a copy of each stands in its place while the
 model computes, and whatever reads or writes weights between passes finds float32 alone. Copies are cast all at once, by
-the first pass after the weights have changed, and take half of the weights' bytes until they leave the device. The
+the first pass after the weights have changed, and take half of the weights' bytes until they leave the device. Weights
+that are in half precision themselves, since they learn nothing and were saved so, are computed with as they are. The
 gradient that a micro-batch gives a copy is added to the weight's in float32 as soon as it is there, and let go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -20,12 +21,12 @@ class WorkingCopy:
     """Copies of a model's weights in the dtype that it computes in; none of those that are in it already.
 
     Args:
-        places: modules and names of their parameters. A weight of several places has one copy.
+        places: gives modules and names of their parameters. A weight of several places has one copy.
         dtype: of the copies.
     """
 
-    def __init__(self, places: Iterable[tuple[nn.Module, str]], dtype: torch.dtype):
-        self._named, self._dtype = list(places), dtype
+    def __init__(self, places: Callable[[], Iterable[tuple[nn.Module, str]]], dtype: torch.dtype):
+        self._named, self._dtype = places, dtype
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         self._made = self._fresh = False
@@ -34,6 +35,10 @@ class WorkingCopy:
     def invalidate(self) -> None:
         """Have the next pass cast the weights anew, since they change."""
         self._fresh = False
+
+    def renew(self) -> None:
+        """Have the next pass look for the weights anew, since some came or went."""
+        self._made = self._fresh = False
 
     def free(self) -> None:
         """Give its memory back until the next pass."""
@@ -71,11 +76,14 @@ class WorkingCopy:
 
     def _make(self) -> None:
         """Once the model is where it computes: moving it may exchange its parameters."""
-        for module, name in self._named:
+        before, self._copies, self._places = self._copies, {}, []
+        for module, name in self._named():
             weight = module._parameters[name]
             if weight is None or weight.dtype == self._dtype or not weight.is_floating_point():
                 continue
-            if weight not in self._copies:
+            if weight in before:
+                self._copies.setdefault(weight, before[weight])
+            elif weight not in self._copies:
                 copy = nn.Parameter(torch.empty_like(weight, dtype=self._dtype), requires_grad=weight.requires_grad)
                 if weight.requires_grad:
                     copy.register_post_accumulate_grad_hook(partial(_add_to, weight))

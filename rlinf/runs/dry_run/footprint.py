@@ -118,6 +118,11 @@ def footprints(
         "trainer": _learner(config, shape, slices.get("trainer", len(seats["trainer"])), config.model.lora.on),
         "rollout": _rollout(config, shape),
     }
+    own = getattr(model_config, "dtype", None)
+    narrow = config.model.lora.on and config.model.path is not None and config.trainer.dtype == "bfloat16"
+    alone = slices.get("trainer", len(seats["trainer"])) == 1 and config.trainer.working_copy is not False
+    if narrow and alone and str(own).endswith("bfloat16"):  # a frozen base is kept as it was saved
+        by_role["trainer"] = replace(by_role["trainer"], weights=by_role["trainer"].weights / 2, gathered=0.0)
     if "critic" in roles:
         by_role["critic"] = _learner(config, shape, slices.get("critic", len(seats["critic"])), False, head=False)
     learns, answers = (frozenset[int]().union(*seats.get(role, ())) for role in ("trainer", "rollout"))

@@ -120,7 +120,7 @@ class Pipeline:
         self.interleaved = len(stages) > 1
         dtype = stages[0].config.pipeline_dtype
         places = [place for stage in stages for place in stage.computed_with()] if dtype in HALF else []
-        self.working = WorkingCopy(places, dtype)
+        self.working = WorkingCopy(lambda: places, dtype)
         """What stages compute with."""
 
     @property

@@ -1,5 +1,6 @@
 """What roles take on their devices, held against what torch allocates; and what is said of what does not fit."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,8 @@ ALL = ("critic", "reference", "teacher")
 MODEL_BYTES = 2 * Shape.of(MODEL).parameters
 """In bfloat16."""
 TOKENS = 96
+MODEL_IN_HALF = copy.deepcopy(MODEL)
+MODEL_IN_HALF.dtype = torch.bfloat16
 
 
 def configured(*overrides, hosts=1):
@@ -115,6 +118,10 @@ def test_settings_that_save_memory_are_seen_to():
     assert "judge" not in plain
     assert taken("trainer.gradient_checkpointing=true")["trainer"].activations < plain["trainer"].activations / 1.5
     assert taken("model.lora.r=4")["trainer"].active_bytes < plain["trainer"].active_bytes / 1.5
+    adapted = configured("model.lora.r=4", "trainer.dtype=bfloat16")
+    saved = replace(adapted, model=replace(adapted.model, path="directory"))
+    narrow = footprints(saved, MODEL_IN_HALF, seats(), ALL)["trainer"]  # a frozen base is kept as it was saved
+    assert narrow.weights + narrow.gathered == (footprint_of(saved).weights + footprint_of(saved).gathered) / 3
     assert taken("reference.dtype=bfloat16")["reference"].weights == plain["reference"].weights / 2
     assert (
         taken("reference.dtype=bfloat16", "reference.kind=ema")["reference"].weights == plain["reference"].weights * 1.5

@@ -7,6 +7,7 @@ a flow calls the group and reads one answer; how they work together is `text_tra
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.lora import POLICY, apart
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.base.tasks import cancel_all
 from rlinf.training.backend import Optimization
 from rlinf.training.batch_metrics import describe, rescue, show_samples, taken_steps
 from rlinf.training.fsdp import FsdpBackEnd, ModelPass
@@ -218,17 +220,32 @@ class Trainer(TextTrainer):
         async def explain(error: FloatingPointError, met: int) -> FloatingPointError:
             return await self._kept(error, batch, met)
 
-        steps = await self._work(batch.commands(groups), self._learner, explain)
-        if self.rank > 0:
-            return {}
+        accounts = asyncio.create_task(self._accounts(batch, met), name="accounts of the batch")
+        accounts.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen, if learning failed too
+        try:
+            steps = await self._work(batch.commands(groups), self._learner, explain)
+            if self.rank > 0:
+                return {}
+            learned, described = await accounts
+        finally:
+            await cancel_all([accounts])
         self._batch = batch
-        leaves_out = self._spec.sampling is not None
-        parts: tuple[list[Group], list[Group]] = ([], [])
-        for group in batch.groups:
-            parts[leaves_out and not teaches(self._spec, group)].append(group)
-        self._learned.append(Learned.of(*parts))
-        described = await self.compute(describe, batch.groups, met, self._spec, oldest=self._settings.staleness)
+        self._learned.append(learned)
         return {**described, **taken_steps(steps)}
+
+    async def _accounts(self, batch: BatchSchedule, met: int) -> tuple[Learned, dict[str, float]]:
+        """Say what a batch was, beside the learning: which samples, and its metrics."""
+        await batch.complete.wait()
+
+        def accounts() -> tuple[Learned, dict[str, float]]:
+            leaves_out = self._spec.sampling is not None
+            parts: tuple[list[Group], list[Group]] = ([], [])
+            for group in batch.groups:
+                parts[leaves_out and not teaches(self._spec, group)].append(group)
+            described = describe(batch.groups, met, self._spec, oldest=self._settings.staleness)
+            return Learned.of(*parts), described
+
+        return await asyncio.to_thread(accounts)
 
     @endpoint(device=True, joint=True, late=True)
     async def sft(self, batches: Batches, *, lr: float = 2e-3) -> dict[str, float]:
@@ -551,7 +568,7 @@ class Trainer(TextTrainer):
         if (batch := self._batch) is None:
             return []
         learned = batch.learned.advantages
-        return await self.compute(show_samples, batch.groups, learned, count, self._tokenizer, tokens)
+        return await self.compute_briefly(show_samples, batch.groups, learned, count, self._tokenizer, tokens)
 
     @endpoint(joint=True)
     async def learned(self) -> Learned:

@@ -601,7 +601,11 @@ class Reward:
     def __call__(self, offered: Mapping[str, Any]) -> Any:
         """The `Score` of a sample with these arguments; an awaitable of it if a part is async."""
         values = [part(offered) for part in self.parts]
-        return self._awaited(values) if self.is_async else self.summed(values)
+        if self.is_async:
+            return self._awaited(values)
+        if type(values[0]) is float and not self.several:  # as nearly always
+            return Score(_finite(self.parts[0].described, values[0]))
+        return self.summed(values)
 
     async def _awaited(self, values: list[Any]) -> Score:
         return self.summed([await value if inspect.isawaitable(value) else value for value in values])
@@ -647,7 +651,7 @@ def checked(name: str, value: Any) -> Score:
 
 
 def _finite(name: str, value: Any) -> float:
-    number = as_number(value)
+    number = value if type(value) is float else as_number(value)
     if number is None or not math.isfinite(number):
         if inspect.iscoroutine(value):
             value.close()

@@ -41,6 +41,7 @@ from rlinf.runs.roles import Roles, save_roles
 from rlinf.runs.saving import Leaving, Saver, due
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.progress import work
+from rlinf.runtime.base.tasks import together
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.observer import Watch
 from rlinf.runtime.system.system import ActorSystem
@@ -443,9 +444,8 @@ class TrainingLoop:
         returned = await self.workload.finish(returned)
         state.done += 1
         in_flight.learned()
-        metrics = await state.recorder.step_ends(state.done, returned)
+        metrics, samples = await together([state.recorder.step_ends(state.done, returned), self.workload.samples()])
         await self._tell_ways({name: value for name, value in metrics.items() if name.endswith("compile/graphs")})
-        samples = await self.workload.samples()
         await self._tell("on_step", metrics=dict(metrics))
         await self._tell("on_samples", samples=samples)
         last = state.done == state.steps or state.stopped is not None

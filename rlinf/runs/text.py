@@ -52,7 +52,7 @@ from rlinf.data.datasets.load import Data
 from rlinf.data.datasets.stream import left_out
 from rlinf.data.in_flight import InFlight, Ledger, Rules
 from rlinf.data.ledger import CRITIC_ONLY, held_of
-from rlinf.data.sample import Evaluation, NotScored, Prompt
+from rlinf.data.sample import Evaluation, Learned, NotScored, Prompt
 from rlinf.data.step import Step, works_ahead
 from rlinf.engines.base import RequestRefused
 from rlinf.flows.session import Running, RunSession
@@ -383,10 +383,11 @@ class TextWorkload(Workload[Evaluation]):
 
     async def finish(self, returned: Mapping[str, float]) -> Mapping[str, float]:
         step = self.run.done + 1
+        learned = self.run.roles["trainer"].learned()  # asked now, and awaited once the judges have answered
         scored = await self._hear_judges(f"step {step}")
         failed = {"reward/failed": scored.failed} if scored.answers else {}
         row_counts = self.left_out(self.data.train)
-        await self._account_for(step)
+        self._account_for(step, await learned)
         self._alarms.judged = scored.answers
         return {**returned, **failed, **row_counts, **await self._renew_past(step)}
 
@@ -399,9 +400,8 @@ class TextWorkload(Workload[Evaluation]):
                 await self.publish(roles)
         return {f"{PAST}{place}/step": float(past.learned(place, step)) for place in range(past.config.size)}
 
-    async def _account_for(self, step: int) -> None:
+    def _account_for(self, step: int, learned: Learned) -> None:
         """Write the step's line of the ledger."""
-        learned = await self.run.roles["trainer"].learned()
         self.in_flight.learned()
         ledger, pending = self.ledger, held_of(self.in_flight.entries)
         ledger.learned(learned)

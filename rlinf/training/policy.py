@@ -165,8 +165,8 @@ def check_told(where: str, spec: AlgorithmSpec, samples: Sequence[Sample], neede
     """
     columns = needed.union(_SOURCES, [REWARDS])
     for sample in samples:
-        if not columns.issuperset(name.partition("/")[0] for name in sample.per_token):  # of each of several teachers
-            raise ValueError(f"{where}: {_unread(sample, columns)}")
+        if sample.per_token and not columns.issuperset(name.partition("/")[0] for name in sample.per_token):
+            raise ValueError(f"{where}: {_unread(sample, columns)}")  # of several teachers, each has one of its own
     for name in sorted(needed):
         for sample in samples:
             if name in sample.per_token:

@@ -31,6 +31,7 @@ from collections.abc import (
 )
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field, fields, replace
+from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -393,13 +394,17 @@ class MicroBatchPacker:
         if ranks == 1:
             return (tuple(pieces[0]),)
         assigned: list[list[Row]] = [[] for _ in range(ranks)]
-        loads = [0] * ranks
-        runs = [run for piece in pieces for run in (_runs(piece) if self._packing.together == 1 else self._sets(piece))]
-        for run in sorted(runs, key=_size, reverse=True):
+        loads, largest = [0] * ranks, 0
+        runs: list[tuple[int, Sequence[Row]]] = []
+        for piece in pieces:
+            sized = [(_size(run), run) for run in (_runs(piece) if self._packing.together == 1 else self._sets(piece))]
+            largest = max(largest, sum(size for size, _ in sized))
+            runs += sized
+        for size, run in sorted(runs, key=itemgetter(0), reverse=True):
             rank = loads.index(min(loads))
             assigned[rank] += run
-            loads[rank] += _size(run)
-        if max(loads) > max(map(_size, pieces)):
+            loads[rank] += size
+        if max(loads) > largest:
             empty: list[list[Row]] = [[] for _ in range(ranks - len(pieces))]
             assigned = [*map(list, pieces), *empty]
         return tuple(map(tuple, assigned))
@@ -600,6 +605,8 @@ class BatchSchedule:
         """Every group that came, in the order of computing."""
         self.learned = LearnedRows()
         """Their rows, in the same order."""
+        self.complete = asyncio.Event()
+        """Set once all groups have come, and those who compute are at work on the last of them."""
 
     async def commands(self, groups: Groups) -> AsyncGenerator[tuple[Command, ...], None]:
         """Read the groups and give the commands.
@@ -613,14 +620,17 @@ class BatchSchedule:
             async for command in self._awaited(groups, whole):
                 yield command
         if self._plan.minibatches > 1:
-            async for command in self._split(whole):
-                yield command
+            steps = self._split(whole)
         else:
             ready = [whole] if self._whole else token_batches(groups, self._in_order, self._packing.budget)
-            async for command in self._passes(ready):
-                yield command
+            steps = self._passes(ready)
+        async for command in steps:
+            yield command
+            if type(command[0]) is OptimizerStep:
+                self.complete.set()
         if not any(self.learned.rows):  # in place of all steps of a batch that gives no gradient
             yield self._for_all(OptimizerStep(left_out=self._plan.steps, empty=True))
+        self.complete.set()
 
     async def _split(self, groups: Sequence[Group]) -> AsyncGenerator[tuple[Command, ...], None]:
         """Commands for a whole batch, each part of which makes an optimizer step."""

@@ -653,7 +653,8 @@ class Receiver(Actor):
         clock = Clock()
         try:
             async with asyncio.timeout_at(until):
-                await self.compute(_verify, offer.weights, clock)
+                in_thread = any(bucket.is_cuda for bucket in offer.weights.buckets)  # which is waited for
+                await (self.compute if in_thread else self.compute_briefly)(_verify, offer.weights, clock)
                 if offer.weights.lineage is not None:
                     self._base = offer.weights if self.use_version(offer.weights) else None
                 clock.tell(self)

@@ -19,7 +19,8 @@ from imported import bare, stand_in
 from safetensors.torch import load_file, save_file
 
 stand_in("draccus", "peft", "torchvision", "gymnasium", "datasets", "cv2", "av", "deepdiff", "serial", "jsonlines",
-         "imageio", "wandb", "einops", "lerobot.policies.pi05.configuration_pi05",
+         "imageio", "wandb", "lerobot.policies.groot.configuration_groot",
+         "lerobot.policies.pi05.configuration_pi05",
          "lerobot.policies.pretrained", "lerobot.policies.rtc", "lerobot.configs.policies")  # fmt: skip
 bare("lerobot", "lerobot.policies", "lerobot.policies.groot", "lerobot.policies.pi05", "lerobot.processor",
      "lerobot.datasets", "lerobot.utils", "lerobot.configs", "lerobot.policies.groot.eagle2_hg_model")  # fmt: skip
@@ -108,6 +109,7 @@ def processors(folder: Path) -> None:
     for module in (core, normalize_processor, pipeline):
         processor.__dict__.update({name: each for name, each in vars(module).items() if name[0].isupper()})
     processor.__dict__.update({f"{name}ProcessorStep": None for name in unused})
+    from lerobot.policies.groot import processor_groot
     from lerobot.policies.pi05 import processor_pi05
 
     given, about = load_file(folder / "given.safetensors"), json.loads((folder / "given.json").read_text())
@@ -123,7 +125,8 @@ def processors(folder: Path) -> None:
         "policy_preprocessor": NormalizerProcessorStep(features=features, norm_map=kinds, stats=numbers),
         "policy_postprocessor": UnnormalizerProcessorStep(features=features, norm_map=kinds, stats=numbers),
     }
-    (folder / "lerobot").mkdir()
+    for name in ("lerobot", "groot"):
+        (folder / name).mkdir()
     for name, step in steps.items():
         PolicyProcessorPipeline(steps=[step], name=name)._save_pretrained(folder / "lerobot")
     state = steps["policy_preprocessor"]._apply_transform(given["state"], "observation.state", FeatureType.STATE)
@@ -134,7 +137,31 @@ def processors(folder: Path) -> None:
     }
     (folder / "prompts.json").write_text(json.dumps(writer(rows)[TransitionKey.COMPLEMENTARY_DATA]["task"]))
     actions = steps["policy_postprocessor"]._normalize_action(given["actions"], inverse=True)
-    save_file({"state": state, "actions": actions.contiguous()}, folder / "answers.safetensors")
+    answers = {"state": state, "actions": actions.contiguous()}
+
+    # GR00T's: states by least and greatest, padded; and the text that its chat template is given
+    ends = {part: {end: row[name] for end, name in (("min", "q01"), ("max", "q99"))} for part, row in numbers.items()}
+    packing = processor_groot.GrootPackInputsStep(stats=ends, embodiment_tag="so100")
+    unpacking = processor_groot.GrootActionUnpackUnnormalizeStep(stats=ends, env_action_dim=7)
+    for name, step in (("policy_preprocessor", packing), ("policy_postprocessor", unpacking)):
+        PolicyProcessorPipeline(steps=[step], name=name)._save_pretrained(folder / "groot")
+    packed = packing(
+        {
+            TransitionKey.OBSERVATION: {"observation.state": given["state"], "observation.images.a": given["rgb"]},
+            TransitionKey.COMPLEMENTARY_DATA: {"task": about["texts"][0]},
+        }
+    )
+    answers["groot_robot"] = packed[TransitionKey.COMPLEMENTARY_DATA]["embodiment_id"].clone()
+    answers["groot_state"] = packed[TransitionKey.OBSERVATION]["state"].contiguous()
+    answers["groot_actions"] = unpacking({TransitionKey.ACTION: given["actions"][:, 0]})[TransitionKey.ACTION]
+    encoding = processor_groot.GrootEagleEncodeStep()
+    encoding._proc = SimpleNamespace(
+        apply_chat_template=lambda chat, **_: chat[0]["content"][-1]["text"],
+        process_vision_info=lambda chat: (None, None),
+    )
+    chats = encoding(packed)[TransitionKey.COMPLEMENTARY_DATA]["eagle_content"]
+    (folder / "chats.json").write_text(json.dumps([chat["text_list"][0] for chat in chats]))
+    save_file(answers, folder / "answers.safetensors")
 
 
 if __name__ == "__main__":

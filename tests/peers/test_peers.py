@@ -15,7 +15,7 @@ from rlinf.data.rng import mix
 from rlinf.models.policy.base import normals, uniforms
 from rlinf.models.policy.build import load_policy, save_policy
 from rlinf.models.policy.vla.flow import follow
-from tests.models.policy.vla.gr00t.tiny import GIVEN, HEAD, MODEL, VISION, WORDS, publish
+from tests.models.policy.vla.gr00t.tiny import GIVEN, HEAD, MODEL, VISION, WORDS, as_lerobot, publish
 
 HERE = Path(__file__).parent
 SEEDS = torch.tensor([mix(3, row) for row in range(3)])
@@ -175,12 +175,39 @@ def test_gr00t_is_saved_under_the_names_of_lerobot_s_writer(gr00t, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_pi05_writes_states_and_scales_numbers_as_lerobot_s_processors_do(tmp_path):
+@pytest.fixture(scope="module")
+def processed(tmp_path_factory):
+    """(folder with what lerobot's processors saved and made of states, actions and texts; what was given)."""
+    folder = tmp_path_factory.mktemp("processors")
     given = {"state": robot()["state"] * 1.2, "actions": robot()["actions"]}
-    save_file(given, tmp_path / "given.safetensors")
+    picture = torch.zeros(3, 3, 8, 8, dtype=torch.uint8)
+    save_file({**given, "rgb": picture}, folder / "given.safetensors")
     about = {"statistics": {"state": spread(8), "actions": spread(7)}, "texts": TEXTS}
-    (tmp_path / "given.json").write_text(json.dumps(about))
-    ask("lerobot", "by_lerobot.py", "processors", tmp_path)
+    (folder / "given.json").write_text(json.dumps(about))
+    ask("lerobot", "by_lerobot.py", "processors", folder)
+    return folder, given
+
+
+def test_gr00t_of_lerobot_is_told_and_scaled_as_its_processors_do(processed, tmp_path):
+    (folder, given), answers = processed, load_file(processed[0] / "answers.safetensors")
+    publish(tmp_path / "authors")
+    as_lerobot(tmp_path / "authors", tmp_path / "groot")
+    for old in (tmp_path / "groot").glob("policy_p*"):
+        old.unlink()
+    for file in (folder / "groot").iterdir():
+        (tmp_path / "groot" / file.name).symlink_to(file)
+    settings = {**GIVEN, "embodiment": "plain", "cameras": 1, "image": [8, 8, 3], "state_size": 8, "model": MODEL}
+    policy = load_policy(tmp_path / "groot", settings)
+    assert answers["groot_robot"].tolist() == [policy.robot] * 3
+    state = torch.nn.functional.pad(policy.scalings[0].normalised(given["state"]), (0, 56))
+    torch.testing.assert_close(state, answers["groot_state"][:, 0], atol=1e-5, rtol=1e-5)
+    units = policy.scalings[1].unnormalised(given["actions"][:, 0])
+    torch.testing.assert_close(units, answers["groot_actions"], atol=1e-5, rtol=1e-5)
+    assert f">{json.loads((folder / 'chats.json').read_text())[0]}<" in policy._prompts.text(TEXTS[0])
+
+
+def test_pi05_writes_states_and_scales_numbers_as_lerobot_s_processors_do(processed):
+    tmp_path, given = processed
     write_tiny_flow(tmp_path / "tiny", "pi05")
     mapping = {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"}
     said = json.loads((tmp_path / "tiny/config.json").read_text())

@@ -12,6 +12,10 @@ the backbone says, averaged over tokens, and at the state's token, both without 
 Instructions and pictures become the tokens of a chat, as Eagle 2.5 reads them: rows of equal length, padded on the
 left, in which each picture is as many tokens as it has patches. The tokenizer's files, and its chat template if it has
 one, are those of Eagle beside the checkpoint.
+
+LeRobot's directories of GR00T N1.5 (`type: groot` in config.json) are read too, and written back: `_groot_model.`
+before all names, statistics and the robot's number in the files of its processors, instructions written as a list of
+Python's, pictures that are not cropped.
 """
 
 from __future__ import annotations
@@ -32,12 +36,15 @@ from rlinf.data.demonstrations.statistics import FeatureStatistics, as_groot, wr
 from rlinf.data.tokenizer import pretrained
 from rlinf.models.policy.actor_critic import perceptron
 from rlinf.models.policy.base import Observation, PolicyConfig, Stored, looked_at
-from rlinf.models.policy.published import to_be_read
+from rlinf.models.policy.published import tensor_files, to_be_read
 from rlinf.models.policy.robots import RobotActions, Scaling, cameras, embodiment, normalised, padded, resized
 from rlinf.models.policy.vla.flow import Field, FlowConfig, FlowPolicy, Velocity, mirrored
 from rlinf.models.policy.vla.gr00t_transformer import ActionHead, Eagle
+from rlinf.models.policy.vla.pi0 import LEROBOT, PROCESSORS, statistics_of_processors
 from rlinf.runtime.base.tasks import OwnDirectory
 
+_GROOT, _PREFIX, _PACKING = "groot", "_groot_model.", "groot_pack_inputs"
+"""LeRobot's names: of the policy, what stands before its tensors, the step of the processor with states and actions."""
 CONFIG, METADATA, EAGLE = "config.json", "experiment_cfg/metadata.json", "eagle"
 """Files of a checkpoint, and the folder in it for Eagle's configuration and tokenizer. The authors keep the latter
 beside their code (`gr00t/model/backbone/eagle2_hg_model`); it is to be copied."""
@@ -117,6 +124,9 @@ class Gr00tConfig(FlowConfig):
     """Share of a picture's area that is kept in the middle; null as in the row."""
     instruction: str = "Perform the default behavior."
     """Instruction where the environment gives none."""
+    listed: bool = False
+    """Instructions are written as a list of Python's, `['pick it up']`, as lerobot fine-tunes; its directories say
+    it."""
     action_low: tuple[float, ...] = ()
     """Least value of each number of an action, in the simulator's units."""
     action_high: tuple[float, ...] = ()
@@ -139,6 +149,8 @@ def settings_in(directory: Path) -> dict[str, Any]:
         ValueError: it is of another model, or damaged.
     """
     model = _read(directory / CONFIG)
+    if model.get("type") == _GROOT:
+        return _lerobot_settings(directory, model)
     if model.get("model_type") not in (None, "gr00t_n1_5"):
         raise ValueError(
             f"{directory / CONFIG}: model_type={model.get('model_type')} is no GR00T N1.5, which is what there is here"
@@ -147,6 +159,33 @@ def settings_in(directory: Path) -> dict[str, Any]:
     for key, file in (("eagle", f"{EAGLE}/{CONFIG}"), ("statistics", METADATA)):
         if (directory / file).is_file():
             settings[key] = _read(directory / file)
+    return settings
+
+
+def _lerobot_settings(directory: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in a directory of lerobot, whose sizes are always those of the published model.
+
+    Raises:
+        ValueError: its processors are damaged, or do something that is not done here.
+    """
+    path = directory / f"{PROCESSORS[0]}.json"
+    steps = _read(path).get("steps", []) if path.is_file() else []
+    packing: Mapping[str, Any] = next(
+        (each["config"] for each in steps if str(each.get("registry_name")).startswith(_PACKING)), {}
+    )
+    if packing.get("formalize_language") or not packing.get("normalize_min_max", True):
+        raise ValueError(f"{path}: formalize_language=false and normalize_min_max=true are what there is here")
+    robot = str(packing.get("embodiment_tag", about.get("embodiment_tag", "new_embodiment")))
+    settings: dict[str, Any] = {"listed": True, "crop": 1.0, "reads_padding": False, "robot": robot}
+    if (numbers := packing.get("embodiment_mapping")) is not None:
+        settings["robot_id"] = numbers.get(robot, 0)
+    if (directory / METADATA).is_file():  # of what it was fine-tuned on here
+        settings["statistics"] = _read(directory / METADATA)
+    elif rows := statistics_of_processors(directory).get(LEROBOT):
+        parts = {"state": rows.get("state", {}), "action": rows["actions"]}
+        settings["statistics"] = {robot: {"statistics": {part: {part: row} for part, row in parts.items() if row}}}
+    if (directory / EAGLE / CONFIG).is_file():
+        settings["eagle"] = _read(directory / EAGLE / CONFIG)
     return settings
 
 
@@ -219,13 +258,14 @@ class Prompts:
         cameras: pictures in front of each instruction.
         patches: tokens of each picture.
         length: tokens in a row.
+        listed: instructions are written as a list of Python's.
 
     Raises:
         ValueError: the files are no tokenizer with the tokens of pictures.
     """
 
-    def __init__(self, files: Mapping[str, bytes], cameras: int, patches: int, length: int):
-        self._tokenizer = _tokenizer(files)
+    def __init__(self, files: Mapping[str, bytes], cameras: int, patches: int, length: int, *, listed: bool = False):
+        self._tokenizer, self._listed = _tokenizer(files), listed
         self.cameras, self.patches, self.length = cameras, patches, length
         self.picture: int = self._tokenizer.convert_tokens_to_ids(PICTURE)
         """The token of a patch."""
@@ -256,6 +296,7 @@ class Prompts:
 
     def text(self, instruction: str) -> str:
         """Text that is tokenized for an instruction."""
+        instruction = str([instruction]) if self._listed else instruction
         places = "".join(f"<image-{number}>" for number in range(1, self.cameras + 1))
         chat = _CHAT.format(content=places + instruction)
         if self._tokenizer.chat_template is not None:
@@ -312,7 +353,7 @@ class Gr00tPolicy(FlowPolicy):
 
     Config: ClassVar[type[PolicyConfig]] = Gr00tConfig
     published = (CONFIG, "*.safetensors")
-    beside = (METADATA, f"{EAGLE}/*")
+    beside = (METADATA, f"{EAGLE}/*", CONFIG, *(f"{name}*" for name in PROCESSORS), "train_config.json")
     needs_path = True
     imitates_padding = False  # the authors mask what the robot does not have
     own = ("critic.*", "deviation.*")
@@ -346,6 +387,7 @@ class Gr00tPolicy(FlowPolicy):
             outputs = config.chunk if config.value_level == "action" else 1
             self.critic = perceptron(width, _CRITIC, outputs, gain=0.0, activation=nn.ReLU)
         self._prompts: Prompts | None = None
+        self._prefix = ""
 
     # The authors' directory -------------------------------------------------------------------------------------------
 
@@ -365,23 +407,30 @@ class Gr00tPolicy(FlowPolicy):
         return RobotActions(embodiment("gr00t", config.embodiment), scaling, config.action_low, config.action_high)
 
     def open_published(self, directory: Path) -> None:
-        """Take Eagle's tokenizer."""
+        """Take Eagle's tokenizer, and what stands before the names of tensors."""
+        self._prefix = _PREFIX if all(name.startswith(_PREFIX) for name in tensor_files(directory)) else ""
+        if self._prefix and self.config.statistics != settings_in(directory).get("statistics"):
+            # lerobot would go by numbers that count no more
+            self.files = {name: each for name, each in self.files.items() if not name.startswith(PROCESSORS)}
         names = [name for name in self.files if name.startswith(f"{EAGLE}/") and name != f"{EAGLE}/{CONFIG}"]
         if names:
             length = self.config.prompt_length or self.row.prompt_length
             files = {name.removeprefix(f"{EAGLE}/"): self.files[name] for name in names}
-            self._prompts = Prompts(files, self.cameras, self._eagle.patches, length)
+            self._prompts = Prompts(files, self.cameras, self._eagle.patches, length, listed=self.config.listed)
             self._eagle.picture = self._prompts.picture
 
     def published_name(self, name: str) -> str:
         """See `Policy.published_name`."""
-        return name.replace(_INNER, f"{_INNER}vision_model.", 1) if name.startswith(_INNER) else name
+        inner = name.replace(_INNER, f"{_INNER}vision_model.", 1) if name.startswith(_INNER) else name
+        return self._prefix + inner
 
     def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
         """See `Policy.write_published`."""
-        if json.loads(self.files.get(METADATA, b"{}")) != self.config.statistics:
+        processors = self._prefix and f"{PROCESSORS[0]}.json" in self.files
+        if not processors and json.loads(self.files.get(METADATA, b"{}")) != self.config.statistics:
             write_statistics(directory / METADATA, self.config.statistics)
-        (directory / CONFIG).write_text(json.dumps(self.config.model, indent=2) + "\n", encoding="utf-8")
+        if not self._prefix:
+            (directory / CONFIG).write_text(json.dumps(self.config.model, indent=2) + "\n", encoding="utf-8")
         words = "backbone.eagle_model.language_model"  # the authors' files have both names of what is tied
         head = state[f"{words}.model.embed_tokens.weight"].clone()
         super().write_published(directory, {f"{words}.lm_head.weight": head, **state})

@@ -163,9 +163,9 @@ _MAIN = "paligemma_with_expert.paligemma.model."
 _STATS = "norm_stats.json"
 _LEROBOT_SCALES = {"QUANTILES": "q01_q99", "MEAN_STD": "mean_std", "MIN_MAX": "min_max"}
 """Our names of lerobot's kinds of normalisation; others are none of ours."""
-_PROCESSORS = ("policy_preprocessor", "policy_postprocessor")
+PROCESSORS = ("policy_preprocessor", "policy_postprocessor")
 """Beginnings of the names of the files in which lerobot keeps what happens around a policy, statistics included."""
-_LEROBOT = "lerobot"
+LEROBOT = "lerobot"
 """Name of the statistics that stand there."""
 
 
@@ -234,14 +234,14 @@ def statistics_in(directory: Path) -> dict[str, Any]:
             statistics[asset] = json.loads(path.read_text(encoding="utf-8"))["norm_stats"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-    return statistics or _statistics_of_processors(directory)
+    return statistics or statistics_of_processors(directory)
 
 
-def _statistics_of_processors(directory: Path) -> dict[str, Any]:
+def statistics_of_processors(directory: Path) -> dict[str, Any]:
     """The numbers of the steps that normalise, as lerobot's processors save them: a file of tensors of each step that
     has some, named `observation.state.mean` and so on."""
     rows: dict[str, Tensor] = {}
-    for begin in _PROCESSORS:
+    for begin in PROCESSORS:
         path = directory / f"{begin}.json"
         try:
             steps = json.loads(path.read_text(encoding="utf-8"))["steps"] if path.is_file() else []
@@ -257,7 +257,7 @@ def _statistics_of_processors(directory: Path) -> dict[str, Any]:
         for part, begin in parts.items()
     }
     return (
-        {_LEROBOT: {part: numbers for part, numbers in numbers_of.items() if numbers}} if numbers_of["actions"] else {}
+        {LEROBOT: {part: numbers for part, numbers in numbers_of.items() if numbers}} if numbers_of["actions"] else {}
     )
 
 
@@ -294,7 +294,7 @@ def write_beside(directory: Path, config: Any, has_config: bool) -> None:
         has_config: config.json is there.
     """
     for asset, statistics in config.statistics.items():
-        if asset == _LEROBOT and (directory / f"{_PROCESSORS[0]}.json").is_file():
+        if asset == LEROBOT and (directory / f"{PROCESSORS[0]}.json").is_file():
             continue
         (directory / asset).mkdir(parents=True, exist_ok=True)
         write_text(directory / asset / _STATS, json.dumps({"norm_stats": statistics}, indent=2) + "\n")
@@ -413,7 +413,7 @@ class PiPolicy(FlowPolicy):
     prompt_length: ClassVar[int]
     """Tokens of a prompt, as published."""
     published = ("config.json", "*.safetensors")
-    beside = ("config.json", *FILES, *(f"{name}*" for name in _PROCESSORS), "train_config.json")
+    beside = ("config.json", *FILES, *(f"{name}*" for name in PROCESSORS), "train_config.json")
     needs_path = True
     own = ("critic.*", "deviation.*")
     # as openpi converts it: what embeds patches, norms of the language models, and all outside of them
@@ -472,7 +472,7 @@ class PiPolicy(FlowPolicy):
                 "its asset, or set policy.settings.statistics"
             )
         if self.config.statistics != statistics_in(directory):  # lerobot would go by numbers that count no more
-            self.files = {name: each for name, each in self.files.items() if not name.startswith(_PROCESSORS)}
+            self.files = {name: each for name, each in self.files.items() if not name.startswith(PROCESSORS)}
         self._prompts = Prompts(self.files, self.config.prompt_length or self.row.prompt_length)
         self._prefix = prefix_in(directory)
 

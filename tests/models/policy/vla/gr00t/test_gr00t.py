@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from rlinf.models.policy.build import build_policy_model, load_policy, save_policy
 from rlinf.models.policy.vla.gr00t import EAGLE_CONFIG, ROBOTS, Prompts
 from rlinf.models.policy.vla.gr00t_transformer import ActionHead, Attention, DiffusionTransformer, TimeEncoder
-from tests.models.policy.vla.gr00t.tiny import GIVEN, HEAD, MODEL, STATISTICS, publish
+from tests.models.policy.vla.gr00t.tiny import GIVEN, HEAD, MODEL, STATISTICS, as_lerobot, publish
 
 WORDS = ["Put it there.", "go", "x y z"]
 
@@ -67,6 +67,44 @@ def test_a_directory_of_another_model_is_refused(published, tmp_path, change, sa
     (tmp_path / "config.json").write_text(json.dumps(about))
     with pytest.raises(ValueError, match=said):
         load_policy(tmp_path, GIVEN)
+
+
+def test_lerobot_s_directory_says_its_statistics_its_robot_and_how_instructions_are_written(published, tmp_path):
+    rows = as_lerobot(published[0], tmp_path / "lerobot")
+    settings = {**GIVEN, "embodiment": "plain", "cameras": 2, "model": MODEL}
+    policy = load_policy(tmp_path / "lerobot", settings)
+    assert (policy.robot, policy.reads_padding, policy.config.crop) == (2, False, 1.0)
+    assert "['Put it there.']" in policy._prompts.text("Put it there.")
+    low, high = rows["action.min"], rows["action.max"]
+    x = torch.rand(2, 5, 7) * 2 - 1
+    torch.testing.assert_close(
+        policy.scalings[1].unnormalised(x), (x + 1) * 0.5 * (high - low) + low, atol=1e-5, rtol=0
+    )
+    low, high = rows["observation.state.min"], rows["observation.state.max"]
+    state = seen()["state"]
+    torch.testing.assert_close(
+        policy.scalings[0].normalised(state), 2 * (state - low) / (high - low) - 1, atol=1e-5, rtol=1e-5
+    )
+    save_policy(policy, tmp_path / "again")
+    theirs, ours = (load_file(tmp_path / each / "model.safetensors") for each in ("lerobot", "again"))
+    assert theirs.keys() <= ours.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    files = [path.name for path in (tmp_path / "lerobot").glob("*") if path.suffix == ".json" or "step" in path.name]
+    assert len(files) == 5
+    for name in files:
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "lerobot" / name).read_bytes()
+    acted = [each.act(seen(), instructions=WORDS, greedy=True) for each in (policy, load_policy(tmp_path / "again"))]
+    assert torch.equal(acted[0].actions, acted[1].actions)
+    other = {"statistics": {"mine": {"statistics": STATISTICS}}, "robot": "mine"}
+    save_policy(load_policy(tmp_path / "lerobot", {**settings, **other}), tmp_path / "other")
+    assert not list((tmp_path / "other").glob("policy_p*"))  # whose numbers count no more
+    assert "mine" in json.loads((tmp_path / "other" / "experiment_cfg" / "metadata.json").read_text())
+
+
+def test_what_lerobot_s_processors_do_and_is_not_done_here_is_refused(published, tmp_path):
+    as_lerobot(published[0], tmp_path / "lerobot", formalize_language=True)
+    with pytest.raises(ValueError, match=r"policy_preprocessor\.json.*formalize_language"):
+        load_policy(tmp_path / "lerobot", {**GIVEN, "model": MODEL})
 
 
 def test_a_robot_that_the_checkpoint_has_no_statistics_of_is_refused(published):

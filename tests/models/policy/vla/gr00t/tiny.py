@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
 from rlinf.data.safetensors_io import write_tensors
@@ -153,3 +154,25 @@ def publish(directory: Path, seed: int = 0) -> dict[str, torch.Tensor]:
     (directory / EAGLE / "tokenizer_config.json").write_text(json.dumps(about))
     write_tensors(directory / "model.safetensors", made)
     return made
+
+
+def as_lerobot(directory: Path, path: Path, **packing: Any) -> dict[str, torch.Tensor]:
+    """The directory as lerobot saves such a policy, by its `GrootPolicy` and its processors; their numbers."""
+    path.mkdir()
+    tensors = load_file(directory / "model.safetensors")
+    tied = "backbone.eagle_model.language_model.lm_head.weight"
+    save_file(
+        {f"_groot_model.{name}": each for name, each in tensors.items() if name != tied}, path / "model.safetensors"
+    )
+    (path / "config.json").write_text(json.dumps({"type": "groot", "chunk_size": 50, "max_state_dim": 64}))
+    (path / "eagle").symlink_to(directory / "eagle")
+    numbers = {"observation.state": 4, "action": 7}
+    rows = {f"{name}.{end}": torch.rand(size) + by for name, size in numbers.items()
+            for end, by in (("min", -2.0), ("max", 1.0))}  # fmt: skip
+    packing = {"embodiment_tag": "so100", "embodiment_mapping": {"new_embodiment": 31, "so100": 2}, **packing}
+    for begin, step in (("policy_preprocessor", "groot_pack_inputs_v3"), ("policy_postprocessor", "groot_action_un")):
+        file = f"{begin}_step_2_{step}.safetensors"
+        save_file(rows, path / file)
+        steps = [{"registry_name": step, "config": packing, "state_file": file}]
+        (path / f"{begin}.json").write_text(json.dumps({"name": begin, "steps": steps}))
+    return rows

@@ -333,9 +333,9 @@ class EmbodiedWorkload(Workload[dict[str, float]]):
     def conclude(self, before: dict[str, float] | None, after: dict[str, float] | None) -> Iterator[str]:
         if not (before and after):
             return
-        kinds = {True: "the likeliest", False: "drawn", "from_noise": "the ODE's, from random starts,"}
+        kinds = {True: "the likeliest actions", False: "drawn actions", "from_noise": "the ODE from random starts"}
         kind = kinds[self.config.trials.greedy]
-        yield f"{after['episodes']:.0f} trials by {kind} actions, before and after:"
+        yield f"{after['episodes']:.0f} trials by {kind}, before and after:"
         for name in ("success_once", "success_at_end", "reward/mean", "episodes/length"):
             if name in before and name in after:
                 style = ".1%" if name.startswith("success") else ".2f"

@@ -68,6 +68,8 @@ def test_from_noise_is_the_ode_from_a_start_that_follows_from_the_row_s_seed(met
     torch.testing.assert_close(acted.actions, x.clamp(-1, 1), atol=1e-5, rtol=1e-5)
     alone = policy.act({"state": seen()["state"][2:3]}, generator=SEEDS[2:3], greedy="from_noise")
     torch.testing.assert_close(alone.actions, acted.actions[2:3], atol=1e-6, rtol=1e-6)
+    with pytest.raises(ValueError, match="from_noise"):
+        build_policy_model({"type": "mlp", "state_size": 5, "action_size": 2}).act(seen(), greedy="from_noise")
 
 
 def test_learned_deviations_stay_within_their_bounds():

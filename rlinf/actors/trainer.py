@@ -24,7 +24,7 @@ from rlinf.actors.base import configured
 from rlinf.actors.text_trainer import TextTrainer
 from rlinf.algos.algorithms import Divergence
 from rlinf.algos.token_losses import TokenLoss
-from rlinf.config.learning import PAST, LearningSettings, TrainerSettings
+from rlinf.config.learning import LearningSettings, TrainerSettings, own_adapters, past_adapters
 from rlinf.data.packing import Packed, Row, cut, pack
 from rlinf.data.sample import Datum, Example, Group, Learned
 from rlinf.data.tokenizer import TokenizerSource
@@ -34,6 +34,7 @@ from rlinf.models.language.build import ModelSource, ModelSpec, output_embedding
 from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.lora import POLICY, apart
 from rlinf.models.language.policy_model import PolicyModel
+from rlinf.models.language.tenants import Tenant
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.training.backend import Optimization
@@ -113,14 +114,14 @@ class Trainer(TextTrainer):
         saved = {column: source for column, source in own.items() if source != ADAPTERS_OFF}
         self._adapters = {column: column if column in saved else None for column in own}
         """The adapters that this model takes in place of its own, by the column that they compute."""
-        if settings.past and lora is None:
-            raise ValueError(f"{self._role}: past={settings.past} keeps versions of adapters: set lora")
-        self._past = [f"{PAST}{place}" for place in range(settings.past)]
-        """Names of the adapters that are earlier versions of the policy's."""
-        every = {**saved, **dict.fromkeys(self._past)}
-        spec = ModelSpec(
-            model, seed=seed, lora=lora, adapters=every, freeze=freeze, watches_routing=True, compute=settings
-        )
+        self._adapter_of = own_adapters(settings.own_weights)
+        """Adapters of agents that have their own."""
+        self._further = (*past_adapters(settings.past), *self._adapter_of.values())
+        """Those that go with the weights."""
+        if self._further and lora is None:
+            raise ValueError(f"{self._role}: past and own_weights are adapters: set lora")
+        spec = ModelSpec(model, seed=seed, lora=lora, freeze=freeze, watches_routing=True, compute=settings)
+        spec = replace(spec, adapters={**saved, **dict.fromkeys(self._further)}, learning=[*self._adapter_of.values()])
         self._models: dict[str, Optimization] = {}
         """Optimizers by the adapters that they train."""
         self._gathered: set[str] = set()
@@ -135,6 +136,8 @@ class Trainer(TextTrainer):
         if isinstance(self._spec.loss, Divergence):
             await self.compute(self._take_heads, self._spec.loss, settings)
         self._models[POLICY] = self._learner
+        if self._adapter_of and (problem := self._refuses_own(settings)):
+            raise ValueError(f"agent.own_weights: adapters of single agents need {problem}")
         self._batch: BatchSchedule | None = None
         self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
 
@@ -156,6 +159,14 @@ class Trainer(TextTrainer):
         heads = [output_embedding(str(each)) for each in settings.teacher_models] if part.top_k is None else []
         on_device = [(weight.to(self.device), None if bias is None else bias.to(self.device)) for weight, bias in heads]
         module.teacher = TeacherHead(part, settings.logprob_chunk, on_device)
+
+    def _refuses_own(self, settings: TrainerSettings) -> str:
+        """Names what is lacking for rows of one batch to be computed with adapters of their own; "" if nothing is."""
+        if self.world_size > 1 or settings.dtype != "float32" or settings.backend != "fsdp":
+            return "a trainer of one rank with trainer.dtype=float32 and trainer.backend=fsdp"
+        module = self._fsdp().module
+        plain = module.packs and module.plain_head and module.mixture is None and module.pictures is None
+        return "" if plain else "a model of text that packs sequences, without experts"
 
     def _loads(self, settings: TrainerSettings) -> Callable[[Sequence[Row]], np.ndarray] | None:
         """A function that counts how busy experts were, for the loss that balances them; None if there is none.
@@ -486,27 +497,43 @@ class Trainer(TextTrainer):
         """Keep the adapters as they are now, in place of an earlier version; `weights` bring it from then on.
 
         Args:
-            name: `past0` and so on, as many as `settings.past`.
+            name: `past0` and so on, as many as `settings.past`; or of adapters of a single agent, which begin there.
         """
-        if name not in self._past:
-            raise ValueError(f"keep_past: there is no {name!r}; those that are kept are {', '.join(self._past)}")
+        if name not in self._further:
+            raise ValueError(f"keep_past: there is no {name!r}; those that are kept are {', '.join(self._further)}")
         await self.compute_spmd(self._fsdp().keep_as, name)
 
     async def _published(self, exact: bool, whole: bool) -> Weights | None:
         weights = await super()._published(exact, whole)
-        if exact or not self._past:
+        if exact or not self._further:
             return weights
-        now, *past = await self.compute(self._versions)
+        now, *further = await self.compute(self._versions)
         if weights is None:
             return None
-        packed = (Weights.pack(apart(each, now).items(), self.version) for each in past)
-        named = (replace(each, adapter=name) for each, name in zip(packed, self._past, strict=True))
+        packed = (Weights.pack(apart(each, now).items(), self.version) for each in further)
+        named = (replace(each, adapter=name) for each, name in zip(packed, self._further, strict=True))
         return replace(weights, adapters=tuple(named))
 
     def _versions(self) -> list[dict[str, Tensor]]:
-        """The adapters as they are, and every earlier version of them, whole and scaled; a collective."""
+        """The policy's adapters, and all others that go with the weights, whole and scaled; a collective."""
         back = self._fsdp()
-        return [{name: tensor.cpu() for name, tensor in gathered(back.scaled(each))} for each in (POLICY, *self._past)]
+        return [
+            {name: tensor.cpu() for name, tensor in gathered(back.scaled(each))} for each in (POLICY, *self._further)
+        ]
+
+    def _packed(self, command: ForwardBackward | Forward) -> Packed:
+        """A micro-batch, of which each row is computed with the adapters of the agent that said it."""
+        if not self._adapter_of:
+            return command.packed()
+        batch, tenants, tokens, learned = pack(command.rows, shares=False), list[Tenant](), 0, 0
+        for row, length in zip(command.rows, batch.lengths, strict=False):  # without rows there is a single token
+            rows, targets = slice(tokens, tokens := tokens + length), slice(learned, learned := learned + row.learned)
+            name = self._adapter_of.get(row.agent, POLICY)
+            if tenants and tenants[-1].adapter == name:
+                before = tenants.pop()
+                rows, targets = slice(before.rows.start, tokens), slice(before.learned.start, learned)
+            tenants.append(Tenant(name, rows, targets, True))
+        return replace(batch, tenants=tuple(tenants))
 
     def _fsdp(self) -> FsdpBackEnd:
         if not isinstance(self._back, FsdpBackEnd):
@@ -518,7 +545,7 @@ class Trainer(TextTrainer):
         yield from self._back.held(*self._models.values())
 
     def _learn(self, learner: Optimization, command: ForwardBackward, *, again: bool = False) -> None:
-        batch = command.packed()
+        batch = self._packed(command)
         if command.supervised:
             learn_answers(learner, batch)
             return
@@ -537,7 +564,7 @@ class Trainer(TextTrainer):
         )
 
     def _score(self, command: Forward) -> Tensor:
-        batch = command.packed()
+        batch = self._packed(command)
         if command.loss is not None:
             return learn_tokens(self._at_work, batch, command.loss)[None]
         return torch.stack([self._logprobs(batch, name) for name in command.columns])

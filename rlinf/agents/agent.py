@@ -110,6 +110,8 @@ class Attempt:
     """Index of the episode in its group."""
     past: str | None = None
     """Name of the earlier version of the policy that plays in it; None: none does."""
+    own: Mapping[str, str] = field(default_factory=dict)
+    """Names of the adapters of agents that have weights of their own."""
     open: Callable[[AgentLLM], tuple[str, str]] | None = None
     """Opens an endpoint for foreign frameworks: its URL and key; None where there is none."""
     agents: dict[str, AgentLLM] = field(default_factory=dict)
@@ -166,9 +168,10 @@ class AgentLLM:
         """Name of the agent; "" for the only one."""
         self.weight = 1.0
         """Weight of its trajectories in the batch."""
-        self.adapter: str | None = None
-        """Name of the earlier version of the policy that answers, whose trajectories are not learned from; None: the
-        policy itself does."""
+        self.adapter: str | None = attempt.own.get(name)
+        """Name of the adapters that answer; None: the weights that all agents share."""
+        self.learns = True
+        """Its trajectories are learned from: no earlier version of the policy answers."""
         self.trajectories = Trajectories(chat)
         """The record."""
         attempt.agents[name] = self
@@ -203,9 +206,10 @@ class AgentLLM:
             UserError: the policy itself has spoken as the agent of this name.
         """
         llm = self.agent(name, **sampling)
-        if llm.trajectories.turns and llm.adapter != self._attempt.past:
-            raise UserError(f"llm.past: agent {name!r} has spoken as the policy itself: give this one another name")
-        llm.adapter = self._attempt.past
+        if self._attempt.past is not None:
+            if llm.trajectories.turns and llm.learns:
+                raise UserError(f"llm.past: agent {name!r} has spoken as the policy itself: give this one another name")
+            llm.adapter, llm.learns = self._attempt.past, False
         return llm
 
     @property
@@ -473,7 +477,7 @@ class AgentLLM:
         Raises:
             ValueError, TypeError: no number.
         """
-        if self.adapter is not None:
+        if not self.learns:
             return []
         more: dict[str, Any] = {"agent": self.name}
         if isinstance(reward, Score):
@@ -620,7 +624,7 @@ def samples_of(returned: Any, llm: AgentLLM) -> list[Sample]:
         raise WrongType(
             f"agent: it returned {shown(returned)}; return a number, a Score, {{agent's name: number}}, or samples"
         )
-    spoke = {name: one for name, one in llm.agents.items() if one.trajectories.turns and one.adapter is None}
+    spoke = {name: one for name, one in llm.agents.items() if one.trajectories.turns and one.learns}
     if not spoke and any(one.trajectories.turns for one in llm.agents.values()):
         raise OnlyPast("agent: only an earlier version of the policy spoke, of which nothing is learned")
     if not spoke:

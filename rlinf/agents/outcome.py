@@ -293,7 +293,7 @@ class Tally:
             self.branches += counts.branches
             self.given_up += counts.given_up
             for name, agent in episode.llm.agents.items():
-                if agent.adapter is not None:
+                if not agent.learns and agent.adapter is not None:
                     self.against.append((episode.task, agent.adapter))
                 if name:
                     self.by_agent[name] += agent.trajectories.counts.calls

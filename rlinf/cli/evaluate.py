@@ -102,6 +102,11 @@ def _checked_agent(config: RunConfig, data: Data) -> Agent | None:
         ConfigError: there is no such agent, or the chat template hides its tools.
     """
     agent, mistakes = configured_agent(config, agentic)
+    if config.agent.own_weights:
+        mistakes = [
+            *mistakes,
+            ("agent.own_weights", config.agent.own_weights, "a saved model is what all agents share"),
+        ]
     if mistakes:
         raise ConfigError([Problem("configuration", *each) for each in mistakes])
     check_tools_shown(config, data.tokenizer, agent)

@@ -7,7 +7,7 @@ The text under a field is what `--help` and docs/config.md print. A key stands h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import field, fields
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -422,8 +422,18 @@ class BatchSettings(LearningSettings):
     batch has come."""
 
 
-PAST = "past"
-"""Beginning of the names of adapters that are earlier versions of the policy's; a number follows."""
+PAST, OWN = "past", "own"
+"""Beginnings of the names of adapters: of earlier versions of the policy's, and of those of single agents."""
+
+
+def past_adapters(count: int) -> list[str]:
+    """Names of so many earlier versions."""
+    return [f"{PAST}{place}" for place in range(count)]
+
+
+def own_adapters(agents: Sequence[str]) -> dict[str, str]:
+    """Names of the adapters of agents that have their own, by agent."""
+    return {agent: f"{OWN}{place}" for place, agent in enumerate(agents)}
 
 
 @dataclass(config=CLOSED)
@@ -442,6 +452,8 @@ class TrainerSettings(BatchSettings):
     needs."""
     past: int = Field(default=0, ge=0)
     """Earlier versions of the adapters that are kept, see `agent.past`."""
+    own_weights: tuple[str, ...] = ()
+    """Agents that have adapters of their own, see `agent.own_weights`."""
     rescue_dir: Place | None = None
     """Directory where a batch is written whose loss or gradient is not finite; None writes none."""
     staleness: int = Field(default=0, ge=0)

@@ -370,6 +370,9 @@ class AgentConfig:
     call_format: str | None = None
     """How the model writes calls of tools: hermes, qwen3_coder, llama3_json, pythonic, deepseek_v3, mistral, or the
     dotted path of a `CallFormat` of your own; null: what its chat template shows."""
+    own_weights: list[str] = field(default_factory=list)
+    """Names of agents of a task, `llm.agent(name)`, that have adapters of their own, as model.lora says, which learn
+    from what that agent says alone. All others share the run's; docs/agents.md."""
     past: PastConfig = field(default_factory=PastConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     """For agents in frameworks that want a server."""
@@ -490,10 +493,18 @@ class RunConfig(CommonConfig):
             yield "reward.function", "nothing scores: name a function, or a model in reward_model.path"
         yield from self._experts_mistakes()
         yield from self._reference_mistakes()
-        if self.agent.past.size and not self.model.lora.on:
-            yield "agent.past.size", "earlier versions are kept as adapters: set model.lora.r"
-        elif self.agent.past.size and self.rollout.engine in ("sglang", "vllm"):
-            yield "agent.past.size", f"{self.rollout.engine} holds no adapters here: take rollout.engine=transformers"
+        for key, wanted in (("agent.past.size", self.agent.past.size), ("agent.own_weights", self.agent.own_weights)):
+            if wanted and not self.model.lora.on:
+                yield key, "these weights are adapters: set model.lora.r"
+            elif wanted and self.rollout.engine in ("sglang", "vllm"):
+                yield key, f"{self.rollout.engine} holds no adapters here: take rollout.engine=transformers"
+        if self.agent.past.size and self.agent.own_weights:
+            yield (
+                "agent.own_weights",
+                "earlier versions are those of weights that all agents share: set agent.past.size=0",
+            )
+        if len({*self.agent.own_weights}) < len(self.agent.own_weights):
+            yield "agent.own_weights", "a name stands there twice"
         yield from self._teachers_mistakes()
         data, evaluation = self.data.train, self.evaluation
         if data is not None and self.model.path is None and self.model.tokenizer is None:

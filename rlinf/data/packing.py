@@ -49,6 +49,8 @@ class Row:
     """Experts to which its tokens went, see `Sample.routes`."""
     targets: np.ndarray | None = None
     """The tokens that are learned where they are not the response's own, int64 [learned]."""
+    agent: str = ""
+    """Name of the agent that said them, see `Sample.agent`."""
 
     @staticmethod
     def of(sample: Sample, advantage: float | np.ndarray = 0.0, columns: Mapping[str, np.ndarray] | None = None) -> Row:
@@ -71,6 +73,7 @@ class Row:
             sample.loss_mask,
             sample.weight,
             sample.routes,
+            agent=sample.agent,
         )
 
     @staticmethod
@@ -183,6 +186,8 @@ class Packed:
     """`places` on the host, wherever the rest is, so that nobody has to ask a device for them."""
     parts: tuple[int, ...] = ()
     """Sequences of each of the batches that were laid beside one another; none: it is one batch."""
+    tenants: tuple[Any, ...] = ()
+    """`Tenant`s: stretches that are computed with adapters of their own; none: all are with the policy's."""
 
     @property
     def mask(self) -> Tensor:

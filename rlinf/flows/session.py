@@ -113,6 +113,8 @@ class Running:
     """How the model writes calls of tools; None: as its chat template says."""
     past: PastSelves | None = None
     """Earlier versions of the policy that its engine holds; None: there are none."""
+    own: Mapping[str, str] = field(default_factory=dict)
+    """Names of the adapters of agents that have weights of their own."""
     endpoint: Endpoint | None = None
     """Where agents in other frameworks find the model."""
     learn: Callable[[Sequence[tuple[Prompt, float]]], Mapping[str, float]] = lambda outcomes: {}
@@ -227,7 +229,7 @@ class RunSession:
         opening = None if running.endpoint is None else running.endpoint.session
         place = None if episode is None or running.past is None else running.past.drawn(*episode.seed)
         past = None if place is None else f"{PAST}{place}"
-        attempt = Attempt(setting, self._calls, lambda: next(self._numbers), task, index, past, opening)
+        attempt = Attempt(setting, self._calls, lambda: next(self._numbers), task, index, past, running.own, opening)
         return AgentLLM(attempt, self._chat, key, sampling)
 
     def serve(self, *, idle: float = 3600.0, **settings: Any) -> Served:

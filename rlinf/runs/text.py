@@ -44,6 +44,8 @@ from rlinf.config.learning import (
     TeacherConfig,
     TrainerSettings,
     combine,
+    own_adapters,
+    past_adapters,
 )
 from rlinf.config.load import InputError
 from rlinf.config.text import RewardConfig, RolloutSettings, RunConfig
@@ -181,6 +183,9 @@ class TextWorkload(Workload[Evaluation]):
         self.data = load_data_of(config, plan.objects)
         self._environment = adapting(plan.objects.agent)
         self._past = PastSelves(config.agent.past)
+        past, own = past_adapters(config.agent.past.size), own_adapters(config.agent.own_weights)
+        self._further = (*past, *own.values())
+        """Adapters that the engine holds beside the policy's weights."""
         self.counters: dict[str, int] = {}
         """How much was drawn by sessions, for their randomness to go on after a checkpoint."""
         self.ledger = Ledger(own=not plan.flow.__module__.startswith(_OUR_FLOWS))
@@ -249,12 +254,13 @@ class TextWorkload(Workload[Evaluation]):
         directory = str(self.run.directory.path)
         roles = roles_to_start(self.config, self.data, self.plan, rescue=directory, sharding=spread.sharding)
         started = await spawn_roles(self.run.system, placed, only(roles, names), self.run.computes)
-        if names is None and self._past.config.size and not all(await started["rollout"].takes_adapters()):
+        further = names is None and bool(self._further)
+        if further and not all(await started["rollout"].takes_adapters()):
             raise InputError(
-                "agent.past.size: this engine holds no adapters of this model: earlier versions of the policy need "
+                "agent.past.size, agent.own_weights: this engine holds no adapters of this model: they need "
                 "rollout.engine=transformers, a model of Llama's kind and, on a GPU, rollout.engine_args={graphs: off}"
             )
-        if share_tensors(self.config, self.plan) or (names is None and self._past.config.size):
+        if share_tensors(self.config, self.plan) or further:
             await self.publish(started)
         return started
 
@@ -266,9 +272,9 @@ class TextWorkload(Workload[Evaluation]):
         self.run.report.warmed_up(
             await warm_up(worked, roles["rollout"], roles["trainer"], lr=settings.lr), "worked problems"
         )
-        for place in range(self._past.config.size):
-            await roles["trainer"].keep_past(f"{PAST}{place}")
-        if self._past.config.size:
+        for name in self._further:
+            await roles["trainer"].keep_past(name)
+        if self._further:
             await self.publish(roles)
         # critic and reference start from the policy that came of it, unless they have models of their own
         if CRITIC in roles and self.config.critic.model is None:
@@ -351,6 +357,7 @@ class TextWorkload(Workload[Evaluation]):
             dropped=(lambda *_: None) if self.ahead else self.ledger.dropped,  # what is in flight tells it itself
             endpoint=self._endpoint,
             past=self._past,
+            own=own_adapters(self.config.agent.own_weights),
             learn=(lambda _: {}) if self._environment is None else self._environment.learn,
         )
 
@@ -625,6 +632,7 @@ def trainer_settings(config: RunConfig, algorithm: AlgorithmSpec, **more: Any) -
         teacher=config.teacher.adapter if algorithm.needs_teacher else None,
         teacher_models=teacher_models(config, algorithm),
         past=config.agent.past.size,
+        own_weights=tuple(config.agent.own_weights),
         # a moving mean that bfloat16 rounds at every step would not move
         publishes="float32" if config.reference.kind == "ema" else config.rollout.dtype,
         **more,

@@ -96,8 +96,9 @@ class Learner(ScheduledOptimizer):
         device = next(self.module.parameters()).device
         with self._policy.computing():
             for batch in (batch.to(device) for batch in batches):
-                total = loss(batch, self.module(batch, entropy_slope=True) if entropy_slope else self.module(batch))
-                total.total.backward()  # type: ignore[no-untyped-call]
+                with rows_by(self.module, batch.tenants) if batch.tenants else nullcontext():
+                    total = loss(batch, self.module(batch, entropy_slope=True) if entropy_slope else self.module(batch))
+                    total.total.backward()  # type: ignore[no-untyped-call]
                 self._add(total)
 
     def _take_step(self, mine: LossSum) -> tuple[LossSum, float]:
@@ -124,6 +125,7 @@ class FsdpBackEnd:
     ) -> None:
         self.module, self.layout, self._saved_dtype = module, layout, saved_dtype
         self._base = spec.source if isinstance(spec.source, str) and spec.lora is not None else None
+        self._learning = {name: f"{ADAPTER}_{name}" for name in spec.learning}
         self._adapted = spec.lora is not None
         where = arranged(spec.compute.sharding, ranks.machines, spec.compute.parallel)
         self.data_ranks, self.copies_of_ranks = where.shares, where.copies
@@ -178,7 +180,8 @@ class FsdpBackEnd:
         here = batch.to(next(self.module.parameters()).device)
         if adapter != adapters.POLICY:  # another policy, which routes by itself
             here = here.routed(None)
-        with nullcontext() if adapter == adapters.POLICY else adapters.using(self.module, adapter):
+        own = rows_by(self.module, here.tenants) if here.tenants else nullcontext()
+        with own if adapter == adapters.POLICY else adapters.using(self.module, adapter):
             outputs: Outputs = self.module(here, **how)
         reshard(self.module)  # without a backward pass the whole weights would stay, and grow old
         return outputs
@@ -200,6 +203,7 @@ class FsdpBackEnd:
         mine, theirs = (adapters.saved_names(self.model, each) for each in (adapters.POLICY, name))
         for (_, now), (_, copy) in zip(mine, theirs, strict=True):
             copy.copy_(now)
+        self.module.invalidate()
 
     def scaled(self, name: str) -> Iterator[tuple[str, Export]]:
         """Adapters of a name, scaled, to be made and gathered one after the other."""
@@ -336,7 +340,8 @@ class FsdpBackEnd:
         if self.layout.first_copy:
             how: dict[str, Any] = {"at_hand": state.copies, "pictures": self.module.pictures}
             parts[MODEL] = copy_model(self.model, tokenizer, lead=lead, dtype=self._saved_dtype, **how)
-            parts[ADAPTER] = copy_adapter(self.model, self._base, lead=lead) if self._adapted else None
+            for name, place in {adapters.POLICY: ADAPTER, **self._learning}.items() if self._adapted else ():
+                parts[place] = copy_adapter(self.model, self._base, lead=lead, name=name)
         return {name: part for name, part in parts.items() if part is not None}
 
     def state(self, optimization: Optimization, version: int, extra: Mapping[str, Any]) -> StateCopy:

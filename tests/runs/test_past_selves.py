@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlinf.actors.rollout import Rollout
@@ -95,6 +97,15 @@ async def test_an_agent_that_has_spoken_does_not_become_an_earlier_version():
     await llm.agent("one").generate("x")
     with pytest.raises(UserError, match="'one'"):
         llm.past("one")
+
+
+async def test_an_agent_with_weights_of_its_own_is_asked_by_them_and_learned_from():
+    llm, asked = against(None, "a", "b")
+    llm._attempt.own = {"second": "own0"}
+    await llm.agent("first").generate("x")
+    await llm.agent("second").generate("x")
+    assert asked == [None, "own0"]
+    assert {sample.agent for sample in samples_of(1.0, llm)} == {"first", "second"}
 
 
 async def test_an_episode_in_which_the_policy_said_nothing_is_told_apart():
@@ -199,8 +210,78 @@ def test_a_resumed_run_plays_against_the_same_versions_and_learns_the_same(tmp_p
     assert not any(begins[0]), "there an earlier version begins, and what it says is not learned"
 
 
-@pytest.mark.parametrize("keys", [("model.lora.r=0",), ("rollout.engine=vllm",)])
-def test_what_cannot_keep_adapters_is_refused_by_the_key(keys, tmp_path):
+OWN = ("agent.past.size=0", "agent.own_weights=[first, second]")
+
+
+def test_a_resumed_run_of_agents_with_weights_of_their_own_learns_the_same(tmp_path):
+    whole, said = run(tmp_path, "whole", 5, *OWN)
+    run(tmp_path, "half", 3, *OWN)
+    half, again = run(tmp_path, "half", 5, *OWN, resume="auto")
+    names = [name for name in set().union(*whole) if name.startswith(("agent/", "reward/"))]
+    for one, other in zip(whole, half, strict=True):
+        assert [one.get(name) for name in names] == [other.get(name) for name in names]
+    answers = [[(row["step"], row["prompt"], row["response"], row["reward"]) for row in rows] for rows in (said, again)]
+    assert answers[0] == answers[1]
+    assert whole[-1]["mismatch/max"] < 1e-3, "the trainer computes what each agent's own weights said"
+    saved = tmp_path / "half" / "checkpoints" / "latest"
+    first, second = (load_file(saved / f"adapter_own{n}" / "adapter_model.safetensors") for n in (0, 1))
+    assert toys.furthest(first, second) > 0.001
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (("model.lora.r=0",), "agent.past.size"),
+        (("rollout.engine=vllm",), "agent.past.size"),
+        ((*OWN, "model.lora.r=0"), "agent.own_weights"),
+        (("agent.own_weights=[first]",), "agent.own_weights"),
+        (("agent.past.size=0", "agent.own_weights=[a, a]"), "agent.own_weights"),
+    ],
+)
+def test_what_cannot_have_adapters_is_refused_by_the_key(keys, named, tmp_path):
     with pytest.raises(ConfigError) as refused:
         load_config(NIM, [*keys, f"output_dir={tmp_path}"])
-    assert "agent.past.size" in str(refused.value)
+    assert named in str(refused.value)
+
+
+async def test_agents_with_weights_of_their_own_learn_as_trainers_of_their_own_would(tmp_path):
+    base = build_model(toys.configuration(initializer_range=0.3), load_tokenizer(toys.ALPHABET))
+    base.save_pretrained(tmp_path / "base")
+    shared = {"model": str(tmp_path / "base"), "tokenizer": toys.ALPHABET}
+    how = {**shared, "lora": {"r": 3, "alpha": 6, "target_modules": "all-linear"}, "lr": 0.02, "grad_clip": 1e9}
+
+    def said(agent, seed):
+        groups = toys.groups(4, seed)
+        return [replace(one, samples=tuple(replace(sample, agent=agent) for sample in one.samples)) for one in groups]
+
+    batches = {"a": said("a", 0), "b": said("b", 50)}
+    async with ActorSystem.local() as system:
+        together = await system.spawn(Trainer, name="together", **how, own_weights=("b",), micro_batch_tokens=64)
+        for _ in range(2):  # of equal batches, so that each agent has the same share of both steps
+            await together.train([*batches["a"], *batches["b"]])
+        weights = await together.weights()
+        await together.save(str(tmp_path / "together"))
+        for agent, directory in (("a", "adapter"), ("b", "adapter_own0")):
+            alone = await system.spawn(Trainer, name=f"alone_{agent}", **how)
+            for _ in range(2):
+                await alone.train(batches[agent])
+            await alone.save(str(tmp_path / agent))
+            one, other = (
+                load_file(tmp_path / name / "adapter_model.safetensors")
+                for name in (f"{agent}/adapter", f"together/{directory}")
+            )
+            assert one.keys() == other.keys()
+            far = torch.cat([(one[name] - other[name]).abs().flatten() > 2e-4 for name in one])
+            assert far.float().mean() < 0.01, (
+                "but where a gradient is next to nothing, which Adam makes as large as others"
+            )
+        await together.restore(str(tmp_path / "together" / "state"))
+        rollout = await system.spawn(Rollout, name="rollout", **shared, max_new_tokens=8)
+        await rollout.load(weights)
+        for adapter, directory in ((None, "a"), ("own0", "b")):
+            plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+            model = PeftModel.from_pretrained(plain, tmp_path / directory / "adapter")
+            for group in batches["a"]:
+                ids = group.prompt.token_ids
+                answer = await rollout[0].answer(ids, temperature=0.0, seed=1, adapter=adapter)
+                assert answer.response_ids.tolist() == greedy(model, ids, len(answer.response_ids))

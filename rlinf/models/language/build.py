@@ -40,7 +40,7 @@ from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.data.tokenizer import pretrained, without_own_code
 from rlinf.models.language.cost import ModelCost
 from rlinf.models.language.fsdp import ALONE, Layout, dtype_of, shard
-from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
+from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name, saved_names
 from rlinf.models.language.moe import StackedExperts, split_experts
 from rlinf.models.language.policy_model import PolicyModel, ScoreModel, ValueModel, head_is_plain
 from rlinf.models.language.sources import ModelSource, files_of, new_config, pictures_of
@@ -162,6 +162,8 @@ class ModelSpec:
     adapters: Mapping[str, str | None] = field(default_factory=dict)
     """Directories of further adapters of the same base, which do not learn, by name; None: these begin as those that
     learn. Only with `lora`."""
+    learning: Sequence[str] = ()
+    """Which of these learn, too."""
     freeze: Sequence[str] = ()
     """Modules whose weights do not learn, see `ModelConfig.freeze`."""
     watches_routing: bool = False
@@ -271,6 +273,9 @@ def _with_head(model: PreTrainedModel, spec: ModelSpec, layout: Layout, pictures
         return ScoreModel(model, pictures=pictures, **ways)
     for name, directory in spec.adapters.items() if spec.lora is not None else ():
         add_adapters(model, spec.lora if directory is None else {"path": directory}, name)  # type: ignore[arg-type]
+    for name in spec.learning:
+        for _, parameter in saved_names(model, name):
+            parameter.requires_grad_(True)
     replay = compute.router_replay if spec.watches_routing else None
     return PolicyModel(model, chunk=compute.logprob_chunk, router_replay=replay, pictures=pictures, **ways)
 

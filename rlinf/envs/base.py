@@ -219,6 +219,8 @@ class Simulator(ABC):
         max_steps: steps after which an episode is cut off; None for no limit.
         device: where its tensors are.
         resets_together: `reset` takes all environments or none. Episodes that have ended then wait for the slowest.
+        deferring: while True, what steps observe may have pictures of earlier steps, since nobody looks; `look` has the
+            present ones. None where that is not provided for; an `Environment` sets it otherwise.
     """
 
     num_envs: int
@@ -227,6 +229,7 @@ class Simulator(ABC):
     max_steps: int | None = None
     device: torch.device = torch.device("cpu")
     resets_together: bool = False
+    deferring: bool | None = None
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
@@ -323,6 +326,10 @@ class Simulator(ABC):
             states: n of those that `save` returned, from this simulator or from one made alike.
             env_ids: which environments take them, int64 [n] on the CPU.
         """
+
+    def look(self) -> Observation:
+        """The arrays that `deferring` may leave behind, as they are after the last step of each environment."""
+        raise NotImplementedError(f"{type(self).__name__} defers nothing")
 
     def offload(self) -> None:  # noqa: B027  (most hold none)
         """Give device memory back, keeping all states; nothing to do where none is held."""

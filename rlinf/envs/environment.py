@@ -568,6 +568,8 @@ class Environment:
         spoiled = self._invalid
         spoiled.begin(self.num_envs)
         done: list[_Done] = []
+        if defers := self.simulator.deferring is not None:
+            self.simulator.deferring = actions.shape[1] > 1
         for action in actions.unbind(1):
             able = spoiled.left(active, {"action": action})
             everyone = everyone and able is active
@@ -579,6 +581,8 @@ class Environment:
             done.append(step := self._account(moved, active, everyone))
             if step.over is not None:
                 everyone, active = False, active & ~step.over
+        if defers:  # those whose episode ended have not moved since
+            self._observation = {**self._observation, **self.simulator.look()}
         if everyone and done and len(done) == actions.shape[1] and not spoiled.noted:
             rewards = torch.from_numpy(np.array([step.reward for step in done], np.float32).T.copy())
             return of_steps(rewards, self._observation, self._numbers(), self._instructions())

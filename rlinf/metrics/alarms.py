@@ -68,8 +68,8 @@ class MismatchAlarm:
         return Alarm(
             f"step {step}",
             f"engine and trainer disagree about the sampled tokens: {figures}. Gradients are off by as much",
-            "Let both compute in the same precision (rollout.dtype, trainer.dtype), or correct for it "
-            "(algorithm.correction.cap=2)"
+            "Let both compute in the same precision (rollout.dtype, trainer.dtype); where both are bfloat16 already, "
+            "a mean below 0.1 can be its rounding; or correct for it (algorithm.correction.cap=2)"
             if "mismatch/mean" in metrics
             else "No token is of the present weights, so that the policy may also have moved so far by itself: see "
             "mismatch/mean of step 1, and lower optimizer.lr or staleness.max if that was small",

@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,26 @@ async def test_strangers_cost_nothing_and_are_not_heard(monkeypatch):
             ),
         )
     ]
+    await closed(here, there)
+
+
+@on_each_loop
+async def test_a_welcome_read_late_for_imports_on_a_busy_machine_still_makes_the_lane(monkeypatch):
+    monkeypatch.setattr(lane, "HELLO_SECONDS", 0.05)
+    network = {}
+    here, there = End(0, network), End(1, network)
+    made = here.transport.made
+
+    def made_and_then_busy(its_end):
+        made(its_end)
+        time.sleep(0.1)
+
+    here.transport.made = made_and_then_busy
+    here.transport.neighbours([1])
+    there.transport.neighbours([0])
+    await there.on_lane_with(here)
+    assert (await there.say(0, ("hello",)))[1] == [(CAST, "answer", (CAST, "hello"))]
+    assert (here.losses, there.inner.sent) == ([], [])
     await closed(here, there)
 
 

@@ -107,7 +107,7 @@ Offer = tuple[str, bytes]
 """Where a host listens, and the token that it wants to hear."""
 
 HELLO_SECONDS = 10.0
-"""For a stranger or a neighbour to say its token, and for a lane to be made."""
+"""For a stranger or a neighbour to say its token."""
 LARGEST = 1 << 30
 """Bytes of a frame; a larger one goes by torch RPC."""
 _HEAD = struct.Struct("<QBI")
@@ -327,7 +327,8 @@ class Lane(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
         transport.set_write_buffer_limits(high=LARGEST)  # `Link` bounds what is under way
-        self._late = asyncio.get_running_loop().call_later(HELLO_SECONDS, transport.abort)
+        if self._token is not None:  # maybe a stranger; who called may read the welcome late
+            self._late = asyncio.get_running_loop().call_later(HELLO_SECONDS, transport.abort)
 
     def say_hello(self, host: int, token: bytes) -> None:
         """Tell the other end who connects."""

@@ -35,7 +35,6 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from rlinf.agents import tracing
 from rlinf.agents.arguments import WrongType
 from rlinf.agents.chat import handed_out
 from rlinf.agents.outcome import (
@@ -49,12 +48,14 @@ from rlinf.agents.outcome import (
     out_of_time,
     remark_on,
     samples_of,
+    send_spans,
     unjudged,
 )
 from rlinf.agents.record import Call, Record
 from rlinf.config.load import RunFailure
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.engines.base import PartialAnswer
+from rlinf.metrics.tracing import spans_here
 from rlinf.runtime.base.errors import RuntimeFault, UserError, defined_at
 from rlinf.runtime.base.tasks import cancel_all, start_thread
 from rlinf.runtime.observe.stalls import Work
@@ -283,7 +284,7 @@ class Episodes:
         judge: Callable[[Group], Awaitable[Group]] | None,
         watch: LoopWatch | None = None,
     ) -> None:
-        tracing.provider()  # what it lacks is told before the first episode
+        self._spans = spans_here.get()
         self._watch = watch
         self._play, self._n, self._begin, self._timeout, self._judge = play, n, begin, timeout, judge
         self._program = defined_at(play)
@@ -439,7 +440,8 @@ class Episodes:
             self._room.release()
             del task.playing[episode]
             episode.end()
-            tracing.send(episode, task.failed.get(episode.index))
+            if self._spans is not None:
+                send_spans(episode, task.failed.get(episode.index), self._spans)
 
     async def _over(self, task: _Played) -> None:
         """All episodes of a task are over."""

@@ -8,10 +8,12 @@ plays. Nothing here waits.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -21,7 +23,9 @@ from rlinf.agents.arguments import WrongType, number, shown
 from rlinf.agents.conversation import Conversation
 from rlinf.agents.llm import Setting
 from rlinf.agents.record import Record, RecordedModel
+from rlinf.agents.trajectories import Turn
 from rlinf.data.sample import Group, Prompt, Sample
+from rlinf.metrics.tracing import RunSpans, nanoseconds
 from rlinf.runtime.base.errors import INSTALLED, PACKAGE, UserError, line_of
 
 
@@ -365,3 +369,50 @@ class Gathered(list[Group]):
     def __init__(self, groups: Iterable[Group], tally: Tally) -> None:
         super().__init__(groups)
         self.tally = tally
+
+
+def send_spans(episode: Episode, failure: str | None, spans: RunSpans) -> None:
+    """Send an episode as an OpenTelemetry span, with one below it for each answer of its agents, named and described by
+    the semantic conventions for generative AI.
+
+    Args:
+        episode: over.
+        failure: why it failed; None: it did not.
+        spans: of its run.
+    """
+    if episode.llm is None:
+        return
+    tracer, zero = spans.tracer, time.time() - (time.monotonic() - episode.llm.start)
+    about = {"gen_ai.operation.name": "invoke_agent", "rlinf.task": episode.task, "rlinf.attempt": episode.index}
+    root = tracer.start_span("invoke_agent", context=spans.episodes, attributes=about, start_time=nanoseconds(zero))
+    if failure is not None:
+        api = import_module("opentelemetry.trace")
+        root.set_status(api.Status(api.StatusCode.ERROR, failure))
+    below = import_module("opentelemetry.trace").set_span_in_context(root)
+    for agent in episode.llm.agents.values():
+        for turn in agent.trajectories.turns:
+            start = zero + turn.start
+            span = tracer.start_span(
+                "chat policy", context=below, attributes=_about_answer(agent, turn), start_time=nanoseconds(start)
+            )
+            for call in turn.calls:
+                span.add_event("tool_call", {"gen_ai.tool.name": str(call.get("name") or call.get("broken"))})
+            span.end(nanoseconds(start + turn.took))
+    root.end()
+
+
+def _about_answer(agent: AgentLLM, turn: Turn) -> dict[str, Any]:
+    written = len(turn.answer.token_ids)
+    about: dict[str, Any] = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "rlinf",
+        "gen_ai.request.model": "policy",
+        "gen_ai.request.temperature": turn.temperature,
+        "gen_ai.conversation.id": str(turn.conversation),
+        "gen_ai.usage.input_tokens": turn.length - written,
+        "gen_ai.usage.output_tokens": written,
+        "gen_ai.response.finish_reasons": [turn.finish],
+    }
+    if agent.name:
+        about["gen_ai.agent.name"] = agent.name
+    return about if turn.reward is None else about | {"rlinf.reward": turn.reward}

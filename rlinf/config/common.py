@@ -140,6 +140,9 @@ class CommonConfig:
     """A progress line is printed every this many steps; metrics.jsonl has every step."""
     trace: bool = True
     """Write trace.json: what every role did when, for ui.perfetto.dev and the lanes in report.html."""
+    tracing: str | None = Field(default=None, pattern=r"^https?://")
+    """OpenTelemetry collector, such as http://localhost:4318, to which spans of the run, its steps, their stages and
+    episodes are sent; null: that of OTEL_EXPORTER_OTLP_ENDPOINT, or none."""
     flow: str | None = None
     """Dotted path of the async function that is one step."""
     callbacks: list[str] = field(default_factory=list)

@@ -18,6 +18,7 @@ from rlinf.metrics.explain import Explainer, Explanation
 from rlinf.metrics.limits import MEASURED_AFTER, OwnDevice, Use, Work, worth_a_word
 from rlinf.metrics.machine import environment
 from rlinf.metrics.timing import parts, timing
+from rlinf.metrics.tracing import RunSpans, spans_here
 from rlinf.metrics.trackers import Tracking
 from rlinf.placement.costs import Ledger
 from rlinf.runtime.observe.spans import Lap
@@ -46,6 +47,7 @@ class Recorder:
         ledger: says of every step how far it was from the possible, and is saved at the end; None says nothing.
         about: what environment.json says besides the machine.
         explainer: says what each step waited for; it needs the ledger.
+        spans: of the run, for a collector; None: nobody wants any.
 
     Use it as `async with Recorder(...) as recorder:`.
     """
@@ -59,7 +61,9 @@ class Recorder:
         ledger: Ledger | None = None,
         about: Mapping[str, Any] | None = None,
         explainer: Explainer | None = None,
+        spans: RunSpans | None = None,
     ) -> None:
+        self._spans = spans
         self._explainer, self._explanations = explainer, JsonLines(directory / EXPLAINED)
         self._alarms = JsonLines(directory / ALARMS)
         self.explained: list[Explanation] = []
@@ -76,6 +80,8 @@ class Recorder:
     def step_begins(self) -> None:
         """The flow starts its next step."""
         self._watch.begins()
+        if self._spans is not None:
+            self._spans.step_begins()
 
     def rested(self, seconds: float) -> None:
         """So long the run stood still between two steps because somebody wanted it to: no time of the run."""
@@ -95,6 +101,8 @@ class Recorder:
             the policy that sampled, if no reference model gave one.
         """
         lap = await self._watch.ends(f"step {step}")
+        if self._spans is not None:
+            self._spans.step_ends(step, lap, self._watch.now())
         metrics = {**returned, "timing/step": lap.end - lap.start, "timing/elapsed": self._watch.now() - self._began}
         if lap.busy:
             metrics |= timing(lap) | parts(lap)
@@ -159,9 +167,13 @@ class Recorder:
             )
 
     async def __aenter__(self) -> Recorder:
+        spans_here.set(self._spans)
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        spans_here.set(None)
+        if self._spans is not None:
+            self._spans.end(error)
         if self._ledger is not None and self._directory.is_dir():  # else the run has ended for that
             self._ledger.save(self._directory)
         for file in self.files:

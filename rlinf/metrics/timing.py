@@ -86,6 +86,15 @@ def activity_of(actor: str, endpoint: str) -> str | None:
     return None if role in _BY_ROLE or endpoint in ("onload", "offload") else endpoint
 
 
+def stages(lap: Lap) -> dict[str, list[Interval]]:
+    """Return when at least one rank of any host was at each activity; see `activity_of`."""
+    intervals: dict[str, list[Interval]] = defaultdict(list)
+    for part in lap.busy:
+        if (activity := activity_of(part.actor, part.endpoint)) is not None:
+            intervals[activity].extend(part.intervals)
+    return {name: union(times) for name, times in intervals.items()}
+
+
 def timing(lap: Lap) -> dict[str, float]:
     """The metrics of one step, in seconds.
 
@@ -94,11 +103,7 @@ def timing(lap: Lap) -> dict[str, float]:
     least two of them went on side by side. `timing/switching` is the time in which roles were loaded or parked, if any
     was; `timing/other` that in which nothing of all this went on.
     """
-    intervals: dict[str, list[Interval]] = defaultdict(list)
-    for part in lap.busy:
-        if (activity := activity_of(part.actor, part.endpoint)) is not None:
-            intervals[activity].extend(part.intervals)
-    merged = {name: union(times) for name, times in intervals.items()}
+    merged = stages(lap)
     ours = {name: merged.get(name, []) for name in ACTIVITIES}
     switching = union((move.start, move.end) for move in lap.moves if move.end > move.start)
     everything = union(itertools.chain(switching, *ours.values()))

@@ -31,6 +31,7 @@ from rlinf.metrics.alarms import Alarm
 from rlinf.metrics.explain import Explainer, in_short
 from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.report import Report, tracking_of
+from rlinf.metrics.tracing import RunSpans, provider
 from rlinf.placement.seats import Placed
 from rlinf.runs.callbacks import Observer, Records, RunState, UserCallbacks
 from rlinf.runs.live.controls import BetweenSteps
@@ -387,6 +388,7 @@ class TrainingLoop:
             about={"data": list(notes), "steps": state.steps}
             | {f"{role} computes": way.words for role, way in state.ways.items()},
             explainer=Explainer(self.placement.changes(state.config), plan.staleness),
+            spans=None if (traces := provider(state.config.tracing)) is None else RunSpans(traces, state.config.name),
         )
         async with state.report, recorder as state.recorder:
             state.alarm_of_slow_ways()

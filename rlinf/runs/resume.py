@@ -158,7 +158,7 @@ class Resumed:
 
 
 _COMMON = (
-    *("name", "output_dir", "steps", "log_every", "trace", "flow", "system", "callbacks", "keep_previous"),
+    *("name", "output_dir", "steps", "log_every", "trace", "tracing", "flow", "system", "callbacks", "keep_previous"),
     *("optimizer", "checkpoint", "metrics", "placement", "algorithm", "weights"),
 )
 TEXT: Mapping[str, Resumed] = {

@@ -268,6 +268,7 @@ class Rollout(Receiver):
             ValueError, TypeError: as `answer`.
         """
         news: asyncio.Queue[Sequence[int] | None] = asyncio.Queue()
+        how["partial"] = how.pop("begun", None)
         answering = asyncio.create_task(self._answer(prompt, news.put_nowait, **how))
         answering.add_done_callback(lambda _: news.put_nowait(None))
         try:

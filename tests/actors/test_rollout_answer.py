@@ -63,6 +63,8 @@ async def test_a_streamed_answer_is_the_same_and_whoever_stops_listening_frees_i
     tokens = [token for tokens in told for token in tokens]
     assert tokens == expected.response_ids.tolist()[: len(tokens)]
     model = RolloutModel(lambda: rollout)
+    named = await model.answer(ids, seed=1, name="of an episode", begun=None, hear=lambda _: None)
+    assert named.response_ids.tolist() == expected.response_ids.tolist()
     begun = asyncio.Event()
     settings = {"max_new_tokens": 30_000, "min_new_tokens": 30_000, "hear": lambda _: begun.set()}
     endless = asyncio.ensure_future(model.answer(ids, seed=1, **settings))

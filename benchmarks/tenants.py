@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,12 +72,11 @@ class Case(NamedTuple):
 
 
 async def both(
-    case: Case, tokens: int, repeat: int, *, operators: bool = False
-) -> tuple[bool, list[tuple[float, ...]]]:
-    """True if both ways come to the same bits; and of each turn the seconds of the wall and of the processor, first
-    one after the other, then together."""
-    tenants = case.tenants
-    data = [[datum(number, tokens)] for number in range(tenants)]
+    case: Case, lengths: Sequence[int], repeat: int, *, operators: bool = False
+) -> AsyncIterator[tuple[int, bool, list[tuple[float, ...]]]]:
+    """Of each number of tokens, whether both ways come to the same bits; and of each turn the seconds of the wall and
+    of the processor, first one after the other, then together."""
+    tenants, data = case.tenants, list[list[Datum]]()
     async with ActorSystem.local() as system:
         trainer = await case.trainer(system)
         for number, way in itertools.product(range(tenants), ("apart", "together")):
@@ -98,20 +97,24 @@ async def both(
                 tensors += load_file(directory / f"{way}{number}" / "adapter_model.safetensors").values()
             return tensors
 
-        pairs = zip(await apart(), await together(), strict=True)
-        equal = all((one[0] == other[0]).all() for one, other in pairs)
-        with tempfile.TemporaryDirectory() as name:
-            weights = [await learned(way, Path(name)) for way in ("apart", "together")]
-        equal &= all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
-        if operators:
-            await print_operators(apart)
-            await print_operators(together)
-        return bool(equal), [(*await timed(apart), *await timed(together)) for _ in range(repeat)]
+        for tokens in lengths:
+            data[:] = [[datum(number, tokens)] for number in range(tenants)]
+            pairs = zip(await apart(), await together(), strict=True)
+            equal = all((one[0] == other[0]).all() for one, other in pairs)
+            with tempfile.TemporaryDirectory() as name:
+                weights = [await learned(way, Path(name)) for way in ("apart", "together")]
+            equal &= all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+            if operators:
+                await print_operators(apart)
+                await print_operators(together)
+            yield tokens, bool(equal), [(*await timed(apart), *await timed(together)) for _ in range(repeat)]
 
 
 async def print_operators(way: Callable[[], Awaitable[object]]) -> None:
     """Print where the time of the processor goes."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # models compute in one of their own
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, experimental_config=every) as profile:
         await way()
     print(f"  {way.__name__}")
     print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=14, max_name_column_width=40))
@@ -185,8 +188,7 @@ async def main() -> None:
     if args.memory:
         await memory(case, args.tokens[0], args.open)
         return
-    for tokens in args.tokens:
-        equal, times = await both(case, tokens, args.repeat, operators=args.operators)
+    async for tokens, equal, times in both(case, args.tokens, args.repeat, operators=args.operators):
         wall = [apart / together for apart, _, together, _ in times]
         cpu = [apart / together for _, apart, _, together in times]
         count = args.tenants * tokens
@@ -194,7 +196,8 @@ async def main() -> None:
         print(
             f"  {tokens:4} tokens each: {count / fastest[0]:7.0f} tokens/s apart, {count / fastest[2]:7.0f} together; "
             f"in turn x {statistics.median(wall):.2f} ({min(wall):.2f} to {max(wall):.2f}) of the wall, "
-            f"x {statistics.median(cpu):.2f} of the processor; {'equal' if equal else 'NOT EQUAL'} bit for bit"
+            f"x {statistics.median(cpu):.2f} of the processor; {'equal' if equal else 'NOT EQUAL'} bit for bit",
+            flush=True,
         )
 
 

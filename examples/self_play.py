@@ -14,7 +14,6 @@ import rlinf
 PILES = "0ABCDEFGHIJKL"  # how a pile of so many stones is written
 MOVES = "123"
 
-
 MODEL = {"model_type": "qwen2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 OPPONENTS = {

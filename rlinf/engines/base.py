@@ -727,7 +727,7 @@ class Scheduler:
         max_tokens: of KV cache that they may come to, together; None for no bound.
         check: raises ValueError of a request that cannot be answered.
         admit: called at every change by an engine that takes each request as soon as there is room, by `take_next`.
-        reserve: tokens of KV cache to reserve for a request; by itself as many as it may come to.
+        reserve: tokens of KV cache to reserve for a request; None: as many as it may come to.
     """
 
     def __init__(
@@ -736,10 +736,10 @@ class Scheduler:
         max_tokens: int | None,
         check: Callable[[Request], None],
         admit: Callable[[], None] | None = None,
-        reserve: Callable[[Request], int] = attrgetter("cache_tokens"),
+        reserve: Callable[[Request], int] | None = None,
     ):
         self.max_rows, self.max_tokens = max_rows, max_tokens
-        self.reserve = reserve
+        self.reserve: Callable[[Request], int] = reserve or attrgetter("cache_tokens")
         self.callers = Callers()
         """Callers of `answer`."""
         self.calls: deque[Call] = deque()

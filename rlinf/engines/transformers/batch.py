@@ -870,6 +870,8 @@ class Batch:
 
     def _needed_by(self, request: Request) -> int:
         """Tokens to reserve for an answer that is to join."""
+        if self._max_tokens is None:
+            return request.cache_tokens
         partial = self._begun.get(request)
         return self._usual.reserve(request, 0 if partial is None else len(partial.response_ids))
 
@@ -947,7 +949,7 @@ class Batch:
         self._reserved[slots] = 0
         if keep:
             self.finished += closed
-            for request, answer in closed:
+            for request, answer in closed if self._max_tokens is not None else ():
                 if answer.finish != "abort":
                     self._usual.ended(request, len(answer.response_ids))
 

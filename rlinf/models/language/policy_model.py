@@ -121,9 +121,9 @@ class _Head(NamedTuple):
         logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, how, *matrices)
         return logprobs, entropy
 
-    def products(self, matrices: Sequence[Tensor]) -> HeadProducts:
-        """The products that adapters add, of these matrices."""
-        return HeadProducts(self.rows, self.chunk, matrices)
+    def products(self, matrices: Sequence[Tensor]) -> HeadProducts | None:
+        """The products that adapters add, of these matrices; None where there are none."""
+        return HeadProducts(self.rows, self.chunk, matrices) if self.rows else None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -151,7 +151,8 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
             raw, warmth = F.linear(hidden[part], weight, bias), _part(temperature, part)
-            products.add(raw, start)
+            if products is not None:
+                products.add(raw, start)
             if fused is not None:
                 logprobs[part], entropy[part], norms[part] = fused.scores(raw, targets[part], warmth)
                 continue
@@ -191,7 +192,8 @@ class _TokenLogprobs(torch.autograd.Function):
             logp, ctx.table = ctx.table, None  # it is overwritten
             if logp is None:
                 raw = F.linear(hidden[part], weight, bias)
-                products.add(raw, start)
+                if products is not None:
+                    products.add(raw, start)
             if fused is None:
                 logp = _warmed(raw, inputs[1]).sub_(norms[part, None]) if logp is None else logp
                 slope = _slope(logp, *inputs, *slopes)
@@ -203,7 +205,8 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 slope, summed = fused.slopes_and_bias(raw, *inputs, norms[part], *slopes)
                 for_bias += summed
-            products.learn(slope, start, for_matrices)
+            if products is not None:
+                products.learn(slope, start, for_matrices)
             if for_hidden is not None:
                 torch.mm(slope, weight, out=for_hidden[part])
             if wants_weight and at_once:
@@ -420,7 +423,8 @@ class PolicyModel(nn.Module):
         if self.pictures is not None:
             banned = never(self.pictures, head.weight[:, 0])
             bias = banned if bias is None else bias + banned
-        return _BeforeHead(hidden, head.weight, bias, HeadProducts.of(head, hidden, self._chunk))
+        products = HeadProducts.of(head, hidden, self._chunk) if hasattr(head, "lora_A") else None
+        return _BeforeHead(hidden, head.weight, bias, products)
 
     def _scored(self, batch: Packed, entropy_slope: bool) -> ModelOutputs:
         share = self._share(batch)

@@ -127,10 +127,8 @@ class HeadProducts:
 
     @classmethod
     def of(cls, head: Any, hidden: Tensor, chunk: int) -> HeadProducts | None:
-        """Products that adapters of an output embedding add to its logits of these hidden states, [tokens, width]; None
-        if it has none."""
-        if not hasattr(head, "lora_A"):
-            return None
+        """Products that the adapters of an output embedding add to its logits of these hidden states, [tokens, width];
+        None if none of them is in use."""
         tenants = getattr(head, "tenants", None)
         if tenants is None:
             names = () if head.disable_adapters else head.active_adapters

@@ -30,7 +30,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclo
 from dataclasses import dataclass, field
 from math import inf, isqrt
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -709,6 +709,18 @@ class Callers(Call):
         caller.wake()
 
 
+class Reserving(Protocol):
+    """Tells how many tokens of KV cache to reserve for requests."""
+
+    def reserve(self, request: Request) -> int:
+        """Tokens of a request."""
+        ...
+
+    def clear(self) -> None:
+        """Forget what was learned from answers: who comes next must not depend on who came before."""
+        ...
+
+
 class Scheduler:
     """Decides which requests an engine has in flight, of those of all calls of `batches` and `answer`.
 
@@ -727,7 +739,7 @@ class Scheduler:
         max_tokens: of KV cache that they may come to, together; None for no bound.
         check: raises ValueError of a request that cannot be answered.
         admit: called at every change by an engine that takes each request as soon as there is room, by `take_next`.
-        reserve: tokens of KV cache to reserve for a request; None: as many as it may come to.
+        reserving: tells how many tokens of KV cache to reserve for a request; None: as many as it may come to.
     """
 
     def __init__(
@@ -736,10 +748,11 @@ class Scheduler:
         max_tokens: int | None,
         check: Callable[[Request], None],
         admit: Callable[[], None] | None = None,
-        reserve: Callable[[Request], int] | None = None,
+        reserving: Reserving | None = None,
     ):
         self.max_rows, self.max_tokens = max_rows, max_tokens
-        self.reserve: Callable[[Request], int] = reserve or attrgetter("cache_tokens")
+        self.reserve: Callable[[Request], int] = attrgetter("cache_tokens") if reserving is None else reserving.reserve
+        self._reserving = reserving
         self.callers = Callers()
         """Callers of `answer`."""
         self.calls: deque[Call] = deque()
@@ -765,7 +778,7 @@ class Scheduler:
             drop: ends requests in flight that nobody wants any more.
         """
         call = Call(slow=self._admit is not None)
-        self.calls.append(call)
+        self._add(call)
         call.reader = asyncio.create_task(self._read(call, requests))
         try:
             if self._admit is not None:
@@ -792,7 +805,7 @@ class Scheduler:
         """Begin to answer one request by itself, after so many decode steps; `answer` waits for it."""
         self._check(request)
         if self.callers not in self.calls:
-            self.calls.append(self.callers)
+            self._add(self.callers)
         caller = self.callers.enter(request, steps)
         self.wake()
         return caller
@@ -920,6 +933,11 @@ class Scheduler:
             self._tokens -= self._reserved.pop(request)
         self.wake()
         return list(call.running)
+
+    def _add(self, call: Call) -> None:
+        if self._reserving is not None and not self.calls:
+            self._reserving.clear()
+        self.calls.append(call)
 
     def fill(self, free: int) -> bool:
         """Ask the sources that are waited for, each for `free` requests; True once all have answered."""

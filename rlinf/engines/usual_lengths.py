@@ -20,10 +20,14 @@ _ENOUGH = 32
 
 
 class UsualLengths:
-    """Lengths of the answers that have ended lately, of requests with about the same limit."""
+    """Lengths of the answers of the calls under way that have ended lately, of requests with about the same limit."""
 
     def __init__(self) -> None:
         self._kinds: dict[int, _Lately] = {}
+
+    def clear(self) -> None:
+        """Forget all: see `rlinf.engines.base.Reserving`."""
+        self._kinds.clear()
 
     def ended(self, request: Request, tokens: int) -> None:
         """Note an answer that has ended by itself, with so many tokens."""

@@ -84,7 +84,7 @@ def test_a_step_that_does_not_end_in_time_is_given_up_and_taken_again(uninterrup
         assert ranks.code(0, 60) == 75, ranks.everything()
     finally:
         ranks.end()
-    assert time.monotonic() - began < GRACE + 1
+    assert time.monotonic() - began < GRACE + 20, "not the step's thousand seconds"
     assert "after step 3; step 4 " in ranks.printed(0)
     assert checkpoints(run) == ["step_000003"]
     launch(*here, "--resume", "auto")

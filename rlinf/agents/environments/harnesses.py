@@ -96,7 +96,7 @@ class Bash:
             return result_text(await box.run(["bash", "-c", command]))
 
         messages = [{"role": "user", "content": instruction}]
-        return {"turns": float(len(await conversation(messages, llm, [bash], self._turns, runs_last=True)))}
+        return {"turns": float(len(await conversation(messages, llm, self._turns, tools=[bash], runs_last=True)))}
 
 
 class MiniSwe:

@@ -135,7 +135,7 @@ class MCP(Seeded):
                 failed = count
                 await server.check()
 
-        last, _ = (await conversation(messages, llm, tools, self._turns, check=check))[-1]
+        last, _ = (await conversation(messages, llm, self._turns, tools=tools, check=check))[-1]
         return str(last.content or last.text)
 
     async def _asked(self, server: McpServer, tool: str, values: Mapping[str, Any], schemas: Any) -> str:

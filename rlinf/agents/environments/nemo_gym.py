@@ -91,7 +91,7 @@ class NemoGym(Listed):
         await self._server.reach(partial(self._posted, "seed_session", row, session))
         offered = row["responses_create_params"].get("tools") or []
         tools = Tools(self._tool(each, session) for each in offered)
-        output = _items(await conversation(list(self._messages[number]), llm, tools, self._turns))
+        output = _items(await conversation(list(self._messages[number]), llm, self._turns, tools=tools))
         response = {"id": f"task_{number}", "object": "response", "created_at": 0, "model": "policy", "output": output}
         response |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": offered}
         verdict = await self._posted("verify", {**row, "response": response}, session)

@@ -551,15 +551,15 @@ async def use_tools(task: Any, llm: Any, *, tools: Sequence[str], turns: int = 8
         UserError: a tool cannot be called by models; the chat template refuses the messages.
     """
     messages = list(task.row.get("messages") or [{"role": "user", "content": task.text}])
-    await conversation(messages, llm, Tools([resolve(path) for path in tools]), turns)
+    await conversation(messages, llm, turns, tools=Tools([resolve(path) for path in tools]))
 
 
 async def conversation(
     messages: list[Any],
     llm: Any,
-    tools: Any,
     turns: int,
     *,
+    tools: Any,
     runs_last: bool = False,
     check: Callable[[], Awaitable[None]] | None = None,
 ) -> list[tuple[Any, list[Any]]]:
@@ -568,8 +568,8 @@ async def conversation(
     Args:
         messages: what was said so far; what is said is added.
         llm: the model.
-        tools: that it may call.
         turns: answers at most.
+        tools: that it may call; by this name, by which the look at an agent's code knows that it offers some.
         runs_last: the calls of the last of them are run, too.
         check: awaited when calls have been run; what it raises ends the work.
 

@@ -182,8 +182,8 @@ class TransformersEngine(Engine):
         usual = UsualLengths()
         more = (StopTexts.of(tokenizer), how.max_tokens, reusable, self._grammars, usual)
         self._batch = Batch(self._forward, rows, how.max_rows, *more)
-        reserve = None if how.max_tokens is None else usual.reserve
-        self._scheduler = Scheduler(how.max_rows, how.max_tokens, self.check_request, reserve=reserve)
+        reserving = None if how.max_tokens is None else usual
+        self._scheduler = Scheduler(how.max_rows, how.max_tokens, self.check_request, reserving=reserving)
         self._listeners: dict[Request, Hear] = {}
         self._unheard: set[Request] = set()  # listeners to these have heard no token yet
         self._untold: dict[Request, list[int]] = {}

@@ -213,6 +213,7 @@ async def test_what_was_put_back_can_be_taken_out_aborted_and_told_with_its_toke
     requests = long_tailed(200)
     engine, _ = scripted(max_rows=64, max_tokens=300)
     batch, loop, stopped = engine._batch, asyncio.get_running_loop(), asyncio.Event()
+    batch._usual.clear = lambda: None
     for one in requests[:40]:
         batch._usual.ended(one, 2)  # as if all answers were short
 

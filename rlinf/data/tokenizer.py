@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -109,7 +110,7 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
         if looks_local(source) and not Path(source).expanduser().is_dir():
             raise ValueError(f"tokenizer: there is no directory {source}, looked for from {Path.cwd()}")
         try:
-            tokenizer: PreTrainedTokenizerBase = pretrained(AutoTokenizer, source)
+            tokenizer: PreTrainedTokenizerBase = pretrained(_class_of(source), source)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(f"tokenizer: {source} has none that transformers can load: {reason}") from error
@@ -117,6 +118,16 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
     if set(source) != {"characters"}:
         raise ValueError(f'tokenizer: expected a directory or {{"characters": alphabet}}, got keys {sorted(source)}')
     return character_tokenizer(str(source["characters"]))
+
+
+def _class_of(source: str) -> Any:
+    """The loader that reads a tokenizer as its file has it, if that is of no model's kind, such as single characters.
+
+    `AutoTokenizer` would go by the model beside it: as Qwen2's, it has no token for a space or a line break.
+    """
+    file = Path(source).expanduser() / "tokenizer_config.json"
+    general = file.is_file() and json.loads(file.read_text()).get("tokenizer_class") == PreTrainedTokenizerFast.__name__
+    return PreTrainedTokenizerFast if general else AutoTokenizer
 
 
 def padding_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> tuple[int, ...]:

@@ -47,6 +47,13 @@ def test_it_saves_and_loads_like_any_other(tmp_path):
         assert (again.pad_token_id, again.eos_token_id) == (0, 1)
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_beside_a_model_it_is_the_tokenizer_that_was_saved(tmp_path, kind):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert load_tokenizer(str(tmp_path))("31 42>")["input_ids"] == tokenizer("31 42>")["input_ids"]
+
+
 @pytest.mark.parametrize("alphabet", ["", "0120"])
 def test_an_alphabet_has_each_character_once(alphabet):
     with pytest.raises(ValueError, match="stands once"):

@@ -2,17 +2,24 @@
 
 In: environments and seeds. Out: a line per run: the mean reward of each five steps, and the greedy result on held-out
 tasks before and after. The model begins with random weights and writes a few characters, so it learns what it can
-without reading well: which answers are usual, and where they stand. Two want more than the package:
+without reading well: which answers are usual, and where they stand. Three want more than the package:
 
     counting_taskset    make environments, and PYTHONPATH=tests/agents/environments
     echo                make environments; .venv-environments/bin/openenv init echo, and max_concurrent_envs=64 in
                         echo/server/app.py
+    marble              make environments
+
+In `marble`, random weights write no answer that could be paid, so a run on worked answers goes first
+(`algorithm: sft`), and the run in the environment begins with the model that it saved.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
@@ -20,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import rlinf
+from rlinf.agents.environments.verifiers import INSTALLED
 
 MODEL = {
     "model_type": "qwen2",
@@ -44,6 +52,22 @@ MOVES = "0123SFHG<>/red\n"
 LAKE = {"desc": ["SF", "HG"], "is_slippery": False}
 SERVER = ".venv-environments/bin/python -m uvicorn server.app:app --app-dir echo --host {host} --port {port}"
 
+RING = "{{ m.content.split('centred at (')[1].split(')')[0] + ' ' + m.content.split('- 1 x ')[1].split('\n')[0] }}"
+"""What differs between marble's tasks of one piece: the place of the ring, and the piece."""
+MARBLE = TEMPLATE.replace(
+    "{{ m.content }}", f"{{% if m.role == 'user' %}}{RING}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+)
+WORKED = """
+import itertools, json, sys
+from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+taskset = load_taskset(taskset_config_type("marble_v1")(id="marble_v1", seed=100_000))
+for task in itertools.islice(taskset.load(), int(sys.argv[1])):
+    layout = [{**piece, "x": int(piece["x"]), "y": int(piece["y"])} for piece in task.data.solution]
+    answer = {"role": "assistant", "content": json.dumps(layout, separators=(",", ":"))}
+    print(json.dumps({"messages": [{"role": "user", "content": task.data.prompt_text}, answer]}))
+"""
+"""Prints conversations with layouts that its generator knows to score, of another seed than the run's tasks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -61,6 +85,9 @@ class Case:
     template: str = TEMPLATE
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of `agent`."""
+    lr: float = 2e-3
+    worked: str = ""
+    """A program that prints conversations, which the model learns from before; without one it begins at random."""
 
 
 def _questions(generators: Any, **more: Any) -> Case:
@@ -76,6 +103,9 @@ CASES = {
     "FrozenLake": Case("gymnasium_text", {"env": "FrozenLake-v1", "settings": LAKE, "turns": 4}, 20, MOVES),
     "echo": Case("openenv", {"server": SERVER.split(), "turns": 2}, 15, tokens=8, more={"at_once": 64}),
     "counting_taskset": Case("verifiers", {"environment": "counting_taskset"}, 15),
+    "marble": Case(
+        "verifiers", {"environment": "marble_v1", "size": 168}, 25, CHARACTERS, 56, MARBLE, lr=2e-4, worked=WORKED
+    ),
 }
 
 
@@ -83,13 +113,13 @@ def learned(case: Case, seed: int) -> rlinf.Result:
     """Train from one seed."""
     with tempfile.TemporaryDirectory() as directory:
         result = rlinf.train(
-            MODEL,
+            _warm_started(case, seed, f"{directory}/worked") if case.worked else MODEL,
             agent={"function": case.function, "args": case.arguments, **case.more},
             tokenizer={"characters": case.characters},
             data={"chat": True, "chat_template": case.template},
             seed=seed,
             steps=case.steps,
-            lr=2e-3,
+            lr=case.lr,
             max_new_tokens=case.tokens,
             prompts_per_step=16,
             group_size=8,
@@ -99,6 +129,31 @@ def learned(case: Case, seed: int) -> rlinf.Result:
         )
     assert result is not None
     return result
+
+
+@functools.cache
+def _printed(program: str) -> list[dict[str, Any]]:
+    """The 256 conversations that a program prints where the environment is installed."""
+    lines = subprocess.run([INSTALLED, "-c", program, "256"], check=True, stdout=subprocess.PIPE).stdout.splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _warm_started(case: Case, seed: int, run_dir: str) -> str:
+    """A directory with a model that has learned from worked answers, until most of what it samples has their form."""
+    result = rlinf.train(
+        MODEL,
+        data={"train": _printed(case.worked), "chat_template": case.template},
+        algorithm="sft",
+        tokenizer={"characters": case.characters},
+        seed=seed,
+        steps=80,
+        lr=3e-3,
+        supervised={"batch_size": 64},
+        checkpoint={"every": 0},
+        run_dir=run_dir,
+    )
+    assert result is not None
+    return str(result.model_dir)
 
 
 def main() -> None:

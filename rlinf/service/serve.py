@@ -54,6 +54,12 @@ async def serving(
     local = host in ("localhost", "::1") or host.startswith("127.")
     if token is None and not config.serve.keys and not local:
         raise InputError(f"serve.host={host}: whoever reaches it could train and sample; set serve.token=tml-…")
+    rank = config.rollout.engine_args.get("adapter_rank")
+    if isinstance(rank, int) and 0 < rank < config.serve.max_rank:
+        raise InputError(
+            f"serve.max_rank={config.serve.max_rank}: the engine holds adapters of up to "
+            f"rollout.engine_args.adapter_rank={rank}; lower the one, or raise the other"
+        )
     directory = _directory(config)
     root = directory.with_name(f"{directory.name}-service")
     named = dict(config.serve.keys)
@@ -105,7 +111,7 @@ async def _try_models(session: Session) -> None:
 async def _unembeds(session: Session, config: RunConfig) -> bool:
     """True if answers can be by adapters of the output embedding: as they are, or merged into it alone."""
     if all(await session.rollout.takes_adapters()):
-        return True
+        return config.rollout.engine != "sglang"  # which is given none of it
     cost = cost_of(config.model.path or config.model.config, session.tokenizer)
     return cost is not None and not cost.tied
 

@@ -47,8 +47,8 @@ _SAVED = {
 }
 """Results' types by the kind of checkpoint that was written."""
 _NO_UNEMBED = (
-    "the output embedding of this base is its input embedding, too, and the engine answers by merged weights, which "
-    "cannot have adapters of one of them alone"
+    "the engine cannot have adapters of the output embedding: it is SGLang with adapter_rank; or it answers by merged "
+    "weights, and the output embedding of this base is its input embedding, too"
 )
 _QUANTUM = 4096
 """Tokens of each model that learn in a turn with others; more wait until those with fewer have had theirs."""

@@ -37,6 +37,9 @@ async def test_a_trainer_that_can_have_no_models_of_clients_is_refused_at_the_st
     with pytest.raises(InputError, match=r"trainer\.working_copy"):
         async with tiny(tmp_path, "trainer.dtype=bfloat16", "trainer.working_copy=false"):
             pass
+    with pytest.raises(InputError, match=r"serve\.max_rank.*adapter_rank=8"):
+        async with tiny(tmp_path, "rollout.engine_args={adapter_rank: 8}"):
+            pass
 
 
 async def learned_and_answered(http):

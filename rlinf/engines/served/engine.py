@@ -32,7 +32,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,7 +56,8 @@ from rlinf.engines.base import (
 )
 from rlinf.engines.grammars import Form, specials_of
 from rlinf.engines.served.server import Ask, Chunk, Http, Lost, ModelFiles, Refused, Server, ServerChild, ServerSettings
-from rlinf.runtime.base.tasks import cancel_all
+from rlinf.models.language.lora import save_scaled
+from rlinf.runtime.base.tasks import OwnDirectory, cancel_all, in_thread
 
 logger = logging.getLogger(__name__)
 E = TypeVar("E", bound="ServedEngine")
@@ -141,7 +142,8 @@ class Row:
             ends, count = sampling.stop_ids, sampling.max_new_tokens - answered
         rules = replace(sampling, max_new_tokens=count, min_new_tokens=0, stop_ids=ends, stop_texts=())
         ids, seed = [*self.request.prompt_ids.tolist(), *self.tokens], self.request.seed
-        return Ask(id, ids, rules, seed % _SEEDS, seed, answered, self.request.images, self._banned, self._grammar)
+        images, adapter = self.request.images, self.request.adapter
+        return Ask(id, ids, rules, seed % _SEEDS, seed, answered, images, self._banned, self._grammar, adapter)
 
     def take(self, chunk: Chunk, version: int) -> int:
         """Append tokens up to where the answer ends; returns how many they were."""
@@ -210,6 +212,16 @@ class Row:
         return np.array(self.tokens, np.int64), np.array(self.logprobs, np.float32), np.array(self.versions, np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Adapters that a server holds beside its model."""
+
+    version: int
+    """Theirs."""
+    files: OwnDirectory
+    """In peft's format, for this server and the next."""
+
+
 class ServedEngine(Engine):
     """An `Engine` around a server; `start` it before use.
 
@@ -238,6 +250,7 @@ class ServedEngine(Engine):
         self._streams: dict[str, Row] = {}  # asks that are open at the server
         self._names = (f"{secrets.token_hex(6)}-{number:012d}" for number in itertools.count())
         self._weights: Weights | None = None
+        self._adapters: dict[str, Adapters] = {}
         self._paused = self._asleep = False
         self._changing = asyncio.Lock()  # one change of the server's state at a time
         self._changed = asyncio.Event()  # the gate was opened, or a stream ended
@@ -260,6 +273,12 @@ class ServedEngine(Engine):
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def adapters(self) -> Mapping[str, int] | None:  # type: ignore[override]  # read here, never set
+        if self.child.server.adapters is None:
+            return None
+        return {name: each.version for name, each in self._adapters.items()}
 
     # Answering ---------------------------------------------------------------------------------------------------
 
@@ -348,6 +367,7 @@ class ServedEngine(Engine):
     async def _stream(self, row: Row) -> None:
         """One ask, from its beginning to its end, whatever ends it."""
         ask = row.ask(next(self._names))
+        version = self._version if ask.adapter is None else self._adapters[ask.adapter].version
         if not self._streams:
             self._last = asyncio.get_running_loop().time()
         self._streams[ask.id] = row
@@ -356,7 +376,7 @@ class ServedEngine(Engine):
             async with asyncio.timeout(None) as row.scope:
                 async with contextlib.aclosing(self.child.server.generate(self.child.http, ask)) as chunks:
                     async for chunk in chunks:
-                        self._count(new := row.take(chunk, self._version))
+                        self._count(new := row.take(chunk, version))
                         self._tell(row, new)
                         if row.finish == "text":  # which the server does not know of
                             break
@@ -424,30 +444,36 @@ class ServedEngine(Engine):
         await self._changed.wait()
 
     @contextlib.asynccontextmanager
-    async def _standstill(self) -> AsyncIterator[None]:
-        """In it the server is up, and does nothing but what is asked of it here."""
+    async def _standstill(self, adapter: str | None = None) -> AsyncIterator[None]:
+        """In it the server is up, and does nothing but what is asked of it here; with a name of adapters, nothing by
+        those, while answers by others that it has begun go on."""
         async with self._changing:
             try:
-                await self._end_streams()
+                await self._end_streams(adapter)
                 await self.child.up()
                 yield
             finally:
                 asyncio.get_running_loop().call_soon(self._wake)  # when the lock is open
 
-    async def _end_streams(self) -> None:
-        """Have the server end all asks, and wait until their streams have ended; the rows keep their tokens."""
+    async def _end_streams(self, adapter: str | None = None) -> None:
+        """Have the server end all asks, or those by adapters of a name, and wait until their streams have ended; the
+        rows keep their tokens."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._deadline
-        while self._streams:
+        while streams := self._open_streams(adapter):
             with contextlib.suppress(Lost, Refused):  # a server that dies ends its streams, too
-                await self.child.server.abort(self.child.http, None)
+                await self.child.server.abort(self.child.http, None if adapter is None else streams)
             again = min(loop.time() + _ASK_AGAIN, until)
-            while self._streams and loop.time() < again:
+            while (streams := self._open_streams(adapter)) and loop.time() < again:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(again):
                         await self._change()
-            if self._streams and loop.time() >= until:
+            if streams and loop.time() >= until:
                 await self.child.restart()
+
+    def _open_streams(self, adapter: str | None) -> list[str]:
+        """Asks that are open at the server: all, or those by adapters of a name."""
+        return [id for id, row in self._streams.items() if adapter in (None, row.request.adapter)]
 
     def _sweep(self, id: str) -> None:
         """Have the server told that nobody wants an ask any more: by one task, for all that come up meanwhile."""
@@ -475,11 +501,21 @@ class ServedEngine(Engine):
     # Weights and memory ------------------------------------------------------------------------------------------
 
     async def check(self, weights: Weights) -> None:
-        if problems := misfits(self._files.shapes, weights.shapes):
+        if weights.adapter is not None:
+            if self.child.server.adapters is None:
+                raise ValueError(
+                    f"adapters {weights.adapter}: {self._name} holds none beside its model: SGLang does, where "
+                    "rollout.engine_args.adapter_rank is their highest rank"
+                )
+            self.child.server.adapters.check(weights, self._files.shapes)
+        elif problems := misfits(self._files.shapes, weights.shapes):
             raise ValueError(f"weights of version {weights.version} do not fit {self._name}: {problems}")
 
     async def load(self, weights: Weights) -> None:
         await self.check(weights)
+        if weights.adapter is not None:
+            await self._load_adapters(weights, weights.adapter)
+            return
         async with self._standstill():
             before, weights = self._weights, self._files.as_saved(weights)
             self._weights = weights  # what a server that dies now is started again with
@@ -491,6 +527,44 @@ class ServedEngine(Engine):
                     await self.child.restart()  # part of them may be in use
                     raise
             self._version = weights.version
+
+    async def _load_adapters(self, weights: Weights, name: str) -> None:
+        """Hold adapters; what is being answered by others of their name goes on with these."""
+        files = OwnDirectory("adapters")
+        try:
+            await in_thread(lambda: save_scaled(files.path, weights.named()))
+            async with self._standstill(name):
+                await self._load_files(name, files.path)
+                before, self._adapters[name] = self._adapters.get(name), Adapters(weights.version, files)
+        except BaseException:
+            files.remove()
+            raise
+        if before is not None:
+            before.files.remove()
+
+    async def _load_files(self, name: str, directory: Path) -> None:
+        """Have the server hold adapters; one that dies or hangs over them is asked a second time when it has been
+        started again with those that were there."""
+        assert self.child.server.adapters is not None
+        for last in (False, True):
+            try:
+                async with asyncio.timeout(self._deadline):
+                    return await self.child.server.adapters.load(self.child.http, name, directory)
+            except (Lost, TimeoutError) as error:
+                logger.warning("%s: its server is started again, over adapters %s: %s", self._name, name, error)
+                await self.child.restart()
+                if last:
+                    raise
+
+    async def unload(self, adapter: str) -> None:
+        async with self._standstill(adapter):
+            waits = any(one.adapter == adapter for call in self._scheduler.calls for one in call.waiting)
+            if waits or adapter not in self._adapters or any(one.adapter == adapter for one in self._rows):
+                raise ValueError(f"adapters {adapter} are not here, or somebody is answered by them")
+            place = self.child.server.adapters
+            assert place is not None
+            self._adapters.pop(adapter).files.remove()
+            await self._altered(lambda: place.unload(self.child.http, adapter), quiet=False)
 
     async def sleep(self) -> None:
         if not self._asleep:
@@ -504,12 +578,13 @@ class ServedEngine(Engine):
                 self._asleep = False
                 await self._altered(lambda: self.child.server.regain(self.child.http, self._weights))
 
-    async def _altered(self, alter: Callable[[], Awaitable[None]]) -> None:
+    async def _altered(self, alter: Callable[[], Awaitable[None]], *, quiet: bool = True) -> None:
         """Change the server's state. If it dies over that, or is not done by the deadline, it is started again, and
         `prepare` brings it to the state that is meant."""
         try:
             async with asyncio.timeout(self._deadline):
-                await self.child.server.quiet(self.child.http)
+                if quiet:
+                    await self.child.server.quiet(self.child.http)
                 await alter()
         except (Lost, TimeoutError) as error:
             what = str(error) or f"it was not done after {self._deadline:g} s"
@@ -520,6 +595,9 @@ class ServedEngine(Engine):
         """Bring a server that was just started to the state of the one before it."""
         if self._weights is not None:
             await self.child.server.update(http, self._weights)
+        if (place := self.child.server.adapters) is not None:
+            for name, each in self._adapters.items():
+                await place.load(http, name, each.files.path)
         if self._asleep:
             await self.child.server.release(http)
 
@@ -533,6 +611,8 @@ class ServedEngine(Engine):
             await cancel_all([self._sweeper])
         await self.child.stop()
         self._files.remove()
+        for each in self._adapters.values():
+            each.files.remove()
 
 
 async def start_server(

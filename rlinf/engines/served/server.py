@@ -298,6 +298,22 @@ class Ask:
     """Tokens that are never drawn, and whose probability is 0 in the log-probs."""
     grammar: str | None = None
     """Lark grammar of llguidance that the answer is kept to from its first token on; None: it may be anything."""
+    adapter: str | None = None
+    """Name of the adapters that answer, which `ServerAdapters.load` brought; None: the model itself."""
+
+
+class ServerAdapters(Protocol):
+    """Adapters that a server holds beside its model. Talking to it raises as `Server`'s methods do."""
+
+    def check(self, weights: Weights, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ValueError unless the server can hold these beside a model of these shapes."""
+
+    async def load(self, http: Http, adapter: str, directory: Path) -> None:
+        """Hold adapters in a directory of peft's by this name, in place of those that were of it, by which nothing is
+        being answered. The directory stays. Refused, the server has those that were there."""
+
+    async def unload(self, http: Http, adapter: str) -> None:
+        """Hold them no more; nothing is being answered by them."""
 
 
 class Server(Protocol):
@@ -316,6 +332,10 @@ class Server(Protocol):
     """Chunks tell to which experts tokens went."""
     forms: bool
     """It keeps answers to the grammar of an `Ask`."""
+
+    @property
+    def adapters(self) -> ServerAdapters | None:
+        """Holds adapters beside its model; None: it holds none."""
 
     def command(self, model: Path, host: str, port: int) -> Sequence[str]:
         """The command line of the child process."""

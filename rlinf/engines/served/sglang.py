@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
+import itertools
 import os
 import pickle
 import shutil
@@ -50,6 +52,7 @@ from rlinf.engines.served.server import (
     model_files,
 )
 from rlinf.engines.served.shared_memory import SharedMemory
+from rlinf.models.language.lora import ranks_of
 from rlinf.runtime.base.tasks import OwnDirectory, in_thread
 from rlinf.runtime.base.tensors import own_device
 
@@ -280,12 +283,81 @@ class SGLangSettings(ServerSettings):
     seeded: bool = True
     """Seeds count, so that samples can be repeated and continued; on GPUs this costs speed, and only some attention
     back ends can."""
+    adapter_rank: int = pydantic.Field(default=0, ge=0)
+    """Highest rank of adapters that the server holds beside its model, for answers by several models of one base at
+    once; 0: it holds none."""
     stream_interval: int = pydantic.Field(default=8, ge=1)
     """Tokens that come in one piece: fewer are kept sooner, more are cheaper."""
     route: str | None = None
     """How weights get in: cuda_ipc, shared_memory, http or disk; null: the fastest that works."""
     args: list[Any] = field(default_factory=list)
     """Further words of the server's command line."""
+
+
+ADAPTER_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Layers, by the ends of their names, that get adapters. The output embedding does not: with it 0.5.20 gave wrong
+log-probs where answers shared a batch, on a CPU."""
+_GROUPS = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+"""Those that the server computes as one."""
+
+
+class SGLangAdapters:
+    """The adapters of one server; a `ServerAdapters`.
+
+    Each gets a name of its own there whenever it comes: what the server has read is kept by that, so nothing that other
+    adapters of the name read is used again.
+
+    Args:
+        rank: highest that the server was started for.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.names: dict[str, str] = {}
+        """Names there, by ours."""
+        self._numbers = itertools.count(1)
+
+    def check(self, weights: Weights, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See `ServerAdapters`."""
+        layers = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+        ranks = ranks_of(
+            weights, {name: shape for name, shape in layers.items() if name.split(".")[-1] in ADAPTER_LAYERS}
+        )
+        if len({*ranks.values()}) != 1 or max(ranks.values()) > self.rank:
+            raise ValueError(
+                f"adapters {weights.adapter}: SGLang takes those of one rank, here up to {self.rank}, and these have "
+                f"{sorted({*ranks.values()})}: set rollout.engine_args.adapter_rank"
+            )
+        for layer in ranks:
+            block, _, last = layer.rpartition(".")
+            for group in (each for each in _GROUPS if last in each):
+                if lacking := sorted(each for each in group if f"{block}.{each}" not in ranks):
+                    raise ValueError(
+                        f"adapters {weights.adapter}: {layer} has one and {block}.{lacking[0]} has none, which SGLang "
+                        f"computes as one layer: give {', '.join(sorted(group))} adapters together"
+                    )
+
+    async def load(self, http: Http, adapter: str, directory: Path) -> None:
+        """See `ServerAdapters`."""
+        name = f"{adapter}-{next(self._numbers)}"
+        await self._change(http, "/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+        before, self.names[adapter] = self.names.get(adapter), name
+        if before is not None:
+            await self._drop(http, before)
+
+    async def unload(self, http: Http, adapter: str) -> None:
+        """See `ServerAdapters`."""
+        if (name := self.names.pop(adapter, None)) is not None:
+            await self._drop(http, name)
+
+    async def _drop(self, http: Http, name: str) -> None:
+        with contextlib.suppress(Refused):  # with --max-loaded-loras it may have let go of them by itself
+            await self._change(http, "/unload_lora_adapter", {"lora_name": name})
+
+    async def _change(self, http: Http, path: str, body: Mapping[str, str]) -> None:
+        reply = await http.post(path, body, seconds=_BUCKET)
+        if not reply.get("success", True):
+            raise Refused(f"SGLang {path}: {reply.get('error_message')}")
 
 
 class SGLangServer:
@@ -311,6 +383,7 @@ class SGLangServer:
         experts: Experts | None = None,
     ) -> None:
         self.seeded, self.routes, self.forms = settings.seeded, experts is not None, settings.schemas
+        self.adapters = SGLangAdapters(settings.adapter_rank) if settings.adapter_rank else None
         self.version = "?"
         """Version of the server, in its own words."""
         self._settings, self._setup, self._python, self._experts = settings, setup, python, experts
@@ -342,7 +415,10 @@ class SGLangServer:
             words += ["--enable-deterministic-inference"]
         if self._experts is not None:
             words += ["--enable-return-routed-experts"]
+        if self.adapters is not None:
+            words += ["--enable-lora", "--max-lora-rank", self.adapters.rank, "--lora-target-modules", *ADAPTER_LAYERS]
         if self._device == "cpu":
+            words += ["--lora-backend", "torch_native"] if self.adapters is not None else []
             words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]
             words += ["--disable-overlap-schedule", "--mem-fraction-static", "0.1"]
             most = setup.max_tokens or setup.max_rows * min(setup.max_length or 2048, 4096)
@@ -367,6 +443,8 @@ class SGLangServer:
         self.version = str(reply.get("version", "?"))
         self._differences = differences(self.version)
         self._held = None
+        if self.adapters is not None:
+            self.adapters.names.clear()
         one = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         await http.post("/generate", one, seconds=_GREETING)
 
@@ -401,6 +479,8 @@ class SGLangServer:
             "stream": True,
             "return_routed_experts": self.routes,
         }
+        if ask.adapter is not None and self.adapters is not None:
+            body["lora_path"] = self.adapters.names[ask.adapter]
         if ask.images:
             body["image_data"] = await in_thread(lambda: [_as_url(image) for image in ask.images])
         got = 0
@@ -545,5 +625,11 @@ async def build(setup: EngineSetup, **args: Any) -> SGLangEngine:
     settings = settings_of(SGLangSettings, args, "rollout.engine_args")
     python = interpreter(settings.python)
     files = await setup.compute(model_files, setup)
+    if settings.adapter_rank and (setup.pictures is not None or files.experts is not None):
+        files.remove()
+        raise ValueError(
+            "rollout.engine_args.adapter_rank: adapters beside models with experts, or that read pictures, were not "
+            "tried: leave it out"
+        )
     server = SGLangServer(settings, setup, python, device_here(), files.experts if setup.routes else None)
     return await start_server(SGLangEngine, server, setup, files, settings)

@@ -46,6 +46,7 @@ class VllmServer:
     reads_images = False
     seeded = True
     routes = False
+    adapters = None
 
     def __init__(self, python: str, settings: Mapping[str, Any], deadline: float, *, forms: bool = False) -> None:
         self.forms = forms

@@ -6,7 +6,6 @@ row: it wastes operations and saves calls, of which a step on a CPU has most.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlinf.data.weights import Weights
+from rlinf.models.language.lora import ranks_of
 
 PRODUCTS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -25,7 +25,6 @@ PRODUCTS = (
 """Layers of a block by the product that computes them."""
 HEAD = "lm_head"
 """The output embedding, whose product comes after those of all blocks."""
-_NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
 
 
 class Own(NamedTuple):
@@ -65,18 +64,7 @@ class RowAdapters:
 
     def check(self, weights: Weights) -> None:
         """Raise ValueError unless these adapters fit the model; changes nothing."""
-        ranks: dict[str, dict[str, int]] = {}
-        for name, shape in weights.shapes.items():
-            layer, kind = match.groups() if (match := _NAME.fullmatch(name)) else ("", "")
-            if (module := self._layers.get(layer)) is None:
-                raise ValueError(f"adapters {weights.adapter}: {name} is of no layer that gets adapters here")
-            wide, rank = (module.out_features, shape[-1]) if kind == "B" else (module.in_features, shape[0])
-            if shape != ((wide, rank) if kind == "B" else (rank, wide)):
-                raise ValueError(f"adapters {weights.adapter}: {name} is {list(shape)}, which does not fit its layer")
-            ranks.setdefault(layer, {})[kind] = rank
-        for layer, pair in ranks.items():
-            if len(pair) != 2 or pair["A"] != pair["B"]:
-                raise ValueError(f"adapters {weights.adapter}: {layer} has no two matrices of one rank")
+        ranks_of(weights, {name: (each.out_features, each.in_features) for name, each in self._layers.items()})
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:

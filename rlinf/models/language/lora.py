@@ -15,7 +15,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlinf.data.rng import ONE_AT_A_TIME, mix
+from rlinf.data.safetensors_io import write_tensors
+from rlinf.data.weights import Weights
 
 POLICY = "default"
 """Name of the adapters that learn, as peft calls the first."""
@@ -43,6 +45,8 @@ _ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Names of linear layers that choose experts: they change which weights learn at all, and get adapters only by name."""
 _UNCALLED = {"dt_proj", "out_proj"}
 """Linear layers whose weight a Mamba block reads without calling them, so that an adapter would have no effect."""
+_SCALED_NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
+"""Name of a scaled tensor: its layer, and which of the two it is."""
 _SPECIAL = re.compile(r"[\\^$*+?\[\]()|{}]")
 """A name with one of these is a regular expression."""
 
@@ -281,6 +285,41 @@ def scaled_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
             value = file.get_tensor(key)
             scale = config["lora_alpha"] / config["r"] if ".lora_B." in key else 1.0
             yield key.removeprefix(_SAVED_AS), value * scale
+
+
+def save_scaled(directory: Path, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Write adapters of one rank in peft's format, with names and values as `scaled_tensors` has them."""
+    tensors = {_SAVED_AS + name: tensor.cpu() for name, tensor in named}
+    rank = next(len(tensor) for name, tensor in tensors.items() if ".lora_A." in name)
+    layers = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": rank, "lora_alpha": rank}
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config | {"target_modules": layers}), encoding="utf-8")
+    write_tensors(directory / ADAPTER_WEIGHTS, tensors)
+
+
+def ranks_of(weights: Weights, layers: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Rank of adapters, scaled and named as `scaled_tensors` has them, by the layer of the plain model.
+
+    Args:
+        weights: the adapters.
+        layers: shape of the weight of each layer that may have adapters, [outputs, inputs].
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    ranks: dict[str, dict[str, int]] = {}
+    for name, shape in weights.shapes.items():
+        layer, kind = match.groups() if (match := _SCALED_NAME.fullmatch(name)) else ("", "")
+        if (sizes := layers.get(layer)) is None:
+            raise ValueError(f"adapters {weights.adapter}: {name} is of no layer that gets adapters here")
+        wide, rank = (sizes[0], shape[-1]) if kind == "B" else (sizes[1], shape[0])
+        if shape != ((wide, rank) if kind == "B" else (rank, wide)):
+            raise ValueError(f"adapters {weights.adapter}: {name} is {list(shape)}, which does not fit its layer")
+        ranks.setdefault(layer, {})[kind] = rank
+    for layer, pair in ranks.items():
+        if len(pair) != 2 or pair["A"] != pair["B"]:
+            raise ValueError(f"adapters {weights.adapter}: {layer} has no two matrices of one rank")
+    return {layer: pair["A"] for layer, pair in ranks.items()}
 
 
 def start_adapters(model: nn.Module, seed: int, adapter: str = POLICY) -> Iterator[tuple[nn.Parameter, Tensor]]:

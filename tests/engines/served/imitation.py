@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 from base64 import b64encode
+from pathlib import Path
 
 import numpy as np
 from aiohttp import web
+from safetensors.numpy import load_file
 
 from rlinf.engines.base import EngineSetup
 from rlinf.engines.served.engine import ServedEngine
@@ -34,6 +36,21 @@ def answer(prompt, count, version=0):
     return text[len(prompt) :]
 
 
+def lora_effect(directory):
+    """What adapters in a directory of peft's add to the version that a text follows from: the sum of their product."""
+    config = json.loads((directory / "adapter_config.json").read_text())
+    tensors = load_file(directory / "adapter_model.safetensors")
+    assert (config["peft_type"], config["bias"]) == ("LORA", "none")
+    total = 0
+    for name in config["target_modules"]:
+        part = f"base_model.model.model.layers.0.self_attn.{name}.lora_"
+        down, up = tensors.pop(part + "A.weight"), tensors.pop(part + "B.weight")
+        assert len(down) == config["r"]
+        total += config["lora_alpha"] / config["r"] * (up @ down).sum()
+    assert not tensors
+    return int(total)
+
+
 def routes(text):
     """Experts of what is read of a text: functions of the token, its place and the layer."""
     ids, places = np.array(text[:-1], np.int32), np.arange(len(text) - 1, dtype=np.int32)
@@ -44,14 +61,17 @@ def routes(text):
 class Imitation(SGLangServer):
     """Speaks to itself: the client's half is the real one."""
 
-    def __init__(self, version="0.5.20", experts=None):
-        super().__init__(SGLangSettings(route="http"), EngineSetup("", {}, None), "-", ("cpu", 0), experts)
+    def __init__(self, version="0.5.20", experts=None, adapter_rank=0):
+        settings = SGLangSettings(route="http", adapter_rank=adapter_rank)
+        super().__init__(settings, EngineSetup("", {}, None), "-", ("cpu", 0), experts)
+        self.loras, self.asked = {}, []  # what adapters add to the version, by name; and whose each request was
         self.tells, self.weights, self.calls = version, 0, []
         self.wrong = []  # what is done wrong with the next requests: a status, "half", "hang" or "nothing"
         self.running = {}  # request ids, and whether they were aborted
         self.site = self.runner = None
         self.hold = asyncio.Event()  # tokens come while it is set
         self.hold.set()
+        self.free = 0  # so many of each request come anyway
 
     def command(self, model, host, port):
         self.address = host, port
@@ -65,7 +85,7 @@ class Imitation(SGLangServer):
         self.runner = web.AppRunner(app, shutdown_timeout=0.01)
         await self.runner.setup()
         await web.TCPSite(self.runner, *self.address).start()
-        self.weights = 0
+        self.weights, self.loras = 0, {}
         await super().greet(http)
 
     async def handle(self, request):
@@ -83,10 +103,25 @@ class Imitation(SGLangServer):
             return web.Response(status=400, text="Flush cache failed.\n")
         if path == "/update_weights_from_tensor":
             self.weights = int(body["weight_version"])
+        if path.endswith("load_lora_adapter"):
+            return self.changed(path, **body)
+        return web.json_response({"success": True})
+
+    def changed(self, path, lora_name, lora_path=None):
+        """Load or unload adapters, as it was told."""
+        wrong = self.wrong.pop(0) if self.wrong else None
+        if wrong is not None or (lora_path is None) != (lora_name in self.loras):
+            return web.json_response({"success": False, "error_message": "so it goes"}, status=wrong or 400)
+        if lora_path is None:
+            del self.loras[lora_name]
+        else:
+            self.loras[lora_name] = lora_effect(Path(lora_path))
         return web.json_response({"success": True})
 
     async def stream(self, request, body):
         wrong = self.wrong.pop(0) if self.wrong else None
+        self.asked.append(name := body.get("lora_path"))
+        effect = 0 if name is None else self.loras[name]
         if isinstance(wrong, int):
             return web.json_response({"error": {"message": "so it goes"}}, status=wrong)
         reply = web.StreamResponse()
@@ -98,8 +133,9 @@ class Imitation(SGLangServer):
                 await asyncio.sleep(0)
                 if wrong == "hang":
                     await asyncio.Event().wait()
-                await self.hold.wait()
-                token = following(text, self.weights)
+                while not (len(got) < self.free or self.hold.is_set() or self.running[body["rid"]]):
+                    await asyncio.sleep(0.001)
+                token = following(text, self.weights + effect)
                 text.append(token)
                 got.append(token)
                 reason = None

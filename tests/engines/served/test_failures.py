@@ -29,10 +29,10 @@ SHAPES = {"weight": (3,)}
 async def started():
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(version="0.5.20", settings=None, experts=None, **setup):
-            server = Imitation(version, experts=experts)
+        async def start(version="0.5.20", settings=None, experts=None, adapter_rank=0, shapes=SHAPES, **setup):
+            server = Imitation(version, experts, adapter_rank)
             made = EngineSetup("rollout[0]", {}, contextlib.nullcontext, max_length=5000, **setup)
-            engine = await imitated(made, server, SHAPES, **(settings or {}))
+            engine = await imitated(made, server, shapes, **(settings or {}))
             stack.push_async_callback(engine.close)
             stack.push_async_callback(lambda: server.runner.cleanup())
             return engine, server
@@ -280,3 +280,134 @@ def test_an_answer_is_cut_before_an_id_that_the_tokenizer_has_not():
     assert (row.finish, row.completion.response_ids.tolist()) == ("length", [1, 2, 3])
     with pytest.raises(FloatingPointError, match=r"request 3: .*token.*7"):
         Row(request(3, [1], Sampling(9)), None, padding=frozenset({7, 8})).take(Chunk([7], [-9.0]), version=4)
+
+
+LAYERS = {f"model.layers.0.self_attn.{name}_proj.weight": (4, 4) for name in "qkvo"}
+
+
+def adapters(name, version, effect, rank=1, layers="qkvo", width=4):
+    """Adapters that add `effect` to the version that a text of the imitation follows from."""
+    tensors = {}
+    for number, layer in enumerate(layers):
+        path = f"model.layers.0.self_attn.{layer}_proj.lora_"
+        tensors[path + "A.weight"] = torch.eye(rank, width)
+        tensors[path + "B.weight"] = torch.zeros(4, rank)
+        tensors[path + "B.weight"][0, 0] = effect if number == 0 else 0
+    return replace(Weights.pack(tensors.items(), version), adapter=name)
+
+
+def by(asked, name):
+    return replace(asked, adapter=name)
+
+
+async def test_answers_by_several_adapters_are_made_at_once_each_with_the_version_of_its_own(started):
+    engine, server = await started(adapter_rank=2, shapes=LAYERS)
+    assert engine.adapters == {}
+    await engine.load(adapters("a", 5, 3))
+    await engine.load(adapters("b", 8, 6, rank=2))
+    assert engine.adapters == {"a": 5, "b": 8}
+    of = {0: (None, 0, 0), 1: ("a", 5, 3), 2: ("b", 8, 6), 3: ("a", 5, 3)}
+    server.free, requests = 1, [by(request(i, [1, 2], Sampling(9)), of[i][0]) for i in of]
+    server.hold.clear()
+    calls = asyncio.create_task(answers(engine, requests))
+    await some_tokens(engine, *of)  # all of them are open
+    server.hold.set()
+    found = await calls
+    for i, (_, version, effect) in of.items():
+        right({i: found[i]}, [requests[i]], effect)
+        assert set(found[i].versions.tolist()) == {version}
+    with pytest.raises(ValueError, match=r"request 9 .*'c'"):
+        await engine.answer(by(request(9, [1], Sampling(2)), "c"))
+
+
+async def test_new_adapters_of_a_name_interrupt_its_own_answers_alone(started):
+    engine, server = await started(adapter_rank=2, shapes=LAYERS)
+    await engine.load(adapters("a", 1, 3))
+    await engine.load(adapters("b", 1, 6))
+    server.free, requests = 3, [by(request(i, [4, 2], Sampling(12)), name) for i, name in enumerate("ab")]
+    server.hold.clear()
+    calls = asyncio.create_task(answers(engine, requests))
+    await some_tokens(engine, 0, 1)
+    await engine.load(adapters("a", 2, 7))
+    server.hold.set()
+    found = await calls
+    first = found[0].versions.tolist().count(1)
+    ids = found[0].response_ids.tolist()
+    assert found[0].versions.tolist() == [1] * first + [2] * (12 - first)
+    assert 0 < first < 12
+    assert ids[:first] == answer([4, 2], first, 3)
+    assert ids[first:] == answer([4, 2, *ids[:first]], 12 - first, 7)
+    right({1: found[1]}, [requests[1]], 6)
+    assert len([name for name in server.asked if name.startswith("b-")]) == 1
+    assert sorted(name[0] for name in server.loras) == ["a", "b"]  # the older ones are gone
+
+
+async def test_adapters_outlive_a_death_of_the_server(started):
+    engine, server = await started(adapter_rank=1, shapes=LAYERS)
+    await engine.load(adapters("a", 4, 3))
+    await engine.load(adapters("a", 5, 8))
+    server.free, asked = 3, by(request(0, [4, 2], Sampling(12)), "a")
+    server.hold.clear()
+    call = asyncio.create_task(engine.answer(asked))
+    await some_tokens(engine, 0)
+    os.kill(engine.child.child.pid, 9)
+    await server.runner.cleanup()
+    server.hold.set()
+    right({0: (done := await call)}, [asked], 8)
+    assert set(done.versions.tolist()) == {5}
+    assert engine.child.child.restarts == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "shapes", "named", "words"),
+    [
+        (0, {}, {}, r"adapters a: rollout\[0\] .*adapter_rank"),
+        (1, {}, {"rank": 2}, r"adapters a: .*adapter_rank"),
+        (1, {}, {"layers": "q"}, r"adapters a: .*q_proj.*k_proj"),
+        (1, {}, {"width": 5}, r"adapters a: .*q_proj.lora_A.*\[1, 5\]"),
+        (1, {"model.layers.0.self_attn.o_proj.weight": None}, {}, r"adapters a: .*o_proj.lora_A.* no layer"),
+    ],
+)
+async def test_adapters_that_a_server_cannot_hold_are_refused_before_it_hears_of_them(
+    started, rank, shapes, named, words
+):
+    fit = {name: shape for name, shape in LAYERS.items() if shapes.get(name, shape)}
+    engine, server = await started(adapter_rank=rank, shapes=fit)
+    before = list(server.calls)
+    with pytest.raises(ValueError, match=words):
+        await engine.load(adapters("a", 1, 3, **named))
+    assert (server.calls, engine.adapters) == (before, {} if rank else None)
+
+
+@pytest.mark.parametrize(("wrong", "restarts"), [([400], 0), ([500], 1), ([500, None, 500], 2)])
+async def test_after_adapters_that_fail_at_the_server_those_before_answer(started, wrong, restarts):
+    engine, server = await started(adapter_rank=1, shapes=LAYERS, settings={"max_restarts": 5})
+    await engine.load(adapters("a", 1, 3))
+    server.wrong = list(wrong)
+    if taken := wrong == [500]:  # the second time
+        await engine.load(adapters("a", 2, 9))
+    else:
+        with pytest.raises((ValueError, RuntimeError), match="load_lora_adapter"):
+            await engine.load(adapters("a", 2, 9))
+    done = await engine.answer(asked := by(request(0, [4, 2], Sampling(6)), "a"))
+    right({0: done}, [asked], 9 if taken else 3)
+    assert set(done.versions.tolist()) == {2 if taken else 1}
+    assert (server.wrong, engine.child.child.restarts) == ([], restarts)
+
+
+async def test_adapters_are_unloaded_when_nobody_is_answered_by_them(started):
+    engine, server = await started(adapter_rank=1, shapes=LAYERS)
+    await engine.load(adapters("a", 1, 3))
+    server.free, asked = 2, by(request(0, [4, 2], Sampling(6)), "a")
+    server.hold.clear()
+    call = asyncio.create_task(engine.answer(asked))
+    await some_tokens(engine, 0)
+    for name in "ab":
+        with pytest.raises(ValueError, match=f"adapters {name} "):
+            await engine.unload(name)
+    server.hold.set()
+    right({0: await call}, [asked], 3)
+    await engine.unload("a")
+    assert (engine.adapters, server.loras) == ({}, {})
+    with pytest.raises(ValueError, match=r"request 1 .*'a'"):
+        await engine.answer(by(request(1, [4], Sampling(6)), "a"))

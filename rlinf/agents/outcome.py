@@ -340,11 +340,11 @@ class Tally:
         values |= {f"{name}/reward": math.fsum(own) / len(own) for name, own in sorted(rewards.items())}
         return values | {f"agent/{name}/calls": count / self.played for name, count in sorted(self.by_agent.items())}
 
-    def warnings(self) -> Iterator[str]:
-        """Yield sentences about failed and blocking episodes, which a person should know."""
-        if self.failures:
+    def warnings(self, known: KnownFailures | None = None) -> Iterator[str]:
+        """Yield sentences about failed episodes, unless it is known, and blocking ones, which a person should know."""
+        if (known or KnownFailures()).lacks(self):
             failed = f"{self.failures} of {self.played} episodes failed"
-            yield f"{failed} and count as not drawn; the first: {self.remark}"
+            yield f"{failed} and count as not drawn; the first: {self.remark}; from now on see metric episodes/failed"
         if self.blocked:
             yield (
                 f"an episode ran for {self.blocked:.1f} s without an await, so that all others stood still: "
@@ -361,6 +361,28 @@ class Tally:
                 f"of the checkpoint's open episodes, {self.went_on} went on{why}; {self.reused:,} tokens were taken "
                 f"from their records{lost}"
             )
+
+
+class KnownFailures:
+    """Failures of episodes that a run has told of, so that it does not say at every step what it has said."""
+
+    def __init__(self) -> None:
+        self._share = 0.0
+        self._causes: set[tuple[str, str]] = set()
+
+    def lacks(self, tally: Tally) -> bool:
+        """Take a step's failures in; True if they are news: the first one's type or line is, or their share is a fifth
+        of all episodes away from that of the last news, or from none where a step had none since."""
+        cause = tally.cause
+        if cause is None:
+            self._share = 0.0
+            return False
+        kind, share = (type(cause).__name__, line_of(cause)), tally.failures / tally.played
+        if kind in self._causes and abs(share - self._share) < 0.2:
+            return False
+        self._causes.add(kind)
+        self._share = share
+        return True
 
 
 class Gathered(list[Group]):

@@ -42,7 +42,7 @@ from rlinf.agents.conversation import Conversation
 from rlinf.agents.endpoint.endpoint import Endpoint, Served, serving_config
 from rlinf.agents.episodes import Episodes, LoopWatch, OpenTask, Play
 from rlinf.agents.llm import PastSelves, Reply, RolloutModel, Setting
-from rlinf.agents.outcome import Episode, Gathered, Tally, here
+from rlinf.agents.outcome import Episode, Gathered, KnownFailures, Tally, here
 from rlinf.agents.tools.formats import call_format
 from rlinf.algos.token_losses import MARKS, TokenLoss
 from rlinf.config.learning import PAST
@@ -172,6 +172,7 @@ class RunSession:
         self._tally = Tally()  # those of `gather`
         self._unreported: list[Tally] = []  # those of each `gather_groups`
         self._settled_tasks = Tally()  # those of `gather_tasks` whose tasks are over
+        self._known_failures = KnownFailures()
 
     # The run and its roles --------------------------------------------------------------------------------------------
 
@@ -626,10 +627,10 @@ class RunSession:
         return tally
 
     def _report(self, tally: Tally) -> dict[str, float]:
-        """Metrics of episodes; failures are said aloud."""
+        """Metrics of episodes; failures are said aloud where they are news."""
         settled, self._settled_tasks = self._settled_tasks, Tally()
         tally.add(settled)
-        for warning in tally.warnings():
+        for warning in tally.warnings(self._known_failures):
             self._running.say(f"warning: {warning}")
         for task, attempt in tally.failed:
             self._running.dropped(task, FAILED, (attempt,))

@@ -26,7 +26,7 @@ from rlinf.agents.agent import AgentLLM, Attempt, samples_of
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.episodes import Episodes, LoopWatch
 from rlinf.agents.llm import Setting
-from rlinf.agents.outcome import Episode, Tally, here, remark_on
+from rlinf.agents.outcome import Episode, KnownFailures, Tally, here, remark_on
 from rlinf.agents.tools.formats import call_format
 from rlinf.data.sample import Prompt
 from rlinf.engines.base import Completion
@@ -479,6 +479,15 @@ def test_the_stall_report_names_an_episode_that_waits():
     assert re.search(r"episode 0 of task 0 .* 500\.0 s", told[0])
     assert "1 steps done at " in told[0]
     assert "test_episodes.py:" in told[0]
+
+
+def test_failures_are_told_once_and_again_where_they_are_others_or_many_more_or_fewer():
+    known, told = KnownFailures(), []
+    key, value = KeyError("door"), ValueError("door")
+    steps = [(4, key), (5, key), (1, key), (3, value), (3, key), (0, None), (1, key), (4, key)]
+    for number, (failures, cause) in enumerate(steps):
+        told += [number for _ in Tally(played=10, failures=failures, remark="door", cause=cause).warnings(known)]
+    assert told == [0, 2, 3, 7]
 
 
 def test_one_that_blocks_the_loop_is_told(monkeypatch):

@@ -11,17 +11,18 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import dropwhile
 from pathlib import Path
 
 from benchmarks.contestants import ONE_THREAD, ROOT
 from benchmarks.learning_recipes import CHANGES, EVERYWHERE
+from rlinf.runtime.processes import keeper
 
 CONFIG = "configs/quickstart.yaml"
 TEACHER = ("grpo", 0)
@@ -186,32 +187,38 @@ def reason(output: str) -> str:
 
 
 async def run_process(command: Sequence[str], log: Path, patience: float = RUN_SECONDS) -> Ended:
-    """A command from its start to its end; it is stopped with all its children if we are, or if it hangs: takes more
-    seconds than we have patience for."""
+    """A command from its start to its end; it is stopped with all its descendants if we are, by whatever signal, or if
+    it hangs: takes more seconds than we have patience for."""
     start = time.perf_counter()
-    process = _started(command, log)
+    process, control = _started(command, log)
     ending = asyncio.create_task(asyncio.to_thread(os.wait4, process.pid, 0))  # tells what it used, unlike Popen.wait
-    try:
-        done, _ = await asyncio.wait([ending], timeout=patience)
-    finally:
-        if not ending.done():
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        _, status, used = await ending
-        process.returncode = os.waitstatus_to_exitcode(status)  # for Popen, which would wait for it again
+    with control:
+        try:
+            done, _ = await asyncio.wait([ending], timeout=patience)
+        finally:
+            control.shutdown(socket.SHUT_WR)  # the keeper kills what is left
+            _, status, used = await ending
+            process.returncode = os.waitstatus_to_exitcode(status)  # for Popen, which would wait for it again
+        report = control.makefile().read().split()  # pid N exit N, but for a keeper that was killed
     said = _text(log) if done else f"not done after {patience:.0f} s"
     seconds = time.perf_counter() - start
     computed, peak = used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20
-    return Ended(process.returncode, seconds, computed, said, os.getloadavg()[1], peak)
+    code = int(report[-1]) if "exit" in report else -signal.SIGKILL
+    return Ended(code, seconds, computed, said, os.getloadavg()[1], peak)
 
 
-def _started(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+def _started(command: Sequence[str], log: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A keeper of the command, which ends with us and ends all that the command started; and the socket of its
+    report."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        return subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | ONE_THREAD, start_new_session=True, stdout=output,
-            stderr=subprocess.STDOUT,
+    ours, its = socket.socketpair()
+    with log.open("w") as output, its:
+        keeping = [sys.executable, "-I", "-S", keeper.__file__, "keep", str(os.getpid()), str(its.fileno()), "-1"]
+        process = subprocess.Popen(
+            [*keeping, *command], cwd=ROOT, env=os.environ | ONE_THREAD, start_new_session=True, stdout=output,
+            stderr=subprocess.STDOUT, pass_fds=[its.fileno()],
         )  # fmt: skip
+    return process, ours
 
 
 def _text(log: Path) -> str:

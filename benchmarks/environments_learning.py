@@ -1,6 +1,6 @@
 """`python -m benchmarks.environments_learning`: a tiny model learns in environments that others wrote.
 
-In: environments and seeds. Out: a line per run: the mean reward of each five steps, and the greedy result on held-out
+In: environments and seeds. Out: runs in `--output`; of each a line: mean rewards by five steps, and greedily on held-out
 tasks before and after. The model begins with random weights and writes a few characters, so it learns what it can
 without reading well: which answers are usual, and where they stand. Three want more than the package:
 
@@ -20,10 +20,10 @@ import functools
 import json
 import statistics
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import rlinf
@@ -109,24 +109,23 @@ CASES = {
 }
 
 
-def learned(case: Case, seed: int) -> rlinf.Result:
+def learned(case: Case, seed: int, run_dir: Path) -> rlinf.Result:
     """Train from one seed."""
-    with tempfile.TemporaryDirectory() as directory:
-        result = rlinf.train(
-            _warm_started(case, seed, f"{directory}/worked") if case.worked else MODEL,
-            agent={"function": case.function, "args": case.arguments, **case.more},
-            tokenizer={"characters": case.characters},
-            data={"chat": True, "chat_template": case.template},
-            seed=seed,
-            steps=case.steps,
-            lr=case.lr,
-            max_new_tokens=case.tokens,
-            prompts_per_step=16,
-            group_size=8,
-            evaluation={"problems": 64},
-            checkpoint={"every": 0},
-            run_dir=f"{directory}/run",
-        )
+    result = rlinf.train(
+        _warm_started(case, seed, f"{run_dir}-worked") if case.worked else MODEL,
+        agent={"function": case.function, "args": case.arguments, **case.more},
+        tokenizer={"characters": case.characters},
+        data={"chat": True, "chat_template": case.template},
+        seed=seed,
+        steps=case.steps,
+        lr=case.lr,
+        max_new_tokens=case.tokens,
+        prompts_per_step=16,
+        group_size=8,
+        evaluation={"problems": 64},
+        checkpoint={"every": 0},
+        run_dir=run_dir,
+    )
     assert result is not None
     return result
 
@@ -161,11 +160,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--environments", default=",".join(CASES), help="names, by commas")
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/environments-learning"), help="default: %(default)s"
+    )
     arguments = parser.parse_args()
     for name in arguments.environments.split(","):
         for seed in map(int, arguments.seeds.split(",")):
             start = time.process_time()
-            result = learned(CASES[name], seed)
+            result = learned(CASES[name], seed, arguments.output / f"{name}-{seed}")
             rewards = [row["reward/mean"] for row in result.metrics]
             curve = [round(statistics.mean(rewards[at : at + 5]), 3) for at in range(0, len(rewards), 5)]
             seconds = time.process_time() - start

@@ -1,16 +1,18 @@
-"""The official cookbook's recipes, unmodified, against `rlinf serve` with a tiny model on one core: what each learns.
+"""The official cookbook's recipes, unmodified, against `rlinf serve` with a tiny or a given model: what each learns.
 
     make bench-cookbook                              # all of them, in a few minutes
     make bench-cookbook BENCH_ARGS="sl_loop rl_loop"
+    make bench-cookbook BENCH_ARGS="math_rl max_steps=6 --model DIRECTORY"
 
 A recipe asks a hub for a tokenizer and a data set by name, and takes a directory of that name for it. So its working
 directory has a tokenizer under the name that the service gives its base model, which tells recipes how conversations
-are written, too; and sums of two digits in the forms of the data sets that recipes read. `sl_loop` comes first: from
-its checkpoints most of the others go on. Recipes run in an environment of their own, `.venv-cookbook`.
+are written, too; and sums of two digits in the forms of the data sets that recipes read. `sl_loop` comes before those
+that go on from its checkpoints, as most do. Recipes run in an environment of their own, `.venv-cookbook`.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -26,10 +28,12 @@ from benchmarks.contestants import ROOT
 PYTHON = ROOT / ".venv-cookbook" / "bin" / "python"
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 """Recipes look conversations' form up by this name: `<|im_start|>role … <|im_end|>`."""
+_ANY = ("name=cookbook", f"serve.model_name={MODEL}", "serve.port=0")
 SERVE = (
-    "name=cookbook", f"serve.model_name={MODEL}", "serve.port=0", "model.config.max_position_embeddings=2048",
-    "model.config.initializer_range=0.25",  # the head is frozen: only large weights make one token of 400 likely
-)  # fmt: skip
+    *_ANY,
+    "model.config.max_position_embeddings=2048",
+    "model.config.initializer_range=0.25",  # large weights alone make one token of 400 likely without learning it
+)
 _SUMS = [*product(range(1, 5), repeat=2)]
 _SUFFIXES = (
     " Provide a numerical answer without units, written inside \\boxed{}.",
@@ -53,6 +57,11 @@ class Recipe:
     """Name in its log that tells how well it learns."""
     resumes: bool = False
     """It goes on from {sl} by its own log, as after a break."""
+
+    @property
+    def goes_on(self) -> bool:
+        """True if it takes a checkpoint of `sl_loop`."""
+        return self.resumes or "{" in self.words
 
 
 def _sizes(builder: str, words: str, prefix: str = "dataset_builder.") -> str:
@@ -153,7 +162,7 @@ def datasets() -> dict[str, list[dict]]:
 
 
 def write(directory: Path, times: int = 32) -> None:
-    """Make the working directory.
+    """Make the working directory, its tokenizer included.
 
     Args:
         directory: made if need be.
@@ -234,34 +243,56 @@ def checkpoints(log: Path) -> dict[str, str]:
     return {"sl": rows[-1]["state_path"], "early": rows[0]["state_path"], "answers": rows[-1]["sampler_path"]}
 
 
-async def measure(names: Sequence[str]) -> None:
-    """Run recipes one after the other, and print their curves."""
+async def measure(names: Sequence[str], words: Sequence[str], model: Path | None) -> None:
+    """Run recipes one after the other, and print their curves.
+
+    Args:
+        names: of recipes.
+        words: further ones of the command line of each.
+        model: directory of the one that is served; None: a new, tiny one.
+    """
+    from transformers import AutoTokenizer
+
     from rlinf.runs.rules import load_config
     from rlinf.service.serve import serving
 
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder) / "work"
         write(where)
-        own = [*SERVE, f"model.tokenizer={where / MODEL}", f"output_dir={folder}/out"]
+        own = [*SERVE, f"model.tokenizer={where / MODEL}"]
+        if model is not None:
+            AutoTokenizer.from_pretrained(model).save_pretrained(where / MODEL)
+            own = [*_ANY, f"model.path={model}", "model.tokenizer=null", "trainer.dtype=bfloat16"]
+            own.append("rollout.dtype=bfloat16")
+        own.append(f"output_dir={folder}/out")
         config = load_config(str(ROOT / "configs/serve/tiny.yaml"), own, 1)
         async with serving(config, lambda line: None) as (url, key):
             paths: dict[str, str] = {}
-            for name in dict.fromkeys(["sl_loop", *names]):
+            first = ["sl_loop"] * any(RECIPES[name].goes_on for name in names)
+            for name in dict.fromkeys([*first, *names]):
                 recipe, log = RECIPES[name], Path(folder) / "log" / name
                 if recipe.resumes:
                     log.mkdir(parents=True)
                     row = {"name": "000000", "batch": 0, "state_path": paths["sl"]}
                     (log / "checkpoints.jsonl").write_text(json.dumps(row) + "\n")
-                rows = await run(recipe, recipe.words.format(**paths).split(), where, log, url, key)
+                given = {word.partition("=")[0]: word for word in [*recipe.words.format(**paths).split(), *words]}
+                rows = await run(recipe, [*given.values()], where, log, url, key)
                 paths |= checkpoints(log) if name == "sl_loop" else {}
                 curve = [row[recipe.metric] for row in rows if recipe.metric in row]
                 print(f"{name}: {recipe.metric}: {' '.join(f'{value:.3g}' for value in curve)}", flush=True)
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or [*RECIPES]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "words", nargs="*", metavar="recipe|key=value", help=f"of {', '.join(RECIPES)}; for each recipe"
+    )
+    parser.add_argument("--model", type=Path, help="directory of a model whose chats are <|im_start|>…<|im_end|>")
+    options = parser.parse_intermixed_args()
+    keys = [word for word in options.words if "=" in word]
+    chosen = [word for word in options.words if word not in keys] or [*RECIPES]
     if unknown := sorted({*chosen} - RECIPES.keys()):
         sys.exit(f"error: there is no recipe {unknown[0]}; there are {', '.join(RECIPES)}")
     if not PYTHON.exists():
         sys.exit(f"error: there is no {PYTHON}; make bench-cookbook makes it")
-    asyncio.run(measure(chosen))
+    asyncio.run(measure(chosen, keys, options.model))

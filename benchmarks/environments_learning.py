@@ -1,6 +1,6 @@
 """`python -m benchmarks.environments_learning`: a tiny model learns in environments that others wrote.
 
-In: environments and seeds. Out: runs in `--output`; of each a line: mean rewards by five steps, and greedily on held-out
+In: environments and seeds. Out: runs in `--output`; of each a line: mean rewards by five steps, greedily on held-out
 tasks before and after. The model begins with random weights and writes a few characters, so it learns what it can
 without reading well: which answers are usual, and where they stand. Three want more than the package:
 

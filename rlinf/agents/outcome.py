@@ -340,9 +340,9 @@ class Tally:
         values |= {f"{name}/reward": math.fsum(own) / len(own) for name, own in sorted(rewards.items())}
         return values | {f"agent/{name}/calls": count / self.played for name, count in sorted(self.by_agent.items())}
 
-    def warnings(self, known: KnownFailures | None = None) -> Iterator[str]:
-        """Yield sentences about failed episodes, unless it is known, and blocking ones, which a person should know."""
-        if (known or KnownFailures()).lacks(self):
+    def warnings(self, history: KnownFailures | None = None) -> Iterator[str]:
+        """Yield sentences about failed episodes, where they are news to the history, and about blocking ones."""
+        if (history or KnownFailures()).lacks(self):
             failed = f"{self.failures} of {self.played} episodes failed"
             yield f"{failed} and count as not drawn; the first: {self.remark}; from now on see metric episodes/failed"
         if self.blocked:

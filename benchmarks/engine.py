@@ -133,7 +133,7 @@ def table(done: list[Case]) -> Table:
 
 
 def room(rounds: int) -> Table:
-    """What room for the usual answer is worth beside room for the longest, where the cache is what bounds a batch.
+    """Compare room for the usual answer with room for the longest, where the cache is what bounds a batch.
 
     256 prompts of 32 tokens; answers end at random, after 128 tokens in the mean and 512 at most; the cache holds
     16 of the longest. On a GPU a step costs about as much whoever shares it, so the steps are what counts there.
@@ -149,9 +149,9 @@ def room(rounds: int) -> Table:
             for _ in range(rounds):
                 engine = TransformersEngine(model("1M"), max_rows=128, max_tokens=16 * (32 + 512))
                 start = time.process_time()
-                found = asyncio.run(_answers(engine, requests))
+                tokens = asyncio.run(_answers(engine, requests))
                 runs.append((engine, time.process_time() - start))
-            answers.append(found)
+            answers.append(tokens)
         engine, stats = runs[0][0], runs[0][0].stats
         figures = f"{stats.steps:,.0f}", f"{stats.rows / stats.steps:.1f}", f"{stats.read_tokens:,.0f}"
         shown.add_row(what, *figures, str(engine._batch.put_backs), spread([each for _, each in runs], 2))
@@ -161,8 +161,8 @@ def room(rounds: int) -> Table:
 
 
 async def _answers(engine: TransformersEngine, requests: list[Request]) -> list[list[int]]:
-    found = {each.id: each.response_ids.tolist() async for each in engine.generate(requests)}
-    return [found[request.id] for request in requests]
+    tokens = {each.id: each.response_ids.tolist() async for each in engine.generate(requests)}
+    return [tokens[request.id] for request in requests]
 
 
 def save(done: list[Case]) -> Path:

@@ -74,8 +74,8 @@ class Case(NamedTuple):
 async def both(
     case: Case, lengths: Sequence[int], repeat: int, *, operators: bool = False
 ) -> AsyncIterator[tuple[int, bool, list[tuple[float, ...]]]]:
-    """Of each number of tokens, whether both ways come to the same bits; and of each turn the seconds of the wall and
-    of the processor, first one after the other, then together."""
+    """Yield, for each number of tokens, if both ways come to the same bits, and each turn's seconds by the wall and of
+    the processor, first one after the other, then together."""
     tenants, data = case.tenants, list[list[Datum]]()
     async with ActorSystem.local() as system:
         trainer = await case.trainer(system)

@@ -64,7 +64,7 @@ class Target:
     """The model that is asked."""
 
     url: str
-    """Of its endpoint."""
+    """Address of its endpoint."""
     chats: bool
     """It has a chat template."""
     tokenizer: str | None = None

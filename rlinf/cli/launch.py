@@ -38,12 +38,12 @@ class Job:
 
     name: str
     arguments: tuple[str, ...]
-    """Of `rlinf train`, without `--resume auto`."""
+    """Arguments of `rlinf train`, without `--resume auto`."""
     nodes: int
     gpus: int
-    """Of each machine; 0 for machines without."""
+    """GPUs of each machine; 0 for machines without."""
     processes: int
-    """On each machine."""
+    """Processes on each machine."""
     grace: float
     """Seconds in which the run writes its checkpoint when it is told to end."""
     config: str

@@ -54,7 +54,7 @@ class _Form:
     """Whatever a client wants to know beside the words of answers."""
 
     tokens: TokenForm
-    """Of the tokens of answers."""
+    """Form in which the tokens of answers are told."""
     echo: bool
     """Each prompt before its answer."""
     likeliest: int | None
@@ -248,7 +248,7 @@ class _Prompt:
     scores: TextScores | None
     """Log-probs; None: they are not wanted."""
     texts: Mapping[int, str]
-    """Of the tokens that are told."""
+    """Texts of the tokens that are told, by id."""
 
     @staticmethod
     def of(prompt: str | list[int], ids: np.ndarray, scores: TextScores | None, tokenizer: Any, form: _Form) -> _Prompt:

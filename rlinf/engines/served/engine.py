@@ -217,7 +217,7 @@ class Adapters:
     """Adapters that a server holds beside its model."""
 
     version: int
-    """Theirs."""
+    """Version of these adapters."""
     files: OwnDirectory
     """In peft's format, for this server and the next."""
 

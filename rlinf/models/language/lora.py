@@ -261,13 +261,12 @@ def adapter_values(
     Args:
         model: with its adapters.
         seed: of new ones.
-        saved: directories of saved ones, by the adapters' name; None: these are new, too.
+        saved: directories of saved ones, by the adapters' name; None: these are new, and so are the policy's where
+            they are not named.
     """
-    for name, directory in saved.items():
-        new = directory is None
-        yield from start_adapters(model, seed, name) if new else saved_values(model, name, str(directory))
-    if POLICY not in saved:
-        yield from start_adapters(model, seed)
+    everyone: dict[str, str | None] = {POLICY: None, **saved}
+    for name, directory in everyone.items():
+        yield from start_adapters(model, seed, name) if directory is None else saved_values(model, name, directory)
 
 
 def saved_values(model: nn.Module, name: str, directory: str) -> Iterator[tuple[nn.Parameter, Tensor]]:

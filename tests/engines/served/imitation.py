@@ -58,6 +58,16 @@ def routes(text):
     return (ids[:, None, None] + places[:, None, None] + layers) % np.int32(EXPERTS.count)
 
 
+async def either(*events):
+    """Wait until one of these is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waits:
+            each.cancel()
+
+
 class Imitation(SGLangServer):
     """Speaks to itself: the client's half is the real one."""
 
@@ -67,7 +77,7 @@ class Imitation(SGLangServer):
         self.loras, self.asked = {}, []  # what adapters add to the version, by name; and whose each request was
         self.tells, self.weights, self.calls = version, 0, []
         self.wrong = []  # what is done wrong with the next requests: a status, "half", "hang" or "nothing"
-        self.running = {}  # request ids, and whether they were aborted
+        self.running = {}  # request ids, and events that are set when they are aborted
         self.site = self.runner = None
         self.hold = asyncio.Event()  # tokens come while it is set
         self.hold.set()
@@ -98,7 +108,8 @@ class Imitation(SGLangServer):
             return web.json_response({"version": self.tells})
         if path == "/abort_request":
             for id in self.running:
-                self.running[id] |= bool(body.get("abort_all")) or body.get("rid") == id
+                if body.get("abort_all") or body.get("rid") == id:
+                    self.running[id].set()
         if path == "/flush_cache" and self.running:
             return web.Response(status=400, text="Flush cache failed.\n")
         if path == "/update_weights_from_tensor":
@@ -127,19 +138,19 @@ class Imitation(SGLangServer):
         reply = web.StreamResponse()
         await reply.prepare(request)
         rules, text, got = body["sampling_params"], list(body["input_ids"]), []
-        self.running[body["rid"]] = False
+        aborted = self.running[body["rid"]] = asyncio.Event()
         try:
             while wrong != "nothing":
                 await asyncio.sleep(0)
                 if wrong == "hang":
                     await asyncio.Event().wait()
-                while not (len(got) < self.free or self.hold.is_set() or self.running[body["rid"]]):
-                    await asyncio.sleep(0.001)
+                if len(got) >= self.free:
+                    await either(self.hold, aborted)
                 token = following(text, self.weights + effect)
                 text.append(token)
                 got.append(token)
                 reason = None
-                if self.running[body["rid"]]:
+                if aborted.is_set():
                     reason = {"type": "abort", "message": "Aborted"}
                 elif len(got) == rules["max_new_tokens"] or token in rules["stop_token_ids"]:
                     reason = {"type": "stop"}

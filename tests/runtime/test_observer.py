@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import threading
 import time
 
 import pytest
@@ -106,8 +107,13 @@ class Worker(Actor):
         await asyncio.sleep(seconds)
 
     @endpoint
-    async def grind(self) -> None:
-        await self.compute(time.sleep, 0.02)
+    async def grind(self, began: threading.Event, go_on: threading.Event) -> None:
+        await self.compute(hold, began, go_on)
+
+
+def hold(began: threading.Event, go_on: threading.Event) -> None:
+    began.set()
+    go_on.wait()
 
 
 def test_a_step_tells_what_was_done_on_all_hosts_within_it():
@@ -289,14 +295,18 @@ async def test_a_computing_actor_says_what_it_computes():
         group = await system.spawn(Worker, name="worker")
         watch = await Watch.start(system)
         watch.begins()
-        call = asyncio.ensure_future(group[0].grind())
-        await asyncio.sleep(0.005)
-        assert (await watch.look()).actors[0].doing == "computing sleep"
+        began, go_on = threading.Event(), threading.Event()
+        call = asyncio.ensure_future(group[0].grind(began, go_on))
+        await asyncio.to_thread(began.wait)
+        seen = system._host.now()
+        doing = (await watch.look()).actors[0].doing
+        go_on.set()
         await call
         lap = await watch.ends("step 1")
+    assert doing == "computing hold"
     assert [(part.actor, part.endpoint) for part in lap.busy] == [("worker[0]", "grind")]
     ((start, end),) = lap.busy[0].intervals
-    assert end - start >= 0.019
+    assert start <= seen <= end
 
 
 async def test_without_tracing_a_step_still_has_its_time():

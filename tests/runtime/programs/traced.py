@@ -50,7 +50,9 @@ async def main(system):
     assert sorted(await inside.score.map(Stream.of(range(5))).collect()) == list(range(5))
     assert await inside[0].size(torch.zeros(1_000_000)) == 1_000_000
     channel = await system.channel("mail")
-    await asyncio.gather(channel.get(), inside[0].fill(channel))
+    waiting = asyncio.ensure_future(channel.get())
+    await asyncio.sleep(0)  # it waits before anybody is told to fill it: the wait is the longer of the two
+    await asyncio.gather(waiting, inside[0].fill(channel))
     await system.trace(sys.argv[1])
 
 

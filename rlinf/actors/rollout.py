@@ -398,9 +398,13 @@ class Rollout(Receiver):
         await self._engine.abort()
 
     @endpoint
-    async def takes_adapters(self) -> bool:
-        """`load` takes weights that are adapters, by which answers are then made beside those of the model."""
-        return self._engine.adapters is not None
+    async def takes_adapters(self, unembed: bool = False) -> bool:
+        """`load` takes weights that are adapters, by which answers are then made beside those of the model.
+
+        Args:
+            unembed: of the output embedding, too.
+        """
+        return self._engine.adapters is not None and (self._engine.unembeds or not unembed)
 
     @endpoint
     async def unload(self, adapter: str) -> None:

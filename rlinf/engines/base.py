@@ -346,6 +346,8 @@ class Engine(ABC):
     """Its model reads the pictures of a prompt."""
     adapters: Mapping[str, int] | None = None
     """Versions of the adapters that it holds beside its model, by name; None: it takes none."""
+    unembeds: bool = False
+    """Adapters that it takes may be of the output embedding, too."""
     way: Way = Way()
     """How it decodes."""
     _ranged: tuple[np.ndarray, int, int] | None = None  # see `_range_of`

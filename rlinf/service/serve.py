@@ -111,7 +111,7 @@ async def _try_models(session: Session) -> None:
 async def _unembeds(session: Session, config: RunConfig) -> bool:
     """True if answers can be by adapters of the output embedding: as they are, or merged into it alone."""
     if all(await session.rollout.takes_adapters()):
-        return config.rollout.engine != "sglang"  # which is given none of it
+        return all(await session.rollout.takes_adapters(unembed=True))
     cost = cost_of(config.model.path or config.model.config, session.tokenizer)
     return cost is not None and not cost.tied
 

@@ -47,7 +47,7 @@ _SAVED = {
 }
 """Results' types by the kind of checkpoint that was written."""
 _NO_UNEMBED = (
-    "the engine cannot have adapters of the output embedding: it is SGLang with adapter_rank; or it answers by merged "
+    "the engine cannot have adapters of the output embedding: it holds others alone; or it answers by merged "
     "weights, and the output embedding of this base is its input embedding, too"
 )
 _QUANTUM = 4096

@@ -280,6 +280,10 @@ class ServedEngine(Engine):
             return None
         return {name: each.version for name, each in self._adapters.items()}
 
+    @property
+    def unembeds(self) -> bool:  # type: ignore[override]  # read here, never set
+        return self.child.server.adapters is not None and self.child.server.adapters.unembeds
+
     # Answering ---------------------------------------------------------------------------------------------------
 
     def batches(self, requests: Iterable[Request] | AsyncIterable[Request]) -> AsyncGenerator[list[Completion], None]:

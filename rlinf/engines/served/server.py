@@ -305,6 +305,9 @@ class Ask:
 class ServerAdapters(Protocol):
     """Adapters that a server holds beside its model. Talking to it raises as `Server`'s methods do."""
 
+    unembeds: bool
+    """They may be of the output embedding, too."""
+
     def check(self, weights: Weights, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ValueError unless the server can hold these beside a model of these shapes."""
 

@@ -311,6 +311,8 @@ class SGLangAdapters:
         rank: highest that the server was started for.
     """
 
+    unembeds = False
+
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.names: dict[str, str] = {}

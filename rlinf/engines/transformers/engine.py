@@ -144,7 +144,7 @@ class TransformersEngine(Engine):
     """
 
     kv = ("keep", "reread")
-    hands_over = sleeps = rounds = streams = forms = scores = True
+    hands_over = sleeps = rounds = streams = forms = scores = unembeds = True
 
     def __init__(
         self,

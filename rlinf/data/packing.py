@@ -11,15 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.data.prefix_tree import Texts, tree_of
 from rlinf.data.routes import side_by_side
-from rlinf.data.sample import Datum, ImageRef, PrefixKey, Sample, join_columns, prefix_key, split, split_columns
+from rlinf.data.sample import Datum, ImageRef, Sample, join_columns, split, split_columns
 
 T = TypeVar("T")
 
 _ALIGNED = 16
 """Bytes that tensors of one copy begin at a multiple of: what kernels read at once."""
 _WORTH_SHARING = 0.1
-"""Share of tokens to be spared from which on prompts are read once: gathering them costs attention some per cent."""
+"""Share of tokens to be spared from which on beginnings are read once: gathering them costs attention some per cent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,8 +148,9 @@ def _unpack(lengths: Sequence[int], learned: Sequence[int], values: list[Any]) -
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Sequences one behind another, without padding. What answers to one prompt have in common, the prompt, is there
-    once; the last learned token of a response, and all behind it, predict none and are not there at all."""
+    """Sequences one behind another, without padding. What several have in common at their beginnings, such as a prompt
+    with several answers or the turns before a turn, is there once: the tokens are those of a prefix tree. The last
+    learned token of a response, and all behind it, predict none and are not there at all."""
 
     ids: Tensor
     """Tokens to be read, int64 [tokens]."""
@@ -158,7 +160,7 @@ class Packed:
     """Tokens of each sequence, those that it shares included."""
     places: Tensor | None
     """Which of `ids` stands at each place of the sequences laid end to end, int64 [sum of lengths]; None if they share
-    none, so that each stands at its own."""
+    none, so that each stands at its own. See `prefix_tree.Tree`."""
     predictors: Tensor
     """Places of the sequences laid end to end where learned tokens are predicted, one before where they stand, int64
     [learned]."""
@@ -272,7 +274,7 @@ def pack(rows: Sequence[Row], *, shares: bool = True) -> Packed:
 
     Args:
         rows: the sequences.
-        shares: prompts that several have in common are there once.
+        shares: beginnings that several have in common are there once.
 
     Raises:
         ValueError: a prompt is empty, so there is nothing to predict the first token of its response from.
@@ -296,9 +298,13 @@ def pack(rows: Sequence[Row], *, shares: bool = True) -> Packed:
         row.response_ids[places] if row.targets is None else row.targets
         for row, places in zip(rows, learned, strict=True)
     ]
-    reads, stands, readers = _shared(rows, prompts, behind, starts) if shares else (None, None, rows)
     routed = [row.routes for row in rows]
     routes = None if not any(part is not None for part in routed) else side_by_side(routed, lengths.tolist())
+    pictures = [row.images for row in rows]
+    tree = tree_of(Texts(ids, lengths, prompts, pictures, routes)) if shares and len(rows) > 1 else None
+    if tree is not None and len(ids) - len(tree.reads) < _WORTH_SHARING * len(ids):
+        tree = None
+    reads, stands = (None, None) if tree is None else (tree.reads, tree.places)
     old = [np.zeros(n) if row.old_logprobs is None else row.old_logprobs for n, row in zip(counts, rows, strict=True)]
     return Packed(
         ids=torch.from_numpy(ids if reads is None else ids[reads]),
@@ -316,7 +322,7 @@ def pack(rows: Sequence[Row], *, shares: bool = True) -> Packed:
         columns={
             name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows])) for name in rows[0].columns
         },
-        images=tuple(image for row in readers for image in row.images),
+        images=tuple(image for own in pictures for image in own) if tree is None else tree.images,
         routes=None if routes is None else torch.from_numpy(routes if reads is None else routes[reads]),
     )
 
@@ -349,26 +355,6 @@ def _per_token(values: Sequence[float | np.ndarray], lengths: np.ndarray) -> np.
         whole = [np.broadcast_to(np.float32(value), (n,)) for value, n in zip(values, lengths, strict=True)]
         return np.concatenate(whole)
     return np.repeat(np.array(values, np.float32), lengths)
-
-
-def _shared(
-    rows: Sequence[Row], prompts: np.ndarray, behind: np.ndarray, starts: np.ndarray
-) -> tuple[np.ndarray | None, np.ndarray | None, Sequence[Row]]:
-    """Which places of the sequences laid end to end are read, which of those stands at each place, and the rows whose
-    prompts are read; (None, None, all rows) if too few are shared to be worth it."""
-    reader: dict[PrefixKey, int] = {}  # the first row with each prompt
-    of = np.array([reader.setdefault(prefix_key(row.prompt_ids, row.images), n) for n, row in enumerate(rows)])
-    repeated = of != np.arange(len(rows))
-    total = int((prompts + behind).sum())
-    if prompts[repeated].sum() < _WORTH_SHARING * total:
-        return None, None, rows
-    row_of = np.repeat(np.arange(len(rows)), prompts + behind)
-    at = np.arange(total) - starts[row_of]
-    again = repeated[row_of] & (at < prompts[row_of])  # tokens of prompts that were read before
-    places = np.cumsum(~again) - 1
-    places[again] = places[(starts[of[row_of]] + at)[again]]
-    reads = np.flatnonzero(~again)
-    return reads, places, [row for row, repeats in zip(rows, repeated, strict=True) if not repeats]
 
 
 def cut(items: Sequence[T], sizes: Sequence[int], budget: int) -> Iterator[list[T]]:

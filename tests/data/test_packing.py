@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.data.packing import Parcel, Row, cut, pack
+from rlinf.data.prefix_tree import begins_of
 from rlinf.data.sample import ImageRef, Prompt, Sample, prefix_key
 
 
@@ -96,9 +97,17 @@ def test_equal_pictures_are_read_once_wherever_they_are_kept():
     copied = ImageRef("c0", "elsewhere/cat.png")
     rows = [Row(ids(5, 6), ids(7, 8), images=(picture,)) for picture in (CAT, DOG, copied)]
     packed = pack(rows)
-    assert packed.ids.tolist() == [5, 6, 7, 5, 6, 7, 7]
-    assert packed.places.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 6]
+    assert packed.ids.tolist() == [5, 6, 7, 5, 6, 7]
+    assert packed.places.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
     assert packed.images == (CAT, DOG)
+
+
+def test_turns_with_further_pictures_share_those_before_them():
+    turns = [((5, 6), (7, 8), (CAT,)), ((5, 6, 7, 8, 5), (9, 1), (CAT, DOG)), ((5, 6), (7, 2), (DOG,))]
+    for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0)):
+        packed = pack([Row(ids(*turns[n][0]), ids(*turns[n][1]), images=turns[n][2]) for n in order])
+        assert len(packed.ids) == 6 + 3, "the first turn is in the second; the third has another picture"
+        assert packed.images == ((DOG, CAT, DOG) if order[0] == 2 else (CAT, DOG, DOG))
 
 
 def test_a_prefix_key_is_of_what_the_model_reads_alone():
@@ -185,9 +194,40 @@ def test_laid_end_to_end_every_sequence_is_there_and_its_tokens_predict_the_next
     assert packed.lengths == tuple(map(len, expected))
     assert packed.targets.tolist() == [token for row in rows for token in row.response_ids]
     assert (packed.ids[packed.predicting()] + 1 == packed.targets).all()
-    if packed.places is not None:
-        once = {row.prompt_ids.tobytes(): len(row.prompt_ids) for row in rows}
-        assert len(packed.ids) == sum(once.values()) + sum(max(0, len(row.response_ids) - 1) for row in rows)
+
+
+FORKS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6), st.lists(st.integers(0, 1), max_size=6)), min_size=1)
+
+
+@given(FORKS, st.integers(1, 3), st.booleans())
+def test_every_beginning_is_read_once_and_a_text_ends_with_what_is_its_own(forks, prompt, routed):
+    texts, rng = [], np.random.default_rng(0)
+    for other, kept, more in forks:  # each goes on from within an earlier one
+        texts.append([*(texts[other % len(texts)][: prompt + kept] if texts else [3] * prompt), *more, 2])
+    routes = [rng.integers(0, 2, (len(text), 1, 2)).astype(np.uint8) if routed else None for text in texts]
+    rows = [
+        Row(ids(*text[:prompt]), ids(*text[prompt:]), routes=each) for text, each in zip(texts, routes, strict=True)
+    ]
+    packed = pack(rows)
+    read = [tuple(text[:-1]) for text in texts]
+    stands = np.arange(len(packed.ids)) if packed.stands is None else packed.stands
+    assert packed.lengths == tuple(map(len, read))
+    assert packed.ids.numpy()[stands].tolist() == [token for text in read for token in text]
+    assert packed.positions.numpy()[stands].tolist() == [at for text in read for at in range(len(text))]
+    once = {text[: end + 1] for text in read for end in range(len(text))}
+    if packed.stands is None:
+        assert routed or len(once) > 0.9 * sum(packed.lengths)
+    elif not routed:
+        assert len(packed.ids) == len(once)
+    else:
+        said = np.concatenate([each[: len(text)] for each, text in zip(routes, read, strict=True)])
+        answers = np.concatenate([np.arange(len(text)) >= prompt for text in read])
+        assert (packed.routes.numpy()[stands] == said)[answers].all()
+    starts, before = np.cumsum([0, *packed.lengths]), 0
+    for begin, start, end in zip(begins_of(packed.lengths, stands), starts[:-1], starts[1:], strict=True):
+        fresh = stands[start + begin : end]
+        assert fresh.tolist() == list(range(before, before + len(fresh)))
+        before += len(fresh)
 
 
 @given(st.lists(st.integers(0, 20)), st.integers(1, 30))

@@ -1,7 +1,8 @@
 """Environments in an actor, in slices that are acted on independently.
 
 Consumes actions, produces what the environments show; unblocked by its worker processes. Slices wait for each other
-only where they share a worker, so while one is simulated the policy can decide for another.
+only where they share a worker, so while one is simulated the policy can decide for another. `WorldActor` has them in a
+world model, whose weights come through `load`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from torch import Tensor
 
 from rlinf.actors.base import configured
 from rlinf.data.rng import mix, mixed
+from rlinf.data.weights import Weights, misfits
 from rlinf.envs.base import Observation
 from rlinf.envs.environment import Decision, EnvOutput, Rules, remembered
+from rlinf.envs.learned import ENSEMBLE, Learned, make_world
 from rlinf.envs.video import Recording
 from rlinf.envs.workers import EnvironmentPool, Processes, SimulatorThread, told_by
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.errors import RuntimeFault
 from rlinf.runtime.base.tensors import own_device
+from rlinf.training.weight_sync import Receiver
 
 T = TypeVar("T")
 _TIMES = 64
@@ -271,3 +275,36 @@ class EnvActor(Actor):
             seeds = mixed(self._seed, epoch, [*envs] * _TIMES, times).view(_TIMES, -1)
             self._drawn[number] = (epoch, block), seeds
         return seeds[index]
+
+
+class WorldActor(EnvActor, Receiver):
+    """Environments inside a world model, on the device of each rank."""
+
+    async def setup(  # type: ignore[override]
+        self, *, model: str = ENSEMBLE, world: Mapping[str, Any], choices: Sequence[int] | None = None, **settings: Any
+    ) -> None:
+        """Make the model with its first weights.
+
+        Args:
+            model: dotted path of its class, a `WorldModel`.
+            world: its keyword arguments.
+            choices: of each number of an action; None where they are real.
+            settings: of `EnvSettings`; all is simulated in a thread of this process, which has the device.
+
+        Raises:
+            ValueError: an argument or a setting that there is not, or cannot be.
+        """
+        with torch.device("meta"):
+            own = make_world(model, world).state_dict()
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        options = {"model": model, "settings": dict(world), "choices": choices}
+        simulator = f"{Learned.__module__}.{Learned.__qualname__}"
+        await super().setup(simulator=simulator, options=options, **settings, workers=0)
+
+    async def check_weights(self, weights: Weights) -> None:
+        if problems := misfits(self._shapes, weights.shapes):
+            raise ValueError(f"published weights are not those of this world model: {problems}")
+
+    async def switch_weights(self, weights: Weights) -> None:
+        for part in self._pool.slices:
+            await part.load(dict(weights.named()))

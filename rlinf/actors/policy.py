@@ -113,7 +113,8 @@ class PolicyActor(ModelActor, Receiver):
             path: directory of a saved one that is taken instead.
             dtype: what it computes in, as for `Preparation`.
             adapters: directory of saved low-rank adapters that are added to its weights; None for none.
-            keep_following: trajectories say what followed each chunk, too: `SacTrainer` needs that.
+            keep_following: trajectories say what was done and what followed each chunk, too: `SacTrainer` and
+                `WorldTrainer` need that.
 
         Raises:
             ValueError: no such policy or key.
@@ -166,9 +167,9 @@ class PolicyActor(ModelActor, Receiver):
             EnvironmentLost: see `EnvActor.step`.
         """
         env = self.beside(simulation)
-        if type(env) is not EnvActor or type(self).act is not PolicyActor.act:  # somebody's own must be asked
+        if not isinstance(env, EnvActor) or type(self).act is not PolicyActor.act:  # somebody's own must be asked
             return False
-        if not self.is_brief(self._act):
+        if type(env).step is not EnvActor.step or not self.is_brief(self._act):
             return False
         begin = partial(env.reset if fresh else env.observe, key[1], epoch)
         if (thread := env.thread) is None:
@@ -369,6 +370,7 @@ def _assembled(
         rank=rank,
         version=version,
         following=following,
+        actions=None if following is None else _stacked([act.actions for act in acts]),
     )
 
 

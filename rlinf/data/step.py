@@ -94,6 +94,8 @@ class EmbodiedStep:
     evaluated or saved."""
     in_flight: InFlight = field(default_factory=InFlight)
     """The run's work in flight."""
+    inside: Sequence[EmbodiedStep] = ()
+    """Steps in a learned world that follow on this one, where there is one."""
 
 
 @dataclass(frozen=True, slots=True)

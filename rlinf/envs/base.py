@@ -302,6 +302,17 @@ class Simulator(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} mixes no tasks: name them in env.tasks")
 
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Simulate by other weights from now on; episodes that are under way go on.
+
+        Args:
+            weights: by name, as they were published; read before this returns, and not kept.
+
+        Raises:
+            NotImplementedError: nothing of this simulator was learned.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no weights: take rlinf.envs.learned.Learned")
+
     def render(self, env_ids: Tensor) -> Tensor:
         """Pictures for people, uint8 [n, H, W, 3].
 

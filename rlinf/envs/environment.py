@@ -664,6 +664,10 @@ class Environment:
         """`Simulator.weigh`."""
         self.simulator.weigh(weights)
 
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """`Simulator.load`."""
+        self.simulator.load(weights)
+
     def offload(self) -> None:
         """Give device memory back; `onload` before the next step."""
         self.simulator.offload()

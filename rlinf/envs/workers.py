@@ -567,6 +567,10 @@ class Slice:
         """Choose the tasks of episodes to come by other weights, also in processes that replace others."""
         await _all([part.weigh(weights) for part in self._parts])
 
+    async def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Simulate by other weights from now on, where all is simulated in a thread of this process."""
+        await _all([part.call("tell", "load", weights) for part in self._parts])
+
     async def offload(self) -> None:
         """Give device memory back; `onload` before the next step."""
         await _all([part.call("tell", "offload") for part in self._parts])

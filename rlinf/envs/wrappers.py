@@ -54,6 +54,9 @@ class Wrapper(Simulator):
     def weigh(self, weights: Sequence[float]) -> None:
         self.simulator.weigh(weights)
 
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        self.simulator.load(weights)
+
     def render(self, env_ids: Tensor) -> Tensor:
         return self.simulator.render(env_ids)
 

@@ -60,6 +60,8 @@ class Trajectory:
     following: Stored | None = None
     """The policy's inputs after each chunk, [T, N, ...]: where a chunk ended an episode, of the last observation of
     that episode, not of the first of the next. None where learning does not need them."""
+    actions: Tensor | None = None
+    """The chunks as environments got them, in [-1, 1], float32 [T, N, C, A]; with `following`, otherwise None."""
 
 
 def in_order(parts: Sequence[Trajectory]) -> list[Trajectory]:
@@ -93,6 +95,7 @@ def joined(parts: Sequence[Trajectory]) -> Trajectory:
         rank=parts[0].rank,
         version=min(part.version for part in parts),
         following=_joined(parts, "following"),
+        actions=_joined(parts, "actions"),
     )
 
 

@@ -508,8 +508,8 @@ class ServedEngine(Engine):
         if weights.adapter is not None:
             if self.child.server.adapters is None:
                 raise ValueError(
-                    f"adapters {weights.adapter}: {self._name} holds none beside its model: SGLang does, where "
-                    "rollout.engine_args.adapter_rank is their highest rank"
+                    f"adapters {weights.adapter}: {self._name} holds none beside its model: set "
+                    "rollout.engine_args.adapter_rank to their highest rank"
                 )
             self.child.server.adapters.check(weights, self._files.shapes)
         elif problems := misfits(self._files.shapes, weights.shapes):

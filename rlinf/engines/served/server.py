@@ -397,6 +397,9 @@ class ServerSettings:
     """Seconds for a change of weights, for going to sleep and for waking, each; then it is started again."""
     silence: float = 300.0
     """Seconds without a token after which an answer is asked for again."""
+    adapter_rank: int = pydantic.Field(default=0, ge=0, le=512)
+    """Highest rank of adapters that the server holds beside its model, for answers by several models of one base at
+    once; 0: it holds none. 512 is vLLM's bound."""
     schemas: bool = False
     """Answers are kept to JSON schemas where asked for, by llguidance in the server, which then loads the tokenizer."""
     max_restarts: int = 3

@@ -15,7 +15,6 @@ import asyncio
 import base64
 import contextlib
 import io
-import itertools
 import os
 import pickle
 import shutil
@@ -39,6 +38,7 @@ from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights
 from rlinf.engines.base import EngineSetup, Request, RequestRefused
 from rlinf.engines.served import far_side
+from rlinf.engines.served.adapters import LAYERS, Calls, NamedAdapters
 from rlinf.engines.served.engine import ServedEngine, start_server
 from rlinf.engines.served.server import (
     Ask,
@@ -52,7 +52,6 @@ from rlinf.engines.served.server import (
     model_files,
 )
 from rlinf.engines.served.shared_memory import SharedMemory
-from rlinf.models.language.lora import ranks_of
 from rlinf.runtime.base.tasks import OwnDirectory, in_thread
 from rlinf.runtime.base.tensors import own_device
 
@@ -283,9 +282,6 @@ class SGLangSettings(ServerSettings):
     seeded: bool = True
     """Seeds count, so that samples can be repeated and continued; on GPUs this costs speed, and only some attention
     back ends can."""
-    adapter_rank: int = pydantic.Field(default=0, ge=0)
-    """Highest rank of adapters that the server holds beside its model, for answers by several models of one base at
-    once; 0: it holds none."""
     stream_interval: int = pydantic.Field(default=8, ge=1)
     """Tokens that come in one piece: fewer are kept sooner, more are cheaper."""
     route: str | None = None
@@ -294,72 +290,8 @@ class SGLangSettings(ServerSettings):
     """Further words of the server's command line."""
 
 
-ADAPTER_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Layers, by the ends of their names, that get adapters. The output embedding does not: with it 0.5.20 gave wrong
-log-probs where answers shared a batch, on a CPU."""
-_GROUPS = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
-"""Those that the server computes as one."""
-
-
-class SGLangAdapters:
-    """The adapters of one server; a `ServerAdapters`.
-
-    Each gets a name of its own there whenever it comes: what the server has read is kept by that, so nothing that other
-    adapters of the name read is used again.
-
-    Args:
-        rank: highest that the server was started for.
-    """
-
-    unembeds = False
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.names: dict[str, str] = {}
-        """Names there, by ours."""
-        self._numbers = itertools.count(1)
-
-    def check(self, weights: Weights, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See `ServerAdapters`."""
-        layers = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
-        ranks = ranks_of(
-            weights, {name: shape for name, shape in layers.items() if name.split(".")[-1] in ADAPTER_LAYERS}
-        )
-        if len({*ranks.values()}) != 1 or max(ranks.values()) > self.rank:
-            raise ValueError(
-                f"adapters {weights.adapter}: SGLang takes those of one rank, here up to {self.rank}, and these have "
-                f"{sorted({*ranks.values()})}: set rollout.engine_args.adapter_rank"
-            )
-        for layer in ranks:
-            block, _, last = layer.rpartition(".")
-            for group in (each for each in _GROUPS if last in each):
-                if lacking := sorted(each for each in group if f"{block}.{each}" not in ranks):
-                    raise ValueError(
-                        f"adapters {weights.adapter}: {layer} has one and {block}.{lacking[0]} has none, which SGLang "
-                        f"computes as one layer: give {', '.join(sorted(group))} adapters together"
-                    )
-
-    async def load(self, http: Http, adapter: str, directory: Path) -> None:
-        """See `ServerAdapters`."""
-        name = f"{adapter}-{next(self._numbers)}"
-        await self._change(http, "/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
-        before, self.names[adapter] = self.names.get(adapter), name
-        if before is not None:
-            await self._drop(http, before)
-
-    async def unload(self, http: Http, adapter: str) -> None:
-        """See `ServerAdapters`."""
-        if (name := self.names.pop(adapter, None)) is not None:
-            await self._drop(http, name)
-
-    async def _drop(self, http: Http, name: str) -> None:
-        with contextlib.suppress(Refused):  # with --max-loaded-loras it may have let go of them by itself
-            await self._change(http, "/unload_lora_adapter", {"lora_name": name})
-
-    async def _change(self, http: Http, path: str, body: Mapping[str, str]) -> None:
-        reply = await http.post(path, body, seconds=_BUCKET)
-        if not reply.get("success", True):
-            raise Refused(f"SGLang {path}: {reply.get('error_message')}")
+_TOGETHER = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
+"""Layers that the server computes as one."""
 
 
 class SGLangServer:
@@ -385,7 +317,9 @@ class SGLangServer:
         experts: Experts | None = None,
     ) -> None:
         self.seeded, self.routes, self.forms = settings.seeded, experts is not None, settings.schemas
-        self.adapters = SGLangAdapters(settings.adapter_rank) if settings.adapter_rank else None
+        # The output embedding gets none: with it 0.5.20 gave wrong log-probs where answers shared a batch, on a CPU.
+        calls = Calls(self.kind, self._hold, self._drop, together=_TOGETHER)
+        self.adapters = NamedAdapters(settings.adapter_rank, calls) if settings.adapter_rank else None
         self.version = "?"
         """Version of the server, in its own words."""
         self._settings, self._setup, self._python, self._experts = settings, setup, python, experts
@@ -394,6 +328,20 @@ class SGLangServer:
         self._model = Path()
         self._route: Route | None = None
         self._held: tuple[Any, ...] | None = None  # `Weights.key` of what it has; None: its model's own
+
+    # Adapters ----------------------------------------------------------------------------------------------------
+
+    async def _hold(self, http: Http, name: str, directory: Path) -> None:
+        await self._change(http, "/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+
+    async def _drop(self, http: Http, name: str) -> None:
+        with contextlib.suppress(Refused):  # with --max-loaded-loras it may have let go of them by itself
+            await self._change(http, "/unload_lora_adapter", {"lora_name": name})
+
+    async def _change(self, http: Http, path: str, body: Mapping[str, str]) -> None:
+        reply = await http.post(path, body, seconds=_BUCKET)
+        if not reply.get("success", True):
+            raise Refused(f"SGLang {path}: {reply.get('error_message')}")
 
     # The process -------------------------------------------------------------------------------------------------
 
@@ -418,7 +366,7 @@ class SGLangServer:
         if self._experts is not None:
             words += ["--enable-return-routed-experts"]
         if self.adapters is not None:
-            words += ["--enable-lora", "--max-lora-rank", self.adapters.rank, "--lora-target-modules", *ADAPTER_LAYERS]
+            words += ["--enable-lora", "--max-lora-rank", self.adapters.rank, "--lora-target-modules", *LAYERS]
         if self._device == "cpu":
             words += ["--lora-backend", "torch_native"] if self.adapters is not None else []
             words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]

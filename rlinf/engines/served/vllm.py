@@ -24,6 +24,7 @@ from rlinf.config.schema import CLOSED
 from rlinf.config.schema import settings as settings_of
 from rlinf.data.weights import Weights
 from rlinf.engines.base import EngineSetup
+from rlinf.engines.served.adapters import Calls, NamedAdapters
 from rlinf.engines.served.engine import ServedEngine, start_server
 from rlinf.engines.served.server import Ask, Chunk, Http, ServerSettings, environment_of, model_files
 from rlinf.runtime.base.tasks import in_thread
@@ -40,16 +41,20 @@ class VllmServer:
         settings: arguments of vLLM's `AsyncEngineArgs`.
         deadline: seconds for loading weights, and for sleeping and waking.
         forms: it keeps answers to grammars.
+        adapter_rank: highest of adapters that it holds; 0: it holds none.
     """
 
     kind = "vLLM"
     reads_images = False
     seeded = True
     routes = False
-    adapters = None
 
-    def __init__(self, python: str, settings: Mapping[str, Any], deadline: float, *, forms: bool = False) -> None:
+    def __init__(
+        self, python: str, settings: Mapping[str, Any], deadline: float, *, forms: bool = False, adapter_rank: int = 0
+    ) -> None:
         self.forms = forms
+        calls = Calls(self.kind, self._hold, self._drop)
+        self.adapters = NamedAdapters(adapter_rank, calls) if adapter_rank else None
         self._python, self._settings, self._deadline = python, dict(settings), deadline
         self._memory: list[_Memory] = []
         self.version = ""
@@ -59,6 +64,7 @@ class VllmServer:
         settings = json.dumps({"model": str(model), **self._settings})
         address = ["--host", host, "--port", str(port)]
         more = ["--forms"] if self.forms else []
+        more += ["--adapter-rank", str(self.adapters.rank)] if self.adapters is not None else []
         return [self._python, str(_INSIDE / "serve.py"), *address, "--settings", settings, *more]
 
     def environment(self) -> Mapping[str, str | None]:
@@ -72,7 +78,11 @@ class VllmServer:
         }
 
     async def greet(self, http: Http) -> None:
-        self.version = (await http.get("/health"))["vllm"]
+        about = await http.get("/health")
+        self.version = about["vllm"]
+        if self.adapters is not None:
+            self.adapters.names.clear()
+            self.adapters.unembeds = about["unembeds"]
 
     async def healthy(self, http: Http) -> None:
         await http.get("/health", seconds=60.0)  # answered between two steps
@@ -92,6 +102,8 @@ class VllmServer:
             "min_p": sampling.min_p,
             "grammar": ask.grammar,
         }
+        if ask.adapter is not None and self.adapters is not None:
+            body["adapter"] = self.adapters.names[ask.adapter]
         async with aclosing(http.events("/generate", body)) as events:
             async for event in events:
                 yield Chunk(event["ids"], event["logprobs"])
@@ -105,6 +117,12 @@ class VllmServer:
     async def update(self, http: Http, weights: Weights) -> None:
         buckets = await in_thread(lambda: self._shared(weights))
         await http.post("/load", {"version": weights.version, "buckets": buckets}, seconds=self._deadline)
+
+    async def _hold(self, http: Http, name: str, directory: Path) -> None:
+        await http.post("/hold", {"name": name, "path": str(directory)}, seconds=self._deadline)
+
+    async def _drop(self, http: Http, name: str) -> None:
+        await http.post("/drop", {"name": name})
 
     async def release(self, http: Http) -> None:
         await http.post("/sleep", seconds=self._deadline)
@@ -208,8 +226,17 @@ async def build(setup: EngineSetup, **args: Any) -> VllmEngine:
     if setup.pictures is not None:
         raise ValueError("rollout.engine=vllm reads no pictures, and the model does: take sglang or transformers")
     arguments = _engine_args(setup, settings)
-    server = VllmServer(interpreter(settings.python), arguments, settings.deadline, forms=settings.schemas)
+    server = VllmServer(
+        interpreter(settings.python),
+        arguments,
+        settings.deadline,
+        forms=settings.schemas,
+        adapter_rank=settings.adapter_rank,
+    )
     files = await setup.compute(model_files, setup)
+    if settings.adapter_rank and files.experts is not None:
+        files.remove()
+        raise ValueError("rollout.engine_args.adapter_rank: adapters beside models with experts were not tried")
     return await start_server(VllmEngine, server, setup, files, settings)
 
 

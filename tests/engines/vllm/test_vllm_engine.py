@@ -20,6 +20,7 @@ from rlinf.engines.base import EngineSetup, Request, Sampling, make
 from rlinf.engines.transformers.engine import TransformersEngine
 from rlinf.runtime.processes.supervisor import ChildDied
 from tests.engines.test_engine_contract import ALPHABET, TOKENIZER, begun, expected, rest, right
+from tests.engines.transformers.test_adapters import adapters
 from tests.engines.transformers.test_engine import VOCABULARY, answers, packed, ragged, request, teacher_forced
 
 PROJECT = Path(__file__).parents[3]
@@ -32,15 +33,16 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 LENGTH = 512
+ONE = [f"model.layers.0.self_attn.q_proj.lora_{matrix}.weight" for matrix in "AB"]
 
 
-def tiny(kind, seed=0, heads=2):
+def tiny(kind, seed=0, heads=2, **config):
     """A model with opinions, whose heads have a size that vLLM has a kernel for on CPUs (32)."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
         kind, vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_attention_heads=heads,
         num_key_value_heads=1, intermediate_size=64, max_position_embeddings=LENGTH,
-        tie_word_embeddings=kind == "qwen2",
+        **{"tie_word_embeddings": kind == "qwen2", **config},
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -56,8 +58,9 @@ def setup_of(model, **settings):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["qwen2", "llama"])
 async def server(request):
-    """A family and its engine; closed, it leaves no process and no file."""
-    engine = await make("vllm", setup_of(tiny(request.param), tokenizer=TOKENIZER), {"python": str(PYTHON)})
+    """A family and its engine, of which Llama's may have adapters; closed, it leaves no process and no file."""
+    args = {"python": str(PYTHON), "adapter_rank": 3 if request.param == "llama" else 0}
+    engine = await make("vllm", setup_of(tiny(request.param), tokenizer=TOKENIZER), args)
     directory, pid = engine._files.directory, engine.child.child.pid
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     assert directory.exists()
@@ -289,6 +292,82 @@ async def test_killed_in_mid_answer_no_sample_and_no_token_is_lost(served, victi
     for number, one in found.items():
         assert one.response_ids.tolist() == ours[number].response_ids.tolist()
         np.testing.assert_allclose(one.logprobs, ours[number].logprobs, atol=1e-4)
+
+
+async def right_by(engine, models, asked, begun=0):
+    """Answers at once, each by the model with its adapters merged in."""
+    for number, one in (await answers(engine, asked)).items():
+        ids, logprobs = one.response_ids.tolist(), one.logprobs[begun:]
+        exact = teacher_forced(models[asked[number].adapter], asked[number].prompt_ids, ids)
+        np.testing.assert_allclose(logprobs, exact[begun:], atol=1e-4)
+        assert set(one.versions.tolist()) == {(engine.adapters | {None: engine.version})[asked[number].adapter]}
+
+
+def by_turns(names, count=20):
+    return [replace(request(i, [3] * (i % 4 + 1), Sampling(9)), adapter=names[i % len(names)]) for i in range(count)]
+
+
+async def test_answers_by_several_adapters_and_the_model_in_one_batch_are_those_of_merged_models(served):
+    engine, model = served
+    if engine.adapters is None:
+        with pytest.raises(ValueError, match=r"adapters a: .*adapter_rank"):
+            await engine.load(adapters(model(), "a", 1)[0])
+        return
+    models = {None: model()}
+    for version, name in enumerate("abcd", 11):
+        weights, models[name] = adapters(models[None], name, version)
+        await engine.load(weights)
+    assert (engine.adapters, engine.unembeds) == ({"a": 11, "b": 12, "c": 13, "d": 14}, True)
+    await right_by(engine, models, by_turns([None, "a", "b", "c", "d"]))
+    running = await begun(
+        engine, long := replace(request(0, [3], Sampling(300)), adapter="a"), request(1, [4], Sampling(300))
+    )
+    weights, merged = adapters(models[None], "a", 21, seed=1)
+    await engine.load(weights)
+    found = await rest(running)
+    first = found[0].versions.tolist().count(11)
+    ids = found[0].response_ids.tolist()
+    assert found[0].versions.tolist() == [11] * first + [21] * (300 - first)
+    assert 0 < first < 300
+    exact = [*teacher_forced(models["a"], [3], ids)[:first], *teacher_forced(merged, [3], ids)[first:]]
+    np.testing.assert_allclose(found[0].logprobs, exact, atol=1e-4)
+    right([request(1, [4], Sampling(300))], {1: found[1]}, models[None])
+    models["a"] = merged
+    too_many = replace(
+        Weights.pack({n: torch.zeros(4, 64) if "A" in n else torch.zeros(64, 4) for n in ONE}.items(), 1), adapter="a"
+    )
+    with pytest.raises(ValueError, match=r"adapters a: .*\[4\].*adapter_rank"):
+        await engine.load(too_many)
+    await engine.unload("b")
+    with pytest.raises(ValueError, match=r"request 0 .*'b'"):
+        await engine.answer(replace(long, adapter="b"))
+    below = model(1)
+    await engine.load(packed(below, 7))
+    models = {None: below, "a": adapters(below, "a", 21, seed=1)[1], "d": adapters(below, "d", 14)[1]}
+    await right_by(engine, models, by_turns([None, "a", "d"]))
+    restarts = engine.child.child.restarts
+    os.kill(engine.child.child.pid, signal.SIGKILL)
+    await right_by(engine, models, by_turns([None, "a", "d"]))
+    assert engine.child.child.restarts == restarts + 1
+    for name in "acd":
+        await engine.unload(name)
+
+
+async def test_adapters_of_an_embedding_that_is_the_input_too_and_more_than_share_a_batch():
+    model = tiny("llama", tie_word_embeddings=True)
+    args = {"python": str(PYTHON), "adapter_rank": 9, "args": {"max_loras": 2, "max_cpu_loras": 3}}
+    engine = await make("vllm", setup_of(model), args)
+    try:
+        models = {None: model}
+        for version, name in enumerate("abcd", 11):
+            weights, models[name] = adapters(model, name, version)
+            await engine.load(weights)
+        await right_by(engine, models, by_turns([None, "a", "b", "c", "d"]))
+        below = tiny("llama", 1, tie_word_embeddings=True)
+        await engine.load(packed(below, 20))
+        await right_by(engine, {None: below, "d": adapters(below, "d", 14)[1]}, by_turns(["d", None]))
+    finally:
+        await engine.close()
 
 
 async def test_what_cannot_be_served_says_why():

@@ -24,6 +24,24 @@ def test_memory_for_weights_is_reused_and_grows():
     server.close()
 
 
+async def test_adapters_have_a_new_name_at_the_server_whenever_they_come():
+    told = []
+
+    class Http:
+        async def post(self, path, body, seconds=None):
+            told.append((path, *body.values()))
+
+    server, http = VllmServer("python", {}, 1.0, adapter_rank=8), Http()
+    assert VllmServer("python", {}, 1.0).adapters is None
+    assert " ".join(server.command(Path(), "", 1)).endswith("--adapter-rank 8")
+    for name in "aba":
+        await server.adapters.load(http, name, Path("/files"))
+    await server.adapters.unload(http, "b")
+    held = [("/hold", "a-1", "/files"), ("/hold", "b-2", "/files"), ("/hold", "a-3", "/files")]
+    assert told == [*held, ("/drop", "a-1"), ("/drop", "b-2")]
+    assert server.adapters.names == {"a": "a-3"}
+
+
 def test_files_that_servers_load_by_their_paths_need_nothing_of_rlinf_but_one_another():
     """vLLM's processes have numpy and torch, and no rlinf."""
     package = Path(rlinf.__file__).parent

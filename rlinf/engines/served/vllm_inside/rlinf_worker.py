@@ -23,6 +23,16 @@ class Weights:
 
     model_runner: Any
 
+    def prepare(self) -> bool:
+        """Mend what vLLM does otherwise than this program needs; called once, before the first request.
+
+        Returns:
+            Adapters may be of the model's output embedding.
+        """
+        if self.model_runner.device.type == "cpu" and self.model_runner.lora_config is not None:
+            _spare_the_model()
+        return "lm_head" in getattr(self.model_runner.get_model(), "embedding_modules", ())
+
     def load_buckets(self, buckets: list[dict[str, Any]]) -> None:
         """Load all weights of the model.
 
@@ -39,11 +49,27 @@ class Weights:
                 raise ValueError(f"bucket {number} of {len(buckets)} was changed on its way")
         self.model_runner.reload_weights(weights_iterator=_named(flat, buckets))
         head = getattr(self.model_runner.model, "lm_head", None)
+        head = getattr(head, "base_layer", head)  # where it may have adapters
         if self.model_runner.device.type == "cpu" and hasattr(head, "cpu_linear"):
             # A head is packed for the CPU once: one that is tied would go on with the packed copy of the old weights.
             from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
             dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def _spare_the_model() -> None:
+    """Have rows of the model itself, whose slot is -1, get nothing of adapters: vLLM's products for CPUs read the last
+    slot there."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    narrow = lora_ops.bgmv_shrink
+
+    def shrink(inputs: Tensor, weights: Tensor, outputs: Tensor, slots: Tensor, scaling: float = 1.0) -> None:
+        narrow(inputs, weights, outputs, slots, scaling)
+        outputs[slots < 0] = 0
+
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink
 
 
 def _mapped(bucket: dict[str, Any]) -> Tensor:

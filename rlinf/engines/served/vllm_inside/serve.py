@@ -5,11 +5,14 @@ It runs in vLLM's environment, which has no rlinf, so it imports the standard li
 server-sent events, one per step. Who wakes whom: vLLM's engine core, a process of its own, wakes the answers that got
 tokens; when it dies, so does this process.
 
-    GET  /health    version of vLLM and what it computes on; 503 once the engine core is dead
+    GET  /health    version of vLLM, what it computes on, and if adapters may be of the output embedding; 503 once the
+                    engine core is dead
     POST /generate  an answer, streamed: `data: {"ids": [...], "logprobs": [...]}`, at its end `data: [DONE]`
     POST /abort     {"rids": [...]}, or {} for all: their streams end
     POST /quiet     forget all that was read
     POST /load      {"version", "buckets"}: other weights, by their places in shared memory (`rlinf_worker.py`)
+    POST /hold      {"name", "path"}: adapters in a directory of peft's, which stays, by a name that is new
+    POST /drop      {"name"}: hold them no more
     POST /sleep, /wake    give memory back, as far as this build of vLLM can
 
 What cannot be done is 400 with {"error": "..."}.
@@ -20,16 +23,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import vllm
 from aiohttp import web
 from vllm import SamplingParams
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
@@ -46,6 +52,13 @@ OURS = {
 """Arguments of vLLM that this program depends on."""
 FORMS = {"skip_tokenizer_init": False, "structured_outputs_config": {"backend": "guidance"}}
 """Those by which answers are kept to grammars of llguidance."""
+ADAPTERS = {
+    "enable_lora": True,
+    "max_loras": 8,  # sets in one batch, as SGLang has it; each takes room beside the model at once
+    "max_cpu_loras": 64,  # as many as the service keeps; others are read again from their files
+    "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"],  # not the input embedding
+}
+"""Those by which it holds adapters, where it was not told otherwise."""
 CPU = {
     "enforce_eager": True,  # compiling takes minutes and wins little
     "kv_cache_memory_bytes": 1 << 29,  # else vLLM takes most of the machine's memory
@@ -60,11 +73,14 @@ class Server:
 
     Args:
         engine: vLLM's, running.
+        unembeds: adapters may be of the output embedding.
     """
 
-    def __init__(self, engine: AsyncLLM):
-        self._engine = engine
+    def __init__(self, engine: AsyncLLM, unembeds: bool):
+        self._engine, self._unembeds = engine, unembeds
         self._running: set[str] = set()
+        self._adapters: dict[str, LoRARequest] = {}
+        self._numbers = itertools.count(1)
         self.dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why the engine core is gone."""
 
@@ -72,7 +88,7 @@ class Server:
         """The routes."""
         app = web.Application(client_max_size=1 << 30)
         app.add_routes([web.get("/health", self.health), web.post("/generate", self.generate)])
-        for call in (self.abort, self.quiet, self.load, self.sleep, self.wake):
+        for call in (self.abort, self.quiet, self.load, self.hold, self.drop, self.sleep, self.wake):
             app.router.add_post(f"/{call.__name__}", self._answering(call))
         return app
 
@@ -83,7 +99,8 @@ class Server:
             await self._engine.get_weight_version()
         except EngineDeadError as error:
             return self._died(error)
-        return web.json_response({"vllm": vllm.__version__, "device": current_platform.device_name})
+        about = {"vllm": vllm.__version__, "device": current_platform.device_name, "unembeds": self._unembeds}
+        return web.json_response(about)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer one request; one whose caller has gone away is aborted."""
@@ -132,7 +149,8 @@ class Server:
         )
         self._running.add(body["rid"])
         try:
-            answer = self._engine.generate({"prompt_token_ids": ids}, params, body["rid"])
+            prompt = {"prompt_token_ids": ids}
+            answer = self._engine.generate(prompt, params, body["rid"], lora_request=self._adapter(body))
             async with contextlib.aclosing(answer) as outputs:
                 async for output in outputs:
                     (part,) = output.outputs
@@ -159,6 +177,17 @@ class Server:
         finally:
             await self._engine.resume_generation()
 
+    async def hold(self, body: dict[str, Any]) -> None:
+        adapter = LoRARequest(body["name"], next(self._numbers), body["path"])
+        await self._engine.add_lora(adapter)  # which reads the files
+        self._adapters[adapter.lora_name] = adapter
+
+    async def drop(self, body: dict[str, Any]) -> None:
+        await self._engine.remove_lora(self._adapters.pop(body["name"]).lora_int_id)
+
+    def _adapter(self, body: dict[str, Any]) -> LoRARequest | None:
+        return self._adapters[name] if (name := body.get("adapter")) is not None else None
+
     async def sleep(self, body: dict[str, Any]) -> None:
         await self._engine.sleep(level=1, mode="keep")
 
@@ -183,9 +212,12 @@ class Server:
         return web.json_response({"error": str(error)}, status=503)
 
 
-def started(settings: dict[str, Any], forms: bool) -> AsyncLLM:
+def started(settings: dict[str, Any], forms: bool, adapter_rank: int) -> AsyncLLM:
     """vLLM with these arguments of `AsyncEngineArgs`; exits with a line if it cannot run the model."""
     cpu = current_platform.is_cpu()
+    if adapter_rank:
+        room = min(rank for rank in get_args(MaxLoRARanks) if rank >= adapter_rank)
+        settings = ADAPTERS | settings | {"max_lora_rank": room}
     if cpu:
         settings = CPU | settings
         if settings.get("tensor_parallel_size", 1) == 1:  # the core computes itself: one process less
@@ -207,14 +239,14 @@ def started(settings: dict[str, Any], forms: bool) -> AsyncLLM:
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
-async def serve(host: str, port: int, settings: dict[str, Any], forms: bool) -> NoReturn:
+async def serve(options: argparse.Namespace) -> NoReturn:
     """Serve until the engine core dies, and end this process then."""
-    engine = started(settings, forms)
+    engine = started(options.settings, options.forms, options.adapter_rank)
     try:
-        server = Server(engine)
+        server = Server(engine, all(await engine.collective_rpc("prepare")))
         runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True)
         await runner.setup()
-        await web.TCPSite(runner, host, port, backlog=4096).start()
+        await web.TCPSite(runner, options.host, options.port, backlog=4096).start()
         reason = await server.dead
     except BaseException:
         engine.shutdown()
@@ -232,8 +264,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True, help="port to listen at")
     parser.add_argument("--settings", type=json.loads, required=True, help="arguments of AsyncEngineArgs, as JSON")
     parser.add_argument("--forms", action="store_true", help="keep answers to grammars of llguidance")
-    options = parser.parse_args()
-    asyncio.run(serve(options.host, options.port, options.settings, options.forms))
+    parser.add_argument("--adapter-rank", type=int, default=0, help="hold adapters of up to this rank; 0: none")
+    asyncio.run(serve(parser.parse_args()))
 
 
 if __name__ == "__main__":

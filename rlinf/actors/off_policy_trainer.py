@@ -29,7 +29,14 @@ from rlinf.training.checkpoint import OpenState, Restored, Source, StateCopy
 from rlinf.training.embodied.cloning import demonstrated_transitions
 from rlinf.training.embodied.replay import ReplayBuffer, Rows, transitions
 from rlinf.training.embodied.sac import CrossQLearner, IqlLearner, SacLearner
-from rlinf.training.embodied.trajectories import Trajectory, ages_of, joined, summary, summary_by_task
+from rlinf.training.embodied.trajectories import (
+    Trajectory,
+    ages_of,
+    intervened_in,
+    joined,
+    summary,
+    summary_by_task,
+)
 from rlinf.training.optimizer import adamw_of_parts, minimize, share_of
 
 REPLAY = "replay"
@@ -246,6 +253,7 @@ class SacTrainer(RememberingTrainer):
             "episodes/lost": float(whole.lost),
             **ages_of(trajectories, self.version),
             "replay/rows": float(len(self._replay)),
+            **intervened_in(whole),
             **summary(whole.episodes),
             **summary_by_task(whole.episodes),
         }
@@ -377,6 +385,7 @@ class DaggerTrainer(RememberingTrainer):
             "dagger/labels": float(self._replay.added),
             "episodes/lost": float(whole.lost),
             **ages_of(trajectories, self.version),
+            **intervened_in(whole),
             **summary(whole.episodes),
         }
 

@@ -26,6 +26,7 @@ from rlinf.algos.chunk_advantages import Chunks, without_lost
 from rlinf.config.importing import resolve
 from rlinf.data.rng import uniforms
 from rlinf.data.weights import Weights, misfits
+from rlinf.envs.base import Interventions
 from rlinf.envs.environment import Chunk, Decision, EnvOutput, Episode
 from rlinf.envs.workers import at_once
 from rlinf.models.policy.base import Act, Greedy, Policy, Stored
@@ -86,6 +87,8 @@ class _History:
     finals: dict[int, Tensor] = field(default_factory=dict)
     """By the number of a chunk in which episodes were cut, the critic's values of their last observations, [N],
     elsewhere 0."""
+    proposed: dict[int, Tensor] = field(default_factory=dict)
+    """By the number of a chunk in which somebody could intervene, the policy's own actions, in its terms, [N, ...]."""
     last: EnvOutput | None = None
     """Output of the slice behind the last of `chunks`, where `live` put it here."""
 
@@ -297,6 +300,10 @@ class PolicyActor(ModelActor, Receiver):
         if history is None:  # done by actions before the trajectory began
             return
         history.chunks.append(chunk)
+        if chunk.interventions is not None:
+            number = len(history.chunks) - 1
+            history.proposed[number] = history.acts[number].stored["actions"]
+            history.acts[number] = self._as_executed(history.acts[number], chunk.interventions)
         if chunk.uneventful or not (self._has_critic and len(cut := chunk.cut)):
             return
         observation = self._on_device({name: array[cut] for name, array in chunk.final.items()})
@@ -305,6 +312,18 @@ class PolicyActor(ModelActor, Receiver):
         final = torch.zeros(len(chunk.running))
         final[chunk.ended[cut]] = self._policy.value(observation, instructions).float().cpu()
         history.finals[len(history.chunks) - 1] = final
+
+    def _as_executed(self, act: Act, interventions: Interventions) -> Act:
+        """The act with what was executed as its actions; stored ones change in rows where somebody intervened."""
+        rows = interventions.steps.any(1)
+        if not bool(rows.any()):
+            return act
+        own = act.stored["actions"]
+        executed = torch.where(interventions.steps[..., None], interventions.actions, act.actions.cpu())
+        executed = executed.to(act.actions.device)
+        encoded = self._policy.encode(executed, act.stored).to(own)
+        mine = rows.to(own.device).view(-1, *[1] * (own.ndim - 1))
+        return replace(act, actions=executed, stored={**act.stored, "actions": torch.where(mine, encoded, own)})
 
     @property
     def _has_critic(self) -> bool:
@@ -351,6 +370,12 @@ def _assembled(
         for time, final in history.finals.items():
             final_values[time] = final
     episodes = tuple(episode for chunk in chunks for episode in chunk.episodes)
+    intervened = proposed = None
+    if history.proposed:  # somebody could intervene, if not in chunks that were lost with their simulators
+        acted = [chunk.interventions for chunk in chunks]
+        nobody = torch.zeros(terminated.shape[1:], dtype=torch.bool)
+        intervened = torch.stack([nobody if each is None else each.steps.cpu() for each in acted])
+        proposed = _stacked([history.proposed.get(time, act.stored["actions"]) for time, act in enumerate(acts)])
     return Trajectory(
         chunks=Chunks(
             rewards=rows("rewards"),
@@ -371,6 +396,8 @@ def _assembled(
         version=version,
         following=following,
         actions=None if following is None else _stacked([act.actions for act in acts]),
+        intervened=intervened,
+        proposed=proposed,
     )
 
 

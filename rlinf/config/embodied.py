@@ -142,6 +142,13 @@ class EnvConfig:
     """Rewards are multiplied by it."""
     success: str | None = None
     """The same of a function that says which environments have solved their task."""
+    intervener: str | None = None
+    """Who may act in the policy's place while it learns (sac, crossq, iql, dagger): the dotted path of a device in one
+    person's hands, such as rlinf.envs.interventions.Gamepad, or of a function that stands in for a person. It takes
+    what it names of observation, action, steps, instructions, tasks, and returns actions in [-1, 1] and in which
+    environments it acts."""
+    intervener_args: dict[str, Any] = field(default_factory=dict)
+    """What the device is made with, or further arguments of the function."""
     num_envs: int = Field(default=16, ge=1)
     """Environments on each host of placement.env."""
     workers: int = Field(default=2, ge=0)
@@ -184,7 +191,9 @@ class EnvConfig:
             yield "curriculum.floor", "there is nothing to choose from: name several env.tasks"
         if self.reward is None and self.reward_args:
             yield "reward_args", "there is no function that takes them: name it in env.reward"
-        for key in ("reward", "success"):
+        if self.intervener is None and self.intervener_args:
+            yield "intervener_args", "there is nobody who takes them: name who intervenes in env.intervener"
+        for key in ("reward", "success", "intervener"):
             path = getattr(self, key)
             if path is not None and (advice := mistake_in(path)) is not None:
                 yield key, advice
@@ -558,6 +567,9 @@ class EmbodiedConfig(CommonConfig):
         yield from self._unread()
         yield from self._off_policy_mistakes()
         yield from self._dagger_mistakes()
+        if self.env.intervener is not None and self.algorithm.name not in (*OFF_POLICY, DAGGER):
+            readers = ", ".join((*OFF_POLICY, DAGGER))
+            yield "env.intervener", f"{self.algorithm.name} learns from its own actions alone, but {readers}: remove it"
         if self.algorithm.name == IMITATION and self.policy.type in ("soft", "soft_pixels", "steered"):
             yield "policy.type", f"{self.policy.type} is of sac and its like: take another for imitation"
         trials = self.trials

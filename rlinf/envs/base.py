@@ -141,6 +141,31 @@ class ActionSpec:
         middle, half, bounded = (each.to(actions.device) for each in self._line)
         return torch.where(bounded, middle + half * actions.clamp(-1.0, 1.0), actions)
 
+    def unscaled(self, actions: Tensor) -> Tensor:
+        """Map actions from the simulator's bounds to [-1, 1]: the inverse of `scaled`, cut off where they are outside.
+
+        Args:
+            actions: float32 [..., A].
+        """
+        if self._plain:
+            return actions.clamp(-1.0, 1.0)
+        middle, half, bounded = (each.to(actions.device) for each in self._line)
+        wide = bounded & (half > 0)  # a number that can only be one value stands in the middle
+        inside = ((actions - middle) / torch.where(wide, half, 1.0)).clamp(-1.0, 1.0)
+        return torch.where(bounded, torch.where(wide, inside, 0.0), actions)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Interventions:
+    """Actions that somebody else did in the place of those that were asked for: a person, or a script that stands in
+    for one."""
+
+    steps: Tensor
+    """True where somebody did, bool [N] for one step and [N, C] for a chunk."""
+    actions: Tensor
+    """What was done there, float32 [N, A] within the bounds of the `ActionSpec`; of a chunk [N, C, A] and in [-1, 1].
+    Elsewhere anything."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transition:
@@ -156,6 +181,8 @@ class Transition:
     """The simulator stopped for a reason outside the task, bool [N]; `max_steps` is seen to by the environment."""
     success: Tensor | None = None
     """True where the task is solved at this moment, bool [N]; None where the simulator does not say."""
+    interventions: Interventions | None = None
+    """What somebody else did instead of the actions; None where nobody can."""
 
 
 class WrongOption(ValueError):

@@ -33,7 +33,18 @@ import torch
 from torch import Tensor
 
 from rlinf.data.rng import mix
-from rlinf.envs.base import ArraySpec, Observation, Simulator, State, Transition, rows_of, rows_where, with_rows
+from rlinf.envs.base import (
+    ActionSpec,
+    ArraySpec,
+    Interventions,
+    Observation,
+    Simulator,
+    State,
+    Transition,
+    rows_of,
+    rows_where,
+    with_rows,
+)
 from rlinf.envs.video import Recorder
 from rlinf.envs.wrappers import Wrapper
 
@@ -66,6 +77,8 @@ class Episode:
     """It was cut off; otherwise the task ended it."""
     task: str | None = None
     """Name of what it was to do, as the simulator says when it begins; None where there is one task alone."""
+    intervened: int = 0
+    """Steps in which somebody else acted in the policy's place."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +136,8 @@ class Chunk:
     """Why episodes were dropped: which environment, its seed, and which number was not finite."""
     uneventful: bool = False
     """Every step was done, and no episode ended or was lost, as in most chunks: see `of_steps`."""
+    interventions: Interventions | None = None
+    """What somebody else did instead of the actions; None where nobody can."""
 
     @property
     def cut(self) -> Tensor:
@@ -228,6 +243,20 @@ def joined_chunks(parts: Sequence[Chunk]) -> Chunk:
     """Chunks of several environments as that of one, in their order."""
     if len(parts) == 1:
         return parts[0]
+    chunk = _joined_chunks(parts)
+    acted = [part.interventions for part in parts]
+    if (first := next((each for each in acted if each is not None), None)) is None:
+        return chunk
+    whole = []
+    for part, each in zip(parts, acted, strict=True):  # a part that was lost with its simulator has none
+        nobody = torch.zeros(part.valid.shape, dtype=torch.bool)
+        whole.append(each or Interventions(nobody, torch.zeros(*nobody.shape, first.actions.shape[-1])))
+    together = Interventions(torch.cat([each.steps for each in whole]), torch.cat([each.actions for each in whole]))
+    return replace(chunk, interventions=together)
+
+
+def _joined_chunks(parts: Sequence[Chunk]) -> Chunk:
+    """Chunks as one, but for interventions."""
     if all(part.uneventful for part in parts):
         return of_steps(
             torch.cat([part.rewards for part in parts]),
@@ -492,6 +521,24 @@ class _Done(NamedTuple):
     """Where the task is over, bool [N], which counts where the episode is; None: nowhere."""
 
 
+def _of_chunk(acted: Sequence[Interventions | None], count: int, spec: ActionSpec) -> Interventions | None:
+    """Interventions of the steps of a chunk, in [-1, 1]; None if nobody can intervene.
+
+    Args:
+        acted: of each step that was done; its steps among those that were active.
+        count: actions of the chunk, of which the last may not have been done.
+        spec: of the actions.
+    """
+    by_step = [(index, each) for index, each in enumerate(acted) if each is not None]
+    if not by_step:
+        return None
+    steps = torch.zeros(len(by_step[0][1].steps), count, dtype=torch.bool)
+    actions = torch.zeros(*steps.shape, spec.size)
+    for index, each in by_step:
+        steps[:, index], actions[:, index] = each.steps.cpu(), spec.unscaled(each.actions).cpu()
+    return Interventions(steps, actions)
+
+
 class Environment:
     """N environments that are acted on in chunks. Its calls block; `workers.py` makes them awaitable.
 
@@ -543,6 +590,7 @@ class Environment:
         self._episode = np.zeros(count, np.int64) if episode is None else episode.numpy().copy()
         self._steps, self._total = np.zeros(count, np.int64), np.zeros(count, np.float64)
         self._once, self._solved, self._running = (np.full(count, each) for each in (False, False, True))
+        self._intervened = np.zeros(count, np.int64)
         self._tells_success = False
         self._observation = self._begin(self._everyone)
         wrong = mistake_in(self._observation, self.simulator.observation_spec, self.num_envs)
@@ -568,6 +616,7 @@ class Environment:
         spoiled = self._invalid
         spoiled.begin(self.num_envs)
         done: list[_Done] = []
+        acted: list[Interventions | None] = []
         if defers := self.simulator.deferring is not None:
             self.simulator.deferring = actions.shape[1] > 1
         for action in actions.unbind(1):
@@ -578,6 +627,7 @@ class Environment:
             moved = self.simulator.step(action, self._on_device(able))
             active = spoiled.left(able, {"reward": moved.reward, **moved.observation})
             everyone = everyone and active is able
+            acted.append(self._acted(moved, active))
             done.append(step := self._account(moved, active, everyone))
             if step.over is not None:
                 everyone, active = False, active & ~step.over
@@ -585,8 +635,19 @@ class Environment:
             self._observation = {**self._observation, **self.simulator.look()}
         if everyone and done and len(done) == actions.shape[1] and not spoiled.noted:
             rewards = torch.from_numpy(np.array([step.reward for step in done], np.float32).T.copy())
-            return of_steps(rewards, self._observation, self._numbers(), self._instructions())
-        return self._eventful(done, actions.shape[1])
+            chunk = of_steps(rewards, self._observation, self._numbers(), self._instructions())
+        else:
+            chunk = self._eventful(done, actions.shape[1])
+        interventions = _of_chunk(acted, actions.shape[1], self.simulator.action_spec)
+        return chunk if interventions is None else replace(chunk, interventions=interventions)
+
+    def _acted(self, moved: Transition, active: np.ndarray) -> Interventions | None:
+        """Interventions of a step in the active environments, which count for their episodes."""
+        if (acted := moved.interventions) is None:
+            return None
+        steps = _on_host(acted.steps) & active
+        self._intervened += steps
+        return Interventions(torch.from_numpy(steps), acted.actions)
 
     def _on_device(self, mask: np.ndarray) -> Tensor:
         """A mask as the simulator takes it; not to be written to."""
@@ -646,8 +707,9 @@ class Environment:
         self._epoch, self._done = state["epoch"], state["chunks"]
         self._observation = {name: array.to(device, copy=True) for name, array in state["observation"].items()}
         self._tells_success, self._tasks = state["tells_success"], state.get("tasks")
+        saved = {"intervened": torch.zeros(self.num_envs, dtype=torch.int64), **state}  # earlier versions have none
         for name in _COUNTERS:
-            setattr(self, f"_{name}", state[name].cpu().numpy().copy())
+            setattr(self, f"_{name}", saved[name].cpu().numpy().copy())
         return Start(self._observation, self._numbers(), self._instructions())
 
     def watch(self, envs: Sequence[int]) -> None:
@@ -818,11 +880,20 @@ class Environment:
     def _finished(self, ended: np.ndarray, truncated: np.ndarray) -> tuple[Episode, ...]:
         """The accounts of episodes that are over; their videos are written."""
         columns = [
-            array.tolist() for array in (self._steps, self._total, self._once, self._solved, truncated, self._episode)
+            array.tolist()
+            for array in (
+                self._steps,
+                self._total,
+                self._once,
+                self._solved,
+                truncated,
+                self._episode,
+                self._intervened,
+            )
         ]
         episodes = []
         for env in ended.tolist():
-            length, total, once, solved, cut, number = (column[env] for column in columns)
+            length, total, once, solved, cut, number, intervened = (column[env] for column in columns)
             episodes.append(
                 Episode(
                     env=self.first + env,
@@ -835,6 +906,7 @@ class Environment:
                     success_at_end=solved if self._tells_success else None,
                     truncated=cut,
                     task=None if self._tasks is None else self._tasks[env],
+                    intervened=intervened,
                 )
             )
             if self._recorder is not None:
@@ -848,7 +920,7 @@ class Environment:
                 return
             ended = self._everyone
         self._count_episodes(ended)
-        for counter in (self._steps, self._total, self._once, self._solved):
+        for counter in (self._steps, self._total, self._once, self._solved, self._intervened):
             counter[ended] = 0
         self._running = self._running.copy()
         self._running[ended] = True
@@ -892,7 +964,7 @@ class Environment:
             raise RuntimeError("the environment has no episodes yet: call reset() first")
 
 
-_COUNTERS = ("episode", "steps", "total", "once", "solved", "running")
+_COUNTERS = ("episode", "steps", "total", "once", "solved", "running", "intervened")
 """Arrays that count per environment, [N], by the name of their attribute."""
 
 

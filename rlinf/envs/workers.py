@@ -185,7 +185,7 @@ class Program:
 
 
 def _packed_chunk(chunk: Chunk) -> Any:
-    if chunk.uneventful:
+    if chunk.uneventful and chunk.interventions is None:
         return Steps(packed(chunk.rewards), packed(chunk.observation), chunk.instructions)
     return packed(chunk)
 

@@ -23,7 +23,16 @@ from torch import Tensor
 from rlinf.config.embodied import task_names
 from rlinf.config.importing import resolve
 from rlinf.data.rng import mix
-from rlinf.envs.base import Observation, Simulator, State, Transition, rows_of, rows_where, with_rows
+from rlinf.envs.base import (
+    Interventions,
+    Observation,
+    Simulator,
+    State,
+    Transition,
+    rows_of,
+    rows_where,
+    with_rows,
+)
 
 
 class Wrapper(Simulator):
@@ -235,7 +244,17 @@ def _merged(mine: Tensor, new: Transition, old: Transition) -> Transition:
         terminated=torch.where(mine, new.terminated, old.terminated),
         truncated=torch.where(mine, new.truncated, old.truncated),
         success=success,
+        interventions=_acted(mine, new.interventions, old.interventions),
     )
+
+
+def _acted(mine: Tensor, new: Interventions | None, old: Interventions | None) -> Interventions | None:
+    """Interventions of `new` where `mine`, and of `old` elsewhere; tasks in which nobody can intervene have none."""
+    if new is None or old is None:
+        acted, here = (new, mine) if new is not None else (old, ~mine)
+        return None if acted is None else Interventions(acted.steps & here, acted.actions)
+    steps = torch.where(mine, new.steps, old.steps)
+    return Interventions(steps, torch.where(mine[:, None], new.actions, old.actions))
 
 
 OFFERED = ("observation", "before", "action", "reward", "success", "terminated", "instructions", "tasks")
@@ -252,16 +271,16 @@ OFFERED = ("observation", "before", "action", "reward", "success", "terminated",
 """
 
 
-def mistake_in_function(function: Any, arguments: Mapping[str, Any]) -> str | None:
-    """Return the reason why a function cannot be called with `OFFERED` arguments and its own; None if it can."""
+def mistake_in_function(function: Any, arguments: Mapping[str, Any], offered: Sequence[str] = OFFERED) -> str | None:
+    """Return the reason why a function cannot be called with what is offered and its own arguments; None if it can."""
     if not callable(function):
         return "it is no function"
     parameters = inspect.signature(function).parameters.values()
     names = {each.name for each in parameters}
     needed = {each.name for each in parameters if each.default is each.empty and each.kind not in _OPEN}
     open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    if lacking := sorted(needed - {*OFFERED, *arguments}):
-        return f"it takes {', '.join(lacking)}; there is {', '.join(OFFERED)}, and its own arguments"
+    if lacking := sorted(needed - {*offered, *arguments}):
+        return f"it takes {', '.join(lacking)}; there is {', '.join(offered)}, and its own arguments"
     if not open_ended and (unknown := sorted(arguments.keys() - names)):
         return f"it takes no {', '.join(unknown)}"
     return None
@@ -270,7 +289,47 @@ def mistake_in_function(function: Any, arguments: Mapping[str, Any]) -> str | No
 _OPEN = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
-class Scored(Wrapper):
+class Remembering(Wrapper):
+    """A simulator whose last observation is known, for functions of what is seen before a step."""
+
+    def __init__(self, simulator: Simulator):
+        super().__init__(simulator)
+        self._seen: Observation = {
+            name: torch.zeros(self.num_envs, *spec.shape, dtype=spec.dtype, device=self.device)
+            for name, spec in self.observation_spec.items()
+        }
+
+    def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
+        observation = self.simulator.reset(seeds, env_ids)
+        self._seen = with_rows(self._seen, env_ids, observation)
+        return observation
+
+    def save(self) -> list[State]:
+        rows = [rows_of(self._seen, torch.tensor([env])) for env in range(self.num_envs)]
+        return [{"inner": state, "seen": row} for state, row in zip(self.simulator.save(), rows, strict=True)]
+
+    def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
+        self.simulator.restore([state["inner"] for state in states], env_ids)
+        rows = {name: torch.cat([state["seen"][name] for state in states]).to(self.device) for name in self._seen}
+        self._seen = with_rows(self._seen, env_ids, rows)
+
+    @staticmethod
+    def _told(key: str, path: str, function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
+        """Result of a function for all rows.
+
+        Raises:
+            RuntimeError: it raised; the text names the key.
+        """
+        parameters = inspect.signature(function).parameters
+        open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        arguments = {name: value for name, value in offered.items() if open_ended or name in parameters}
+        try:
+            return function(**arguments)
+        except Exception as error:  # of code that users write
+            raise RuntimeError(f"{key} = {path}: {type(error).__name__}: {error}") from error
+
+
+class Scored(Remembering):
     """A simulator whose rewards, or whose word on success, come from functions.
 
     Args:
@@ -301,15 +360,6 @@ class Scored(Wrapper):
         self._functions: dict[str, Callable[..., Any]] = {
             path: resolve(path) for path in (reward, success) if path is not None
         }
-        self._seen: Observation = {
-            name: torch.zeros(num_envs, *spec.shape, dtype=spec.dtype, device=self.device)
-            for name, spec in self.observation_spec.items()
-        }
-
-    def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
-        observation = self.simulator.reset(seeds, env_ids)
-        self._seen = with_rows(self._seen, env_ids, observation)
-        return observation
 
     def step(self, actions: Tensor, active: Tensor) -> Transition:
         moved = self.simulator.step(actions, active)
@@ -325,37 +375,25 @@ class Scored(Wrapper):
         }
         reward, success = moved.reward, moved.success
         if self._reward is not None:
-            reward = self._told("env.reward", self._reward, {**offered, **self._arguments}).float()
+            reward = self._rows_told("env.reward", self._reward, {**offered, **self._arguments}).float()
         if self._success is not None:
-            success = self._told("env.success", self._success, offered).bool()
+            success = self._rows_told("env.success", self._success, offered).bool()
         self._seen = moved.observation
         return replace(moved, reward=reward * self._scale, success=success)
 
-    def _told(self, key: str, path: str, offered: Mapping[str, Any]) -> Tensor:
-        """Result of a function for all rows.
+    def _rows_told(self, key: str, path: str, offered: Mapping[str, Any]) -> Tensor:
+        """Result of a function for all rows, a number each.
 
         Raises:
             RuntimeError: it raised, or returned something else; the text names the key.
         """
-        function = self._functions[path]
-        parameters = inspect.signature(function).parameters
-        open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        arguments = {name: value for name, value in offered.items() if open_ended or name in parameters}
+        answer = self._told(key, path, self._functions[path], offered)
         try:
-            values = torch.as_tensor(function(**arguments), device=self.device)
-        except Exception as error:  # of code that users write
+            values = torch.as_tensor(answer, device=self.device)
+        except Exception as error:  # of what users' code returns
             raise RuntimeError(f"{key} = {path}: {type(error).__name__}: {error}") from error
         if tuple(values.shape) != (self.num_envs,):
             raise RuntimeError(
                 f"{key} = {path}: it returned {list(values.shape)} instead of a row's each, [{self.num_envs}]"
             )
         return values
-
-    def save(self) -> list[State]:
-        rows = [rows_of(self._seen, torch.tensor([env])) for env in range(self.num_envs)]
-        return [{"inner": state, "seen": row} for state, row in zip(self.simulator.save(), rows, strict=True)]
-
-    def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
-        self.simulator.restore([state["inner"] for state in states], env_ids)
-        rows = {name: torch.cat([state["seen"][name] for state in states]).to(self.device) for name in self._seen}
-        self._seen = with_rows(self._seen, env_ids, rows)

@@ -84,7 +84,18 @@ def demonstrated(outputs: Sequence[EnvOutput], actions: Sequence[Tensor]) -> lis
         actions: what was done at each but the last, float32 [N, C, A].
     """
     chunks = [output.chunk for output in outputs if output.chunk is not None]
-    valid, done = torch.stack([chunk.valid for chunk in chunks]), torch.stack(list(actions))
+    valid = torch.stack([chunk.valid for chunk in chunks])
+    acted = [chunk.interventions for chunk in chunks]
+    done = torch.stack(
+        [
+            own if other is None else torch.where(other.steps[..., None], other.actions, own)
+            for own, other in zip(actions, acted, strict=True)
+        ]
+    )
+    intervened = None
+    if any(each is not None for each in acted):
+        nobody = torch.zeros_like(chunks[0].valid)
+        intervened = torch.stack([nobody if each is None else each.steps for each in acted])
     rewards, ended = (torch.stack([getattr(chunk, name) for chunk in chunks]) for name in ("rewards", "terminated"))
     lost = torch.stack([chunk.lost for chunk in chunks]).any(0)
     outcomes = {episode.env - outputs[0].first: episode for chunk in chunks for episode in chunk.episodes}
@@ -105,6 +116,7 @@ def demonstrated(outputs: Sequence[EnvOutput], actions: Sequence[Tensor]) -> lis
                 bool(ended[:, env].any()),
                 episode.success_once,
                 None if words is None else words[env],
+                None if intervened is None else intervened[:length, env],
             )
         )
     return demonstrations

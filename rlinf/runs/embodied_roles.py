@@ -21,9 +21,11 @@ from rlinf.actors.off_policy_trainer import DaggerTrainer, SacTrainer
 from rlinf.actors.policy import DaggerPolicy, PolicyActor
 from rlinf.actors.policy_trainer import ImitationTrainer, PolicyTrainer
 from rlinf.algos.algorithms import AlgorithmSpec
-from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig, EvalSuite
+from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig, EnvConfig, EvalSuite
+from rlinf.config.importing import resolve
 from rlinf.config.load import InputError
 from rlinf.envs.base import CannotSimulate
+from rlinf.envs.interventions import Overridable, mistake_in_intervener
 from rlinf.envs.video import Recording
 from rlinf.envs.workers import EnvironmentLost
 from rlinf.envs.wrappers import Mixture, Scored
@@ -66,9 +68,10 @@ async def start_roles(
     """
     simulators = {}
     if plan is not None and config.algorithm.name != IMITATION:
-        simulators["env"] = Role(EnvActor, {**_simulation(config, config.env.options), **_env(config)})
+        simulation = _overridable(config.env, _simulation(config, config.env.options))
+        simulators["env"] = Role(EnvActor, {**simulation, **_env(config)})
     hosts = placed.seats["env"].hosts[:1]
-    keys = ["env.simulator", "env.options"]
+    keys = ["env.simulator", "env.options", *(["env.intervener"] if config.env.intervener is not None else [])]
     for name, suite in config.eval_suites.items():
         settings = {**_simulation(config, suite.options), **_trials(config, name, suite, videos)}
         simulators[role_of(name)] = Role(EnvActor, settings, hosts=hosts)
@@ -273,6 +276,23 @@ def _simulation(config: EmbodiedConfig, options: Mapping[str, Any]) -> dict[str,
         simulator = f"{Scored.__module__}.{Scored.__qualname__}"
     names = ("max_steps", "ignore_terminations", "frame_stack", "step_timeout", "start_timeout")
     return {"simulator": simulator, "options": arguments, **{name: getattr(env, name) for name in names}}
+
+
+def _overridable(env: EnvConfig, simulation: dict[str, Any]) -> dict[str, Any]:
+    """Settings of simulators in which somebody can intervene, where one is named.
+
+    Raises:
+        InputError: nobody could.
+    """
+    if env.intervener is None:
+        return simulation
+    with _input_errors("env.intervener"):
+        mistake = mistake_in_intervener(resolve(env.intervener), env.intervener_args, env.num_envs)
+    if mistake is not None:
+        raise InputError(f"env.intervener = {env.intervener}: {mistake}")
+    arguments = {name: simulation[name] for name in ("simulator", "options")}
+    arguments |= {"intervener": env.intervener, "arguments": env.intervener_args}
+    return {**simulation, "simulator": f"{Overridable.__module__}.{Overridable.__qualname__}", "options": arguments}
 
 
 def _env(config: EmbodiedConfig) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class Demonstration:
     """The task was solved at some time; None if nobody says."""
     instruction: str | tuple[str, ...] | None
     """The task, in words; one text for each chunk where that changes within the episode, T texts."""
+    intervened: Tensor | None = None
+    """Actions of somebody who took over from whoever was acting, bool [T, C]; None if nobody says."""
 
     def __post_init__(self) -> None:
         count = len(self.actions)
@@ -487,7 +489,8 @@ class Records(Episodes):
             observations = observations or {NOTHING: torch.zeros(about.rows + 1, 0)}
         with broken(file, "actions, rewards, valid"):
             parts = (tensors["actions"], tensors["rewards"], tensors["valid"])
-            return Demonstration(observations, *parts, terminated, about.success, about.instruction)
+            by = tensors.get("intervened")
+            return Demonstration(observations, *parts, terminated, about.success, about.instruction, by)
 
 
 def _about(file: Path) -> tuple[About, bool]:
@@ -526,6 +529,7 @@ def write_demonstrations(directory: Path, demonstrations: Iterable[Demonstration
         name = _NAME.format(number)
         tensors = {"actions": demo.actions, "rewards": demo.rewards, "valid": demo.valid}
         tensors |= {f"observation.{each}": rows for each, rows in demo.observation.items()}
+        tensors |= {} if demo.intervened is None else {"intervened": demo.intervened}
         save_file({each: rows.contiguous() for each, rows in tensors.items()}, directory / f"{name}.safetensors")
         about = {
             "chunks": len(demo.actions),

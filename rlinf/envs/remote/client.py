@@ -24,6 +24,7 @@ from rlinf.envs.base import (
     ActionSpec,
     ArraySpec,
     CannotSimulate,
+    Interventions,
     Observation,
     Simulator,
     SimulatorLost,
@@ -59,7 +60,10 @@ class OfRlinf:
         device = self._simulator.device
         moved = self._simulator.step(torch.from_numpy(actions).to(device), torch.from_numpy(active).to(device))
         names = ("observation", "reward", "terminated", "truncated", "success")
-        return {name: arrays(getattr(moved, name)) for name in names}
+        answer = {name: arrays(getattr(moved, name)) for name in names}
+        if (acted := moved.interventions) is not None:
+            answer |= {"intervened": arrays(acted.steps), "executed": arrays(acted.actions)}
+        return answer
 
     def instructions(self) -> Any:
         """`Simulator.instructions`."""
@@ -209,7 +213,15 @@ class Remote(Simulator):
         success = None
         if reply.get("success") is not None:
             success = self._array(reply, "success", self.num_envs, _BOOL)
-        return Transition(observation, reward, terminated, truncated, success)
+        return Transition(observation, reward, terminated, truncated, success, self._interventions(reply))
+
+    def _interventions(self, reply: Any) -> Interventions | None:
+        """Interventions of somebody on the other side, who acts there without being asked for."""
+        if reply.get("intervened") is None:
+            return None
+        steps = self._array(reply, "intervened", self.num_envs, _BOOL)
+        spec = ArraySpec((self.action_spec.size,), torch.float32)
+        return Interventions(steps, self._array(reply, "executed", self.num_envs, spec))
 
     def instructions(self) -> list[str] | None:
         return self._words

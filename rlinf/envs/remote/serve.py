@@ -9,7 +9,8 @@ This file needs numpy and Python 3.8 and nothing else, so that it can be copied 
 
     reset(seeds, env_ids)   -> observation: {name: array [n, ...]} of those environments
     step(actions, active)   -> {"observation": {name: [N, ...]}, "reward": [N], "terminated": [N], "truncated": [N],
-                                "success": [N] or None}
+                                "success": [N] or None}; where a person there may take over, also "intervened": bool [N]
+                                and "executed": [N, A], the actions that were done instead, within the bounds
     instructions()          -> N texts, or None                         (may be missing)
     render(env_ids)         -> uint8 [n, H, W, 3]                       (may be missing)
     save()                  -> N states; restore(states, env_ids)       (may be missing)

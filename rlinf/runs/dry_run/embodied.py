@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rlinf.data.demonstrations.episode import ACTIONS, STATE
 from rlinf.data.demonstrations.statistics import Accumulator, tell_rare
 from rlinf.data.demonstrations.stream import Part
 from rlinf.envs.base import CannotRender, Simulator, WrongOption
+from rlinf.envs.interventions import mistake_in_intervener
 from rlinf.envs.wrappers import mistake_in_function
 from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import (
@@ -214,15 +216,18 @@ def _demonstration_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
 
 
 def _function_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
-    """Yield problems of the functions that `env.reward` and `env.success` name."""
-    for key, path, arguments in (
-        ("env.reward", config.env.reward, config.env.reward_args),
-        ("env.success", config.env.success, {}),
+    """Yield problems of what `env.reward`, `env.success` and `env.intervener` name."""
+    env = config.env
+    one_person = partial(mistake_in_intervener, num_envs=env.num_envs)
+    for key, path, arguments, mistake_of in (
+        ("env.reward", env.reward, env.reward_args, mistake_in_function),
+        ("env.success", env.success, {}, mistake_in_function),
+        ("env.intervener", env.intervener, env.intervener_args, one_person),
     ):
         if path is None:
             continue
         try:
-            advice = mistake_in_function(resolve(path), arguments)
+            advice = mistake_of(resolve(path), arguments)
         except RAISED as error:
             yield problem(key, path, error, "importing it")
             continue

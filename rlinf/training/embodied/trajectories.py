@@ -62,6 +62,10 @@ class Trajectory:
     that episode, not of the first of the next. None where learning does not need them."""
     actions: Tensor | None = None
     """The chunks as environments got them, in [-1, 1], float32 [T, N, C, A]; with `following`, otherwise None."""
+    intervened: Tensor | None = None
+    """True where somebody else acted, whose actions are `stored` then, bool [T, N, C]; None where nobody can."""
+    proposed: Tensor | None = None
+    """The policy's own "actions" of `stored`, [T, N, ...]; None where nobody can intervene."""
 
 
 def in_order(parts: Sequence[Trajectory]) -> list[Trajectory]:
@@ -96,7 +100,33 @@ def joined(parts: Sequence[Trajectory]) -> Trajectory:
         version=min(part.version for part in parts),
         following=_joined(parts, "following"),
         actions=_joined(parts, "actions"),
+        **_interventions(parts),
     )
+
+
+def _interventions(parts: Sequence[Trajectory]) -> dict[str, Any]:
+    """`intervened` and `proposed` of several slices; nobody intervened in those that have none beside others."""
+    if all(part.intervened is None for part in parts):
+        return {}
+    filled = [
+        part
+        if part.intervened is not None
+        else replace(part, intervened=torch.zeros_like(part.chunks.valid.bool()), proposed=part.stored["actions"])
+        for part in parts
+    ]
+    return {name: _joined(filled, name) for name in ("intervened", "proposed")}
+
+
+def intervened_in(trajectory: Trajectory) -> dict[str, float]:
+    """Metrics of interventions: `interventions/share` of the steps, and `interventions/episodes`, the share of the
+    episodes that ended in which there was one; none where nobody can intervene."""
+    if trajectory.intervened is None:
+        return {}
+    valid, count = trajectory.chunks.valid.bool(), len(trajectory.episodes)
+    metrics = {"interventions/share": float((trajectory.intervened & valid).sum()) / max(float(valid.sum()), 1.0)}
+    if count:
+        metrics["interventions/episodes"] = sum(episode.intervened > 0 for episode in trajectory.episodes) / count
+    return metrics
 
 
 def _joined(parts: Sequence[Any], name: str) -> Any:
@@ -229,6 +259,11 @@ def batch_of(
     """
     trajectory = _without_nan(trajectory)
     chunks = trajectory.chunks
+    if trajectory.intervened is not None and bool(trajectory.intervened.any()):
+        raise ValueError(
+            f"train: somebody else acted in {int(trajectory.intervened.sum())} steps, and {spec.name} learns from the "
+            "policy's own actions alone: let algorithm be sac, crossq, iql or dagger, or let nobody intervene"
+        )
     if chunks.rewards.shape[0] % sequence:
         raise ValueError(
             f"train: {chunks.rewards.shape[0]} decisions of an environment are no multiple of policy.settings.sequence="

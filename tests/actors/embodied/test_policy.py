@@ -1,13 +1,17 @@
 """The policy that acts: the trajectory it keeps, and the weights it takes over."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rlinf.actors.env import EnvActor
 from rlinf.actors.policy import PolicyActor
+from rlinf.algos import recipes
 from rlinf.data.weights import Weights
 from rlinf.models.policy.build import build_policy_model, save_policy
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.training.embodied.trajectories import batch_of, intervened_in, joined
 from rlinf.training.weight_sync import LoadError
 from tests.actors.programs.control import COUNTING, MLP, REACH, Counting, Played
 
@@ -45,6 +49,41 @@ async def test_the_trajectory_is_what_happened_in_order():
     assert found.chunks.truncated.any()
     evaluated = build_policy_model(MLP).evaluate({name: array[2] for name, array in found.stored.items()})
     torch.testing.assert_close(found.logprobs[2], evaluated.logprobs)
+
+
+def meddles(observation, steps):
+    """Somebody who goes left in every second step, in the first two environments."""
+    return -torch.ones(len(steps), 1), (steps % 2 == 1) & (torch.arange(len(steps)) < 2)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "soft"])
+async def test_what_was_executed_is_what_is_stored_and_the_policys_own_action_is_kept_beside_it(kind):
+    policy = {**MLP, "chunk": 2} if kind == "mlp" else {"type": "soft", "state_size": 2, "action_size": 1, "chunk": 2}
+    options = {"simulator": REACH, "intervener": f"{__name__}.meddles", "options": {"sparse": True}}
+    async with ActorSystem.local() as system:
+        env = {"simulator": "rlinf.envs.interventions.Overridable", "options": options, "max_steps": 8}
+        simulation, decider = await roles(system, policy, **env)
+        lived, seen = await acted(simulation, decider, await simulation.reset(0, 0), 3)
+        found = await decider.trajectory((0, 0), seen)
+    valid, model = found.chunks.valid, build_policy_model(policy)
+    assert found.intervened[0, :2, 1].equal(valid[0, :2, 1])  # the second action of the first chunk
+    assert not found.intervened[0, :, 0].any()
+    assert not found.intervened[:, 2:].any()
+    for time, (before, actions) in enumerate(lived):
+        mixed = torch.where(found.intervened[time][..., None], -1.0, actions)
+        touched = found.intervened[time].any(1)
+        inputs = model.inputs(before.observation)
+        stored = torch.where(touched[:, None, None], model.encode(mixed, inputs), found.proposed[time])
+        torch.testing.assert_close(found.stored["actions"][time], stored)
+        own = torch.tanh(found.proposed[time]) if kind == "soft" else found.proposed[time].clamp(-1, 1)
+        torch.testing.assert_close(own, actions)
+    apart = [replace(found, rank=1, intervened=None, proposed=None), found]
+    assert torch.equal(joined(apart).intervened, torch.cat([found.intervened, found.intervened & False], 1))
+    assert torch.equal(joined(apart).proposed, torch.cat([found.proposed, found.stored["actions"]], 1))
+    share = float((found.intervened & valid).sum() / valid.sum())
+    assert intervened_in(found)["interventions/share"] == pytest.approx(share)
+    with pytest.raises(ValueError, match=r"somebody else acted in \d+ steps, and ppo"):
+        batch_of(found, recipes.get("ppo"), 1)
 
 
 async def test_values_of_what_follows_and_of_what_was_cut_are_in_it():

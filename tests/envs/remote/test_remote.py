@@ -117,6 +117,11 @@ def wrong(tmp_path_factory):
         ({"reward": None}, r"tell 'reward'"),
         ({"terminated": np.array([0.0, np.nan])}, r"told 'terminated'.*float64"),
         ({"success": ["yes", "no"]}, r"told 'success'.*<U3"),
+        ({"intervened": np.array([True, False])}, r"not tell 'executed'"),
+        (
+            {"intervened": np.array([True, False]), "executed": np.zeros((2, 1))},
+            r"'executed' as \[2, 1\], not \[2, 2\]",
+        ),
     ],
 )
 def test_wrong_answers_are_told_by_name(wrong, monkeypatch, answer, said):
@@ -126,6 +131,17 @@ def test_wrong_answers_are_told_by_name(wrong, monkeypatch, answer, said):
     with pytest.raises(RemoteError, match=said):
         simulator.step(torch.zeros(2, 2), everyone(simulator))
     simulator.close()
+
+
+def test_a_person_on_the_other_side_is_told_of_with_what_was_done_there(wrong, monkeypatch):
+    acted = {"intervened": np.array([False, True]), "executed": np.array([[9.0, 9.0], [-0.5, 1.0]])}
+    monkeypatch.setattr(Wrong, "answer", acted)
+    environment = Environment(Remote(2, address=wrong), Rules())
+    environment.reset(0)
+    chunk = environment.step(torch.zeros(2, 1, 2))
+    assert chunk.interventions.steps.tolist() == [[False], [True]]
+    assert chunk.interventions.actions[1, 0].tolist() == [-0.5, 0.5]  # where the second number goes from -2 to 2
+    environment.close()
 
 
 def test_instructions_of_another_number_are_told(wrong, monkeypatch):

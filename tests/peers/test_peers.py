@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.tiny_checkpoints import flow_tokenizer, write_tiny_flow
+from rlinf.data.demonstrations.statistics import Accumulator
 from rlinf.data.rng import mix
 from rlinf.models.policy.base import normals, uniforms
-from rlinf.models.policy.build import load_policy, save_policy
+from rlinf.models.policy.build import build_policy_model, load_policy, save_policy
 from rlinf.models.policy.vla.flow import follow
 from tests.models.policy.vla.gr00t.tiny import GIVEN, HEAD, MODEL, VISION, WORDS, as_lerobot, publish
 
@@ -225,3 +226,111 @@ def test_pi05_writes_states_and_scales_numbers_as_lerobot_s_processors_do(proces
     prompts = json.loads((tmp_path / "prompts.json").read_text())
     assert torch.equal(policy._tokens(TEXTS, given["state"]), policy.prompts.encode([(text,) for text in prompts]))
     assert all(len(text.split("State: ")[1].split(";")[0].split()) == 32 for text in prompts)
+
+
+NUMBERS = {
+    "observation.state": {"mean": [0.1, -0.2, 0.3, 0.0, 0.5], "std": [1.5, 0.7, 0.9, 2.0, 1.1]},
+    "action": {"mean": [0.2, 0.1, -0.3, 0.4], "std": [0.8, 1.2, 0.5, 0.9]},
+    "observation.images.wrist": {"mean": [[[0.4]], [[0.5]], [[0.6]]], "std": [[[0.2]], [[0.3]], [[0.25]]]},
+}
+"""As lerobot's data sets have them; none of the other camera."""
+
+
+SMALL = {
+    "dim_model": 32, "n_heads": 4, "dim_feedforward": 48, "n_encoder_layers": 2, "n_vae_encoder_layers": 2,
+    "latent_dim": 6, "chunk_size": 7, "n_action_steps": 7, "dropout": 0.0, "pretrained_backbone_weights": None,
+}  # fmt: skip
+LIMITS = {"min": [-1.0] * 5, "max": [0.5, 1.0, 2.0, 1.5, 0.8]}
+STATE, WORLD = {"observation.state": ("STATE", (5,))}, {"observation.environment_state": ("ENV", (3,))}
+ACTS = {
+    "pictures": {
+        "inputs": {f"observation.images.{name}": ("VISUAL", (3, 64, 64)) for name in ("top", "wrist")} | STATE,
+        "sizes": SMALL, "numbers": NUMBERS,
+    },
+    "world": {
+        "inputs": STATE | WORLD, "numbers": {**NUMBERS, "observation.state": LIMITS, "action": LIMITS},
+        "sizes": {
+            **SMALL, "pre_norm": True, "feedforward_activation": "gelu", "use_vae": False, "n_decoder_layers": 2,
+            "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "IDENTITY"},
+        },
+    },
+}  # fmt: skip
+
+
+def acts(folder, kind):
+    """(ours, what was given, lerobot's answers, folder with its directory `act`)."""
+    given = robot(side=64, state=5 if kind == "pictures" else 8, horizon=7)
+    pads = torch.arange(7) >= torch.tensor([7, 4, 6])[:, None]
+    latent = normals(uniforms(SEEDS, 3, 6, CPU))
+    given |= {"actions": given["actions"][..., :4].contiguous(), "pads": pads.to(torch.uint8), "latent": latent}
+    save_file(given, folder / "given.safetensors")
+    (folder / "given.json").write_text(json.dumps({**ACTS[kind], "outputs": {"action": ("ACTION", (4,))}}))
+    ask("lerobot", "by_lerobot_policies.py", "make", "act", folder)
+    policy = load_policy(folder / "act", {"type": "act", "action_low": [-BOUND] * 4, "action_high": [BOUND] * 4})
+    return policy, given, load_file(folder / "answers.safetensors"), folder
+
+
+@pytest.fixture(scope="module")
+def act(tmp_path_factory):
+    return acts(tmp_path_factory.mktemp("act"), "pictures")
+
+
+def chosen(policy, given):
+    return policy.act({"rgb": given["rgb"], "state": given["state"]}, greedy=True).actions * BOUND
+
+
+def missed(policy, given):
+    """The loss of what is demonstrated."""
+    observation = {"rgb": given["rgb"], "state": given["state"]}
+    stored = policy.demonstrated(observation, given["actions"] / BOUND)
+    return policy.imitate(stored, given["pads"] == 0, SEEDS).mean().float()
+
+
+@pytest.mark.parametrize("kind", ACTS)
+def test_act_of_lerobot_acts_and_loses_the_same(kind, request, tmp_path):
+    policy, given, answers, _ = request.getfixturevalue("act") if kind == "pictures" else acts(tmp_path, kind)
+    torch.testing.assert_close(chosen(policy, given), answers["actions"], atol=1e-4, rtol=1e-4)
+    assert answers["actions"].std() > 0.1
+    with torch.no_grad():
+        torch.testing.assert_close(missed(policy, given), answers["loss"], atol=1e-4, rtol=1e-4)
+
+
+def test_act_that_learned_here_goes_back_to_lerobot_with_its_numbers(act):
+    policy, given, _, folder = act
+    save_policy(policy, folder / "same")
+    for file in (folder / "act").iterdir():
+        mine = folder / "same" / file.name
+        if file.name == "model.safetensors":
+            ours, theirs = load_file(mine), load_file(file)
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        else:
+            assert mine.read_bytes() == file.read_bytes()
+
+    counted = {}
+    for name, rows in (("state", given["state"]), ("actions", given["actions"].flatten(0, 1))):
+        counter = Accumulator()
+        counter.add(rows)
+        counted[name] = counter.done()
+    bounds = {"action_low": [-BOUND] * 4, "action_high": [BOUND] * 4}
+    settings = {"type": "act", **bounds, **type(policy).with_statistics("mine", counted, 3)}
+    tuned = load_policy(folder / "act", settings)
+    sizes = {key: value for key, value in policy.config.sizes.items() if key in ("dim_model", "n_heads", "latent_dim")}
+    new = {**settings, "image": [64, 64, 6], "state_size": 5, "action_size": 4, "chunk": 7}
+    fresh = build_policy_model({**new, "model": {**sizes, "dim_feedforward": 48, "chunk_size": 7}})
+    for name, learner in (("tuned", tuned), ("fresh", fresh)):
+        optimizer, losses = torch.optim.Adam(learner.parameters(), lr=1e-3), []
+        for _ in range(8):
+            losses.append(missed(learner, given))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[-1] < losses[0]
+        save_policy(learner, folder / name)
+    ask("lerobot", "by_lerobot_policies.py", "load", "act", folder, "tuned", "fresh")
+    for name, learner in (("tuned", tuned), ("fresh", fresh)):
+        theirs = load_file(folder / f"{name}.safetensors")
+        torch.testing.assert_close(chosen(learner, given), theirs["actions"], atol=1e-4, rtol=1e-4)
+        if name == "tuned":  # a fresh one of lerobot's drops out
+            with torch.no_grad():
+                torch.testing.assert_close(missed(learner, given), theirs["loss"], atol=1e-4, rtol=1e-4)

@@ -196,7 +196,7 @@ class Policy(nn.Module, ABC):
     published: ClassVar[tuple[str, ...]] = ()
     """Patterns of files that such a directory must have, as "config.json" and "*.safetensors"; none: there is no form
     but our own."""
-    beside: ClassVar[tuple[str, ...]] = ()
+    small_files: ClassVar[tuple[str, ...]] = ()
     """Patterns of small files there that are kept and written back as they were, such as "tokenizer*"."""
     own: ClassVar[tuple[str, ...]] = ("critic.*",)
     """Patterns of names of the state that the authors' form has no place for; they have first values of our own."""
@@ -204,7 +204,7 @@ class Policy(nn.Module, ABC):
     """True if it acts only where it was read from a directory, which has something beside weights, such as a tokenizer.
     A run without `policy.path` is refused then."""
     files: dict[str, bytes]
-    """Contents of the files that `beside` names, of the directory that the policy was read from."""
+    """Contents of the files that `small_files` names, of the directory that the policy was read from."""
 
     def __init__(self, config: PolicyConfig):
         super().__init__()

@@ -51,6 +51,7 @@ POLICIES = {
     "pi0": "rlinf.models.policy.vla.pi0.Pi0Policy",
     "pi05": "rlinf.models.policy.vla.pi0.Pi05Policy",
     "gr00t": "rlinf.models.policy.vla.gr00t.Gr00tPolicy",
+    "act": "rlinf.models.policy.act.ActPolicy",
 }
 """By short name; imported when asked for, since transformers takes seconds."""
 
@@ -275,7 +276,7 @@ def saved_tensors(policy: Policy, directory: Path) -> Iterator[tuple[str, Tensor
     """
     if not policy.published:
         return read_tensors(tensors_in(directory / WEIGHTS))
-    paths = sorted({path for pattern in policy.beside for path in directory.glob(pattern) if path.is_file()})
+    paths = sorted({path for pattern in policy.small_files for path in directory.glob(pattern) if path.is_file()})
     policy.files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
     policy.open_published(directory)
     own = directory / EXTRA

@@ -363,7 +363,7 @@ def _policy(config: EmbodiedConfig, numbers: int = 1) -> Policy | Problem:
     if (many := _too_many(config.policy.settings)) is not None:
         return Problem("configuration", f"policy.settings.{many[0]}", many[1], f"no model has more than {MOST_PARTS:,}")
     if (path := config.policy.path) is not None and wanted.published:  # its files say what is not set
-        return _built("policy.path", path, lambda: configured(_smallest(overrides, numbers), Path(path).expanduser()))
+        return _built("policy.path", path, lambda: _smallest(configured(overrides, Path(path).expanduser()), numbers))
     return _built("policy.settings", config.policy.settings, lambda: _smallest(overrides, numbers))
 
 

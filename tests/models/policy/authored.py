@@ -37,7 +37,7 @@ class Block(nn.Module):
 class AuthoredPolicy(Policy):
     Config = AuthoredConfig
     published = ("config.json", "*.safetensors")
-    beside = ("words.txt",)
+    small_files = ("words.txt",)
     own = ("critic.*", "log_std")
     float32 = ("critic.*", "log_std", "*.norm.*")
     lora_targets = ("up", "down")

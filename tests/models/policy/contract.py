@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rlinf.config.importing import resolve
+from rlinf.models.policy.build import build_policy_model, save_policy
 from tests.models.policy.authored import AUTHORED, publish_as_authors
 from tests.models.policy.cases import CNN, MLP, VLA
 
@@ -35,6 +36,7 @@ INSTANCES: dict[str, str] = {
     "authored, lora": "tests.models.policy.contract.adapted",
     "gr00t": "tests.models.policy.contract.gr00t",
     "authored, part": "tests.models.policy.contract.partly_frozen",
+    "act": "tests.models.policy.contract.act",
 }
 """By name, what makes an instance."""
 
@@ -118,3 +120,16 @@ def gr00t(directory: Path) -> Instance:
 
     publish(directory / "authors")
     return Instance(GIVEN, directory / "authors", instructions=("push", "pull it"))
+
+
+def act(directory: Path) -> Instance:
+    """ACT as lerobot writes it: `make test-peers` has lerobot read what is written so."""
+    sizes = {"dim_model": 16, "n_heads": 2, "dim_feedforward": 24, "n_encoder_layers": 1, "n_vae_encoder_layers": 1,
+             "latent_dim": 4, "chunk_size": 5}  # fmt: skip
+    row = {"mean": [0.1] * 7, "std": [0.5] * 7}
+    given = {"type": "act", "image": [32, 32, 3], "state_size": 7, "action_size": 7, "chunk": 5}
+    save_policy(build_policy_model({**given, "model": sizes, "statistics": {"state": row, "actions": row}}), directory)
+    (directory / "policy.json").unlink()
+    (directory / "extra.safetensors").unlink()
+    unused = ("model.vae_encoder*", "model.encoder_latent_input_proj.weight")  # of imitation alone
+    return Instance({**given, "chunk": 3}, directory, unused=unused)

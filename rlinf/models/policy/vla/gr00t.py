@@ -34,13 +34,13 @@ from torch import Tensor, nn
 
 from rlinf.data.demonstrations.statistics import FeatureStatistics, as_groot, write_statistics
 from rlinf.data.tokenizer import pretrained
+from rlinf.models.policy import lerobot
 from rlinf.models.policy.actor_critic import perceptron
 from rlinf.models.policy.base import Observation, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.published import tensor_files, to_be_read
 from rlinf.models.policy.robots import RobotActions, Scaling, cameras, embodiment, normalised, padded, resized
 from rlinf.models.policy.vla.flow import Field, FlowConfig, FlowPolicy, Velocity, mirrored
 from rlinf.models.policy.vla.gr00t_transformer import ActionHead, Eagle
-from rlinf.models.policy.vla.pi0 import LEROBOT, PROCESSORS, statistics_of_processors
 from rlinf.runtime.base.tasks import OwnDirectory
 
 _GROOT, _PREFIX, _PACKING = "groot", "_groot_model.", "groot_pack_inputs"
@@ -168,7 +168,7 @@ def _lerobot_settings(directory: Path, about: Mapping[str, Any]) -> dict[str, An
     Raises:
         ValueError: its processors are damaged, or do something that is not done here.
     """
-    path = directory / f"{PROCESSORS[0]}.json"
+    path = directory / f"{lerobot.PROCESSORS[0]}.json"
     steps = _read(path).get("steps", []) if path.is_file() else []
     packing: Mapping[str, Any] = next(
         (each["config"] for each in steps if str(each.get("registry_name")).startswith(_PACKING)), {}
@@ -181,7 +181,7 @@ def _lerobot_settings(directory: Path, about: Mapping[str, Any]) -> dict[str, An
         settings["robot_id"] = numbers.get(robot, 0)
     if (directory / METADATA).is_file():  # of what it was fine-tuned on here
         settings["statistics"] = _read(directory / METADATA)
-    elif rows := statistics_of_processors(directory).get(LEROBOT):
+    elif rows := lerobot.statistics_of_processors(directory).get(lerobot.LEROBOT):
         parts = {"state": rows.get("state", {}), "action": rows["actions"]}
         settings["statistics"] = {robot: {"statistics": {part: {part: row} for part, row in parts.items() if row}}}
     if (directory / EAGLE / CONFIG).is_file():
@@ -353,7 +353,7 @@ class Gr00tPolicy(FlowPolicy):
 
     Config: ClassVar[type[PolicyConfig]] = Gr00tConfig
     published = (CONFIG, "*.safetensors")
-    beside = (METADATA, f"{EAGLE}/*", CONFIG, *(f"{name}*" for name in PROCESSORS), "train_config.json")
+    small_files = (METADATA, f"{EAGLE}/*", CONFIG, *lerobot.FILES, "train_config.json")
     needs_path = True
     imitates_padding = False  # the authors mask what the robot does not have
     own = ("critic.*", "deviation.*")
@@ -411,7 +411,7 @@ class Gr00tPolicy(FlowPolicy):
         self._prefix = _PREFIX if all(name.startswith(_PREFIX) for name in tensor_files(directory)) else ""
         if self._prefix and self.config.statistics != settings_in(directory).get("statistics"):
             # lerobot would go by numbers that count no more
-            self.files = {name: each for name, each in self.files.items() if not name.startswith(PROCESSORS)}
+            self.files = {name: each for name, each in self.files.items() if not name.startswith(lerobot.PROCESSORS)}
         names = [name for name in self.files if name.startswith(f"{EAGLE}/") and name != f"{EAGLE}/{CONFIG}"]
         if names:
             length = self.config.prompt_length or self.row.prompt_length
@@ -426,7 +426,7 @@ class Gr00tPolicy(FlowPolicy):
 
     def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
         """See `Policy.write_published`."""
-        processors = self._prefix and f"{PROCESSORS[0]}.json" in self.files
+        processors = self._prefix and f"{lerobot.PROCESSORS[0]}.json" in self.files
         if not processors and json.loads(self.files.get(METADATA, b"{}")) != self.config.statistics:
             write_statistics(directory / METADATA, self.config.statistics)
         if not self._prefix:

@@ -436,7 +436,7 @@ class OpenVlaNetwork(Policy):
 
     Config: ClassVar[type[PolicyConfig]] = OpenVlaConfig
     published: ClassVar[tuple[str, ...]] = (_ABOUT, _TOKENIZER, "*.safetensors")
-    beside: ClassVar[tuple[str, ...]] = (
+    small_files: ClassVar[tuple[str, ...]] = (
         *(_ABOUT, _STATISTICS, "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
         *("generation_config.json", "preprocessor_config.json", "processor_config.json", "*.py"),
     )
@@ -793,7 +793,7 @@ class OpenVlaOftPolicy(OpenVlaNetwork):
     once."""
 
     Config: ClassVar[type[PolicyConfig]] = OpenVlaOftConfig
-    beside: ClassVar[tuple[str, ...]] = (*OpenVlaNetwork.beside, _PROJECTOR + _FILES, _HEAD + _FILES)
+    small_files: ClassVar[tuple[str, ...]] = (*OpenVlaNetwork.small_files, _PROJECTOR + _FILES, _HEAD + _FILES)
     own: ClassVar[tuple[str, ...]] = (*OpenVlaNetwork.own, f"{_PROJECTOR}.*", f"{_HEAD}.*", "log_std")
     float32: ClassVar[tuple[str, ...]] = (*OpenVlaNetwork.float32, "log_std")
 

@@ -34,12 +34,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rlinf.data.demonstrations.statistics import FeatureStatistics, as_openpi
 from rlinf.data.safetensors_io import write_text
+from rlinf.models.policy import lerobot
 from rlinf.models.policy.actor_critic import perceptron
 from rlinf.models.policy.base import Observation, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.published import read_tensors, tensor_files, tensor_shapes, to_be_read, write_sharded
@@ -161,12 +161,6 @@ _TIED = (
 )  # copies of the two that some programs write too
 _MAIN = "paligemma_with_expert.paligemma.model."
 _STATS = "norm_stats.json"
-_LEROBOT_SCALES = {"QUANTILES": "q01_q99", "MEAN_STD": "mean_std", "MIN_MAX": "min_max"}
-"""Our names of lerobot's kinds of normalisation; others are none of ours."""
-PROCESSORS = ("policy_preprocessor", "policy_postprocessor")
-"""Beginnings of the names of the files in which lerobot keeps what happens around a policy, statistics included."""
-LEROBOT = "lerobot"
-"""Name of the statistics that stand there."""
 
 
 def settings_in(directory: Path) -> dict[str, Any]:
@@ -179,10 +173,7 @@ def settings_in(directory: Path) -> dict[str, Any]:
         ValueError: a file is damaged, the tensors are not those of such a model, or numbers are on a scale of which
             there is none here.
     """
-    try:
-        about = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{directory / 'config.json'} is damaged: {error}") from error
+    about = lerobot.said_in(directory)
     shapes = {ours(name): shape for name, shape in tensor_shapes(tensor_files(directory)).items()}
     try:
         settings: dict[str, Any] = {
@@ -212,12 +203,12 @@ def _normalised_in(directory: Path, about: Mapping[str, Any]) -> dict[str, Any]:
         settings["prompt_numbers"] = width
     mapping: Mapping[str, Any] = about.get("normalization_mapping") or {}
     kinds = {feature: str(mapping[feature]) for feature in ("STATE", "ACTION") if feature in mapping}
-    if len({*kinds.values()}) > 1 or not {*kinds.values()} <= {*_LEROBOT_SCALES}:
+    if len({*kinds.values()}) > 1 or not {*kinds.values()} <= {*lerobot.SCALES}:
         raise ValueError(
             f"{directory / 'config.json'}: normalization_mapping says {kinds}: a policy is read whose states and "
-            f"actions are both normalised by one of {', '.join(_LEROBOT_SCALES)}"
+            f"actions are both normalised by one of {', '.join(lerobot.SCALES)}"
         )
-    return settings | ({"scale": _LEROBOT_SCALES[next(iter(kinds.values()))]} if kinds else {})
+    return settings | ({"scale": lerobot.SCALES[next(iter(kinds.values()))]} if kinds else {})
 
 
 def statistics_in(directory: Path) -> dict[str, Any]:
@@ -234,31 +225,7 @@ def statistics_in(directory: Path) -> dict[str, Any]:
             statistics[asset] = json.loads(path.read_text(encoding="utf-8"))["norm_stats"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-    return statistics or statistics_of_processors(directory)
-
-
-def statistics_of_processors(directory: Path) -> dict[str, Any]:
-    """The numbers of the steps that normalise, as lerobot's processors save them: a file of tensors of each step that
-    has some, named `observation.state.mean` and so on."""
-    rows: dict[str, Tensor] = {}
-    for begin in PROCESSORS:
-        path = directory / f"{begin}.json"
-        try:
-            steps = json.loads(path.read_text(encoding="utf-8"))["steps"] if path.is_file() else []
-            for file in (Path(str(step["state_file"])) for step in steps if "state_file" in step):
-                if file.is_absolute() or ".." in file.parts:
-                    raise ValueError(f"state_file={str(file)!r} lies outside of the directory")
-                rows |= load_file(directory / file)
-        except Exception as error:  # a file that may hold anything
-            raise ValueError(f"{path} or a file that it names is damaged: {error}") from error
-    parts = {"state": "observation.state.", "actions": "action."}
-    numbers_of = {
-        part: {name.removeprefix(begin): row.tolist() for name, row in rows.items() if name.startswith(begin)}
-        for part, begin in parts.items()
-    }
-    return (
-        {LEROBOT: {part: numbers for part, numbers in numbers_of.items() if numbers}} if numbers_of["actions"] else {}
-    )
+    return statistics or lerobot.statistics_of_processors(directory)
 
 
 def tensors_of(directory: Path, unused: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -294,7 +261,7 @@ def write_beside(directory: Path, config: Any, has_config: bool) -> None:
         has_config: config.json is there.
     """
     for asset, statistics in config.statistics.items():
-        if asset == LEROBOT and (directory / f"{PROCESSORS[0]}.json").is_file():
+        if asset == lerobot.LEROBOT and (directory / f"{lerobot.PROCESSORS[0]}.json").is_file():
             continue
         (directory / asset).mkdir(parents=True, exist_ok=True)
         write_text(directory / asset / _STATS, json.dumps({"norm_stats": statistics}, indent=2) + "\n")
@@ -413,7 +380,7 @@ class PiPolicy(FlowPolicy):
     prompt_length: ClassVar[int]
     """Tokens of a prompt, as published."""
     published = ("config.json", "*.safetensors")
-    beside = ("config.json", *FILES, *(f"{name}*" for name in PROCESSORS), "train_config.json")
+    small_files = ("config.json", *FILES, *lerobot.FILES, "train_config.json")
     needs_path = True
     own = ("critic.*", "deviation.*")
     # as openpi converts it: what embeds patches, norms of the language models, and all outside of them
@@ -472,7 +439,7 @@ class PiPolicy(FlowPolicy):
                 "its asset, or set policy.settings.statistics"
             )
         if self.config.statistics != statistics_in(directory):  # lerobot would go by numbers that count no more
-            self.files = {name: each for name, each in self.files.items() if not name.startswith(PROCESSORS)}
+            self.files = {name: each for name, each in self.files.items() if not name.startswith(lerobot.PROCESSORS)}
         self._prompts = Prompts(self.files, self.config.prompt_length or self.row.prompt_length)
         self._prefix = prefix_in(directory)
 

@@ -1,0 +1,398 @@
+"""ACT (arXiv:2304.13705) as a policy: an L1 regression of chunks, in LeRobot's directories and in its numbers.
+
+It imitates as its authors do, by the distance from the demonstrated numbers and a latent that is drawn in training
+alone. To learn by acting its actions are the means of normal distributions with learned deviations, which a directory
+of lerobot has no place for, as it has none for the value head: that reads what is encoded, without gradient.
+
+A state that an environment shows is the robot's numbers and, where a checkpoint looks at the world's, those behind
+them. Actions are in the robot's units by the directory's statistics, and by the simulator's bounds in [-1, 1].
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rlinf.algos.loss_sum import LossSum
+from rlinf.data.demonstrations.statistics import FeatureStatistics
+from rlinf.data.safetensors_io import write_text
+from rlinf.models.policy import lerobot
+from rlinf.models.policy.act_network import ACTIVATIONS, BACKBONES, SIZES, ActNetwork
+from rlinf.models.policy.actor_critic import Normal, perceptron
+from rlinf.models.policy.base import (
+    Drawn,
+    Evaluated,
+    Generator,
+    Observation,
+    Policy,
+    PolicyConfig,
+    Stored,
+    looked_at,
+    normals,
+    uniforms,
+)
+from rlinf.models.policy.published import to_be_read
+from rlinf.models.policy.robots import Embodiment, RobotActions, Scaling, cameras, resized
+
+logger = logging.getLogger(__name__)
+
+_IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+"""Of pictures in 0..1: what lerobot puts in place of a data set's own."""
+_KINDS = {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
+"""LeRobot's kinds of normalisation for ACT; without pictures also of ENV, the world's state."""
+_STATISTICS = ("mean", "std", "min", "max", "q01", "q99")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActConfig(PolicyConfig):
+    """Configuration of `ActPolicy`. A directory says all but the simulator's bounds."""
+
+    image: tuple[int, int, int] | None = None
+    """Height, width and channels of the observation's "rgb": 3 for each camera; null without pictures."""
+    state_size: int = 0
+    """Numbers of the observation's "state"; 0 does not look at it."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """LeRobot's config.json, or some of its keys, such as `chunk_size` and `dim_model`; others are as LeRobot's."""
+    statistics: Mapping[str, Any] = field(default_factory=dict)
+    """Statistics of `state` and `actions`, or by the names of LeRobot's features; empty: numbers are used as they are,
+    and actions are in [-1, 1]."""
+    pictures: Mapping[str, Any] | None = None
+    """Mean and deviation of the pictures of each camera, by its name; null for ImageNet's, as LeRobot trains."""
+    gripper: str = "same"
+    """Convention of the gripper."""
+    log_std: float = -2.0
+    """Logarithm of the standard deviations that learning by acting begins with, on the scale of normalised actions."""
+    critic_hidden: tuple[int, ...] = (256,)
+    """Widths of the value head's hidden layers."""
+    action_low: tuple[float, ...] = ()
+    """Least value of each number of an action in the simulator; without, -1."""
+    action_high: tuple[float, ...] = ()
+    """Greatest values; without, 1."""
+
+    def __post_init__(self) -> None:
+        PolicyConfig.__post_init__(self)  # super() does not work in a dataclass with slots
+        sizes, about = self.sizes, self.about
+        for key, choices in (("vision_backbone", BACKBONES), ("feedforward_activation", ACTIVATIONS)):
+            if sizes[key] not in choices:
+                raise ValueError(f"policy act: model.{key}={sizes[key]!r} must be one of {', '.join(choices)}")
+        if about.get("replace_final_stride_with_dilation"):
+            raise ValueError("policy act: model.replace_final_stride_with_dilation is not for these ResNets")
+        kinds = about["normalization_mapping"]
+        if odd := [kind for kind in kinds.values() if kind not in (*lerobot.SCALES, "IDENTITY")]:
+            raise ValueError(
+                f"policy act: model.normalization_mapping says {odd[0]}: numbers are normalised by one of "
+                f"{', '.join(lerobot.SCALES)}, or by IDENTITY not at all"
+            )
+        numbers = about["output_features"][lerobot.ACTION]["shape"][0]
+        if numbers != self.action_size:
+            raise ValueError(
+                f"policy act: the checkpoint's actions have {numbers} numbers, and action_size={self.action_size}: of "
+                "another robot?"
+            )
+        if self.chunk > sizes["chunk_size"]:
+            raise ValueError(
+                f"policy act: chunk={self.chunk} is more than the model.chunk_size={sizes['chunk_size']} actions that "
+                "are predicted"
+            )
+        names, (robot, world) = self.cameras, self.states
+        if not names and not world:
+            raise ValueError("policy act: it looks at nothing: the environment shows neither pictures nor a state")
+        if len(names) > (0 if self.image is None else self.image[2] // 3):
+            raise ValueError(
+                f"policy act: it looks at {len(names)} cameras, {', '.join(names)}, and the environment shows "
+                f"{0 if self.image is None else self.image[2] // 3}: set policy.settings.image"
+            )
+        if robot + world != self.state_size:
+            raise ValueError(
+                f"policy act: the checkpoint looks at {robot} numbers of the robot's state and {world} of the world's, "
+                f"and the environment's state has {self.state_size}: of another robot?"
+            )
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Sizes of the network."""
+        return {name: self.model.get(name, value) for name, value in SIZES.items()}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The whole config.json, as lerobot reads it."""
+        inputs: dict[str, Any] = {}
+        if self.image is not None:
+            shape = [3, *self.image[:2]]
+            for number in range(self.image[2] // 3):
+                inputs[f"{lerobot.PICTURES}s.camera{number + 1}"] = {"type": "VISUAL", "shape": shape}
+        if self.state_size:  # lerobot's ACT takes none that sees nothing of the world
+            name, kind = (lerobot.STATE, "STATE") if inputs else (lerobot.WORLD, "ENV")
+            inputs[name] = {"type": kind, "shape": [self.state_size]}
+        kinds = _KINDS if self.image is not None else {**_KINDS, "ENV": "MEAN_STD"}
+        outputs = {lerobot.ACTION: {"type": "ACTION", "shape": [self.action_size]}}
+        features = {"input_features": inputs, "output_features": outputs, "normalization_mapping": kinds}
+        steps = {"n_action_steps": self.chunk, "pretrained_backbone_weights": None}
+        return {"type": "act", "n_obs_steps": 1, **features, **steps, **self.sizes, **self.model}
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Names of the cameras that are looked at."""
+        features = self.about["input_features"]
+        return tuple(name for name, each in features.items() if each["type"] == "VISUAL")
+
+    @property
+    def states(self) -> tuple[int, int]:
+        """Numbers of the robot's state and of the world's."""
+        features = self.about["input_features"]
+        robot, world = (features.get(name, {"shape": [0]})["shape"][0] for name in (lerobot.STATE, lerobot.WORLD))
+        return robot, world
+
+
+class ActPolicy(Policy):
+    """Looks at "rgb", uint8 [N, H, W, 3 k], and "state", float32 [N, S]; the checkpoint says at which of them."""
+
+    Config: ClassVar[type[PolicyConfig]] = ActConfig
+    published = ("config.json", "*.safetensors")
+    small_files: ClassVar[tuple[str, ...]] = ("config.json", *lerobot.FILES, "train_config.json")
+    own = ("critic.*", "log_std")
+    float32 = ("critic.*", "log_std")
+
+    def __init__(self, config: ActConfig):
+        super().__init__(config)
+        robot, world = config.states
+        with to_be_read():
+            self.model = ActNetwork(
+                config.sizes, pictures=bool(config.cameras), state=robot, world=world, numbers=config.action_size
+            )
+        self.log_std = nn.Parameter(torch.full((config.chunk, config.action_size), config.log_std))
+        self.critic: nn.Module | None = None
+        if config.value_level is not None:
+            outputs = config.chunk if config.value_level == "action" else 1
+            self.critic = perceptron(
+                config.sizes["dim_model"], config.critic_hidden, outputs, gain=0.0, activation=nn.ReLU
+            )
+        numbers = _numbers(config)
+        self._own = _scaling(config, "STATE", numbers.get(lerobot.STATE), robot)
+        self._world = _scaling(config, "ENV", numbers.get(lerobot.WORLD), world)
+        actions = _scaling(config, "ACTION", numbers.get(lerobot.ACTION), config.action_size)
+        self._robot = self.actions_of(config, actions)
+        self._pictures = _scaling_of_pictures(config)
+
+    # Directories ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def published_settings(cls, directory: Path) -> dict[str, Any]:
+        """See `Policy.published_settings`.
+
+        Raises:
+            ValueError: it is of another policy, or has no statistics.
+        """
+        about = lerobot.said_in(directory)
+        if about.get("type") != "act":
+            raise ValueError(f"{directory / 'config.json'} is of a {about.get('type')}, not of an act")
+        if about.get("temporal_ensemble_coeff") is not None:
+            logger.warning("%s: temporal_ensemble_coeff is not done here: chunks are not averaged", directory)
+        try:
+            inputs, outputs = about["input_features"], about["output_features"]
+            pictures = {name: each["shape"] for name, each in inputs.items() if each["type"] == "VISUAL"}
+            features = [name for name in (lerobot.STATE, lerobot.WORLD) if name in inputs]
+            settings: dict[str, Any] = {"model": about, "chunk": about["n_action_steps"]}
+            settings["action_size"] = outputs[lerobot.ACTION]["shape"][0]
+            settings["state_size"] = sum(inputs[name]["shape"][0] for name in features)
+            if pictures:
+                _, height, width = next(iter(pictures.values()))
+                settings["image"] = (height, width, 3 * len(pictures))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{directory / 'config.json'} lacks {error}: it is no ACT of lerobot's") from error
+        numbers = lerobot.numbers_in(directory)
+        if lerobot.ACTION not in numbers and about.get("normalization_mapping", _KINDS).get("ACTION") != "IDENTITY":
+            raise ValueError(
+                f"{directory} has no {lerobot.PROCESSORS[0]}.json with numbers of actions, without which they have no "
+                "scale: a checkpoint of lerobot before 0.4 is brought up to date by its migrate_policy_normalization"
+            )
+        settings["pictures"] = {name: _known(numbers[name]) for name in pictures if name in numbers}
+        settings["statistics"] = {name: _known(numbers.get(name, {})) for name in (*features, lerobot.ACTION)}
+        return settings
+
+    @classmethod
+    def with_statistics(cls, name: str, statistics: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
+        """See `Policy.with_statistics`; lerobot's files have no place for the name, and are float32."""
+        return {
+            "statistics": {
+                part: {name: getattr(each, name).float().tolist() for name in _STATISTICS}
+                for part, each in statistics.items()
+            }
+        }
+
+    @classmethod
+    def actions_of(cls, config: ActConfig, scaling: Scaling | None) -> RobotActions:
+        """See `Policy.actions_of`."""
+        row = Embodiment(prompt="", prompt_length=0, gripper=config.gripper, action_size=config.action_size)
+        return RobotActions(row, scaling, config.action_low, config.action_high)
+
+    def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
+        """See `Policy.write_published`; processors with the statistics that it acts by."""
+        super().write_published(directory, state)
+        about = self.config.about
+        if "config.json" not in self.files:
+            write_text(directory / "config.json", json.dumps(about, indent=2) + "\n")
+        numbers = _numbers(self.config)
+        if f"{lerobot.PROCESSORS[0]}.json" in self.files:
+            files = lerobot.with_numbers(self.files, numbers)
+        else:
+            pictures = self.config.pictures
+            if pictures is None:
+                pictures = dict.fromkeys(self.config.cameras, _IMAGENET)
+            of_pictures = {
+                name: {key: torch.tensor(row).view(3, 1, 1) for key, row in each.items()}
+                for name, each in pictures.items()
+            }
+            flat = {name: {key: torch.tensor(row) for key, row in each.items()} for name, each in numbers.items()}
+            files = lerobot.processors(about, of_pictures | flat)
+        for name, content in files.items():
+            (directory / name).write_bytes(content)
+
+    def blocks(self) -> Sequence[nn.Module]:
+        """Layers of the transformers."""
+        return self.model.blocks()
+
+    # What goes in, and what comes out ---------------------------------------------------------------------------------
+
+    def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
+        """Pictures at the checkpoint's size, and the state as it came."""
+        config, stored = self.config, {}
+        names = config.cameras
+        if names:
+            pictures = cameras(looked_at(observation, "rgb", config.image, "policy act"))[:, : len(names)]
+            _, height, width = config.about["input_features"][names[0]]["shape"]
+            stored["rgb"] = resized(pictures, (height, width), "bilinear").contiguous()
+        if config.state_size:
+            stored["state"] = looked_at(observation, "state", (config.state_size,), "policy act").float()
+        return stored
+
+    def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
+        """Normalised numbers, [N, C, A]."""
+        return self._robot.to_model(actions)
+
+    def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
+        """See `Policy.draw`."""
+        around, values = self._heads(inputs)
+        numbers = around.likeliest() if noise is None else around.sample(noise)
+        return Drawn(self._robot.to_simulator(numbers), numbers, around.logprobs(numbers), values)
+
+    def score(self, stored: Stored) -> Evaluated:
+        """See `Policy.score`."""
+        around, values = self._heads(stored)
+        return Evaluated(around.logprobs(stored["actions"]), around.entropy(), values)
+
+    @torch.no_grad()
+    def value(self, observation: Observation, instructions: Sequence[str] | None = None) -> Tensor:
+        """See `Policy.value`."""
+        inputs = self.inputs(observation)
+        values = self._values(self.model.encoded(*self._seen(inputs), self._middle(inputs))[0])
+        if values is None:
+            raise ValueError("policy: value_level is null, so there is no critic to ask for values")
+        return values if values.ndim == 1 else values[:, 0]
+
+    def imitate(self, stored: Stored, mask: Tensor | None = None, generator: Generator = None) -> LossSum:
+        """The authors' loss: mean |a - a'| + kl_weight KL, with the latent of the demonstrated actions.
+
+        As lerobot has it, what pads a chunk behind an episode's end is no error, and counts in the mean.
+
+        Args:
+            stored: of `demonstrated`.
+            mask: which actions count, bool [N, C]; None for all.
+            generator: of the latent, as for `act`.
+        """
+        actions, model = stored["actions"], self.model
+        rows, chunk, numbers = actions.shape
+        real = torch.ones(rows, chunk, dtype=torch.bool, device=actions.device) if mask is None else mask.bool()
+        counts = real.any(1).to(actions.dtype)
+        parts, latent = self._seen(stored), self._middle(stored)
+        apart = torch.zeros(rows, device=actions.device)
+        if model.vae_encoder is not None:
+            noise = normals(uniforms(generator, rows, model.latents, actions.device))
+            behind = model.horizon - chunk
+            whole = functional.pad(actions, (0, 0, 0, behind))
+            latent, apart = model.latent(whole, functional.pad(~real, (0, behind), value=True), parts[1], noise)
+        error = (model.decoded(*model.encoded(*parts, latent))[:, :chunk] - actions).abs() * real[..., None]
+        weight = self.config.about.get("kl_weight", 10.0) * chunk * numbers
+        return LossSum(error.sum() + weight * (apart * counts).sum(), chunk * numbers * counts.double().sum())
+
+    def _heads(self, inputs: Stored) -> tuple[Normal, Tensor | None]:
+        """Distributions of the chunk's numbers, and values."""
+        encoded, positions = self.model.encoded(*self._seen(inputs), self._middle(inputs))
+        mean = self.model.decoded(encoded, positions)[:, : self.config.chunk]
+        return Normal(mean, self.log_std), self._values(encoded)
+
+    def _values(self, encoded: Tensor) -> Tensor | None:
+        """Values [N] or [N, C] by the mean of what is encoded."""
+        if self.critic is None:
+            return None
+        values: Tensor = self.critic(encoded.detach().float().mean(1))
+        return values if self.config.value_level == "action" else values[:, 0]
+
+    def _middle(self, inputs: Stored) -> Tensor:
+        """The latent where nothing is demonstrated, [N, L]."""
+        rows = next(iter(inputs.values()))
+        return torch.zeros(len(rows), self.model.latents, device=rows.device)
+
+    def _seen(self, inputs: Stored) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Pictures, the robot's state and the world's, as the network takes them."""
+        pictures = None
+        if "rgb" in inputs:
+            centre, half = (each.float().to(inputs["rgb"].device) for each in self._pictures)
+            pictures = (inputs["rgb"].float() / 255.0 - centre) / half
+        if "state" not in inputs:
+            return pictures, None, None
+        robot, _ = self.config.states
+        own, world = inputs["state"][:, :robot], inputs["state"][:, robot:]
+        own, world = (
+            part if scaling is None else scaling.normalised(part)
+            for part, scaling in ((own, self._own), (world, self._world))
+        )
+        return pictures, own if own.shape[1] else None, world if world.shape[1] else None
+
+
+def _known(statistics: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row for name, row in statistics.items() if name in _STATISTICS}
+
+
+def _numbers(config: ActConfig) -> dict[str, dict[str, Any]]:
+    """Statistics by the names of lerobot's features."""
+    statistics = dict(config.statistics)
+    robot, world = config.states
+    if (state := statistics.pop("state", None)) is not None:
+        if robot:
+            statistics[lerobot.STATE] = {name: row[:robot] for name, row in state.items()}
+        if world:
+            statistics[lerobot.WORLD] = {name: row[robot:] for name, row in state.items()}
+    if "actions" in statistics:
+        statistics[lerobot.ACTION] = statistics.pop("actions")
+    return {name: row for name, row in statistics.items() if row}
+
+
+def _scaling(config: ActConfig, kind: str, numbers: Mapping[str, Any] | None, size: int) -> Scaling | None:
+    """Between the robot's units and the model's scale; None for a policy that knows of no units."""
+    if not config.statistics:
+        return None
+    how = config.about["normalization_mapping"].get(kind, "IDENTITY")
+    if how == "IDENTITY" or numbers is None:  # as they are, in the robot's units
+        return Scaling(torch.zeros(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64))
+    return Scaling.of(numbers, lerobot.SCALES[how], lerobot.EPSILON)
+
+
+def _scaling_of_pictures(config: ActConfig) -> tuple[Tensor, Tensor]:
+    """Centre and half of the pictures of each camera, in 0..1, [k, 3, 1, 1]; 0 and 1 where nothing normalises them."""
+    kind = config.about["normalization_mapping"].get("VISUAL", "IDENTITY")
+    centre, half = torch.zeros(len(config.cameras), 3, 1, 1), torch.ones(len(config.cameras), 3, 1, 1)
+    for number, name in enumerate(config.cameras):
+        statistics = _IMAGENET if config.pictures is None else config.pictures.get(name)
+        if statistics and kind != "IDENTITY":
+            scaling = Scaling.of(statistics, lerobot.SCALES[kind], lerobot.EPSILON)
+            centre[number, :, 0, 0], half[number, :, 0, 0] = scaling.centre, scaling.half
+    return centre, half

@@ -1,0 +1,121 @@
+"""LeRobot's whole policies, with their configurations and processors: made tiny, saved, loaded, and asked.
+
+    python by_lerobot_policies.py make act FOLDER          # given.safetensors in; FOLDER/act and its answers out
+    python by_lerobot_policies.py load act FOLDER NAME …   # FOLDER/NAME in; its answers out, FOLDER/NAME.safetensors
+
+Runs where lerobot is installed, and imports nothing of rlinf.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from imported import bare, stand_in
+from safetensors.torch import load_file, save_file
+
+# torchvision's own operators need another build of torch; a ResNet has none of them
+stand_in("torchvision._meta_registrations", "torchvision.io", "peft", "gymnasium", "datasets", "cv2", "av", "deepdiff",
+         "serial", "jsonlines", "imageio", "wandb", "accelerate", "lerobot.configs.train", "lerobot.policies.rtc",
+         "lerobot.teleoperators", "lerobot.robots", "lerobot.datasets", "lerobot.envs",
+         "lerobot.processor.hil_processor")  # fmt: skip
+bare("lerobot", "lerobot.policies", "lerobot.policies.act", "lerobot.policies.smolvla")
+from lerobot.configs.types import FeatureType, PolicyFeature  # noqa: E402
+from lerobot.processor.converters import policy_action_to_transition, transition_to_policy_action  # noqa: E402
+from lerobot.processor.pipeline import PolicyProcessorPipeline  # noqa: E402
+
+
+def moved(model: torch.nn.Module) -> torch.nn.Module:
+    """A model none of whose tensors is left at its first values."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name, each in model.state_dict().items():
+            if each.is_floating_point() and "pos_enc" not in name:
+                each.mul_(1 + 0.1 * torch.rand_like(each)).add_(0.05 * torch.rand_like(each) * (each.ndim == 1))
+    return model
+
+
+def batch_of(given: dict[str, torch.Tensor], names: list[str]) -> dict[str, Any]:
+    """A batch as lerobot's data sets give it."""
+    pictures = given["rgb"].float().permute(0, 3, 1, 2) / 255
+    batch = {name: pictures[:, 3 * number : 3 * number + 3] for number, name in enumerate(names)}
+    own, world = given["state"][:, :5], given["state"][:, 5:]
+    batch |= {"observation.state": own, "action": given["actions"], "action_is_pad": given["pads"].bool()}
+    return batch | ({"observation.environment_state": world} if world.shape[1] else {})
+
+
+def features(about: dict[str, Any]) -> dict[str, Any]:
+    def parts(of: str) -> dict[str, PolicyFeature]:
+        return {name: PolicyFeature(FeatureType(kind), tuple(shape)) for name, (kind, shape) in about[of].items()}
+
+    return {"input_features": parts("inputs"), "output_features": parts("outputs")}
+
+
+def around(directory: Path) -> tuple[Any, Any]:
+    """The pipelines that lie in a directory."""
+    before = PolicyProcessorPipeline.from_pretrained(directory, config_filename="policy_preprocessor.json")
+    after = PolicyProcessorPipeline.from_pretrained(
+        directory, config_filename="policy_postprocessor.json", to_transition=policy_action_to_transition,
+        to_output=transition_to_policy_action,
+    )  # fmt: skip
+    return before, after
+
+
+def act(kind: str) -> tuple[Any, Any, Any]:
+    """Configuration, class, and maker of processors."""
+    from lerobot.policies.act import modeling_act
+    from lerobot.policies.act.processor_act import make_act_pre_post_processors
+
+    return modeling_act.ACTConfig, modeling_act.ACTPolicy, make_act_pre_post_processors
+
+
+def answered(policy: Any, directory: Path, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Actions in the robot's units, and the loss of demonstrated ones."""
+    from lerobot.policies.act import modeling_act
+
+    before, after = around(directory)
+    batch = before(batch_of(given, list(policy.config.image_features)))
+    chunk = after(policy.predict_action_chunk({**batch}))
+    modeling_act.torch = _With(randn_like=lambda *_: given["latent"])
+    with torch.no_grad():
+        loss, _ = policy.train().forward(batch)
+    return {"actions": chunk.contiguous(), "loss": loss}
+
+
+class _With:
+    """torch, but for some of its functions."""
+
+    def __init__(self, **changed: Any):
+        self.__dict__.update(changed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def make(kind: str, folder: Path) -> None:
+    given, about = load_file(folder / "given.safetensors"), json.loads((folder / "given.json").read_text())
+    config, policy, processors = act(kind)
+    torch.manual_seed(5)
+    mine = moved(policy(config(**features(about), **about["sizes"], device="cpu"))).eval()
+    mine.save_pretrained(folder / kind)
+    statistics = {
+        feature: {name: torch.tensor(row) for name, row in each.items()} for feature, each in about["numbers"].items()
+    }
+    for each in processors(mine.config, statistics):
+        each.save_pretrained(folder / kind)
+    save_file(answered(mine, folder / kind, given), folder / "answers.safetensors")
+
+
+def load(kind: str, folder: Path, *names: str) -> None:
+    given = load_file(folder / "given.safetensors")
+    for name in names:
+        _, policy, _ = act(kind)
+        mine = policy.from_pretrained(folder / name, strict=True)
+        save_file(answered(mine, folder / name, given), folder / f"{name}.safetensors")
+
+
+if __name__ == "__main__":
+    {"make": make, "load": load}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])

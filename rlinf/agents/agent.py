@@ -31,6 +31,7 @@ import numpy as np
 from rlinf.agents.arguments import Awaited, WrongType, WrongValue, number, running_loop, shown, token_ids
 from rlinf.agents.chat import ChatFormat, Message, are_messages, begins_thought, copied
 from rlinf.agents.llm import ContextFull, Listener, Reply, Setting
+from rlinf.agents.player import Seat
 from rlinf.agents.tools.formats import CallFormat, ToolCall
 from rlinf.agents.tools.tool import Tools
 from rlinf.agents.trajectories import Counts, Trajectories, Turn, add_reward
@@ -116,6 +117,8 @@ class Attempt:
     """Opens an endpoint for foreign frameworks: its URL and key; None where there is none."""
     agents: dict[str, AgentLLM] = field(default_factory=dict)
     closed: bool = False
+    seat: Seat | None = None
+    """A player answers in the model's place; None: the model does."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Called when the episode is over."""
     start: float = field(default_factory=time.monotonic)
@@ -137,6 +140,8 @@ class _Asked(NamedTuple):
     """Settings of this call."""
     listener: Listener | None
     """Hears the answer as it comes."""
+    messages: Sequence[Message] = ()
+    """All that is read, where it is messages."""
 
 
 class AgentLLM:
@@ -283,7 +288,7 @@ class AgentLLM:
                 message["tool_calls"] = [call.message for call in calls]
             return [*messages, message], (parsed, calls)
 
-        question = _Asked("llm.chat", parent, new_ids, sampling, listener)
+        question = _Asked("llm.chat", parent, new_ids, sampling, listener, messages)
         reply, turn, (whole, (parsed, calls)) = await self._answered(question, said, chat)
         broken = ({"broken": why} for why in parsed.broken)
         turn.calls = (*({"name": each.name, "arguments": each.arguments} for each in calls), *broken)
@@ -350,7 +355,7 @@ class AgentLLM:
         self, question: _Asked, parse: Callable[[Reply, str], tuple[list[Message], Any]], chat: ChatFormat | None
     ) -> tuple[Reply, Turn, tuple[list[Message], Any]]:
         attempt, setting = self._attempt, self._attempt.setting
-        call, parent, new_ids, sampling, listener = question
+        call, parent, new_ids, sampling, listener, messages = question
         if attempt.closed:
             raise UserError(f"{call}: the episode is over; await every call before the agent returns")
         before = np.empty(0, np.int64) if parent is None else parent.ids()
@@ -375,17 +380,21 @@ class AgentLLM:
             listener.reads(new_ids, len(before))
             more["hear"] = listener.tells
         try:
-            done = await setting.llm.answer(ids, seed=seed, conversation=line, **more, **settings)
+            if attempt.seat is None or attempt.task is None:
+                done = await setting.llm.answer(ids, seed=seed, conversation=line, **more, **settings)
+            else:
+                history = messages or [{"role": "user", "content": str(self._chat.tokenizer.decode(ids))}]
+                done = await attempt.seat.answer(attempt.task, history, settings["max_new_tokens"])
         except asyncio.CancelledError:
             self.trajectories.counts.given_up += 1
             raise
         if attempt.closed:
             raise UserError(f"{call}: the episode was over before the answer came; await every call")
         reply = Reply.of(done, self._chat.tokenizer.decode)
-        messages, parsed = parse(reply, f"{digest.hex()} {fixed} {repeat}")
-        turn = self.trajectories.add(parent, new_ids, done, settings["temperature"], line, messages, chat)
+        whole, parsed = parse(reply, f"{digest.hex()} {fixed} {repeat}")
+        turn = self.trajectories.add(parent, new_ids, done, settings["temperature"], line, whole, chat)
         turn.start, turn.took = start - attempt.start, time.monotonic() - start
-        return reply, turn, (messages, parsed)
+        return reply, turn, (whole, parsed)
 
     async def scores(self, texts: Sequence[Any], top: int = 0) -> list[TextScores]:
         """Say how likely the model finds the tokens of texts; it generates nothing, and nothing is recorded.

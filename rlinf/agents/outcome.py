@@ -22,6 +22,7 @@ from rlinf.agents.agent import AgentLLM, OnlyPast
 from rlinf.agents.arguments import WrongType, number, shown
 from rlinf.agents.conversation import Conversation
 from rlinf.agents.llm import Setting
+from rlinf.agents.player import Player
 from rlinf.agents.record import Record, RecordedModel
 from rlinf.agents.trajectories import Turn
 from rlinf.data.sample import Group, Prompt, Sample
@@ -49,6 +50,8 @@ class Episode:
     """The model as its agents call it, if it is played by agents."""
     record: Record = field(default_factory=Record)
     """Calls to the model, and their answers."""
+    player: Player | None = None
+    """Answers in the model's place; None: the model does."""
 
     def sibling(self, index: int, record: Record) -> Episode:
         """Another episode of the same task.

@@ -203,6 +203,11 @@ class SftConfig:
     """Worked problems per step."""
     lr: float = Field(default=2e-3, gt=0)
     """Learning rate (AdamW, constant)."""
+    episodes: int = Field(default=256, ge=1)
+    """Of a run with a player (agent.player): episodes that it plays, on tasks of data.train, before the warm-up's first
+    step. All that it says in the model's place is learned, again and again."""
+    least_reward: float | None = None
+    """Episodes of the player that earn less are left out; null learns from all."""
 
 
 @dataclass(config=CLOSED)
@@ -363,6 +368,10 @@ class AgentConfig:
     null: the model answers each prompt once."""
     args: dict[str, Any] = field(default_factory=dict)
     """Its further keyword arguments."""
+    player: str | None = None
+    """Dotted path of a `player(task, messages) -> text`, plain or async, that answers in the model's place in
+    the warm-up's episodes (sft.steps, sft.episodes). null takes the agent's own method `player`, as reasoning_gym has
+    one that knows the answers; where there is none, the warm-up takes prompts of data.train with their answers."""
     timeout: float = Field(default=600.0, gt=0)
     """Seconds after which an attempt at a task is given up, and counts as not drawn."""
     at_once: int | None = Field(default=None, ge=1)

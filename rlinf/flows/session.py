@@ -43,6 +43,7 @@ from rlinf.agents.endpoint.endpoint import Endpoint, Served, serving_config
 from rlinf.agents.episodes import Episodes, LoopWatch, OpenTask, Play
 from rlinf.agents.llm import PastSelves, Reply, RolloutModel, Setting
 from rlinf.agents.outcome import Episode, Gathered, KnownFailures, Tally, here
+from rlinf.agents.player import Player, Seat
 from rlinf.agents.tools.formats import call_format
 from rlinf.algos.token_losses import MARKS, TokenLoss
 from rlinf.config.learning import PAST
@@ -60,9 +61,9 @@ from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.progress import work
 from rlinf.runtime.streams.stream import Stream, each
 
-TASKS, ANSWERS, TRIALS = 1, 2, 3
-"""Kinds of what is drawn: episodes to learn from, answers outside of them, episodes of evaluations. Part of their
-seeds, so that none draws what another has drawn."""
+TASKS, ANSWERS, TRIALS, SHOWN = 1, 2, 3, 4
+"""Kinds of what is drawn: episodes to learn from, answers outside of them, episodes of evaluations, and those that a
+player plays. Part of their seeds, so that none draws what another has drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,8 @@ class _Playing:
     """So many are played at the same time; None: the run's."""
     tallies: Sequence[Tally] = ()
     """Count what becomes of them."""
+    player: Player | None = None
+    """Answers in the model's place."""
 
 
 class RunSession:
@@ -231,6 +234,8 @@ class RunSession:
         place = None if episode is None or running.past is None else running.past.drawn(*episode.seed)
         past = None if place is None else f"{PAST}{place}"
         attempt = Attempt(setting, self._calls, lambda: next(self._numbers), task, index, past, running.own, opening)
+        if episode is not None and episode.player is not None:
+            attempt.seat = Seat(episode.player, running.tokenizer)
         return AgentLLM(attempt, self._chat, key, sampling)
 
     def serve(self, *, idle: float = 3600.0, **settings: Any) -> Served:
@@ -473,6 +478,26 @@ class RunSession:
             played = self._played("gather_tasks", tasks, episode, how)
         return Stream.of(self._made(played, tasks, give_up), name="episodes")
 
+    async def demonstrations(self, tasks: Sequence[Prompt], player: Player) -> list[Group]:
+        """Have the run's agent work on tasks, once each, with a player that answers in the model's place.
+
+        Args:
+            tasks: at least one.
+            player: see `agents.player`.
+
+        Returns:
+            What was said, as if the model had said it: groups of one episode each, in the order of the tasks.
+
+        Raises:
+            UserError: not one episode went well; the first one's exception is its cause.
+        """
+        tally = Tally()
+        how = _Playing(n=1, kind=SHOWN, tallies=(tally,), player=player)
+        groups = [group async for group in self._played("demonstrations", tasks, None, how).groups(tasks)]
+        for warning in tally.warnings(KnownFailures()):
+            self._running.say(f"warning: {warning}")
+        return sorted(groups, key=lambda group: group.prompt.id)
+
     async def _made(self, played: Episodes, tasks: Any, give_up: int | None) -> AsyncIterator[Completed]:
         self._playing.append(played)
         failing = Tally()  # in a row
@@ -567,7 +592,8 @@ class RunSession:
             else:
                 number = place
             prompt = task if isinstance(task, Prompt) else None
-            return Episode(number, index, (running.seed, how.kind, number), prompt, how.sampling)
+            seed = (running.seed, how.kind, number)
+            return Episode(number, index, seed, prompt, how.sampling, player=how.player)
 
         async def judge(group: Group) -> Group:
             ranks = running.roles()["judge"]

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Iterable, Sequence
 from typing import Any
 
-from rlinf.data.sample import Example
+from rlinf.data.sample import Example, Sample
 from rlinf.runtime.base.progress import work
+
+
+def example_of(sample: Sample) -> Example:
+    """A sample as a worked example, whatever it earned."""
+    return Example(sample.prompt.token_ids, sample.response_ids, sample.loss_mask, sample.prompt.images)
 
 
 async def warm_up(

@@ -223,7 +223,7 @@ def look_at_data(config: RunConfig, prepared: RunPlan) -> list[str]:
         data = load_data_of(config, prepared.objects)
     with naming("data", train or config.task.name, "making the first prompts of it"):
         prompts: list[Prompt] = asyncio.run(data.train.draw(_LOOKED_AT))
-        if config.sft.steps:
+        if config.sft.steps and prepared.objects.player is None:
             data.worked(prompts)
     with naming("reward", config.reward.function):
         check_reward(config, data, prepared.objects.reward)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from rlinf.agents.agent import Agent, LastingAgent
+from rlinf.agents.player import Player
 from rlinf.algos import algorithms, recipes
 from rlinf.algos.algorithms import (
     AlgorithmSpec,
@@ -57,6 +58,7 @@ from rlinf.runs.roles import (
     brings_tasks,
     collected,
     configured_agent,
+    configured_player,
     kinds_of,
     mistakes_in_flow,
     mistakes_in_models,
@@ -319,6 +321,8 @@ class InMemory:
     """Problems to evaluate on."""
     agent: Agent | None = None
     """Works on a task."""
+    player: Player | None = None
+    """Answers in the model's place in the warm-up's episodes."""
     parts: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Functions in place of the algorithm's `advantage` or `loss`."""
     callbacks: tuple[Any, ...] = ()
@@ -445,11 +449,12 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     if (other := unable(config.rollout.engine, config.staleness.kv)) is not None:
         problems.append(_problem("staleness.kv", config.staleness.kv, other))
     agent, mistakes = configured_agent(config, own_flow, objects.agent)
-    problems += [_problem(*each) for each in mistakes]
+    player, unplayed = configured_player(config, agent, objects.player)
+    problems += [_problem(*each) for each in (*mistakes, *unplayed)]
     callbacks = Callbacks.of((*config.callbacks, *objects.callbacks), problems)
     if problems:
         raise ConfigError(problems)
-    objects = objects if agent is None else _with_tasks(replace(objects, agent=agent), config)
+    objects = objects if agent is None else _with_tasks(replace(objects, agent=agent, player=player), config)
     return RunPlan(
         **vars(step),
         algorithm=algorithm,

@@ -27,6 +27,7 @@ from rlinf.agents.agent import Agent, LastingAgent, lasts
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.environments import ENVIRONMENTS, Adapting
 from rlinf.agents.episodes import OpenTask
+from rlinf.agents.player import Player
 from rlinf.agents.record import Asked, Call
 from rlinf.agents.tools.formats import FORMATS, CallFormat
 from rlinf.config.importing import mistake_in, resolve
@@ -163,6 +164,39 @@ def configured_agent(config: RunConfig, flow: Any, passed: Agent | None = None) 
         at, value = ("agent.args", dict(wanted.args)) if wanted.args else (key, agent_or_name)
         mistakes.append((at, value, wrong))
     return agent, mistakes
+
+
+def configured_player(
+    config: RunConfig, agent: Agent | None, passed: Player | None = None
+) -> tuple[Player | None, list[Mistake]]:
+    """Return what answers in the model's place in the warm-up's episodes, if anything does, and the mistakes in how it
+    is configured.
+
+    Args:
+        config: right by itself.
+        agent: the run's, which may have a player of its own.
+        passed: a player that was passed instead of being named.
+    """
+    named, steps = config.agent.player, config.sft.steps
+    if passed is None and named is None:
+        source: Any = agent.source if isinstance(agent, LastingAgent) else agent
+        own = None if inspect.isclass(source) else getattr(source, "player", None)
+        if own is None and config.sft.least_reward is not None:
+            advice = "there is no player whose episodes could earn it: name one in agent.player"
+            return None, [("sft.least_reward", config.sft.least_reward, advice)]
+        return (own if steps else None), []
+    player: Any = passed
+    if passed is None:
+        try:
+            player = resolve(str(named))
+        except RAISED as error:
+            return None, [("agent.player", named, f"importing it failed: {type(error).__name__}: {error}")]
+    wrong = _unfit(player, (None, None), {}, "player(task, messages)") if callable(player) else "this is no function"
+    if agent is None:
+        wrong = "there is no agent.function whose episodes it could play"
+    elif not steps:
+        wrong = wrong or "nothing is learned of what it says: set sft.steps, the optimizer steps of the warm-up"
+    return player, [("agent.player", named or player, wrong)] if wrong else []
 
 
 _OPENED_BY = (

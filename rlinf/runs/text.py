@@ -7,7 +7,9 @@ for whoever only evaluates.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import statistics
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -34,6 +36,7 @@ from rlinf.actors.trainer import Trainer
 from rlinf.agents.agent import opened
 from rlinf.agents.endpoint.endpoint import Endpoint
 from rlinf.agents.llm import PastSelves
+from rlinf.agents.player import Player
 from rlinf.algos.algorithms import AlgorithmSpec, Distillation, Divergence
 from rlinf.config.learning import (
     PAST,
@@ -48,17 +51,18 @@ from rlinf.config.learning import (
     past_adapters,
 )
 from rlinf.config.load import InputError
-from rlinf.config.text import RewardConfig, RolloutSettings, RunConfig
+from rlinf.config.text import RewardConfig, RolloutSettings, RunConfig, SftConfig
 from rlinf.data.datasets.benchmarks import benchmarks_of
 from rlinf.data.datasets.load import Data
 from rlinf.data.datasets.stream import left_out
 from rlinf.data.in_flight import InFlight, Ledger, Rules
 from rlinf.data.ledger import CRITIC_ONLY, held_of
-from rlinf.data.sample import Evaluation, Learned, NotScored, Prompt
+from rlinf.data.rng import permutation
+from rlinf.data.sample import Evaluation, Example, Learned, NotScored, Prompt
 from rlinf.data.step import Step, works_ahead
 from rlinf.engines.base import RequestRefused
 from rlinf.flows.session import Running, RunSession
-from rlinf.flows.warm_up import warm_up
+from rlinf.flows.warm_up import example_of, warm_up
 from rlinf.metrics.alarms import (
     FailureAlarm,
     MismatchAlarm,
@@ -105,6 +109,7 @@ from rlinf.runs.roles import (
     spawn_roles,
 )
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.progress import work
 from rlinf.runtime.streams.stream import Stream
 from rlinf.storage.directory import Checkpoint
 from rlinf.storage.files import JsonLines
@@ -268,10 +273,12 @@ class TextWorkload(Workload[Evaluation]):
         settings, roles = self.config.sft, self.run.roles
         if not settings.steps:
             return False
-        worked = Stream.of(self.data.worked_batches(settings.steps, settings.batch_size))
-        self.run.report.warmed_up(
-            await warm_up(worked, roles["rollout"], roles["trainer"], lr=settings.lr), "worked problems"
-        )
+        if self.plan.objects.player is None:
+            batches, source = self.data.worked_batches(settings.steps, settings.batch_size), "worked problems"
+        else:
+            batches, source = await self._played(self.plan.objects.player)
+        learned = await warm_up(Stream.of(batches), roles["rollout"], roles["trainer"], lr=settings.lr)
+        self.run.report.warmed_up(learned, source)
         for name in self._further:
             await roles["trainer"].keep_past(name)
         if self._further:
@@ -283,6 +290,23 @@ class TextWorkload(Workload[Evaluation]):
             await roles[REFERENCE].load(roles["trainer"].weights(exact=True))
             await roles[REFERENCE][0].save(str(self.run.directory.path / REFERENCE))
         return True
+
+    async def _played(self, player: Player) -> tuple[AsyncIterator[list[Example]], str]:
+        """Batches of what a player said in episodes of the run's agent, and words on them."""
+        settings = self.config.sft
+        tasks = await self._as_worked_on(await self.data.warm_up.draw(settings.episodes))
+        with work("playing for the warm-up"):
+            groups = await self.session.demonstrations(tasks, player)
+        samples = [sample for group in groups for sample in group.samples]
+        earned = [sample.reward for sample in samples if sample.reward is not None]
+        if settings.least_reward is not None:
+            least = settings.least_reward
+            samples = [sample for sample in samples if sample.reward is not None and sample.reward >= least]
+        mean = f", mean reward {statistics.fmean(earned):.3f}" if earned else ""
+        source = f"{len(samples)} conversations of {len(tasks)} episodes of the player{mean}"
+        if not samples:
+            raise InputError(f"sft.least_reward={settings.least_reward:g}: none of {source}")
+        return batches_of(list(map(example_of, samples)), settings, self.config.seed), source
 
     async def draw(self, index: int) -> Step:
         count = self.config.algorithm.prompts_per_step
@@ -306,8 +330,10 @@ class TextWorkload(Workload[Evaluation]):
 
     async def tasks(self, count: int) -> list[Prompt]:
         """The next prompts of the data, as the run's environment makes them."""
-        prompts, environment = await self.data.train.draw(count), self._environment
-        if environment is None:
+        return await self._as_worked_on(await self.data.train.draw(count))
+
+    async def _as_worked_on(self, prompts: list[Prompt]) -> list[Prompt]:
+        if (environment := self._environment) is None:
             return prompts
         return await asyncio.to_thread(lambda: [environment.draw(prompt) for prompt in prompts])
 
@@ -498,6 +524,20 @@ def reward_path(config: RunConfig, objects: InMemory) -> str | None:
     agent returns rewards of its own."""
     others = objects.reward is not None or objects.agent is not None or bool(config.reward.parts)
     return None if others else config.reward.function
+
+
+async def batches_of(examples: Sequence[Example], settings: SftConfig, seed: int) -> AsyncIterator[list[Example]]:
+    """The batches of a warm-up from examples that come round again, in another order each time.
+
+    Args:
+        examples: at least one.
+        settings: how many batches, and of what size.
+        seed: of the orders.
+    """
+    rounds = (permutation(len(examples), seed, turn) for turn in itertools.count())
+    order = itertools.chain.from_iterable(rounds)
+    for _ in range(settings.steps):
+        yield [examples[place] for place in itertools.islice(order, settings.batch_size)]
 
 
 # Roles ----------------------------------------------------------------------------------------------------------------

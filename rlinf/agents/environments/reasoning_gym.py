@@ -215,6 +215,18 @@ class ReasoningGym:
         score = await in_thread(lambda: generator.score_answer(answer, entry))  # some solve an equation, or play a game
         return Score(float(score), {row["generator"]: float(score)}, extracted=answer)
 
+    def player(self, task: Any, messages: Any) -> str:
+        """Answer a question as its generator does, for a warm-up.
+
+        Raises:
+            UserError: it gives no answer, as where there are many.
+        """
+        row = task.row
+        answer = self._entry(row["generator"], row.get("level", 0), row["entry"])["answer"]
+        if not answer:
+            raise UserError(f"reasoning_gym: {row['generator']} gives no answer of its own: name agent.player")
+        return f"<answer>{answer}</answer>" if self._tagged else str(answer)
+
 
 def _weight(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

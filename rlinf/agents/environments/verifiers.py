@@ -18,7 +18,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -53,6 +53,7 @@ class Verifiers(Listed):
             verifiers is there, else what `make environments` made.
         size: tasks to learn from, at most.
         held_out: tasks after those that are evaluated on, at most one in eight.
+        columns: fields of a task's data that its row has, too, for players and rewards.
 
     Raises:
         UserError: there is no verifiers.
@@ -66,7 +67,9 @@ class Verifiers(Listed):
         python: str | None = None,
         size: Size = 1000,
         held_out: HeldOut = 100,
+        columns: Sequence[str] = (),
     ) -> None:
+        self._columns = list(columns)
         self._settings = {"taskset": {"id": environment}} if isinstance(environment, str) else dict(environment)
         self._python, self._size, self.most_held_out = python or _interpreter(), size, held_out
         self._numbers = count()
@@ -79,7 +82,7 @@ class Verifiers(Listed):
     # Tasks --------------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[dict[str, Any]]:
-        """All tasks: the prompt, the task's name and its number in the taskset."""
+        """All tasks: the prompt, the task's name, its number in the taskset, and `columns` of its data."""
         return self._rows
 
     @functools.cached_property
@@ -96,11 +99,12 @@ class Verifiers(Listed):
         rows = json.loads(first)["tasks"]
         if not rows:
             raise UserError(f"verifiers: the taskset {self._settings['taskset']} has no tasks")
-        return [{"prompt": row["prompt"] or "", "name": row["name"], "task": at} for at, row in enumerate(rows)]
+        return [{**row, "prompt": row["prompt"] or "", "task": at} for at, row in enumerate(rows)]
 
     @property
     def _request(self) -> str:
-        return json.dumps({"environment": self._settings, "tasks": self._size + self.most_held_out})
+        tasks = self._size + self.most_held_out
+        return json.dumps({"environment": self._settings, "tasks": tasks, "columns": self._columns})
 
     # Episodes -----------------------------------------------------------------------------------------------------
 

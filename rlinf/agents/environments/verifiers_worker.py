@@ -159,6 +159,13 @@ class Server:
         del self._running[number]
 
 
+def row_of(data: Any, columns: list[str]) -> dict[str, Any]:
+    """A task as a row: its prompt and name, and fields of its data that were asked for."""
+    if missing := [name for name in columns if name not in type(data).model_fields]:
+        sys.exit(f"columns: a task has no {missing[0]!r}; it has {', '.join(type(data).model_fields)}")
+    return {**data.model_dump(mode="json", include=set(columns)), "prompt": data.prompt_text, "name": data.name}
+
+
 async def main(request: str, path: str | None = None) -> None:
     """List the tasks, or play episodes."""
     out, sys.stdout = sys.stdout, sys.stderr  # what environments print belongs beside their errors
@@ -169,7 +176,7 @@ async def main(request: str, path: str | None = None) -> None:
     environment = made_environment(wanted["environment"])
     tasks = list(itertools.islice(iter(environment.taskset.take(wanted["tasks"])), wanted["tasks"]))
     if path is None:
-        out.write(json.dumps({"tasks": [{"prompt": task.data.prompt_text, "name": task.data.name} for task in tasks]}))
+        out.write(json.dumps({"tasks": [row_of(task.data, wanted["columns"]) for task in tasks]}))
         return
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # of a process that died

@@ -310,8 +310,10 @@ class Objects:
         episodes."""
         function = agent
         if isinstance(agent, Mapping):
-            self.settings |= {f"agent.{key}": value for key, value in agent.items() if key != "function"}
+            objects = {"function", "player"} if callable(agent.get("player")) else {"function"}
+            self.settings |= {f"agent.{key}": value for key, value in agent.items() if key not in objects}
             function = agent.get("function")
+            self.passed = replace(self.passed, player=agent["player"] if "player" in objects else None)
         if callable(function) or hasattr(type(function), "__aenter__"):
             self.passed = replace(self.passed, agent=function)
         elif function is not None:

@@ -193,7 +193,8 @@ def train(
             (`rollout={"max_new_tokens": 64}`), or dotted (`**{"rollout.max_new_tokens": 64}`). Three take objects:
             `callbacks` functions `f(step, metrics, run)`, or objects with `on_step`, `on_samples`, `on_evaluate`,
             `on_checkpoint` (docs/train.md); `flow` one step, an async function; `agent` what works on each task, `async
-            def agent(task, llm)`, or a mapping of keys of the section, of which `function` is that (docs/agents.md).
+            def agent(task, llm)`, or a mapping of keys of the section, of which `function` is that, and `player` may
+            be a function too (docs/agents.md).
 
     Returns:
         What came of it; None in processes of torchrun other than rank 0.

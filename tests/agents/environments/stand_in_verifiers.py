@@ -14,7 +14,8 @@ if taskset == "broken":
     sys.exit("ModuleNotFoundError: taskset 'broken' not found")
 NAMES = [] if taskset == "empty" else ["0.25", "error", "silence", "flood", "death", "unscored", "nan", "endless"] * 4
 if len(sys.argv) < 3:
-    rows = [{"prompt": f"task {at}", "name": name} for at, name in enumerate(NAMES[: wanted["tasks"]])]
+    data = dict.fromkeys(wanted["columns"], "shown")
+    rows = [{**data, "prompt": f"task {at}", "name": name} for at, name in enumerate(NAMES[: wanted["tasks"]])]
     sys.exit(print(json.dumps({"tasks": rows})))
 if os.path.exists(sys.argv[2]):
     os.unlink(sys.argv[2])

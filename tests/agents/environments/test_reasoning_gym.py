@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import reasoning_gym
 
 import rlinf
 from rlinf.agents.environments.reasoning_gym import ReasoningGym
+from rlinf.data.sample import Prompt
 from rlinf.runtime.base.errors import UserError
 from tests.agents.acting import begun
 
@@ -44,6 +46,21 @@ async def test_an_answer_stands_between_tags_where_the_instructions_ask_for_them
         llm, actor = begun(said)
         assert (await environment(task(row), llm)).value == value
         assert "<answer>" in actor.read[0]
+
+
+@pytest.mark.parametrize("how", [{}, {"instructions": None}, {"curriculum": {}}])
+async def test_its_own_player_answers_as_it_asks_for_and_is_right(how):
+    names = [name for name in GENERATORS if name != "list_functions" or "curriculum" not in how]  # it has no levels
+    environment = ReasoningGym(names, size=60, held_out=2, **how)
+    rows = environment.tasks()
+    for number, row in enumerate(rows):
+        drawn = environment.draw(Prompt(number, np.zeros(1, np.int64), row["question"], "", row))
+        if drawn.row["generator"] == "graph_color":  # a colouring of many: nobody says which
+            with pytest.raises(UserError, match="graph_color gives no answer"):
+                environment.player(drawn, [])
+            continue
+        llm, _ = begun(environment.player(drawn, []))
+        assert (await environment(drawn, llm)).value == 1.0
 
 
 def test_no_question_that_is_held_out_is_learned_from():

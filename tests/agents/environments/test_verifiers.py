@@ -101,6 +101,12 @@ def test_the_last_tasks_are_held_out():
     assert [row["task"] for row in environment(size=23, held_out=1).held_out()] == [23]
 
 
+def test_a_row_has_what_is_asked_for_of_its_tasks_data():
+    assert environment(size=1, held_out=0, columns=["solution"]).tasks() == [
+        {"prompt": "task 0", "name": "0.25", "task": 0, "solution": "shown"}
+    ]
+
+
 @pytest.mark.parametrize(("taskset", "cause"), [("broken", "taskset 'broken' not found"), ("empty", "no tasks")])
 def test_a_taskset_without_tasks_is_an_error_that_says_why(taskset, cause):
     with pytest.raises(UserError, match=cause):

@@ -12,6 +12,7 @@ import pytest
 
 import rlinf
 from rlinf.cli.commands import main
+from rlinf.flows.warm_up import warm_up
 from tests.runs.library import small
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -263,3 +264,54 @@ async def undecorated():
 def test_what_cannot_be_opened_as_an_agent_is_one_message(tmp_path, agent, more, said):
     with pytest.raises(rlinf.ConfigError, match=said):
         trained(tmp_path, agent, **more)
+
+
+def by_heart(task, messages):
+    """Says the answer in its second turn, and nothing in its first."""
+    return task.answer if len(messages) > 1 else ""
+
+
+async def other(task, messages):
+    """Half of its answers are right."""
+    return by_heart(task, messages) if task.id % 2 else "1"
+
+
+def test_a_warm_up_learns_what_a_player_said_in_the_models_place(tmp_path, monkeypatch, capsys):
+    batches = []
+
+    async def heard(stream, rollout, trainer, **more):
+        batches.extend([batch async for batch in stream])
+        return await warm_up(batches, rollout, trainer, **more)
+
+    monkeypatch.setattr("rlinf.runs.text.warm_up", heard)
+    short = {"data.chat_template": TEMPLATE, "max_new_tokens": 4, "evaluation.problems": 0}
+    sft = {"steps": 3, "batch_size": 4, "episodes": 6}
+    result = trained(tmp_path, {"function": guess, "player": other}, sft={**sft, "least_reward": 1.0}, **short)
+    assert "3 conversations of 6 episodes of the player, mean reward 0.500: 3 steps" in capsys.readouterr().out
+    assert [len(batch) for batch in batches] == [4, 4, 4]
+    tokenizer = result.tokenizer()
+    for example in batches[0]:
+        asked = tokenizer.decode(example.prompt_ids)
+        said = tokenizer.decode(example.response_ids[example.loss_mask]).split(tokenizer.eos_token)
+        assert said == ["", "".join(sorted(re.sub(r"\D", "", asked))), ""]
+        assert ">" in tokenizer.decode(example.response_ids[~example.loss_mask])
+    again = trained(tmp_path / "named", guess, sft=sft, **{**short, "agent.player": f"{__name__}.by_heart"})
+    assert "6 conversations of 6 episodes of the player, mean reward 1.000" in capsys.readouterr().out
+    assert not again.metrics[0]["episodes/failed"]
+
+
+@pytest.mark.parametrize(
+    ("agent", "player", "sft", "said"),
+    [
+        (guess, f"{__name__}.nobody", {"steps": 1}, "agent.player = tests.runs.library.test_agents.nobody: importing"),
+        (guess, f"{__name__}.SMALL", {"steps": 1}, "agent.player = tests.runs.library.test_agents.SMALL: this is no"),
+        (guess, lambda task: "", {"steps": 1}, "player(task, messages)"),
+        (guess, by_heart, {}, "set sft.steps"),
+        (None, by_heart, {"steps": 1}, "there is no agent.function"),
+        (guess, None, {"steps": 1, "least_reward": 1.0}, "sft.least_reward = 1.0: there is no player"),
+    ],
+)
+def test_a_player_that_cannot_be_is_one_message(tmp_path, agent, player, sft, said):
+    with pytest.raises(rlinf.ConfigError) as error:
+        trained(tmp_path, {"function": agent, "player": player}, sft=sft)
+    assert said in str(error.value)

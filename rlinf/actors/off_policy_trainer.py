@@ -1,7 +1,8 @@
 """The trainers of off-policy learning, with a replay buffer beside the weights and in checkpoints.
 
 `SacTrainer` learns by soft actor-critic, REDQ, RLPD, CrossQ or IQL; `DaggerTrainer` takes supervised steps on all that
-an expert answered so far (DAgger, arXiv:1011.0686), which `DaggerPolicy` asks.
+an expert answered so far (DAgger, arXiv:1011.0686), which `DaggerPolicy` asks, or on all that somebody did who
+intervened (HG-DAgger). What these did is also remembered by `SacTrainer`, beside demonstrations (HIL-SERL).
 
 Consume trajectories as they come, produce metrics, versioned weights and checkpoints; unblocked by the flow's calls.
 Every rank has all rows, samples the same batches and computes on its share of each, so all take the same steps.
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,8 +41,8 @@ from rlinf.training.embodied.trajectories import (
 )
 from rlinf.training.optimizer import adamw_of_parts, minimize, share_of
 
-REPLAY = "replay"
-"""Directory of a checkpoint with the replay buffer."""
+REPLAY, CORRECTIONS = "replay", "corrections"
+"""Directories of a checkpoint with the replay buffer, and with what somebody did who intervened."""
 
 
 class RememberingTrainer(PolicyTrainer):
@@ -93,9 +95,14 @@ class RememberingTrainer(PolicyTrainer):
         metrics = sum(parts[1:], parts[0]).values() if parts else {}
         return {**metrics, "optimizer_steps": float(len(parts))}
 
+    @property
+    def _buffers(self) -> Mapping[str, ReplayBuffer]:
+        """All that is remembered, by its directory of a checkpoint."""
+        return {REPLAY: self._replay}
+
     def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
-        if self.rank == 0:  # at once: a copy could take as much memory as the buffer itself
-            self._replay.write(directory / REPLAY)
+        for name, buffer in self._buffers.items() if self.rank == 0 else ():
+            buffer.write(directory / name)  # at once: a copy could take as much memory as the buffer itself
         return super()._copies(directory)
 
     def _extra(self) -> Mapping[str, Any]:
@@ -103,7 +110,9 @@ class RememberingTrainer(PolicyTrainer):
 
     def _read(self, directory: Path) -> Restored:
         restored = super()._read(directory)
-        self._replay.read(directory / REPLAY)
+        for name, buffer in self._buffers.items():
+            if name == REPLAY or (directory / name).is_dir():  # earlier versions have no others
+                buffer.read(directory / name)
         return restored
 
     def _exported(self) -> StateCopy:
@@ -111,13 +120,18 @@ class RememberingTrainer(PolicyTrainer):
         if self.rank:  # all have the same
             return state
         # not copied: this actor ends before it could write to them again
-        replay = {f"{REPLAY}.{name}": tensor for name, tensor in self._replay.tensors().items()}
+        replay = {
+            f"{directory}.{name}": tensor
+            for directory, buffer in self._buffers.items()
+            for name, tensor in buffer.tensors().items()
+        }
         offsets = {key: (0,) * tensor.dim() for key, tensor in replay.items()}
         return replace(state, shards={**state.shards, **replay}, offsets={**state.offsets, **offsets})
 
     def _take_parked(self, source: OpenState) -> Restored:
         restored = super()._take_parked(source)
-        self._replay.take(source.whole(f"{REPLAY}."))
+        for name, buffer in self._buffers.items():
+            buffer.take(source.whole(f"{name}."))
         return restored
 
     def _take(self, source: Path | Source) -> Restored:
@@ -151,7 +165,7 @@ class ReplaySettings:
     demonstrations: str | None = None
     """Directory of demonstrations that a part of each batch is drawn from (RLPD); None for none."""
     demo_share: float = 0.5
-    """That part, 0 to 1."""
+    """That part, 0 to 1; it is also drawn from what somebody did who intervened (HIL-SERL, arXiv:2410.21845)."""
     failed_demonstrations: bool = False
     """Learn from those that did not solve their task, too."""
     offline_updates: int = 1_000
@@ -207,12 +221,15 @@ class SacTrainer(RememberingTrainer):
         self._sac: Any = learner(self.policy, learning, self.mesh)
         self._own(self._sac.module, self._sac.optimizer)
         self._replay = ReplayBuffer(self._replay_settings.capacity)
+        self._corrections = ReplayBuffer(self._replay_settings.capacity)
         self._seed, self._updates, self._studied = seed, 0, 0
         self._demos: ReplayBuffer | None = None
-        self._from_demos = 0
         if (demonstrations := self._replay_settings.demonstrations) is not None:
             self._demos = await self.compute(self._read_demos, Path(demonstrations))
-            self._from_demos = round(self._replay_settings.demo_share * self._replay_settings.batch)
+
+    @property
+    def _buffers(self) -> Mapping[str, ReplayBuffer]:
+        return {**super()._buffers, CORRECTIONS: self._corrections}
 
     @endpoint(device=True, joint=True)
     async def study(self) -> dict[str, float]:
@@ -241,8 +258,11 @@ class SacTrainer(RememberingTrainer):
     def _remember(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         settings = self._replay_settings
         whole, rows = transitions(trajectories, n_step=settings.n_step, solved_only=settings.solved_only)
+        intervened = rows.pop("intervened", None)
         if len(rows["steps"]):
             self._replay.add(rows)
+        if intervened is not None and bool(intervened.any()):
+            self._corrections.add({name: row[intervened] for name, row in rows.items()})
         valid = whole.chunks.valid.bool()
         steps = float(valid.sum())
         earned = torch.where(valid, whole.chunks.rewards, 0.0).sum()
@@ -253,6 +273,7 @@ class SacTrainer(RememberingTrainer):
             "episodes/lost": float(whole.lost),
             **ages_of(trajectories, self.version),
             "replay/rows": float(len(self._replay)),
+            **({} if intervened is None else {"replay/corrections": float(len(self._corrections))}),
             **intervened_in(whole),
             **summary(whole.episodes),
             **summary_by_task(whole.episodes),
@@ -270,11 +291,17 @@ class SacTrainer(RememberingTrainer):
         return {**self._learned(parts), **self._sac.numbers()}
 
     def _drawn(self, seed: int) -> Rows:
-        """A batch, the demonstrations' part last."""
-        own = self._replay_settings.batch - self._from_demos
-        parts = [self._replay.draw(own, seed, 0)] if own else []
-        if self._demos is not None and self._from_demos:
-            parts.append(self._demos.draw(self._from_demos, seed, 1))
+        """A batch; the part that others did comes last, drawn evenly over demonstrations and corrections."""
+        settings = self._replay_settings
+        others = [each for each in (self._demos, self._corrections) if each is not None and len(each)]
+        count = round(settings.demo_share * settings.batch) if others else 0
+        counts = [count]
+        if len(others) > 1:
+            share = len(others[1]) / (len(others[0]) + len(others[1]))
+            corrected = int(np.random.default_rng((seed, 2)).binomial(count, share))
+            counts = [count - corrected, corrected]
+        drawn = [(self._replay, settings.batch - count, 0), *zip(others, counts, (1, 3), strict=False)]
+        parts = [buffer.draw(rows, seed, place) for buffer, rows, place in drawn if rows]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _read_demos(self, directory: Path) -> ReplayBuffer:
@@ -305,6 +332,9 @@ class DaggerSettings:
     """Labelled decisions that are remembered."""
     updates: int = 200
     """Optimizer steps per step of the flow."""
+    corrections: bool = False
+    """Learn from the actions of somebody who intervened, and from nothing else (HG-DAgger, arXiv:1810.02890); otherwise
+    from what the expert said everywhere."""
     demonstrations: str | None = None
     """Directory of demonstrations to begin with; None for none."""
     failed_demonstrations: bool = False
@@ -376,9 +406,13 @@ class DaggerTrainer(RememberingTrainer):
         whole = joined(trajectories)
         valid = whole.chunks.valid.bool()
         done = valid.any(-1)
-        if bool(done.any()):  # the expert answered with whole chunks, however much of them was done
-            stored = {name: rows[done] for name, rows in whole.stored.items()}
-            self._keep(stored, torch.ones_like(valid[done]))
+        # the expert answered with whole chunks, however much of them was done
+        taught = done[..., None].expand_as(valid)
+        if self._dagger.corrections:
+            taught = torch.zeros_like(valid) if whole.intervened is None else whole.intervened & valid
+        if bool(taught.any()):
+            rows = taught.any(-1)
+            self._keep({name: stored[rows] for name, stored in whole.stored.items()}, taught[rows])
         return {
             "env_steps": float(valid.sum()),
             "decisions": float(done.sum()),

@@ -4,7 +4,8 @@ Consumes what a slice of environments shows, produces its next actions; unblocke
 policies do without; or, where a small policy and its simulators lie in one process, by nothing: `live` acts for a whole
 step there. Everything that happens to a slice passes here, so its trajectory is put together here, and
 observations need not travel twice. New weights arrive through `load`. `Scripted` acts without weights: by a function of
-what is observed, in the place of a policy. `DaggerPolicy` asks an expert about everything that it observes.
+what is observed, in the place of a policy. `DaggerPolicy` asks an expert about everything that it observes, or
+acts greedily until somebody intervenes.
 """
 
 from __future__ import annotations
@@ -436,7 +437,7 @@ class DaggerPolicy(PolicyActor):
         self,
         *,
         policy: Mapping[str, Any],
-        expert: str,
+        expert: str | None = None,
         path: str | None = None,
         beta: float = 0.0,
         decay: float = 0.5,
@@ -445,7 +446,8 @@ class DaggerPolicy(PolicyActor):
 
         Args:
             policy, path: see `PolicyActor.setup`.
-            expert: dotted path of an `Expert`, or the directory of a saved policy.
+            expert: dotted path of an `Expert`, or the directory of a saved policy; None asks nobody: whoever intervenes
+                in the environments teaches (HG-DAgger).
             beta: share of decisions in which the expert's action is done, at version 0 of the weights.
             decay: that share falls to this much of itself with each version.
 
@@ -455,7 +457,7 @@ class DaggerPolicy(PolicyActor):
             ImportError: there is no such function.
         """
         await super().setup(policy=policy, path=path)
-        self._expert = await self.compute(expert_of, expert, self.device)
+        self._expert = None if expert is None else await self.compute(expert_of, expert, self.device)
         self._beta, self._decay = beta, decay
 
     @endpoint
@@ -475,6 +477,9 @@ class DaggerPolicy(PolicyActor):
         if not keep:
             return super()._decided(observation, output, greedy, keep)
         act = super()._decided(observation, output, True, keep)
+        if self._expert is None:
+            inputs = self._policy.inputs(observation, output.instructions)
+            return replace(act, stored={**inputs, "actions": self._policy.encode(act.actions, inputs)})
         expert_actions = self._expert(observation, output.instructions).to(act.actions)
         if expert_actions.shape != act.actions.shape or not bool(expert_actions.isfinite().all()):
             raise ValueError(

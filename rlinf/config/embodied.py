@@ -369,7 +369,7 @@ class OffPolicyConfig:
     """Directory of demonstrations that a part of each batch is drawn from (RLPD); null for none. dagger begins with
     them."""
     demo_share: float = Field(default=0.5, ge=0, le=1)
-    """That part."""
+    """That part; what somebody did who intervened (env.intervener) is drawn with them (HIL-SERL)."""
     failed_demonstrations: bool = False
     """Learn from recorded episodes that did not solve their task, too, as iql can."""
     offline_steps: int = Field(default=0, ge=0)
@@ -388,11 +388,12 @@ class OffPolicyConfig:
 @dataclass(config=CLOSED)
 class DaggerConfig:
     """Learning from what an expert would do in the states that the policy gets into (arXiv:1011.0686), where the
-    algorithm is dagger; off_policy.batch, capacity and demonstrations hold for it, too."""
+    algorithm is dagger; off_policy.batch, capacity and demonstrations hold for it, too. Without an expert it learns
+    from the actions of whoever intervenes, env.intervener, and from those alone (HG-DAgger, arXiv:1810.02890)."""
 
     expert: str | None = None
     """Who answers: the dotted path of a function that takes observations and instructions and gives actions in
-    [-1, 1], float32 [N, C, A]; or the directory of a saved policy."""
+    [-1, 1], float32 [N, C, A]; or the directory of a saved policy. null where somebody intervenes instead."""
     beta: float = Field(default=0.0, ge=0, le=1)
     """First share of decisions in which the expert's action is done instead of the policy's."""
     decay: float = Field(default=0.5, ge=0, le=1)
@@ -624,8 +625,21 @@ class EmbodiedConfig(CommonConfig):
             if self.dagger != DaggerConfig():
                 yield "dagger", f"{self.algorithm.name} asks no expert: set algorithm=dagger, or remove it"
             return
-        if expert is None:
-            yield "dagger.expert", "dagger learns from an expert: name a function, or the directory of a saved policy"
+        person = self.env.intervener
+        if expert is None and person is None:
+            yield (
+                "dagger.expert",
+                "dagger learns from an expert: name a function, or the directory of a saved policy; or name who "
+                "intervenes in env.intervener",
+            )
+        elif expert is None:
+            if self.dagger.beta:
+                yield "dagger.beta", "there is no expert whose actions could be done: remove it"
+        elif person is not None:
+            yield (
+                "dagger.expert",
+                "it is asked about everything, so nobody can intervene: remove it, or env.intervener",
+            )
         elif not os.path.isdir(os.path.expanduser(expert)) and (advice := mistake_in(expert)) is not None:
             yield "dagger.expert", f"it is no directory, and as a function: {advice}"
         if self.policy.settings.get("memory"):

@@ -85,7 +85,7 @@ async def start_roles(
         roles |= await spawn_roles(system, placed, await learners_of(config, plan, roles))
         # one decision: a policy that looks at what there is not says so here
         await roles["policy"][0].act((0, 0), first, keep=False)
-    if plan is not None and config.algorithm.name == DAGGER:
+    if plan is not None and config.algorithm.name == DAGGER and config.dagger.expert is not None:
         with _input_errors("dagger.expert"):
             await roles["policy"][0].ask(first)
     return roles
@@ -191,10 +191,10 @@ def _remembering(
     common = {"seed": config.seed, "delta": config.weights.delta, **policy, **rates, **settings}
     if name == DAGGER:
         expert = asdict(config.dagger)
-        updates = expert.pop("updates")
+        common |= {"updates": expert.pop("updates"), "corrections": config.dagger.expert is None}
         return {
             "policy": Role(DaggerPolicy, {**policy, **expert}, memory["policy"]),
-            "trainer": Role(DaggerTrainer, {**common, "updates": updates}, memory["trainer"]),
+            "trainer": Role(DaggerTrainer, common, memory["trainer"]),
         }
     return {
         "policy": Role(PolicyActor, {**policy, "keep_following": True}, memory["policy"]),

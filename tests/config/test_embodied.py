@@ -47,3 +47,23 @@ def test_help_about_such_a_file_lists_its_keys(capsys):
     for text in ("--config FILE", "env.num_envs: int = 16", "Decisions of each environment per step of the flow"):
         assert text in out
     assert "rollout." not in out
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (["env.intervener=rlinf.envs.toy.expert"], r"env\.intervener.*ppo learns from its own actions alone"),
+        (["algorithm=sac", "env.intervener=rlinf.envs.toy.nobody"], r"env\.intervener.*has no nobody"),
+        (["algorithm=sac", "env.intervener_args={path: x}"], r"env\.intervener_args"),
+        (["algorithm=dagger"], r"dagger\.expert.*or name who intervenes in env\.intervener"),
+        (
+            ["algorithm=dagger", "dagger.expert=rlinf.envs.toy.expert", "env.intervener=rlinf.envs.toy.expert"],
+            r"dagger\.expert.*nobody can intervene",
+        ),
+        (["algorithm=dagger", "env.intervener=rlinf.envs.toy.expert", "dagger.beta=0.5"], r"dagger\.beta"),
+    ],
+)
+def test_who_intervenes_must_teach_somebody(keys, named):
+    plain = ["algorithm={}", "optimizer={}", "policy.settings={hidden: [8]}"]  # what the toy sets for ppo
+    with pytest.raises(ConfigError, match=named):
+        load_embodied(TOY, [*plain, *keys])

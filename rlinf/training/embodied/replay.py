@@ -350,7 +350,8 @@ def transitions(parts: Sequence[Trajectory], *, n_step: int = 1, solved_only: bo
     Returns:
         All trajectories in one, and for the R chunks of which anything was done: `seen.*`, the policy's inputs; and
         `actions`, in its own terms; `following.*`; `rewards` of each action, 0 where it was not done, float32
-        [R, n_step x C]; `steps`, how many were done, int64 [R]; `terminated`, bool [R].
+        [R, n_step x C]; `steps`, how many were done, int64 [R]; `terminated`, bool [R]; and where somebody can
+        intervene `intervened`, bool [R]: they did an action of the first chunk.
 
     Raises:
         ValueError: there are none, they are of different lengths, or do not say what followed; or nobody says which
@@ -373,6 +374,8 @@ def transitions(parts: Sequence[Trajectory], *, n_step: int = 1, solved_only: bo
     outcome["terminated"] = (chunks.terminated.bool() & valid).any(-1)
     ended = ((chunks.terminated | chunks.truncated).bool() & valid).any(-1)
     rows |= several_steps(outcome, ended | ~done, n_step)
+    if whole.intervened is not None:
+        rows["intervened"] = (whole.intervened & valid).any(-1)
     return whole, {name: tensor[mask] for name, tensor in rows.items()}
 
 

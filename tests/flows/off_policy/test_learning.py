@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rlinf.actors.off_policy_trainer import DaggerTrainer, SacTrainer
+from rlinf.actors.off_policy_trainer import DaggerTrainer, ReplaySettings, SacTrainer
 from rlinf.actors.policy import DaggerPolicy
 from rlinf.data.step import EmbodiedStep
 from rlinf.envs.toy import expert
@@ -13,7 +15,8 @@ from rlinf.flows.record import record
 from rlinf.models.policy.build import build_policy_model, save_policy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.system.system import ActorSystem
-from tests.flows.reaching import Expert, environments, equal, policy_for, roles, steps
+from rlinf.training.embodied.replay import ReplayBuffer
+from tests.flows.reaching import TOY, Expert, environments, equal, policy_for, roles, steps
 
 PIXELS = {"type": "soft_pixels", "image": [8, 8, 3], "state_size": 0, "hidden": [16], "channels": [4, 8]}
 PICTURES = {"options": {"pixels": 8}}
@@ -30,10 +33,10 @@ async def shown(system, path, episodes=24):
     await record(env, await system.spawn(Expert, name="expert"), path, episodes)
 
 
-async def dagger(system, name="", *, expert=f"{__name__}.expert", policy=None, trainer=None):
+async def dagger(system, name="", *, expert=f"{__name__}.expert", policy=None, trainer=None, env=None):
     """Roles of a DAgger run."""
     config = policy_for({**MLP, **(policy or {})})
-    env = await environments(system, f"env{name}")
+    env = await environments(system, f"env{name}", **(env or {}))
     acting = await system.spawn(DaggerPolicy, name=f"policy{name}", policy=config, expert=expert, beta=0.5)
     learning = {"batch": 32, "updates": 60, "lr": 3e-3, **(trainer or {})}
     learner = await system.spawn(DaggerTrainer, name=f"trainer{name}", policy=config, **learning)
@@ -158,3 +161,72 @@ async def test_there_is_nothing_to_study_without_demonstrations():
             await offline(group["policy"], group["trainer"])
         with pytest.raises(ValueError, match=r"algorithm='sacc'.*none"):
             await roles(system, name="x", algorithm="sacc")
+
+
+def guide(observation, steps, *, patience=1):
+    """Somebody who goes to the target after so many steps of the policy."""
+    return expert(observation)[:, 0], steps >= patience
+
+
+def guided(patience=1):
+    """Simulators in which somebody intervenes, as settings of an `EnvActor`."""
+    options = {"simulator": TOY["simulator"], "intervener": f"{__name__}.guide", "arguments": {"patience": patience}}
+    return {"simulator": "rlinf.envs.interventions.Overridable", "options": options}
+
+
+async def test_without_an_expert_dagger_learns_what_whoever_intervened_did_and_nothing_else():
+    async with ActorSystem.local() as system:
+        group = await dagger(system, expert=None, trainer={"corrections": True}, env=guided())
+        metrics = await lived(group, 5)
+        env = await environments(system, "tried", num_envs=32, auto_reset=False, seed=77)
+        seen = await env[0].reset(0, 0)
+        greedy = await group["policy"][0].act((0, 0), seen, greedy=True, keep=False)
+        alone = await dagger(system, "alone", expert=None, trainer={"corrections": True})
+        untouched = await lived(alone, 1)
+    labels = [0.0, *(each["dagger/labels"] for each in metrics)]
+    for before, after, each in zip(labels, labels[1:], metrics, strict=False):
+        assert after - before == pytest.approx(each["interventions/share"] * each["env_steps"])
+    assert 0.0 < metrics[0]["interventions/share"] < 1.0
+    assert (greedy - expert(seen.observation)).abs().mean() < 0.15  # as where an expert answers everywhere
+    assert untouched[0]["dagger/labels"] == untouched[0]["optimizer_steps"] == 0.0
+
+
+async def test_what_somebody_did_is_remembered_twice_and_drawn_with_demonstrations_also_after_a_resume(tmp_path):
+    async with ActorSystem.local() as system:
+        await shown(system, tmp_path / "shown", episodes=2)
+        begun = {"env": guided(), "demonstrations": str(tmp_path / "shown")}
+        group = await roles(system, name="a", **begun)
+        metrics = await steps(group, 3)
+        await group["trainer"].save(str(tmp_path / "saved"))
+        state = await group["env"][0].state()
+        await steps(group, 2, first=3)
+        expected = await group["trainer"][0].weights()
+
+        again = await roles(system, name="b", **begun)
+        await again["trainer"][0].restore(str(tmp_path / "saved/state"))
+        await again["env"][0].restore(state)
+        await again["policy"].load(again["trainer"].weights())
+        await steps(again, 2, first=3)
+        assert equal(await again["trainer"][0].weights(), expected)
+    corrections = sum(each["interventions/share"] * each["env_steps"] for each in metrics)
+    assert 0 < metrics[-1]["replay/corrections"] == pytest.approx(corrections)
+    assert metrics[-1]["replay/rows"] == sum(each["decisions"] for each in metrics)
+
+
+@given(demos=st.integers(0, 40), corrections=st.integers(0, 40), share=st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+def test_a_batch_has_its_share_of_others_and_each_of_them_equally_often(demos, corrections, share):
+    trainer = SacTrainer()
+    trainer._replay_settings = ReplaySettings(batch=4096, demo_share=share)
+
+    def buffer(kind, rows):
+        made = ReplayBuffer(100)
+        if rows:
+            made.add({"kind": torch.full((rows,), kind)})
+        return made
+
+    trainer._replay, trainer._demos, trainer._corrections = buffer(0, 9), buffer(1, demos), buffer(2, corrections)
+    counts = trainer._drawn(7)["kind"].bincount(minlength=3)
+    others = round(share * 4096) if demos + corrections else 0
+    assert counts.tolist()[0] == 4096 - others
+    fair = others * corrections / max(demos + corrections, 1)
+    assert abs(int(counts[2]) - fair) <= 6 * 32  # six standard deviations of 4096 throws, which are at most 32

@@ -29,6 +29,7 @@ from rlinf.data.tokenizer import TokenizerSource, load_tokenizer, padding_ids
 from rlinf.data.weights import Weights
 from rlinf.engines.base import (
     Completion,
+    Compute,
     Engine,
     EngineSetup,
     Hear,
@@ -39,6 +40,7 @@ from rlinf.engines.base import (
     TextScores,
     make,
 )
+from rlinf.engines.pool.pool import Pool
 from rlinf.metrics.limits import BYTES, DECODE, READ
 from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, cost_of, pictures_of
 from rlinf.models.language.cost import ModelCost
@@ -46,7 +48,7 @@ from rlinf.models.language.sources import limits
 from rlinf.models.language.truth import Way
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.base.tasks import cancel_all
+from rlinf.runtime.base.tasks import InThreads, cancel_all
 from rlinf.runtime.base.tensors import own_device
 from rlinf.runtime.streams.stream import Consumer, Stream, each
 from rlinf.training.weight_sync import Receiver
@@ -84,51 +86,24 @@ class Rollout(Receiver):
         """
         self._seed = seed
         self._tokenizer = await self.compute(load_tokenizer, tokenizer)
-        limit = await self.compute(limits, model)
-        if limit.length is not None and settings.max_new_tokens >= limit.length:
-            raise ValueError(
-                f"rollout.max_new_tokens={settings.max_new_tokens} leaves no room for a prompt: the model has "
-                f"positions for {limit.length} tokens, prompt and answer together"
-            )
-        ends = {*limit.end_ids, *settings.stop_token_ids, self._tokenizer.eos_token_id} - {None}
-        self._sampling = Sampling(
-            settings.max_new_tokens,
-            settings.temperature,
-            settings.top_k,
-            settings.top_p,
-            settings.min_p,
-            stop_ids=tuple(sorted(ends)),
-            stop_texts=tuple(settings.stop),
-        )
-        dtype = _DTYPES[settings.dtype]
-        setup = EngineSetup(
-            name=f"{self._cell.name}[{self.rank}]",
-            model=model,
-            build_model=lambda: _model(model, self._tokenizer, seed, dtype),
-            tokenizer=self._tokenizer,
-            pictures=await self.compute(pictures_of, model, self._tokenizer),
-            seed=seed,
-            dtype=dtype,
-            weights=settings.weights,
-            max_rows=settings.max_rows,
-            max_tokens=settings.max_tokens,
-            max_length=limit.length,
-            padding=tuple(id for id in padding_ids(self._tokenizer, limit.vocabulary) if id not in ends),
-            kv=settings.kv,
-            routes=settings.routes is not False,
-            directory=directory,
-            compute=self.compute,
-            on_device=self.working,
-        )
-        self._engine = await make(settings.engine, setup, settings.engine_args)
+        self._sampling = await self.compute(sampling_of, settings, model, self._tokenizer)
+        name = f"{self._cell.name}[{self.rank}]"
+        made_of: dict[str, Any] = {"model": model, "settings": settings, "seed": seed}
+        how: dict[str, Any] = {"directory": directory, "compute": self.compute, "on_device": self.working}
+        self._engine = await engine_for(name, self._tokenizer, **made_of, **how)
         if settings.routes is True and not self._engine.routes:
             await self._engine.close()
             raise ValueError(
                 f"trainer.router_replay=true: {settings.engine} does not tell to which experts of this model tokens "
                 "go: auto trains without it"
             )
+        self._pool: Pool | None = None
+        if settings.join is not None and self.rank == 0:
+            self._pool = Pool(self._engine, self.compute, {"tokenizer": tokenizer, **made_of}, name)
+            self._engine = self._pool
+            await self._pool.listen(settings.join, directory)
         self.through_host = self._engine.through_host
-        cost = await self.compute(cost_of, model, self._tokenizer)
+        cost, dtype = await self.compute(cost_of, model, self._tokenizer), _DTYPES[settings.dtype]
         self._notes = None if cost is None else GenerationWork(self._engine, cost, dtype, self.note)
         self._ids = itertools.count()  # of requests and groups, unique among calls that overlap
         self._calls: list[GenerateCall] = []  # in progress
@@ -437,6 +412,9 @@ class Rollout(Receiver):
         await self._engine.load(weights)
         self._tell_rounding()
 
+        if self._pool is not None:
+            self.note("rollout/joined_count", bytes=len(self._pool.members))
+
     def _tell_rounding(self) -> None:
         if (error := self._engine.rounding) is not None:
             self.note("weights/int8_error", bytes=error)
@@ -452,6 +430,83 @@ class Rollout(Receiver):
             self._tell_rounding()
             self.early = coming
         await (self._engine.wake() if self._engine.sleeps else self._engine.resume())
+
+
+def sampling_of(settings: RolloutSettings, model: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """How answers are sampled unless a call says otherwise. Blocking.
+
+    Raises:
+        ValueError: an answer would leave no room for its prompt.
+    """
+    limit = limits(model)
+    if limit.length is not None and settings.max_new_tokens >= limit.length:
+        raise ValueError(
+            f"rollout.max_new_tokens={settings.max_new_tokens} leaves no room for a prompt: the model has "
+            f"positions for {limit.length} tokens, prompt and answer together"
+        )
+    ends = {*limit.end_ids, *settings.stop_token_ids, tokenizer.eos_token_id} - {None}
+    return Sampling(
+        settings.max_new_tokens,
+        settings.temperature,
+        settings.top_k,
+        settings.top_p,
+        settings.min_p,
+        stop_ids=tuple(sorted(ends)),
+        stop_texts=tuple(settings.stop),
+    )
+
+
+async def engine_for(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    model: ModelSource,
+    settings: RolloutSettings,
+    seed: int,
+    compute: Compute,
+    **more: Any,
+) -> Engine:
+    """The engine that settings ask for.
+
+    Args:
+        name, more: see `EngineSetup`.
+        model, tokenizer, settings, seed: see `Rollout.setup`.
+        compute: runs blocking work.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    limit, ends = await compute(limits, model), (await compute(sampling_of, settings, model, tokenizer)).stop_ids
+    dtype = _DTYPES[settings.dtype]
+    setup = EngineSetup(
+        name=name,
+        model=model,
+        build_model=lambda: _model(model, tokenizer, seed, dtype),
+        tokenizer=tokenizer,
+        pictures=await compute(pictures_of, model, tokenizer),
+        seed=seed,
+        dtype=dtype,
+        weights=settings.weights,
+        max_rows=settings.max_rows,
+        max_tokens=settings.max_tokens,
+        max_length=limit.length,
+        padding=tuple(id for id in padding_ids(tokenizer, limit.vocabulary) if id not in ends),
+        kv=settings.kv,
+        routes=settings.routes is not False,
+        compute=compute,
+        **more,
+    )
+    return await make(settings.engine, setup, settings.engine_args)
+
+
+async def joining_engine(
+    name: str, *, model: ModelSource, tokenizer: TokenizerSource, settings: RolloutSettings, seed: int
+) -> Engine:
+    """The engine of a process that joins a job, of what the job's rollout says that its own is made from."""
+    compute = InThreads()
+    return await engine_for(
+        name, await compute(load_tokenizer, tokenizer), model=model, settings=settings, seed=seed, compute=compute
+    )
 
 
 class _Place(NamedTuple):

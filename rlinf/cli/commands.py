@@ -6,6 +6,7 @@
     rlinf record --config FILE --episodes N --out DIR   demonstrations of a policy, or of a script
     rlinf convert THEIRS.yaml OURS.yaml             a configuration of verl's or RLinf's as ours
     rlinf convert FROM TO --format F                demonstrations in another format, or their statistics
+    rlinf join ADDRESS --role rollout               one more engine for a run that goes on
     rlinf serve --config FILE [key=value ...]       a training service, which speaks the Tinker API
     rlinf launch slurm|k8s|skypilot --config FILE   a job file that trains on many machines
     rlinf ledger DIR                                what became of every sample that a run has drawn
@@ -60,6 +61,7 @@ _ELSEWHERE = {
         "rlinf.cli.runs.watch",
         "the page of runs, live or over: curves, answers, lanes, queues; controls",
     ),
+    "join": ("rlinf.cli.runs.join", "one more engine for a run that goes on, on any machine that reaches it"),
     "serve": ("rlinf.cli.runs.serve", "a training service for clients of the Tinker API: many models on one base"),
     "trace": ("rlinf.cli.runs.trace", "draw or sum up what devices did over time"),
 }

@@ -1,8 +1,14 @@
-"""Commands around runs: `rlinf watch`, `rlinf serve`, `rlinf ledger` and `rlinf trace`.
+"""Commands around runs: `rlinf watch`, `rlinf join`, `rlinf serve`, `rlinf ledger` and `rlinf trace`.
 
     rlinf watch DIR [DIR ...] [--port N] [--host ADDRESS] [--open]
 
 In: directories of runs, or of directories of runs, live or over. Out: the address of a page, which stays until Ctrl-C.
+
+    rlinf join ADDRESS --role rollout
+
+One more engine for a run that goes on, until that ends or this process is told to leave. In: HOST:PORT, where the run
+listens (`rollout.join`), or its directory, where it leaves that and the token. Out: exit code 0, or 1 if the run is
+gone or the engine failed.
 
     rlinf serve --config FILE [key=value ...]
 
@@ -40,7 +46,7 @@ from rich.table import Table
 
 from rlinf.cli.main import as_input, output_file
 from rlinf.config.importing import look_in_working_directory, shipped
-from rlinf.config.load import InputError
+from rlinf.config.load import InputError, RunFailure
 from rlinf.dashboard.lanes import Lanes, device_lanes
 from rlinf.dashboard.lanes_svg import device_lanes_svg
 from rlinf.runs.rules import load_config
@@ -52,6 +58,8 @@ if TYPE_CHECKING:
     from rlinf.data.ledger import Balance, Held
     from rlinf.runtime.system.system import ActorSystem
 
+_JOIN_FILE, _JOIN_TOKEN = "join.json", "RLINF_JOIN_TOKEN"
+"""As in `rlinf.engines.pool.pool`, which takes seconds to import."""
 _BEHIND = 10
 """By how much a page that a job started stands behind the job's own processes, in the kernel's counting."""
 
@@ -166,6 +174,59 @@ async def _serve(
 
 HELD = "in_flight.json"
 """File of a checkpoint with the samples that are in flight."""
+
+
+def join(arguments: Sequence[str]) -> int:
+    """Serve a run; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="rlinf join", description="One more engine for a run that goes on.")
+    parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT, or the directory of the run")
+    parser.add_argument("--role", choices=("rollout",), required=True, help="what it does there: rollout generates")
+    options = parser.parse_args(list(arguments))
+    host, port, token = _job_at(options.address)
+    look_in_working_directory()
+    from rlinf.actors.rollout import joining_engine  # torch comes with it
+    from rlinf.engines.pool.connection import connect
+    from rlinf.engines.pool.far_side import serve as serve_job
+
+    async def main() -> str:
+        leave = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, leave.set)
+        where = f"{host}:{port}"
+        try:
+            connection = await connect(host, port, token)
+        except (OSError, EOFError, TimeoutError) as error:
+            raise InputError(f"rlinf join {where}: {error or 'nobody answers'}") from None
+        name = f"engine that joined {where}"
+        try:
+            return await serve_job(
+                connection,
+                lambda **made_of: joining_engine(name, **made_of),
+                lambda: print(f"joined {where} as {options.role}", flush=True),
+                leave,
+            )
+        except OSError as error:
+            raise RunFailure(f"rlinf join {where}: {error}") from None
+
+    print(asyncio.run(main()))
+    return 0
+
+
+def _job_at(address: str) -> tuple[str, int, str]:
+    """Host, port and token."""
+    directory = Path(address).expanduser()
+    token = os.environ.get(_JOIN_TOKEN)
+    if directory.is_dir():
+        if not (directory / _JOIN_FILE).is_file():
+            raise InputError(f"rlinf join {address}: the run does not go on, or was started without rollout.join")
+        place = json.loads((directory / _JOIN_FILE).read_text(encoding="utf-8"))
+        address, token = place["address"], token or place["token"]
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise InputError(f"rlinf join {address}: there is no such directory of a run, and it is no HOST:PORT")
+    if not token:
+        raise InputError(f"rlinf join {address}: set {_JOIN_TOKEN} to the token in {_JOIN_FILE} of the run's directory")
+    return host.strip("[]"), int(port), token
 
 
 def ledger(arguments: Sequence[str]) -> int:

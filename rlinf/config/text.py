@@ -261,11 +261,18 @@ class RolloutConfig:
     """Where the flow works ahead: learn from `whole` groups alone; or, where a step would have to wait, also from the
     finished answers to a prompt, if two or more are finished and two or more are not: each `partial` group has a
     baseline of its own, over fewer rewards."""
+    join: str | None = None
+    """HOST:PORT at which engines of other processes may join the run while it goes on, `rlinf join`, such as
+    10.0.0.1:29600; port 0 takes any free one. They may leave again, or be lost, and the run goes on; see
+    docs/multi-node.md. null lets nobody in."""
 
     def mistakes(self) -> Iterator[tuple[str, str]]:
         """(key, advice) for every mistake in it."""
         if "" in self.stop:
             yield "stop", "an empty text would end every answer before it begins; remove it"
+        host, _, port = (self.join or ":0").rpartition(":")
+        if self.join is not None and not (host and port.isdigit() and int(port) < 1 << 16):
+            yield "join", "write HOST:PORT, an address of the machine of rollout rank 0 and a port, or 0 for any"
 
 
 @dataclass(config=CLOSED)

@@ -861,7 +861,7 @@ class Scheduler:
         """Read a call's source as far as it is granted; its failure is the call's."""
         try:
             await call.granting()
-            async with _closing(each(requests)) as source:
+            async with closing(each(requests)) as source:
                 async for request in source:
                     self._check(request)
                     call.waiting.append(request)
@@ -1010,7 +1010,7 @@ class Scheduler:
         return requests
 
 
-def _closing(source: AsyncIterator[Request]) -> AbstractAsyncContextManager[AsyncIterator[Request]]:
+def closing(source: AsyncIterator[Request]) -> AbstractAsyncContextManager[AsyncIterator[Request]]:
     """Have a generator end its work when it is left half way; a stream ends when it is let go of."""
     return aclosing(source) if isinstance(source, AsyncGenerator) else nullcontext(source)
 

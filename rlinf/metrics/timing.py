@@ -118,7 +118,7 @@ def timing(lap: Lap) -> dict[str, float]:
 
 def parts(lap: Lap) -> dict[str, float]:
     """The metrics that actors told of in a step (`Actor.note`): bytes of all, seconds of the slowest, and the largest
-    error.
+    error or count.
 
     `weights/send_seconds` is the time from a trainer's having packed its weights to their arrival at the last receiver.
     """
@@ -132,7 +132,7 @@ def parts(lap: Lap) -> dict[str, float]:
             arrived.append(span.end)
         if span.what.endswith("_bytes"):
             metrics[span.what] += span.bytes
-        elif span.what.endswith("_error"):
+        elif span.what.endswith(("_error", "_count")):
             metrics[span.what] = max(metrics[span.what], span.bytes)
         elif span.what.endswith("_seconds"):
             seconds[span.what, span.actor] += span.end - span.start

@@ -215,9 +215,9 @@ class Actor:
 
         Args:
             what: the metric: `..._seconds`, of which that of the slowest actor counts, `..._bytes`, which add up, or
-                `..._error`, of which the largest counts.
+                `..._error` and `..._count`, of which the largest counts.
             seconds: that it took, up to now.
-            bytes: that it moved, or the error.
+            bytes: that it moved, or the error or count.
         """
         now = self._cell.host.now()
         self._cell.host.tracer.span("part", self._cell.name, "", what, now - seconds, now, bytes)

@@ -1,0 +1,509 @@
+"""An engine and those of other processes that have joined it: together they are one engine.
+
+Flows in: requests, as to any engine; connections of those who join. Flows out: completions, whoever made them. Who
+wakes whom: every change wakes the task of each call that shares its requests out, and answers wake the reader of the
+call.
+
+Whoever has the smallest share of its rows taken gets the next request; nobody gets one for which it has no row. What a
+lost engine had under way is answered anew by the others, with the same seeds, and so to the same tokens up to rounding.
+One that leaves hands on its tokens too. Requests that name pictures, adapters or a conversation stay with the job's own
+engine, which has those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+from collections import deque
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlinf.data.weights import Weights
+from rlinf.engines.base import Completion, Compute, Engine, Hear, Request, StepStats, TextScores, closing
+from rlinf.engines.pool.connection import Refused, welcome
+from rlinf.engines.pool.member import Member
+from rlinf.models.language.truth import Way
+from rlinf.runtime.base.tasks import cancel_all, in_thread
+from rlinf.runtime.streams.stream import each
+
+TOKEN = "RLINF_JOIN_TOKEN"
+"""Environment variable: the token that those who join must know; without it each start of a job makes its own."""
+FILE = "join.json"
+"""In the run directory, for this user alone: where to join, and the token."""
+SILENCE = 60.0
+"""Seconds without a word after which an engine that joined counts as lost, as a host does (`system.host_timeout`)."""
+_SAME = (
+    *("max_rows", "max_tokens", "max_length", "vocabulary", "kv", "hands_over", "seeded", "forms", "scores", "rounds"),
+    *("sleeps", "through_host", "keeps_conversations", "streams", "reads_text", "routes", "reads_images"),
+)
+"""What the own engine can do, and so the whole."""
+Check = Callable[[Request], None]
+"""Raises RequestRefused of a request that cannot be answered."""
+
+logger = logging.getLogger(__name__)
+
+
+class Call:
+    """One call of `batches` in progress: its requests that nobody has yet, and its answers that nobody has read.
+
+    Args:
+        changed: called when there is more to share out.
+    """
+
+    def __init__(self, changed: Any) -> None:
+        self.reading = True
+        """Its source may have more."""
+        self.held: deque[Request] = deque()
+        """Came back from an engine that is gone."""
+        self.fresh: deque[Request] = deque()
+        """Have come from the source."""
+        self.reader: asyncio.Task[None] | None = None
+        """Reads the source."""
+        self.one_more = asyncio.Event()
+        """One more request is wanted of the source."""
+        self.for_own: deque[Request] = deque()
+        """The own engine has asked for them, and is about to read them."""
+        self.own_wants = False
+        """The own engine has asked for one more."""
+        self.fed = asyncio.Event()
+        self.own: set[int] = set()
+        """Ids of the requests that the own engine has."""
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.error: Exception | None = None
+        self.aborted = False
+        self._changed_all = changed
+        self._ready: list[Completion] = []
+        self._news, self._read = asyncio.Event(), asyncio.Event()
+
+    def took(self, completions: Sequence[Completion]) -> None:
+        """Take answers."""
+        self._ready.extend(completions)
+        self.own.difference_update(one.id for one in completions)
+        self.tell()
+
+    def put_back(self, request: Request) -> None:
+        """Take back a request that an engine had which is gone; an aborted call has what there is of it."""
+        if self.aborted:
+            self.took([request.ended("abort")])
+        else:
+            self.held.append(request)
+            self.tell()
+
+    def failed(self, error: Exception) -> None:
+        """End with an error."""
+        self.error = self.error or error
+        self.tell()
+
+    def tell(self) -> None:
+        """Have its reader, and whoever shares out, look again."""
+        self._news.set()
+        self._changed_all()
+
+    @property
+    def unread(self) -> tuple[deque[Request], ...]:
+        """Requests that no engine has read."""
+        return self.held, self.fresh, self.for_own
+
+    async def read(self) -> AsyncGenerator[list[Completion], None]:
+        """Answers as they come, until there can be no more."""
+        while True:
+            if self._ready:
+                ready, self._ready = self._ready, []
+                yield ready
+                self._read.set()
+            elif self.error is not None:
+                raise self.error
+            elif not (self.reading or self.tasks):
+                return
+            else:
+                self._news.clear()
+                await self._news.wait()
+
+    async def by_own(self, batches: AsyncGenerator[list[Completion], None]) -> None:
+        """Take what the own engine answers; it goes on when that has been read."""
+        async with aclosing(batches):
+            async for completions in batches:
+                self._read.clear()
+                self.took(completions)
+                await self._read.wait()
+
+    async def feed(self) -> AsyncIterator[Request]:
+        """Requests for the own engine, as far as it asks for them."""
+        while True:
+            while not self.for_own:
+                if not self.reading:
+                    self.own_wants = False
+                    return
+                self.own_wants = True
+                self.fed.clear()
+                self._changed_all()
+                await self.fed.wait()
+            self.own_wants = False
+            yield self.for_own.popleft()
+
+    async def read_source(self, requests: Iterable[Request] | AsyncIterable[Request], check: Check) -> None:
+        """Read a request whenever one is asked for."""
+        try:
+            await self.one_more.wait()
+            async with closing(each(requests)) as source:
+                async for request in source:
+                    check(request)
+                    self.one_more.clear()
+                    self.fresh.append(request)
+                    self.tell()
+                    await self.one_more.wait()
+        finally:
+            self.reading = False
+            self.fed.set()
+            self.tell()
+
+
+def _portable(request: Request) -> bool:
+    return request.adapter is None and request.conversation is None and not request.images
+
+
+class Pool(Engine):
+    """See above; made by `open_pool`.
+
+    Args:
+        own: the job's own engine.
+        compute: runs blocking work on its device.
+        made_of: what a joiner's engine is made from.
+        name: whose engine it is, for messages.
+        silence: see `Member`.
+    """
+
+    def __init__(
+        self, own: Engine, compute: Compute, made_of: Mapping[str, Any], name: str, silence: float = SILENCE
+    ) -> None:
+        for what in _SAME:
+            setattr(self, what, getattr(own, what))
+        self.own = own
+        """The job's own engine."""
+        self.members: set[Member] = set()
+        """Those that have joined."""
+        self._compute, self._made_of, self._silence = compute, dict(made_of), silence
+        self._name = name
+        self._calls: list[Call] = []
+        self._newest: Weights | None = None
+        self._gone = StepStats()  # of members that are gone
+        self._paused = self._closing = False
+        self._changed = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._file: Path | None = None
+
+    # As the own engine ------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self.own.version
+
+    @property
+    def rounding(self) -> float | None:  # type: ignore[override]  # read here, never set
+        return self.own.rounding
+
+    @property
+    def adapters(self) -> Mapping[str, int] | None:  # type: ignore[override]  # read here, never set
+        return self.own.adapters
+
+    @property
+    def way(self) -> Way:  # type: ignore[override]  # read here, never set
+        return self.own.way
+
+    @property
+    def stats(self) -> StepStats:  # type: ignore[override]  # read here, never set
+        return _sum([self.own.stats, self._gone, *(member.stats for member in self.members)])
+
+    def check_request(self, request: Request) -> None:
+        self.own.check_request(request)
+
+    def form_problem(self, form: str) -> str | None:
+        return self.own.form_problem(form)
+
+    async def answer(self, request: Request, hear: Hear | None = None) -> Completion:
+        return await self.own.answer(request, hear)
+
+    async def score(self, texts: Sequence[np.ndarray], top: int = 0) -> list[TextScores]:
+        return await self.own.score(texts, top)
+
+    async def forget(self, conversations: Iterable[int] | None = None) -> None:
+        await self.own.forget(conversations)
+
+    async def unload(self, adapter: str) -> None:
+        await self.own.unload(adapter)
+
+    async def check(self, weights: Weights) -> None:
+        await self.own.check(weights)
+
+    async def sleep(self) -> None:
+        await self.own.sleep()
+
+    async def wake(self) -> None:
+        await self.own.wake()
+
+    # Sharing out ------------------------------------------------------------------------------------------------------
+
+    async def batches(
+        self, requests: Iterable[Request] | AsyncIterable[Request]
+    ) -> AsyncGenerator[list[Completion], None]:
+        call = Call(self._tell)
+        self._calls.append(call)
+        call.reader = self._own(call, call.read_source(requests, self.own.check_request))
+        self._own(call, self._share_out(call))
+        self._own(call, call.by_own(self.own.batches(call.feed())))
+        try:
+            async with aclosing(call.read()) as answers:
+                async for completions in answers:
+                    yield completions
+        finally:
+            self._calls.remove(call)
+            for member in self.members:
+                member.forget(call)
+            await cancel_all([*call.tasks])
+
+    def _own(self, call: Call, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        call.tasks.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            call.tasks.discard(task)
+            if not task.cancelled() and isinstance(error := task.exception(), Exception):
+                call.failed(error)
+            call.tell()
+
+        task.add_done_callback(ended)
+        return task
+
+    async def _share_out(self, call: Call) -> None:
+        """Give each request of a call to somebody with room for it, until none can come any more."""
+        while call.reading or call.held or call.fresh or any(member.has(call) for member in self.members):
+            queue = call.held or call.fresh
+            if queue and self._give(call, queue[0]):
+                queue.popleft()
+                continue
+            if not queue and (call.own_wants or any(map(self._takes, self.members))):
+                call.one_more.set()
+            await self._changed.wait()
+
+    def _takes(self, member: Member) -> bool:
+        return member.current and not self._paused and member.load < 1
+
+    def _give(self, call: Call, request: Request) -> bool:
+        """Give a request to the one with the smallest share of its rows taken; False: nobody has room now."""
+        members = [member for member in self.members if self._takes(member)] if _portable(request) else []
+        least = min(members, key=lambda member: member.load, default=None)
+        own_load = sum(len(each.own) for each in self._calls) / self.max_rows
+        if least is not None and not (call.own_wants and own_load <= least.load):
+            least.give(request, call)
+            return True
+        if call.own_wants:
+            call.own_wants = False
+            call.for_own.append(request)
+            call.fed.set()
+        elif call.reading:
+            return False
+        else:  # the own engine has read all that there was: this is one more call to it
+            self._own(call, call.by_own(self.own.batches([request])))
+        call.own.add(request.id)
+        return True
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # Requests under way -----------------------------------------------------------------------------------------------
+
+    def _withdrawn(self, ids: Collection[int]) -> list[Request]:
+        """Take out requests that nobody has read yet."""
+        out: list[Request] = []
+        for call in self._calls:
+            for queue in call.unread:
+                its = [request for request in queue if request.id in ids]
+                for request in its:
+                    queue.remove(request)
+                    call.own.discard(request.id)
+                out += its
+        return out
+
+    async def abort(self, ids: Iterable[int] | None = None) -> None:
+        wanted = None if ids is None else set(ids)
+        for call in self._calls:
+            if wanted is None:
+                call.aborted = True
+                if call.reader is not None:
+                    call.reader.cancel()
+            for request in [one for queue in call.unread for one in queue if wanted is None or one.id in wanted]:
+                self._withdrawn([request.id])
+                call.took([request.ended("abort")])
+        theirs = [(each, each.ids if wanted is None else each.ids & wanted) for each in self.members]
+        questions = (member.ask("abort", ids) for member, ids in theirs if ids)
+        await asyncio.gather(self.own.abort(wanted), *questions, return_exceptions=True)
+
+    async def take_out(self, ids: Iterable[int]) -> list[Request]:
+        wanted = set(ids)
+        out = self._withdrawn(wanted)
+        parts = await asyncio.gather(self.own.take_out(wanted), *(each.take_out(wanted) for each in self.members))
+        out = [*out, *(one for part in parts for one in part)]
+        for call in self._calls:
+            call.own.difference_update(one.id for one in out)
+            call.tell()
+        return out
+
+    async def partial(self, ids: Iterable[int]) -> list[Request]:
+        wanted = set(ids)
+        waiting = [one for call in self._calls for queue in call.unread for one in queue if one.id in wanted]
+        wanted -= {one.id for one in waiting}
+        parts = await asyncio.gather(self.own.partial(wanted), *(each.partial(wanted) for each in self.members))
+        return [*waiting, *(one for part in parts for one in part)]
+
+    async def pause(self) -> None:
+        self._paused = True
+        await asyncio.gather(self.own.pause(), self._ask_all("pause"))
+
+    async def resume(self) -> None:
+        self._paused = False
+        await asyncio.gather(self.own.resume(), self._ask_all("resume"))
+        self._tell()
+
+    async def _ask_all(self, what: str) -> None:
+        await asyncio.gather(*(each.ask(what) for each in self.members), return_exceptions=True)  # some may be lost
+
+    async def load(self, weights: Weights) -> None:
+        await self.own.load(weights)
+        if weights.adapter is None:
+            here = all(bucket.device.type == "cpu" for bucket in weights.buckets) and weights.version_now is None
+            self._newest = weights if here else await self._compute(_copied, weights)
+            for member in self.members:
+                member.publish(self._newest)
+
+    # Joining and leaving ----------------------------------------------------------------------------------------------
+
+    async def listen(self, address: str, directory: str | None, token: str | None = None) -> str:
+        """Let engines join at "host:port"; returns where it listens.
+
+        Args:
+            address: to listen on; port 0 takes any free one.
+            directory: of the run, where `FILE` is left for those who join.
+            token: that they must know. Default: that of the environment, or a new one.
+
+        Raises:
+            OSError: it cannot listen there.
+        """
+        secret = token or os.environ.get(TOKEN) or secrets.token_urlsafe(24)
+        host, _, port = address.rpartition(":")
+
+        def came(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.create_task(self._serve(reader, writer, secret))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._server = await asyncio.start_server(came, host.strip("[]"), int(port))
+        where = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        if directory is not None:
+            file = self._file = Path(directory) / FILE
+            await in_thread(lambda: _write(file, {"address": where, "token": secret}))
+        how = f"rlinf join {directory or where} --role rollout"
+        logger.warning("%s: other processes may join at %s: %s", self._name, where, how)
+        return where
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> None:
+        try:
+            connection = await welcome(reader, writer, token)
+        except (OSError, EOFError, TimeoutError) as error:
+            writer.transport.abort()
+            if isinstance(error, Refused):
+                logger.warning("%s: somebody who wanted to join was turned away: %s", self._name, error)
+            return
+        member: Member | None = None
+        reason = "its process has ended, or the network to it"
+        try:
+            connection.send("make", self._made_of)
+            async for message in connection.messages():
+                if member is not None:
+                    if (leaves := member.take(*message)) is not None:
+                        reason = leaves
+                        break
+                elif message[0] == "ready":
+                    member = Member(connection, message[1], self._silence, self._tell)
+                    self._joined(member)
+                else:
+                    reason = f"its engine could not be made: {message[1]}"
+                    break
+        except Exception as error:  # whatever it sends, it is no reason to end the job
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            connection.abandon()
+            self._left(member, connection.peer, reason)
+
+    def _joined(self, member: Member) -> None:
+        self.members.add(member)
+        if self._newest is not None:
+            member.publish(self._newest)
+        logger.warning("%s: %s has joined; %s", self._name, member.name, _others(len(self.members)))
+        self._tell()
+
+    def _left(self, member: Member | None, peer: str, reason: str) -> None:
+        if self._closing:
+            return
+        if member is None:
+            logger.warning("%s: %s wanted to join and is gone: %s", self._name, peer, reason)
+            return
+        self.members.discard(member)
+        self._gone = _sum([self._gone, member.stats])
+        count = member.lost()
+        logger.warning(
+            "%s: %s is gone: %s; %d answers that it had under way go to others; %s",
+            *(self._name, member.name, reason, count, _others(len(self.members))),
+        )
+        self._tell()
+
+    async def close(self) -> None:
+        self._closing = True
+        if self._server is not None:
+            self._server.close()
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+        await asyncio.gather(*(member.close() for member in self.members), return_exceptions=True)
+        await cancel_all([*self._tasks])
+        await self.own.close()
+
+
+def _write(file: Path, content: Mapping[str, str]) -> None:
+    """Write a file that only this user may read. Blocking."""
+    file.unlink(missing_ok=True)
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as opened:
+        json.dump(content, opened)
+
+
+def _others(count: int) -> str:
+    return f"{count} {'engine is' if count == 1 else 'engines are'} there beside the job's own"
+
+
+def _sum(parts: Iterable[StepStats]) -> StepStats:
+    return StepStats(*map(sum, zip(*parts, strict=True)))
+
+
+def _copied(weights: Weights) -> Weights:
+    """Weights in host memory, which nobody changes. Blocking."""
+    if weights.version_now is None:
+        return weights.in_host_memory()
+    # A trainer's own tensors. Its thread changes them, and waits for the step that loads them to end.
+    return Weights.pack(((name, tensor.cpu()) for name, tensor in weights.named()), weights.version_now())

@@ -1,0 +1,56 @@
+"""An engine with another one that has joined it over a socket, both of the same model."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+from rlinf.engines.base import make
+from rlinf.engines.pool.connection import connect
+from rlinf.engines.pool.far_side import serve
+from rlinf.engines.pool.pool import Pool
+
+TOKEN = "of this job"
+
+
+class Pooled(Pool):
+    """With the tasks of those who joined, which end with it."""
+
+    def __init__(self, setup, own):
+        super().__init__(own, setup.compute, {}, setup.name)
+        self.setup, self.sides, self.where = setup, [], ""
+
+    async def joins(self, **settings):
+        """Have one more join; returns its task and what has it leave."""
+        leave, ready = asyncio.Event(), asyncio.Event()
+        host, _, port = self.where.rpartition(":")
+        connection = await connect(host, int(port), TOKEN)
+
+        async def build():
+            return await make("transformers", replace(self.setup, **settings))
+
+        side = asyncio.create_task(serve(connection, build, ready.set, leave))
+        self.sides.append(side)
+        side.connection, side.leave = connection, leave
+        there = len(self.members)
+        while len(self.members) == there:
+            await self._changed.wait()
+        return side
+
+    async def close(self):
+        await super().close()
+        for side in self.sides:
+            side.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+                await side
+
+
+async def alone(setup):
+    pool = Pooled(setup, await make("transformers", setup))
+    pool.where = await pool.listen("127.0.0.1:0", None, TOKEN)
+    return pool
+
+
+async def build(setup):
+    pool = await alone(setup)
+    await pool.joins()
+    return pool

@@ -101,7 +101,11 @@ class Rollout(Receiver):
         if settings.join is not None and self.rank == 0:
             self._pool = Pool(self._engine, self.compute, {"tokenizer": tokenizer, **made_of}, name)
             self._engine = self._pool
-            await self._pool.listen(settings.join, directory)
+            try:
+                await self._pool.listen(settings.join, directory)
+            except UserError:
+                await self._pool.close()
+                raise
         self.through_host = self._engine.through_host
         cost, dtype = await self.compute(cost_of, model, self._tokenizer), _DTYPES[settings.dtype]
         self._notes = None if cost is None else GenerationWork(self._engine, cost, dtype, self.note)

@@ -11,7 +11,8 @@ from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Sampling
 from rlinf.engines.pool.connection import Refused, connect
-from rlinf.engines.pool.pool import Call
+from rlinf.engines.pool.pool import Call, Pool
+from rlinf.runtime.base.errors import UserError
 from tests.engines import test_engine_contract as contract
 from tests.engines.pooled import TOKEN
 from tests.engines.test_engine_contract import begun, rest, right, started
@@ -195,6 +196,12 @@ async def test_who_does_not_know_the_token_is_told_nothing(pool):
     assert len(await reader.read()) < 64  # its greeting, and then the end
     writer.close()
     assert len(pool.members) == 1
+
+
+async def test_an_address_that_is_taken_is_named_with_its_key(pool, started):
+    other = await started("transformers")
+    with pytest.raises(UserError, match=rf"rollout\.join={pool.where}: .*cannot listen"):
+        await Pool(other, other._compute, {}, "rollout[0]").listen(pool.where, None)
 
 
 async def test_a_job_that_does_not_know_the_token_is_not_joined():

@@ -40,6 +40,7 @@ from rlinf.engines.base import Completion, Compute, Engine, Hear, Request, StepS
 from rlinf.engines.pool.connection import Refused, welcome
 from rlinf.engines.pool.member import Member
 from rlinf.models.language.truth import Way
+from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import cancel_all, in_thread
 from rlinf.runtime.streams.stream import each
 
@@ -405,7 +406,7 @@ class Pool(Engine):
             token: that they must know. Default: that of the environment, or a new one.
 
         Raises:
-            OSError: it cannot listen there.
+            UserError: it cannot listen there.
         """
         secret = token or os.environ.get(TOKEN) or secrets.token_urlsafe(24)
         host, _, port = address.rpartition(":")
@@ -415,7 +416,11 @@ class Pool(Engine):
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-        self._server = await asyncio.start_server(came, host.strip("[]"), int(port))
+        try:
+            self._server = await asyncio.start_server(came, host.strip("[]"), int(port))
+        except OSError as error:
+            advice = "name an address of this machine and a port that is free, or 0 for any"
+            raise UserError(f"rollout.join={address}: {self._name} cannot listen there: {error}; {advice}") from None
         where = f"{host}:{self._server.sockets[0].getsockname()[1]}"
         if directory is not None:
             file = self._file = Path(directory) / FILE

@@ -1,0 +1,44 @@
+"""`rlinf join`: what is wrong with an address or a token is said in one line."""
+
+import json
+import socket
+
+import pytest
+
+from rlinf.cli.commands import main
+
+
+def error_of(capsys, *arguments):
+    """The line that a command ends with; it is the user's mistake."""
+    assert main(["join", *arguments, "--role", "rollout"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.fixture
+def nobody():
+    """A port at which nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+def test_a_run_that_cannot_be_joined_is_named_with_what_to_do(capsys, tmp_path, monkeypatch, nobody):
+    monkeypatch.delenv("RLINF_JOIN_TOKEN", raising=False)
+    line = error_of(capsys, str(tmp_path))
+    assert str(tmp_path) in line
+    assert "rollout.join" in line
+    assert "no HOST:PORT" in error_of(capsys, "nowhere")
+    assert "RLINF_JOIN_TOKEN" in error_of(capsys, f"127.0.0.1:{nobody}")
+    (tmp_path / "join.json").write_text(json.dumps({"address": f"127.0.0.1:{nobody}", "token": "t"}))
+    assert f"127.0.0.1:{nobody}" in error_of(capsys, str(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["join", str(tmp_path)])
+
+
+def test_an_address_to_join_at_is_a_host_and_a_port():
+    from rlinf.config.text import RolloutConfig
+
+    for wrong in ("29600", ":29600", "10.0.0.1", "10.0.0.1:99999"):
+        assert [key for key, _ in RolloutConfig(join=wrong).mistakes()] == ["join"]
+    assert list(RolloutConfig(join="[::1]:0").mistakes()) == []

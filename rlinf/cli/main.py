@@ -43,7 +43,7 @@ from rlinf.config.schema import leaves, nearest
 from rlinf.config.text import RunConfig
 from rlinf.metrics.progress import progress_bars
 from rlinf.placement.plan import GB
-from rlinf.placement.seats import CONTROL, TEXT, Placed
+from rlinf.placement.seats import INSIDE, TEXT, Placed
 from rlinf.runs.rules import is_embodied, load_any
 from rlinf.runs.start import check_output, leaving_gpus, train
 from rlinf.runs.starting import Starting
@@ -243,7 +243,7 @@ def _gigabytes(size: int) -> str:
 
 def _named_devices(config: RunConfig | EmbodiedConfig) -> int:
     """How many devices the placement counts on, as far as plain numbers tell."""
-    roles = [kind.name for kind in (*TEXT, *CONTROL)]
+    roles = [kind.name for kind in (*TEXT, *INSIDE)]
     values = (value for name, value in vars(config.placement).items() if name in roles)
     texts = [str(value) for value in values if isinstance(value, str | int)]
     numbers = [int(part) for text in texts for part in text.replace("-", ",").split(",") if part.isdigit()]

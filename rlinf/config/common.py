@@ -275,3 +275,7 @@ class EmbodiedPlacementConfig(Placing):
     """Devices that act."""
     trainer: Any = None
     """Devices that train, one process each, with a whole policy."""
+    world: Any = None
+    """Devices with environments inside the world model, each process world.num_envs; null: where policy is."""
+    world_trainer: Any = None
+    """Devices that train the world model; null: where trainer is."""

@@ -34,6 +34,9 @@ IMITATION = "imitation"
 DAGGER = "dagger"
 """The algorithm that learns from what an expert would do."""
 
+ENSEMBLE = "ensemble"
+"""The world model that comes with rlinf."""
+
 _WITH_TARGETS = ("sac", "iql")
 """Algorithms that keep a second copy of the critics."""
 _OFF_POLICY_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -403,6 +406,45 @@ class DaggerConfig:
 
 
 @dataclass(config=CLOSED)
+class WorldConfig:
+    """A world model, which learns what the environments show and reward: each step of the run acts in `env`, teaches
+    the model, and then has the policy learn inside it; see docs/world-models.md."""
+
+    model: str | None = None
+    """`ensemble` of networks that predict states (arXiv:1802.10592), or the dotted path of a class of your own; null:
+    there is none, and the policy learns outside."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of that model, such as {members: 5, hidden: [128, 128], penalty: 0.5}; sizes come from the
+    environment."""
+    num_envs: int = Field(default=64, ge=1)
+    """Environments inside, on each process of placement.world."""
+    horizon: int = Field(default=10, ge=1)
+    """Decisions of each of them per step inside, after which its episode is cut: errors have few steps to grow in."""
+    steps: int = Field(default=10, ge=1)
+    """Steps inside that follow on each one outside."""
+    updates: int = Field(default=500, ge=1)
+    """Optimizer steps of the model before them, on all transitions so far."""
+    batch: int = Field(default=256, ge=1)
+    """Transitions in each, for each network of an ensemble."""
+    lr: float = Field(default=1e-3, gt=0)
+    """Learning rate of the model (AdamW)."""
+    demonstrations: str | None = None
+    """Directory of recorded episodes that the model also learns from, single actions each; null for none."""
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        usual = WorldConfig()
+        if self.model is None:
+            for key in fields(self):
+                if getattr(self, key.name) != getattr(usual, key.name):
+                    yield key.name, "there is no world model: set world.model=ensemble, or remove it"
+        elif self.model != ENSEMBLE and (advice := mistake_in(self.model)) is not None:
+            yield "model", f"take {ENSEMBLE}, or the dotted path of a class: {advice}"
+        if self.demonstrations is not None and not os.path.exists(os.path.expanduser(self.demonstrations)):
+            yield "demonstrations", "there is no such directory; name one with recorded episodes"
+
+
+@dataclass(config=CLOSED)
 class ImitationConfig:
     """Supervised learning from demonstrations: a warm-up before learning by acting, or, where the algorithm is
     imitation, all that the run does (with the optimizer of `optimizer`)."""
@@ -520,8 +562,9 @@ class EmbodiedConfig(CommonConfig):
 
     flow: str | None = None
     """Dotted path of the async function that is one step; it takes what it names of `step`, `env`, `policy` and
-    `trainer`. Your own file works the same. null takes rlinf.flows.embodied, or rlinf.flows.sac for sac, crossq and
-    iql."""
+    `trainer`, and `world` and `world_trainer` where there is a world model. Your own file works the same. null takes
+    rlinf.flows.embodied, rlinf.flows.sac for sac, crossq and iql, or with a world model
+    rlinf.flows.embodied.model_based."""
     env: EnvConfig = field(default_factory=EnvConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     algorithm: ControlAlgorithmConfig = field(default_factory=ControlAlgorithmConfig)
@@ -529,6 +572,7 @@ class EmbodiedConfig(CommonConfig):
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     dagger: DaggerConfig = field(default_factory=DaggerConfig)
     imitation: ImitationConfig = field(default_factory=ImitationConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
     trials: TrialsConfig = field(default_factory=TrialsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: TrackingConfig = field(default_factory=TrackingConfig)
@@ -571,6 +615,7 @@ class EmbodiedConfig(CommonConfig):
         if self.env.intervener is not None and self.algorithm.name not in (*OFF_POLICY, DAGGER):
             readers = ", ".join((*OFF_POLICY, DAGGER))
             yield "env.intervener", f"{self.algorithm.name} learns from its own actions alone, but {readers}: remove it"
+        yield from self._world_mistakes()
         if self.algorithm.name == IMITATION and self.policy.type in ("soft", "soft_pixels", "steered"):
             yield "policy.type", f"{self.policy.type} is of sac and its like: take another for imitation"
         trials = self.trials
@@ -618,6 +663,21 @@ class EmbodiedConfig(CommonConfig):
             for key in ("imitation.path", "off_policy.demonstrations"):
                 if attrgetter(key)(self) is not None:
                     yield key, "a steered policy cannot learn from demonstrations; that in settings.base can: remove it"
+
+    def _world_mistakes(self) -> Iterator[tuple[str, str]]:
+        if self.world.model is None:
+            for role in ("world", "world_trainer"):
+                if getattr(self.placement, role) is not None:
+                    yield f"placement.{role}", "there is no world model: set world.model=ensemble, or remove it"
+            return
+        if self.algorithm.name in (DAGGER, IMITATION):
+            yield "world.model", f"{self.algorithm.name} learns from somebody else's actions, not inside: remove it"
+        if self.world.num_envs % self.env.group_size:
+            yield "world.num_envs", f"it must be a multiple of env.group_size = {self.env.group_size}"
+        if self.policy.settings.get("memory"):
+            yield "policy.settings.memory", "a world model is learned decision by decision: remove it"
+        if self.env.frame_stack > 1:
+            yield "env.frame_stack", "a world model would have to predict the same numbers several times: take 1"
 
     def _dagger_mistakes(self) -> Iterator[tuple[str, str]]:
         expert = self.dagger.expert

@@ -7,6 +7,7 @@ an ensemble over states, or one that draws the next frames of a video. Other wei
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,6 +84,28 @@ def make_world(model: str, settings: Mapping[str, Any]) -> Any:
         return resolve(model)(**settings)
     except TypeError as error:
         raise ValueError(f"world: {model} cannot be made: {error}") from error
+
+
+def fitted_world(
+    model: str | None, settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], action_size: int
+) -> tuple[str, dict[str, Any]]:
+    """The dotted path of a world model, and its arguments completed by what the environments are like.
+
+    Args:
+        model: the path, or `ensemble`.
+        settings: arguments; those that are there stay.
+        shapes: of a row of each array that the environments show; what the model takes of `shapes` and `state_size`.
+        action_size: numbers in an action.
+
+    Raises:
+        ValueError: the ensemble, and what they show is more than a state.
+    """
+    path = ENSEMBLE if model in (None, "ensemble") else str(model)
+    if path == ENSEMBLE and set(shapes) != {"state"}:
+        raise ValueError(f"an ensemble predicts the state alone, and these environments show {', '.join(shapes)}")
+    sizes = {"shapes": dict(shapes), "action_size": action_size, "state_size": shapes.get("state", (0,))[0]}
+    takes = inspect.signature(resolve(path)).parameters
+    return path, {**{name: size for name, size in sizes.items() if name in takes}, **settings}
 
 
 def read_world(directory: Path) -> Any:

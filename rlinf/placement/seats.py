@@ -99,6 +99,13 @@ TEXT = (
 """The roles of runs on text, in order of their work."""
 CONTROL = (RoleKind("env", on_devices=False), RoleKind("policy"), RoleKind("trainer", learns=True))
 """The roles of runs of a policy that acts."""
+INSIDE = (
+    *CONTROL[:2],
+    RoleKind("world_trainer", learns=True, like="trainer"),
+    RoleKind("world", like="policy"),
+    CONTROL[2],
+)
+"""Those of runs with a world model that the policy learns in."""
 
 
 def own_kinds(roles: Mapping[str, Any]) -> tuple[RoleKind, ...]:

@@ -343,7 +343,8 @@ def _in_flight(flow: Flow, items: int, staleness: int) -> InFlight:
 def _step(flow: Flow, index: int, items: int, in_flight: InFlight) -> Any:
     """A step as the flows of this package take it."""
     if _acts(flow):
-        return EmbodiedStep(index, TURNS, in_flight=in_flight)
+        inside = (EmbodiedStep(index, TURNS),) if "world" in inspect.signature(flow).parameters else ()
+        return EmbodiedStep(index, TURNS, in_flight=in_flight, inside=inside)
     prompts: Any = () if works_ahead(flow) else Stream.of([Item(number) for number in range(items)], name="prompts")
     return Step(index, prompts, 1, items, in_flight=in_flight)
 

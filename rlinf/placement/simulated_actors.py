@@ -62,6 +62,8 @@ ROLES: dict[str, dict[str, Endpoint]] = {
     "trainer": _of("train:device,joint weights:device,joint"),
     "env": _of("reset:device observe:device step:device"),
     "policy": _of("act:device trajectory:device load:joint"),
+    "world": _of("reset:device observe:device step:device load:joint"),
+    "world_trainer": _of("fit:device,joint weights:device,joint"),
 }
 """By the name under which flows take the role."""
 LEARNER = _of("train:device,joint weights:device,joint learn:device,joint remember:device,joint")

@@ -278,7 +278,12 @@ class EmbodiedWorkload(Workload[dict[str, float]]):
     async def draw(self, index: int) -> AnyStep:
         config = self.config
         until = self.quiet_after(index)
-        return EmbodiedStep(index, config.policy.horizon, config.env.slices, config.env.fresh, until, self.in_flight)
+        inside: Sequence[EmbodiedStep] = ()
+        if (world := config.world).model is not None:
+            first, last = index * world.steps, (index + 1) * world.steps
+            inside = [EmbodiedStep(each, world.horizon, until=last) for each in range(first, last)]
+        how = config.env.slices, config.env.fresh, until, self.in_flight, inside
+        return EmbodiedStep(index, config.policy.horizon, *how)
 
     async def take(self, step: AnyStep) -> Mapping[str, float]:
         if step.index < self.config.off_policy.offline_steps:

@@ -16,16 +16,18 @@ from typing import Any, cast
 
 import torch
 
-from rlinf.actors.env import EnvActor
+from rlinf.actors.env import EnvActor, WorldActor
 from rlinf.actors.off_policy_trainer import DaggerTrainer, SacTrainer
 from rlinf.actors.policy import DaggerPolicy, PolicyActor
 from rlinf.actors.policy_trainer import ImitationTrainer, PolicyTrainer
+from rlinf.actors.world_trainer import WorldTrainer
 from rlinf.algos.algorithms import AlgorithmSpec
 from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig, EnvConfig, EvalSuite
 from rlinf.config.importing import resolve
 from rlinf.config.load import InputError
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.interventions import Overridable, mistake_in_intervener
+from rlinf.envs.learned import ENSEMBLE, fitted_world, make_world
 from rlinf.envs.video import Recording
 from rlinf.envs.workers import EnvironmentLost
 from rlinf.envs.wrappers import Mixture, Scored
@@ -148,8 +150,12 @@ async def learners_of(config: EmbodiedConfig, plan: RunPlan | None, simulators: 
         _check_horizon(config, shapes["max_steps"], chunk)
     if plan is None:
         return {"policy": Role(PolicyActor, acting, memory["policy"])}
+    worlds: dict[str, Role] = {}
+    if config.world.model is not None:
+        with _input_errors("world.model, world.settings, world.demonstrations"):
+            worlds = await asyncio.to_thread(_worlds, config, shapes)
     if config.algorithm.name in (*OFF_POLICY, DAGGER):
-        return _remembering(config, model, memory, optimizer(config))
+        return _remembering(config, model, memory, optimizer(config)) | worlds
     if alone:
         names = ("lr", "betas", "weight_decay", "grad_clip", "schedule", "warmup_steps", "min_lr_ratio")
         settings = {name: value for name, value in optimizer(config).items() if name in names}
@@ -165,8 +171,41 @@ async def learners_of(config: EmbodiedConfig, plan: RunPlan | None, simulators: 
         return {**acts, "trainer": trainer}
     settings = _trainer(config, cast(AlgorithmSpec, plan.algorithm))
     return {
-        "policy": Role(PolicyActor, acting, memory["policy"]),
+        "policy": Role(PolicyActor, {**acting, "keep_following": bool(worlds)}, memory["policy"]),
         "trainer": Role(PolicyTrainer, {"seed": config.seed, **model, **settings}, memory["trainer"]),
+        **worlds,
+    }
+
+
+def _worlds(config: EmbodiedConfig, shapes: Mapping[str, Any]) -> dict[str, Role]:
+    """The environments inside a world model, and who teaches it.
+
+    Args:
+        config: of the run, with a world model.
+        shapes: of the environments, as `EnvActor.shapes` has them.
+
+    Raises:
+        ValueError: the model cannot be made, or cannot show what they show.
+    """
+    wanted = config.world
+    path, settings = fitted_world(wanted.model, wanted.settings, shapes["shapes"], shapes["action_size"])
+    settings = {"seed": config.seed, **settings} if path == ENSEMBLE else settings
+    with torch.device("meta"):
+        weights = sum(tensor.nbytes for tensor in make_world(path, settings).state_dict().values())
+    model: dict[str, Any] = {"model": path, "world": settings}
+    inside = {
+        **model,
+        "choices": shapes["choices"],
+        "num_envs": wanted.num_envs,
+        "group_size": config.env.group_size,
+        "max_steps": wanted.horizon,
+        "chunks": wanted.horizon,
+        "seed": config.seed + (2 << 32),  # other draws than outside
+    }
+    fitting = {name: getattr(wanted, name) for name in ("updates", "batch", "lr", "demonstrations")}
+    return {
+        "world_trainer": Role(WorldTrainer, {**model, "seed": config.seed, **fitting}, (4 * weights, 0)),  # as by AdamW
+        "world": Role(WorldActor, inside, (weights, 0)),
     }
 
 

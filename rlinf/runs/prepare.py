@@ -44,7 +44,7 @@ from rlinf.metrics.machine import machine
 from rlinf.metrics.trackers import missing, wanted_trackers
 from rlinf.placement.grammar import PlacementError, TooFewGpus
 from rlinf.placement.profile import load
-from rlinf.placement.seats import CONTROL, TEXT, Placed, RoleKind, place, placed_by, split_complaint
+from rlinf.placement.seats import CONTROL, INSIDE, TEXT, Placed, RoleKind, place, placed_by, split_complaint
 from rlinf.rewards.base import Reward, RewardSource
 from rlinf.runs.callbacks import Callbacks
 from rlinf.runs.dry_run.footprint import Fitted, fit
@@ -182,6 +182,8 @@ def filled_in_limit(config: RunConfig, algorithm: AlgorithmSpec | None) -> str |
 def acting_flow_of(config: EmbodiedConfig) -> str:
     """Dotted path of the flow of a run in which a policy acts: the one it names, or its algorithm's."""
     usual = {**dict.fromkeys(OFF_POLICY, "rlinf.flows.sac"), IMITATION: "rlinf.flows.imitate.imitation"}
+    if config.world.model is not None:
+        return config.flow or "rlinf.flows.embodied.model_based"
     return config.flow or usual.get(config.algorithm.name, "rlinf.flows.embodied")
 
 
@@ -721,7 +723,10 @@ def prepare_embodied(config: EmbodiedConfig, hosts: int) -> RunPlan:
 
     algorithm, path = _algorithm(config.algorithm.name, lambda: control_algorithm_of(config)), acting_flow_of(config)
     flow, model, items = _imported(path), _described(config), config.env.num_envs
-    in_flow = _flow_problems(path, flow, tuple(kind.name for kind in CONTROL))
+    kinds = CONTROL if config.world.model is None else INSIDE
+    inside = [kind.name for kind in INSIDE if kind not in CONTROL]
+    needed = () if kinds is CONTROL else inside
+    in_flow = _flow_problems(path, flow, tuple(kind.name for kind in CONTROL), needed, inside)
     problems = [*in_flow, *unusable(config), *_tracker_problems(config.metrics)]
     problems += [_problem(*each) for each in mistakes_acting(config, algorithm)]
     if config.placement.mode == "auto" and flow is sac and algorithm is None:
@@ -732,17 +737,19 @@ def prepare_embodied(config: EmbodiedConfig, hosts: int) -> RunPlan:
         raise ConfigError(problems)
     staleness = config.algorithm.staleness if works_ahead(flow) else 0
     step = ProfiledStep(flow=flow, path=path, model=model, items=items, staleness=staleness)
-    placed, choice = _planned(config.placement, CONTROL, hosts, step)
+    placed, choice = _planned(config.placement, kinds, hosts, step)
     check_memory(config, placed)
     return RunPlan(
-        **vars(step), algorithm=algorithm, kinds=CONTROL, placed=placed, chosen=choice, held={}, callbacks=callbacks
+        **vars(step), algorithm=algorithm, kinds=kinds, placed=placed, chosen=choice, held={}, callbacks=callbacks
     )
 
 
 def _described(config: EmbodiedConfig) -> str:
     env, policy = config.env, config.policy
     settings = " ".join(f"{key}={value}" for key, value in sorted({**env.options, **policy.settings}.items()))
-    return f"{policy.type} in {env.simulator} {settings}, {policy.horizon} decisions in {env.slices} slices"
+    world = config.world
+    learned = "" if world.model is None else f", {world.steps} x {world.horizon} decisions in {world.model}"
+    return f"{policy.type} in {env.simulator} {settings}, {policy.horizon} decisions in {env.slices} slices{learned}"
 
 
 FLOWS = {

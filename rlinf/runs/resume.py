@@ -203,7 +203,7 @@ TEXT: Mapping[str, Resumed] = {
 """Keys of runs on text. The longest one that a key is, or lies below, holds."""
 EMBODIED: Mapping[str, Resumed] = {
     **dict.fromkeys(_COMMON, Resumed("applied")),
-    **dict.fromkeys(("seed", "env", "policy.horizon", "off_policy", "dagger", "trials"), Resumed("applied")),
+    **dict.fromkeys(("seed", "env", "policy.horizon", "off_policy", "dagger", "world", "trials"), Resumed("applied")),
     **dict.fromkeys(("policy.gradient_checkpointing", "policy.sharding", "policy.lora.alpha"), Resumed("applied")),
     "policy.dtype": Resumed("refused", "the checkpoint's parameters and their optimizer are grouped by it"),
     "policy.train": Resumed("refused", "the optimizer's state is of other parameters"),
@@ -215,6 +215,9 @@ EMBODIED: Mapping[str, Resumed] = {
     "policy.path": Resumed("ignored", WEIGHTS),
     "off_policy.alpha": Resumed("ignored", "the temperature is the checkpoint's"),
     "imitation.statistics": Resumed("refused", WEIGHTS),
+    "world.model": Resumed("refused", WEIGHTS),
+    "world.settings": Resumed("refused", WEIGHTS),
+    "world.demonstrations": Resumed("ignored", "the checkpoint has the transitions that were recorded"),
     "imitation": Resumed("applied"),  # by runs of imitation; a warm-up that is over is not done again
 }
 """Keys of embodied runs, likewise."""

@@ -358,6 +358,7 @@ Roles = dict[str, ActorGroup]
 """By name: of a run on text `rollout`, `judge`, `trainer` and those that its algorithm needs; of a run of a policy that
 acts `env`, `policy`, `trainer`, and `trials` where there are any."""
 TRAINER, CRITIC, REFERENCE, REWARD_MODEL = "trainer", "critic", "reference", "reward_model"
+WORLD_TRAINER = "world_trainer"
 
 
 OWN = "roles"
@@ -435,8 +436,9 @@ def save_roles(
     calls = []
     if TRAINER in roles:
         calls.append(roles[TRAINER].save(str(directory)))
-    if CRITIC in roles:
-        calls.append(roles[CRITIC].save(str(directory / CRITIC)))
+    for learner in (CRITIC, WORLD_TRAINER):
+        if learner in roles:
+            calls.append(roles[learner].save(str(directory / learner)))
     if REFERENCE in roles and moving_reference:
         calls.append(roles[REFERENCE][0].save(str(directory / REFERENCE)))
     return asyncio.gather(*calls, save_own(roles, directory, own))
@@ -475,8 +477,9 @@ async def restore_roles(
     """
     if TRAINER in roles:
         await roles[TRAINER].restore(str(checkpoint / "state"))
-    if CRITIC in roles:
-        await roles[CRITIC].restore(str(checkpoint / CRITIC))
+    for learner in (CRITIC, WORLD_TRAINER):
+        if learner in roles:
+            await roles[learner].restore(str(checkpoint / learner))
     if REFERENCE in roles:
         places = [place / REFERENCE for place in (checkpoint, run) if (place / REFERENCE).exists()]
         if places:

@@ -23,7 +23,7 @@ from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.benchmarks import benchmark_mistakes
 from rlinf.engines import ENGINES
-from rlinf.placement.seats import CONTROL, TEXT, mistakes_in, own_kinds, teacher_kinds
+from rlinf.placement.seats import INSIDE, TEXT, mistakes_in, own_kinds, teacher_kinds
 
 __all__ = ["ConfigError", "InputError", "Problem", "RunConfig", "RunFailure", "dump", "load_config"]
 
@@ -133,4 +133,4 @@ def load_embodied(path: str | Path | None, overrides: Sequence[str] = (), hosts:
 def _embodied_mistakes(config: EmbodiedConfig, hosts: int | None) -> Iterator[tuple[str, str]]:
     if config.algorithm.name not in (*OFF_POLICY, DAGGER, IMITATION):
         yield from _recipe_mistakes(config.algorithm.name)
-    yield from mistakes_in(config.placement, CONTROL, hosts)
+    yield from mistakes_in(config.placement, INSIDE, hosts)

@@ -27,6 +27,7 @@ from rlinf.data.demonstrations.statistics import Accumulator, tell_rare
 from rlinf.data.demonstrations.stream import Part
 from rlinf.envs.base import CannotRender, Simulator, WrongOption
 from rlinf.envs.interventions import mistake_in_intervener
+from rlinf.envs.learned import fitted_world, make_world
 from rlinf.envs.wrappers import mistake_in_function
 from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import (
@@ -192,7 +193,24 @@ def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
         and (advice := horizon_mistake(config, config.env.max_steps, chunk)) is not None
     ):
         yield Problem("configuration", "policy.horizon", config.policy.horizon, advice)
+    yield from _world_mistakes(config, chunk)
     yield from _oversized(config, chunk)
+
+
+def _world_mistakes(config: EmbodiedConfig, chunk: int) -> Iterator[Problem]:
+    """Yield problems of the world model, as far as they show without the environments' sizes."""
+    world = config.world
+    if world.model is None:
+        return
+    if chunk > 1:
+        advice = "a world model is learned from what is seen after each action: let policy.settings.chunk be 1"
+        yield Problem("configuration", "policy.settings.chunk", chunk, advice)
+    try:
+        path, settings = fitted_world(world.model, world.settings, {"state": (1,)}, 1)
+        with torch.device("meta"):
+            make_world(path, settings)
+    except RAISED as error:
+        yield problem("world.settings", world.settings, error)
 
 
 def _demonstration_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:

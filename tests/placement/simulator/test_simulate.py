@@ -14,7 +14,7 @@ from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.actors.reference import Reference
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
-from rlinf.flows.embodied import embodied
+from rlinf.flows.embodied import embodied, model_based
 from rlinf.flows.grpo import grpo
 from rlinf.flows.ppo import ppo
 from rlinf.flows.sac import sac
@@ -187,6 +187,13 @@ def test_a_loop_takes_its_time_and_learning_off_policy_overlaps_it(flow, seconds
     assert rehearse(flow, plan, work, items=4).seconds == pytest.approx(seconds)
 
 
+def test_learning_inside_a_world_takes_turns_outside_and_inside():
+    seconds = {"env+policy": 6.0, "world_trainer": 2.0, "world": 4.0, "trainer": 3.0}
+    work = Workload(tuple(stage(name, took, [1]) for name, took in seconds.items()), (), {"gpu": 1})
+    plan = Plan({name: RolePlan((0,), (0,)) for name in seconds})
+    assert rehearse(model_based, plan, work, items=4).seconds == pytest.approx(15.0)
+
+
 async def tutored(step, rollout, tutor, trainer):
     marked = tutor.mark.map(rollout.generate(step.prompts, n=step.group_size))
     return await trainer.train(tutor.explain(marked))
@@ -278,7 +285,7 @@ def test_modelled_roles_have_the_endpoints_that_flows_call(role, cls):
 
 
 def test_flows_take_only_roles_that_can_be_modelled():
-    for flow in (grpo, ppo, embodied, sac):
+    for flow in (grpo, ppo, embodied, sac, model_based):
         for name in set(inspect.signature(flow).parameters) - {"step"}:
             assert endpoints_of(name, {}), name
 

@@ -263,7 +263,8 @@ class TextScores:
     logprobs: np.ndarray
     """Of every token but the first, nats, float32 [tokens - 1]."""
     ranks: np.ndarray
-    """Their places in the vocabulary by likelihood, from 1, int64 [tokens - 1]."""
+    """Their places in the vocabulary by likelihood, from 1, int64 [tokens - 1]; 0 where an engine does not know it: it
+    comes after the likeliest that were asked for."""
     likeliest: np.ndarray
     """The likeliest tokens in place of each, the likeliest first, int64 [tokens - 1, top]."""
     likeliest_logprobs: np.ndarray

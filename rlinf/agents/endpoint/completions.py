@@ -291,14 +291,14 @@ class _Prompt:
             *((text, own, {text: own, self.texts[top]: most}) for text, own, top, most in rows),
         ]
 
-    def _as_vllm(self, top: int) -> list[dict[str, dict[str, float]] | None]:
+    def _as_vllm(self, top: int) -> list[dict[str, dict[str, float | None]] | None]:
         """Each token's log-prob and rank, and those of so many likeliest ones in its place, by their ids."""
         assert self.scores is not None
-        places: list[dict[str, dict[str, float]] | None] = [None]
+        places: list[dict[str, dict[str, float | None]] | None] = [None]
         columns = (self.scores.logprobs, self.scores.ranks, self.scores.likeliest, self.scores.likeliest_logprobs)
         rows = (self.ids[1:].tolist(), *(_numbers(column) for column in columns))
         for token, own, rank, likeliest, values in zip(*rows, strict=True):
-            place = {str(token): {"logprob": own, "rank": rank}}
+            place = {str(token): {"logprob": own, "rank": rank or None}}
             for number, (each, value) in enumerate(zip(likeliest[:top], values, strict=False), 1):
                 place.setdefault(str(each), {"logprob": value, "rank": number})
             places.append(place)

@@ -52,6 +52,7 @@ from rlinf.engines.base import (
     Scheduler,
     StepStats,
     StopTexts,
+    TextScores,
     named,
 )
 from rlinf.engines.grammars import Form, specials_of
@@ -232,7 +233,7 @@ class ServedEngine(Engine):
             hung and is restarted.
     """
 
-    hands_over = sleeps = through_host = streams = True
+    hands_over = sleeps = through_host = streams = scores = True
 
     def __init__(self, setup: EngineSetup, files: ModelFiles, *, deadline: float = 300.0) -> None:
         self.max_rows, self.max_tokens, self.max_length = setup.max_rows, setup.max_tokens, setup.max_length
@@ -252,6 +253,7 @@ class ServedEngine(Engine):
         self._weights: Weights | None = None
         self._adapters: dict[str, Adapters] = {}
         self._paused = self._asleep = False
+        self._reading = 0  # calls of the server's `score` that are under way
         self._changing = asyncio.Lock()  # one change of the server's state at a time
         self._changed = asyncio.Event()  # the gate was opened, or a stream ended
         self._unwanted: list[str] = []
@@ -412,6 +414,49 @@ class ServedEngine(Engine):
             self.stats = self.stats.stepped(rows, (now - self._last) / steps, steps)
         self._last = now
 
+    async def score(self, texts: Sequence[np.ndarray], top: int = 0) -> list[TextScores]:
+        for ids in texts:
+            # a server reads no text that leaves no room for an answer
+            if self.max_length is not None and len(ids) >= self.max_length:
+                raise RequestRefused(
+                    f"a text of {len(ids)} tokens is to be scored, and {type(self).__name__} takes "
+                    f"{self.max_length - 1}"
+                )
+            self._check_ids("a text that is to be scored", ids)
+        none = np.empty(0, np.float32), np.empty(0, np.int64)
+        empty = TextScores(*none, none[1].reshape(0, top), none[0].reshape(0, top))
+        longer = [ids for ids in texts if len(ids) > 1]
+        scores = iter(await self._scored(longer, top) if longer else ())
+        return [next(scores) if len(ids) > 1 else empty for ids in texts]
+
+    async def _scored(self, texts: Sequence[np.ndarray], top: int) -> list[TextScores]:
+        """Ask the server for scores, again where it failed."""
+        lost = 0
+        while True:
+            if self._paused or self._changing.locked():
+                await self._change()
+                continue
+            async with self._on_device():  # as in `_complete`
+                await self.child.up()
+                if self._asleep:
+                    await self._change()
+                if self._asleep or self._paused or self._changing.locked():
+                    continue
+                self._reading += 1
+                try:
+                    return await self.child.server.score(self.child.http, texts, top)
+                except Refused as error:
+                    raise RequestRefused(f"a text that is to be scored: {error}") from error
+                except Lost as error:
+                    failure = error
+                finally:
+                    self._reading -= 1
+                    self._wake()
+                lost += 1
+                if lost >= _TRIES:
+                    raise failure
+                await self.child.after(failure, _PAUSE * 2**lost)
+
     # Ending and handing over -------------------------------------------------------------------------------------
 
     async def abort(self, ids: Iterable[int] | None = None) -> None:
@@ -463,6 +508,8 @@ class ServedEngine(Engine):
         """Have the server end all asks, or those by adapters of a name, and wait until their streams have ended; the
         rows keep their tokens."""
         loop = asyncio.get_running_loop()
+        while adapter is None and self._reading:  # which ends by itself, by a deadline
+            await self._change()
         until = loop.time() + self._deadline
         while streams := self._open_streams(adapter):
             with contextlib.suppress(Lost, Refused):  # a server that dies ends its streams, too

@@ -32,7 +32,7 @@ from rlinf.data.routes import experts_of
 from rlinf.data.sample import ImageRef
 from rlinf.data.tokenizer import pretrained, without_own_code
 from rlinf.data.weights import Weights
-from rlinf.engines.base import EngineSetup, Sampling
+from rlinf.engines.base import EngineSetup, Sampling, TextScores
 from rlinf.runtime.base.progress import work
 from rlinf.runtime.base.tasks import OwnDirectory
 from rlinf.runtime.processes.supervisor import Child, ChildDied, free_address
@@ -359,6 +359,9 @@ class Server(Protocol):
     def generate(self, http: Http, ask: Ask) -> AsyncGenerator[Chunk, None]:
         """Stream an answer. It ends at its length, at a stop token (which is its last), or because it was aborted: the
         engine sees from the tokens which."""
+
+    async def score(self, http: Http, texts: Sequence[np.ndarray], top: int) -> list[TextScores]:
+        """Score texts of two tokens and more; see `Engine.score`."""
 
     async def abort(self, http: Http, ids: Sequence[str] | None) -> None:
         """End asks, None: all of them; those that the server does not know (any more, or yet) are no error."""

@@ -36,7 +36,7 @@ from rlinf.data.routes import compact_type
 from rlinf.data.safetensors_io import write_tensors
 from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights
-from rlinf.engines.base import EngineSetup, Request, RequestRefused
+from rlinf.engines.base import EngineSetup, Request, RequestRefused, TextScores
 from rlinf.engines.served import far_side
 from rlinf.engines.served.adapters import LAYERS, Calls, NamedAdapters
 from rlinf.engines.served.engine import ServedEngine, start_server
@@ -454,6 +454,17 @@ class SGLangServer:
             if reason.get("type") == "abort" and reason.get("status_code"):
                 raise Lost(f"SGLang /generate gave up: {reason.get('message')}")
 
+    async def score(self, http: Http, texts: Sequence[np.ndarray], top: int) -> list[TextScores]:
+        body = {
+            "input_ids": [ids.tolist() for ids in texts],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": top,
+        }
+        replies = await http.post("/generate", body, seconds=_BUCKET)
+        return [_scores_of(ids, reply["meta_info"], top) for ids, reply in zip(texts, replies, strict=True)]
+
     async def abort(self, http: Http, ids: Sequence[str] | None) -> None:
         if ids is None:
             await http.post("/abort_request", {"abort_all": True})
@@ -504,6 +515,24 @@ class SGLangServer:
     def close(self) -> None:
         if self._route is not None:
             self._route.close()
+
+
+def _scores_of(ids: np.ndarray, meta: Mapping[str, Any], top: int) -> TextScores:
+    """Scores of a text, from `input_token_logprobs`, which has [log-prob, id, text] of each token, and
+    `input_top_logprobs`, which has lists of such.
+
+    Raises:
+        Lost: they are not of all its tokens, as of what was aborted.
+    """
+    own = meta.get("input_token_logprobs") or ()
+    if [entry[1] for entry in own] != ids.tolist():
+        raise Lost(f"SGLang /generate scored {len(own)} of {len(ids)} tokens: {meta.get('finish_reason')}")
+    places = [place[:top] for place in meta["input_top_logprobs"][1:]] if top else [[]] * (len(ids) - 1)
+    likeliest = np.array([[entry[1] for entry in place] for place in places], np.int64).reshape(-1, top)
+    values = np.array([[entry[0] for entry in place] for place in places], np.float32).reshape(-1, top)
+    same = likeliest == ids[1:, None]
+    ranks = np.where(same.any(axis=1), same.argmax(axis=1) + 1, 0) if top else np.zeros(len(ids) - 1, np.int64)
+    return TextScores(np.array([entry[0] for entry in own[1:]], np.float32), ranks, likeliest, values)
 
 
 def _as_url(image: ImageRef) -> str:

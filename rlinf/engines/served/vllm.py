@@ -16,6 +16,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pydantic
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from rlinf.config.schema import CLOSED
 from rlinf.config.schema import settings as settings_of
 from rlinf.data.weights import Weights
-from rlinf.engines.base import EngineSetup
+from rlinf.engines.base import EngineSetup, TextScores
 from rlinf.engines.served.adapters import Calls, NamedAdapters
 from rlinf.engines.served.engine import ServedEngine, start_server
 from rlinf.engines.served.server import Ask, Chunk, Http, ServerSettings, environment_of, model_files
@@ -107,6 +108,12 @@ class VllmServer:
         async with aclosing(http.events("/generate", body)) as events:
             async for event in events:
                 yield Chunk(event["ids"], event["logprobs"])
+
+    async def score(self, http: Http, texts: Sequence[np.ndarray], top: int) -> list[TextScores]:
+        body = {"texts": [ids.tolist() for ids in texts], "top": top}
+        reply = await http.post("/score", body, seconds=self._deadline)
+        types = (np.float32, np.int64, np.int64, np.float32)
+        return [TextScores(*map(np.array, columns, types)) for columns in reply["scores"]]
 
     async def abort(self, http: Http, ids: Sequence[str] | None) -> None:
         await http.post("/abort", {} if ids is None else {"rids": list(ids)})

@@ -36,6 +36,12 @@ def answer(prompt, count, version=0):
     return text[len(prompt) :]
 
 
+def scored(text, version=0):
+    """Log-probs of each token after a text: the one that follows is the likeliest, and then those behind it."""
+    first = following(text, version)
+    return [-0.5 - (token - first) % VOCABULARY for token in range(VOCABULARY)]
+
+
 def lora_effect(directory):
     """What adapters in a directory of peft's add to the version that a text follows from: the sum of their product."""
     config = json.loads((directory / "adapter_config.json").read_text())
@@ -79,6 +85,7 @@ class Imitation(SGLangServer):
         self.wrong = []  # what is done wrong with the next requests: a status, "half", "hang" or "nothing"
         self.running = {}  # request ids, and events that are set when they are aborted
         self.site = self.runner = None
+        self.reading = asyncio.Event()  # texts are being scored
         self.hold = asyncio.Event()  # tokens come while it is set
         self.hold.set()
         self.free = 0  # so many of each request come anyway
@@ -104,6 +111,8 @@ class Imitation(SGLangServer):
         body = await request.json() if request.can_read_body else {}
         if path == "/generate" and body.get("stream"):
             return await self.stream(request, body)
+        if path == "/generate" and body.get("top_logprobs_num") is not None:
+            return await self.read(body)
         if path == "/server_info":
             return web.json_response({"version": self.tells})
         if path == "/abort_request":
@@ -117,6 +126,24 @@ class Imitation(SGLangServer):
         if path.endswith("load_lora_adapter"):
             return self.changed(path, **body)
         return web.json_response({"success": True})
+
+    async def read(self, body):
+        """Score texts, as it was told."""
+        if (wrong := self.wrong.pop(0) if self.wrong else None) is not None:
+            return web.json_response({"error": {"message": "so it goes"}}, status=wrong)
+        self.reading.set()
+        await self.hold.wait()
+        replies = []
+        for ids in body["input_ids"]:
+            places = [None, *(scored(ids[:place], self.weights) for place in range(1, len(ids)))]
+            entries = [[None, ids[0], None], *([places[n][ids[n]], ids[n], None] for n in range(1, len(ids)))]
+            order = [place and sorted(range(VOCABULARY), key=lambda token: -place[token]) for place in places]
+            likeliest = [
+                place and [[place[token], token, None] for token in tokens[: body["top_logprobs_num"]]]
+                for place, tokens in zip(places, order, strict=True)
+            ]
+            replies.append({"meta_info": {"input_token_logprobs": entries, "input_top_logprobs": likeliest}})
+        return web.json_response(replies)
 
     def changed(self, path, lora_name, lora_path=None):
         """Load or unload adapters, as it was told."""

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from rlinf.data.weights import Weights
-from rlinf.engines.base import EngineSetup, PartialAnswer, Sampling
+from rlinf.engines.base import EngineSetup, PartialAnswer, RequestRefused, Sampling
 from rlinf.engines.served import server as http
 from rlinf.engines.served.engine import Row
 from rlinf.engines.served.server import Chunk, Experts, environment_of
 from rlinf.runtime.processes.supervisor import ChildDied
 from tests.engines.scripted import answers, request
-from tests.engines.served.imitation import EXPERTS, Imitation, answer, imitated, routes, some_tokens
+from tests.engines.served.imitation import EXPERTS, Imitation, answer, imitated, routes, scored, some_tokens
 
 pytest.importorskip("aiohttp")
 SHAPES = {"weight": (3,)}
@@ -101,6 +101,66 @@ async def test_experts_of_another_model_are_refused(started, other):
     engine, _ = await started(experts=other)
     with pytest.raises(ValueError, match=r"request 0: SGLang.*experts"):
         await engine.answer(request(0, [1, 2, 3], Sampling(12)))
+
+
+def scored_right(texts, scores, version=0, top=2):
+    for ids, score in zip(texts, scores, strict=True):
+        places = [scored(ids[:place].tolist(), version) for place in range(1, len(ids))]
+        own = [place[token] for place, token in zip(places, ids[1:], strict=True)]
+        assert score.logprobs.tolist() == own
+        ranked = [sorted(range(len(place)), key=lambda token, place=place: -place[token]) for place in places]
+        assert score.likeliest.tolist() == [tokens[:top] for tokens in ranked]
+        ranks = [tokens.index(token) + 1 for tokens, token in zip(ranked, ids[1:], strict=True)]
+        assert score.ranks.tolist() == [rank if rank <= top else 0 for rank in ranks]
+        assert score.likeliest_logprobs.shape == (len(ids) - 1, top)
+
+
+TEXTS = [np.array(ids) for ids in ([3, 1, 4, 1], [5], [9, 2, 6, 5, 3, 5], [8, 9])]
+
+
+@pytest.mark.parametrize("wrong", [[], [500, 503]])
+async def test_texts_are_scored_beside_answers_and_again_where_that_fails(started, wrong):
+    engine, server = await started()
+    server.free, asked = 2, request(0, [4, 2], Sampling(9))
+    server.hold.clear()
+    call = asyncio.create_task(engine.answer(asked))
+    await some_tokens(engine, 0)
+    server.wrong = list(wrong)
+    scoring = asyncio.create_task(engine.score(TEXTS, 2))
+    await server.reading.wait()
+    server.hold.set()
+    scored_right(TEXTS, await scoring)
+    right({0: await call}, [asked])
+    assert (server.wrong, [len(one.logprobs) for one in await engine.score([TEXTS[1]])]) == ([], [0])
+    server.wrong = [400]
+    with pytest.raises(RequestRefused, match=r"scored.*so it goes"):
+        await engine.score(TEXTS)
+    for text, words in ((np.array([1, 11]), "11"), (np.ones(5000, int), "4999")):
+        with pytest.raises(RequestRefused, match=words):
+            await engine.score([text])
+
+
+async def test_texts_are_scored_by_one_version_of_the_weights_and_not_in_a_pause(started):
+    engine, server = await started()
+    server.hold.clear()
+    before = asyncio.create_task(engine.score(TEXTS, 2))
+    await server.reading.wait()
+    loading = asyncio.create_task(engine.load(weights(4)))
+    pausing = asyncio.create_task(engine.pause())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (loading.done(), pausing.done()) == (False, False)  # they wait for what is being read
+    after = asyncio.create_task(engine.score(TEXTS, 2))
+    server.hold.set()
+    scored_right(TEXTS, await before)
+    await loading
+    await pausing
+    reads = server.calls.count("/generate")
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (after.done(), server.calls.count("/generate")) == (False, reads)
+    await engine.resume()
+    scored_right(TEXTS, await after, 4)
 
 
 async def test_a_server_that_never_says_anything_is_one_clear_error(started):

@@ -18,6 +18,7 @@ from rlinf.data.weights import Weights
 from rlinf.engines.base import EngineSetup, Request, Sampling, lacking, make
 from rlinf.engines.served.sglang import ROUTES
 from tests.engines.served.imitation import some_tokens
+from tests.engines.test_engine_contract import scored_right
 from tests.engines.transformers.test_engine import VOCABULARY, answers, packed, ragged, request, teacher_forced, tiny
 
 pytestmark = [
@@ -118,6 +119,13 @@ async def test_logprobs_are_of_the_whole_softmax_also_where_few_tokens_are_drawn
     right(asked, await engine.answer(asked))
     with pytest.raises(ValueError, match=r"request 0 has min_p=0.1, .*rollout.min_p=0"):
         await engine.answer(replace(asked, sampling=Sampling(20, min_p=0.1)))
+
+
+async def test_texts_are_scored_as_the_model_finds_them(engine):
+    rng = np.random.default_rng(5)
+    texts = [rng.integers(0, VOCABULARY, length) for length in (9, 1, 14, 9, 2, 300)]
+    scored_right(texts, await engine.score(texts, 3), model(), atol=1e-4)
+    scored_right(texts, await engine.score(texts), model(), 0, atol=1e-4)
 
 
 async def test_a_seed_gives_the_same_answer_in_any_company(engine):

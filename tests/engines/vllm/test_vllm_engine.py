@@ -16,10 +16,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlinf.data.weights import Weights
-from rlinf.engines.base import EngineSetup, Request, Sampling, make
+from rlinf.engines.base import EngineSetup, Request, RequestRefused, Sampling, make
 from rlinf.engines.transformers.engine import TransformersEngine
 from rlinf.runtime.processes.supervisor import ChildDied
-from tests.engines.test_engine_contract import ALPHABET, TOKENIZER, begun, expected, rest, right
+from tests.engines.test_engine_contract import ALPHABET, TOKENIZER, begun, expected, rest, right, scored_right
 from tests.engines.transformers.test_adapters import adapters
 from tests.engines.transformers.test_engine import VOCABULARY, answers, packed, ragged, request, teacher_forced
 
@@ -187,6 +187,23 @@ async def test_aborted_answers_keep_their_tokens(served):
         np.testing.assert_allclose(left[number].logprobs, logprobs, atol=1e-4)
 
 
+async def test_texts_are_scored_as_the_model_finds_them_while_others_are_answered(served):
+    engine, model = served
+    rng = np.random.default_rng(5)
+    texts = [rng.integers(0, VOCABULARY, length) for length in (9, 1, 14, 9, 2, 300, LENGTH - 1)]
+    long = request(7, [1, 2, 3], Sampling(300))
+    running = await begun(engine, long)
+    scored_right(texts, await engine.score(texts, 3), model(), atol=1e-4)
+    scored_right(texts[:3], await engine.score(texts[:3]), model(), 0, atol=1e-4)
+    assert (await engine.score(texts[:1]))[0].ranks.min() >= 1  # all are known
+    right([long], await rest(running), model())
+    for text, words in ((np.array([1, VOCABULARY]), str(VOCABULARY)), (np.ones(LENGTH, int), str(LENGTH - 1))):
+        with pytest.raises(RequestRefused, match=words):
+            await engine.score([text])
+    await engine.load(packed(model(1), 3))
+    scored_right(texts, await engine.score(texts, 3), model(1), atol=1e-4)
+
+
 async def test_paused_nothing_moves_and_nothing_is_lost(served):
     engine, model = served
     long = request(0, [3], Sampling(300))
@@ -318,7 +335,9 @@ async def test_answers_by_several_adapters_and_the_model_in_one_batch_are_those_
         weights, models[name] = adapters(models[None], name, version)
         await engine.load(weights)
     assert (engine.adapters, engine.unembeds) == ({"a": 11, "b": 12, "c": 13, "d": 14}, True)
-    await right_by(engine, models, by_turns([None, "a", "b", "c", "d"]))
+    texts = [np.arange(9), np.arange(20)]
+    scores, _ = await asyncio.gather(engine.score(texts, 3), right_by(engine, models, by_turns([None, *"abcd"])))
+    scored_right(texts, scores, models[None], atol=1e-4)
     running = await begun(
         engine, long := replace(request(0, [3], Sampling(300)), adapter="a"), request(1, [4], Sampling(300))
     )

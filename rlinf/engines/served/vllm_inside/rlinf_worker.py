@@ -29,9 +29,14 @@ class Weights:
         Returns:
             Adapters may be of the model's output embedding.
         """
+        # Of prompts vLLM tells what `logprobs_mode` says of drawn tokens, whose logits `rlinf_draw` has made log-probs.
+        self.model_runner.model_config.logprobs_mode = "raw_logprobs"
         if self.model_runner.device.type == "cpu" and self.model_runner.lora_config is not None:
             _spare_the_model()
-        return "lm_head" in getattr(self.model_runner.get_model(), "embedding_modules", ())
+        unembeds = "lm_head" in getattr(self.model_runner.get_model(), "embedding_modules", ())
+        if unembeds and self.model_runner.lora_config is not None:
+            _spare_prompts(self.model_runner)
+        return unembeds
 
     def load_buckets(self, buckets: list[dict[str, Any]]) -> None:
         """Load all weights of the model.
@@ -70,6 +75,31 @@ def _spare_the_model() -> None:
         outputs[slots < 0] = 0
 
     lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink
+
+
+class _NoAdapters:
+    """In place of vLLM's products with adapters."""
+
+    @staticmethod
+    def add_lora_logits(logits: Tensor, *_: Any) -> Tensor:
+        """Add nothing."""
+        return logits
+
+
+def _spare_prompts(runner: Any) -> None:
+    """Have the log-probs of prompts told by the model itself, whose they are here: vLLM would give their tokens the
+    output embedding's adapters of as many requests, or fail where these are fewer."""
+    tell = runner._get_prompt_logprobs_dict
+
+    def told(*args: Any) -> Any:
+        processor = runner.get_model().logits_processor
+        products, processor.punica_wrapper = processor.punica_wrapper, _NoAdapters
+        try:
+            return tell(*args)
+        finally:
+            processor.punica_wrapper = products
+
+    runner._get_prompt_logprobs_dict = told
 
 
 def _mapped(bucket: dict[str, Any]) -> Tensor:

@@ -8,6 +8,8 @@ tokens; when it dies, so does this process.
     GET  /health    version of vLLM, what it computes on, and if adapters may be of the output embedding; 503 once the
                     engine core is dead
     POST /generate  an answer, streamed: `data: {"ids": [...], "logprobs": [...]}`, at its end `data: [DONE]`
+    POST /score     {"texts", "top"}: of each text's tokens but the first the log-probs and ranks, and the likeliest in
+                    their places with their log-probs
     POST /abort     {"rids": [...]}, or {} for all: their streams end
     POST /quiet     forget all that was read
     POST /load      {"version", "buckets"}: other weights, by their places in shared memory (`rlinf_worker.py`)
@@ -48,6 +50,7 @@ OURS = {
     "logits_processors": ["rlinf_draw:Draw"],
     "worker_extension_cls": "rlinf_worker.Weights",
     "disable_log_stats": True,
+    "max_logprobs": -1,  # of prompts as many as are asked for
 }
 """Arguments of vLLM that this program depends on."""
 FORMS = {"skip_tokenizer_init": False, "structured_outputs_config": {"backend": "guidance"}}
@@ -88,7 +91,7 @@ class Server:
         """The routes."""
         app = web.Application(client_max_size=1 << 30)
         app.add_routes([web.get("/health", self.health), web.post("/generate", self.generate)])
-        for call in (self.abort, self.quiet, self.load, self.hold, self.drop, self.sleep, self.wake):
+        for call in (self.score, self.abort, self.quiet, self.load, self.hold, self.drop, self.sleep, self.wake):
             app.router.add_post(f"/{call.__name__}", self._answering(call))
         return app
 
@@ -162,6 +165,28 @@ class Server:
         finally:
             self._running.discard(body["rid"])
 
+    async def score(self, body: dict[str, Any]) -> dict[str, Any]:
+        texts = (self._scored(ids, body["top"]) for ids in body["texts"])
+        return {"scores": await asyncio.gather(*texts)}
+
+    async def _scored(self, ids: list[int], top: int) -> list[list[Any]]:
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=top,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        answer = self._engine.generate({"prompt_token_ids": ids}, params, f"score-{next(self._numbers)}")
+        async with contextlib.aclosing(answer) as outputs:
+            async for output in outputs:
+                places = output.prompt_logprobs[1:]
+        own = [place[token] for token, place in zip(ids[1:], places, strict=True)]
+        # the token itself is there, too, behind them where it is none of them
+        likeliest = [sorted(place, key=lambda token: place[token].rank)[:top] for place in places]
+        values = [[place[token].logprob for token in some] for place, some in zip(places, likeliest, strict=True)]
+        return [[one.logprob for one in own], [one.rank for one in own], likeliest, values]
+
     async def abort(self, body: dict[str, Any]) -> None:
         await self._engine.abort(self._running & set(body.get("rids", self._running)))
 
@@ -194,15 +219,15 @@ class Server:
     async def wake(self, body: dict[str, Any]) -> None:
         await self._engine.wake_up()
 
-    def _answering(self, call: Callable[[dict[str, Any]], Awaitable[None]]) -> Any:
+    def _answering(self, call: Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]) -> Any:
         async def answer(request: web.Request) -> web.Response:
             try:
-                await call(await request.json() if request.can_read_body else {})
+                reply = await call(await request.json() if request.can_read_body else {})
             except EngineDeadError as error:
                 return self._died(error)
             except Exception as error:
                 return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=400)
-            return web.json_response({})
+            return web.json_response(reply or {})
 
         return answer
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlinf.agents.llm import ContextFull
-from rlinf.agents.tools.tool import tool
+from rlinf.agents.tools.tool import offers_tools, tool
 from rlinf.config.reading import parse_json
 from rlinf.runtime.base.errors import UserError
 
@@ -324,6 +324,7 @@ def shown(documents: Sequence[Document], form: str = "Doc {number}(Title: {title
     )
 
 
+@offers_tools
 async def search_by_tool(
     task: Any,
     llm: Any,

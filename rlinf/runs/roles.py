@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -291,28 +290,12 @@ def check_tools_shown(config: RunConfig, tokenizer: PreTrainedTokenizerBase, age
 
 
 def _offers_tools(agent: Any) -> bool:
-    """Some call in an agent's own code has a keyword `tools`."""
-    return any(isinstance(each, tuple) and "tools" in each for code in _codes(agent) for each in code.co_consts)
-
-
-def _codes(agent: Any) -> Iterator[CodeType]:
-    """The code of an agent: of a function and those inside it, or of a class or object with its methods."""
+    """An agent says that it offers tools, see `agents.tools.tool.offers_tools`."""
     if isinstance(agent, LastingAgent):
         agent = agent.source
     while isinstance(agent, functools.partial):
         agent = agent.func
-    agent = inspect.unwrap(agent)
-    if isinstance(agent, CodeType):
-        yield agent
-        for each in agent.co_consts:
-            if isinstance(each, CodeType):
-                yield from _codes(each)
-    elif (code := getattr(agent, "__code__", None)) is not None:
-        yield from _codes(code)
-    else:
-        for name, each in inspect.getmembers(agent if isinstance(agent, type) else type(agent), inspect.isfunction):
-            if name != "__init__":
-                yield from _codes(each)
+    return bool(getattr(agent, "offers_tools", False))
 
 
 def running_of(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from rlinf.agents.tools.tool import offers_tools
 from rlinf.cli.main import describe
 from rlinf.config.load import ConfigError, InputError
 from rlinf.runs.data import load_data_of
@@ -207,6 +208,19 @@ def test_data_that_cannot_be_used_is_one_message(model, tmp_path, monkeypatch, k
     assert said in told
 
 
+@offers_tools
+async def working(task, llm):
+    """Offers its tools by way of somebody else's code."""
+
+
+class Worker:
+    """Says so by an attribute."""
+
+    offers_tools = True
+
+    async def __call__(self, task, llm): ...
+
+
 _DESCRIBED = "{% if tools %}{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
 _ALL = "{% for m in messages %}{{ m.content }}{% endfor %}"
 _USERS = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
@@ -220,6 +234,8 @@ _USERS = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endi
         ("rlinf.agents.tools.tool.use_tools", _ALL, "such as look_up"),
         ("rlinf.agents.tools.tool.use_tools", _DESCRIBED + _ALL, None),
         ("tests.runs.library.test_agents.guess", _USERS, None),  # which offers no tools
+        (f"{__name__}.working", _DESCRIBED + _USERS, "role tool"),
+        (f"{__name__}.Worker", _ALL, "such as look_up"),
     ],
 )  # fmt: skip
 def test_a_template_that_hides_tools_from_the_model_is_refused_before_the_start(agent, template, said):

@@ -33,6 +33,8 @@ ENVIRONMENTS = {
 
 Size = Annotated[int, Field(ge=1, le=1 << 20)]
 """Tasks, turns or players: at least one; seeds of what is held out begin behind the most."""
+Seconds = Annotated[float, Field(gt=0)]
+"""Time that something has."""
 HeldOut = Annotated[int, Field(ge=0, le=1 << 20)]
 """Tasks to be evaluated on; 0 evaluates on none."""
 _LONGEST_REASON = 500

@@ -22,7 +22,7 @@ from typing import Any
 
 from rlinf.agents.environments import HeldOut, Listed, checked, reason
 from rlinf.agents.environments.dockerfile import Recipe, recipe_of
-from rlinf.agents.environments.harnesses import harness_of
+from rlinf.agents.environments.harnesses import Bash, harness_of
 from rlinf.config.importing import resolve
 from rlinf.config.load import RunFailure
 from rlinf.rewards.base import Score
@@ -89,6 +89,7 @@ class Harbor(Listed):
     ) -> None:
         self._tasks = {each.path.name: each for each in map(_read, _directories(Path(tasks)))}
         self._harness = harness_of(harness)
+        self.offers_tools = isinstance(self._harness, Bash)
         self._make = resolve(containers) if isinstance(containers, str) else containers
         self._settings, self._image, self._network = dict(settings or {}), image, network
         self.most_held_out = held_out

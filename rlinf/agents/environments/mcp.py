@@ -17,7 +17,7 @@ from typing import Any
 from rlinf.agents.environments import HeldOut, Seeded, Size, checked
 from rlinf.agents.environments.server import Server
 from rlinf.agents.tools.mcp import McpServer, mcp_server
-from rlinf.agents.tools.tool import Tools, conversation
+from rlinf.agents.tools.tool import Tools, conversation, offers_tools
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
 
@@ -25,6 +25,7 @@ _PATH = "/mcp"
 """Where a server that is started here answers."""
 
 
+@offers_tools
 class MCP(Seeded):
     """Sessions of an MCP server.
 

@@ -19,7 +19,7 @@ import aiohttp
 from rlinf.agents.environments import HeldOut, Listed, Size, checked
 from rlinf.agents.environments.server import Server
 from rlinf.agents.tools.formats import typed
-from rlinf.agents.tools.tool import Tool, Tools, conversation
+from rlinf.agents.tools.tool import Tool, Tools, conversation, offers_tools
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
 
@@ -29,6 +29,7 @@ _FLOOD = 1 << 24
 """Bytes of an answer after which it is not read any further."""
 
 
+@offers_tools
 class NemoGym(Listed):
     """Tasks of a resources server.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from rlinf.agents.environments import HeldOut, Seeded, Size, checked
+from rlinf.agents.environments import HeldOut, Seconds, Seeded, Size, checked
 from rlinf.agents.environments.server import STARTING, Server
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
@@ -38,6 +38,7 @@ class OpenEnv(Seeded):
             are texts, in the server's order.
         instructions: system message; None for none.
         turns: after which a session is ended.
+        timeout: seconds that the server has to begin a session, and for each step of it.
         size: sessions to learn from, each with a seed of its own, which the server may use or not.
         held_out: sessions to be evaluated on.
 
@@ -54,12 +55,14 @@ class OpenEnv(Seeded):
         observation: str | None = None,
         instructions: str | None = None,
         turns: Size = 30,
+        timeout: Seconds = 60.0,
         size: Size = 1000,
         held_out: HeldOut = 50,
     ) -> None:
         self._server = Server("openenv", server, "/health")
         self._action, self._observation = action or "", observation
         self._instructions, self._turns, self.sizes = instructions, turns, (size, held_out)
+        self._timeout = timeout
 
     def row(self, index: int, seed: int) -> dict[str, Any]:
         """A session; what it begins with is known when it begins."""
@@ -79,24 +82,35 @@ class OpenEnv(Seeded):
         """Play a session to its end.
 
         Raises:
-            RuntimeError: the server answered with an error or nonsense, or hung up.
+            RuntimeError: the server answered with an error or nonsense, not within its time, or hung up.
             RunFailure: it died again and again.
         """
         messages = [{"role": "system", "content": self._instructions}] if self._instructions else []
         total, steps = 0.0, 0
         async with await self._server.reach(self._session) as session:
-            state = await _asked(session, "reset", {"seed": task.row["seed"]})
+            state = await self._asked(session, "reset", {"seed": task.row["seed"]})
             while not state["done"] and steps < self._turns:
                 messages.append({"role": "user", "content": self._text(state["observation"])})
                 answer = await llm.chat(messages)
                 messages.append(answer.message)
-                state = await _asked(session, "step", {self._action: answer.text})
+                state = await self._asked(session, "step", {self._action: answer.text})
                 total, steps = total + state["reward"], steps + 1
             await session.send_json({"type": "close"})
         return Score(total, {"done": float(state["done"]), "turns": float(steps)})
 
     async def _session(self) -> aiohttp.ClientWebSocketResponse:
         return await self._server.http.ws_connect(f"{self._server.url}/ws", max_msg_size=_LONGEST)
+
+    async def _asked(
+        self, session: aiohttp.ClientWebSocketResponse, kind: str, data: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(self._timeout):
+                await session.send_json({"type": kind, "data": data})
+                answer = await session.receive()
+        except TimeoutError as error:
+            raise RuntimeError(f"openenv: {kind}: no answer within {self._timeout:g} s (agent.args.timeout)") from error
+        return _state(answer, kind)
 
     def _text(self, observation: Mapping[str, Any]) -> str:
         if self._observation is None:
@@ -141,14 +155,12 @@ class OpenEnv(Seeded):
         return fields[0]
 
 
-async def _asked(session: aiohttp.ClientWebSocketResponse, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask for something, and return the answer: `observation`, `reward` and `done`.
+def _state(answer: aiohttp.WSMessage, kind: str) -> dict[str, Any]:
+    """The answer to something that was asked for: `observation`, `reward` and `done`.
 
     Raises:
         RuntimeError: it is an error, or no answer.
     """
-    await session.send_json({"type": kind, "data": data})
-    answer = await session.receive()
     if answer.type is not aiohttp.WSMsgType.TEXT:
         why = f": {answer.data}" if answer.type is aiohttp.WSMsgType.ERROR else ""
         raise RuntimeError(f"openenv: the server hung up at {kind}{why}")

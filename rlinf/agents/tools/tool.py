@@ -36,7 +36,7 @@ import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_type_hints, overload
+from typing import Any, Literal, Protocol, TypeVar, get_type_hints, overload
 
 from rlinf.agents.arguments import WrongType, WrongValue
 from rlinf.agents.llm import ContextFull
@@ -537,6 +537,22 @@ def _error(text: str) -> str:
     return f"Error: {_clean(text)}"
 
 
+Declared = TypeVar("Declared", bound=Callable[..., Any])
+"""An agent: a function or a class."""
+
+
+def offers_tools(agent: Declared) -> Declared:
+    """Declare that an agent offers its model tools, so that a chat template that hides them is refused before a run
+    starts, and not by its first episode. An object says it by an attribute of this name.
+
+    Args:
+        agent: a function or a class.
+    """
+    agent.offers_tools = True  # type: ignore[attr-defined]
+    return agent
+
+
+@offers_tools
 async def use_tools(task: Any, llm: Any, *, tools: Sequence[str], turns: int = 8) -> None:
     """Work on a task: the model calls tools, reads their results, which are not learned from, and answers.
 
@@ -569,7 +585,7 @@ async def conversation(
         messages: what was said so far; what is said is added.
         llm: the model.
         turns: answers at most.
-        tools: that it may call; by this name, by which the look at an agent's code knows that it offers some.
+        tools: that it may call.
         runs_last: the calls of the last of them are run, too.
         check: awaited when calls have been run; what it raises ends the work.
 

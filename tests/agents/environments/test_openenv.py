@@ -15,6 +15,8 @@ from rlinf.runtime.base.errors import UserError
 from tests.agents.acting import begun
 
 FIELDS = {"message": {"type": "string"}, "metadata": {"type": "object"}}
+SILENT = 99
+"""A session of this seed never begins."""
 ERRORS = {
     "error": {"message": "the tool is gone", "code": "EXECUTION_ERROR"},
     "full": {"message": "at capacity", "code": "CAPACITY_REACHED", "active_sessions": 7, "max_sessions": 7},
@@ -36,6 +38,8 @@ async def url():
                 break
             if wanted["type"] == "reset":
                 seed, step, reward = data["seed"], 0, None
+                if seed == SILENT:
+                    continue
             elif data["message"] == "hang up":
                 break
             elif data["message"] in ERRORS:
@@ -102,6 +106,12 @@ async def test_a_session_that_goes_wrong_is_an_error_with_the_servers_cause(url,
         with pytest.raises(RuntimeError, match=cause):
             await played(environment, 0, "7", line)
         assert (await played(environment, 0, "7", "7", "7"))[0].value == pytest.approx(0.5)
+
+
+async def test_a_server_that_does_not_answer_in_its_time_is_an_error_of_the_session(url):
+    async with OpenEnv(url, timeout=1e-3) as environment:
+        with pytest.raises(RuntimeError, match=r"reset: no answer within 0\.001 s .agent\.args\.timeout"):
+            await played(environment, SILENT, "7")
 
 
 @pytest.mark.parametrize("fields", [{**FIELDS, "mood": {}}, {"metadata": {}}])

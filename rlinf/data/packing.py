@@ -178,6 +178,11 @@ class Packed:
     """Further values of the learned tokens, by name, [learned] each."""
     weights: Tensor | None = None
     """How many tokens each learned token counts as, float32 [learned]; None if all count as one."""
+    distinct: Tensor | None = None
+    """Learned tokens that stand for all: of those that one token predicts, that are one token and that have one
+    temperature, the first, int64 [distinct]; None where that spares too little."""
+    alike: Tensor | None = None
+    """Which of `distinct` each learned token has the log-prob of, int64 [learned]; None with it."""
     images: tuple[ImageRef, ...] = ()
     """Pictures to be read, in the order of their placeholders in `ids`."""
     routes: Tensor | None = None
@@ -294,10 +299,12 @@ def pack(rows: Sequence[Row], *, shares: bool = True) -> Packed:
     responses = [row.response_ids[:more] for row, more in zip(rows, behind, strict=True)]
     parts = [part for row, response in zip(rows, responses, strict=True) for part in (row.prompt_ids, response)]
     ids = np.concatenate(parts).astype(np.int64)
-    targets = [
+    goals = [
         row.response_ids[places] if row.targets is None else row.targets
         for row, places in zip(rows, learned, strict=True)
     ]
+    targets = np.concatenate(goals).astype(np.int64)
+    temperature = _unless_one([row.temperature for row in rows], counts)
     routed = [row.routes for row in rows]
     routes = None if not any(part is not None for part in routed) else side_by_side(routed, lengths.tolist())
     pictures = [row.images for row in rows]
@@ -305,20 +312,23 @@ def pack(rows: Sequence[Row], *, shares: bool = True) -> Packed:
     if tree is not None and len(ids) - len(tree.reads) < _WORTH_SHARING * len(ids):
         tree = None
     reads, stands = (None, None) if tree is None else (tree.reads, tree.places)
+    distinct, alike = (None, None) if stands is None else _distinct(stands[predicting], targets, temperature)
     old = [np.zeros(n) if row.old_logprobs is None else row.old_logprobs for n, row in zip(counts, rows, strict=True)]
     return Packed(
         ids=torch.from_numpy(ids if reads is None else ids[reads]),
         positions=torch.from_numpy(positions if reads is None else positions[reads]),
         lengths=tuple(lengths.tolist()),
-        places=None if stands is None else torch.from_numpy(stands),
+        places=_tensor(stands),
         stands=stands,
         predictors=torch.from_numpy(predicting),
-        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+        targets=torch.from_numpy(targets),
         old_logprobs=torch.from_numpy(np.concatenate(old).astype(np.float32)),
         advantages=torch.from_numpy(_per_token([row.advantage for row in rows], counts)),
-        temperature=_unless_one([row.temperature for row in rows], counts),
-        weights=_unless_one([row.weight for row in rows], counts),
+        temperature=_tensor(temperature),
+        weights=_tensor(_unless_one([row.weight for row in rows], counts)),
         sequences=torch.from_numpy(np.repeat(np.arange(len(rows)), counts)),
+        distinct=_tensor(distinct),
+        alike=_tensor(alike),
         columns={
             name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows])) for name in rows[0].columns
         },
@@ -343,10 +353,30 @@ def padded(batch: Packed) -> tuple[Tensor, Tensor]:
     return ids.view(len(lengths), longest), places
 
 
-def _unless_one(values: Sequence[float], counts: np.ndarray) -> Tensor | None:
+def _unless_one(values: Sequence[float], counts: np.ndarray) -> np.ndarray | None:
     """A number per sequence as one per token, float32; None if all are 1."""
     array = np.array(values, np.float32)
-    return None if (array == 1.0).all() else torch.from_numpy(np.repeat(array, counts))
+    return None if (array == 1.0).all() else np.repeat(array, counts)
+
+
+def _tensor(array: np.ndarray | None) -> Tensor | None:
+    return None if array is None else torch.from_numpy(array)
+
+
+def _distinct(
+    predicting: np.ndarray, targets: np.ndarray, temperature: np.ndarray | None
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """`Packed.distinct` and `Packed.alike`, of the tokens that predict the learned ones, of these and of their
+    temperatures, [learned] each."""
+    fewest = len(predicting) * (1 - _WORTH_SHARING)
+    if np.count_nonzero(np.bincount(predicting)) > fewest:  # which most often tells without sorting
+        return None, None
+    keys = predicting * (int(targets.max()) + 1) + targets
+    if temperature is not None:
+        kinds, kind = np.unique(temperature, return_inverse=True)
+        keys = keys * len(kinds) + kind
+    _, first, alike = np.unique(keys, return_index=True, return_inverse=True)
+    return (None, None) if len(first) > fewest else (first, alike)
 
 
 def _per_token(values: Sequence[float | np.ndarray], lengths: np.ndarray) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 Sequences lie one behind another; no token sees another sequence, and no padding is computed. A layout is made from the
 lengths once per micro-batch, on the host, and sent once, so that no layer waits for a device; everything else in a
-model works token by token and needs no layout. On CUDA a variable-length kernel computes attention in half precision
+model works token by token and needs no layout. Of a prefix tree every sequence asks for its own tokens alone, which
+come last in it, and they see all of it. On CUDA a variable-length kernel computes attention in half precision
 (`kernels.py`). Elsewhere there is none, and a mask over [tokens, tokens] costs ten times what it saves: sequences of
 about equal length are gathered into a few rectangles.
 
@@ -22,7 +23,7 @@ hooks in others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Literal
@@ -37,6 +38,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from rlinf.algos.loss_sum import wide
 from rlinf.data.packing import sent
+from rlinf.data.prefix_tree import begins_of
 from rlinf.models.language.kernels import HALF, Kernel, cause_of, device_at_fault, first_line, kernel_of
 from rlinf.models.language.tensor_parallel import Pieces, gathered
 
@@ -146,14 +148,20 @@ class Rule:
         window = self.window(longest)
         return None if window is None else -1 if window >= longest else window - 1
 
-    def within(self, length: int, device: torch.device) -> Tensor | None:
-        """Mask of a sequence, bool [length, length], true where a query (row) sees a key; None if every query sees all
-        keys up to itself."""
+    def within(self, length: int, device: torch.device, begin: int = 0) -> Tensor | None:
+        """Mask of a sequence, bool [length - begin, length], true where a query (row) sees a key; None if there are
+        queries for all keys, and every query sees all keys up to itself.
+
+        Args:
+            length: tokens of the sequence.
+            device: on which the mask is.
+            begin: position of the first query.
+        """
         window = self.window(length)
         if window is not None:
-            return None if window >= length else _band(length, window, device)
+            return None if window >= length and not begin else _band(length, window, device, begin)
         every = torch.arange(length, device=device)
-        return self._asked(every[:, None], every[None, :]).expand(length, length)
+        return self._asked(every[begin:, None], every[None, :]).expand(length - begin, length)
 
     def window(self, length: int) -> int | None:
         """How many tokens each sees at most, itself included; None if this is not how sequences of that length see."""
@@ -191,8 +199,16 @@ class Rectangle:
     """How many."""
     length: int
     """Tokens of the longest sequence."""
+    begin: int
+    """Position of the first query of each: those before it are asked for elsewhere."""
     index: Tensor | None
     """Which token stands at each place, int64 [rows x length]; None if it is all tokens in order."""
+    queries: Tensor | None
+    """The same of queries, int64 [rows x (length - begin)]; None for `index`."""
+
+    def mask(self, rule: Rule, device: torch.device) -> Tensor | None:
+        """The mask of each row, see `Rule.within`."""
+        return rule.within(self.length, device, self.begin)
 
 
 REFUSALS = (AttributeError, ImportError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -203,23 +219,23 @@ REFUSALS = (AttributeError, ImportError, IndexError, NotImplementedError, Runtim
 class Layout:
     """Layout of a packed micro-batch: where its sequences lie."""
 
-    longest: int
-    """Tokens of the longest sequence."""
-    bounds: Tensor
-    """Where each sequence begins, and the end of the last, int32 [sequences + 1]."""
+    longest: tuple[int, int]
+    """Most tokens of its own that a sequence has, and tokens of the longest."""
+    bounds: tuple[Tensor, Tensor]
+    """Where each sequence's own tokens begin, and the end of the last, int32 [sequences + 1]; and likewise of all its
+    tokens, laid end to end. The same if they share none."""
     kernel: Kernel | None
     """The kernel that computes attention; None for rectangles."""
     places: Tensor | None
     """Which token stands at each place of the sequences laid end to end, int64; None for the same one."""
-    restore: Tensor | None
-    """The first place of each token in the sequences laid end to end, int64 [tokens]; None for the same place, and
-    where there is no kernel. A token that sequences share has the same value in each."""
     starts: np.ndarray
-    """`bounds` on the host, int64."""
+    """The second of `bounds` on the host, int64."""
     stands: np.ndarray | None
     """`places` on the host."""
+    begins: np.ndarray | None
+    """How many leading tokens each sequence shares with earlier ones, int64 [sequences]; None if they share none."""
     pieces: Pieces | None = None
-    """This rank's share, where other ranks compute the rest; `places` and `restore` do not matter then."""
+    """This rank's share, where other ranks compute the rest; `places` does not matter then."""
     refusals: list[str] | None = None
     """Where attention that cannot be computed leaves the reason, and gives zeros, so that ranks that try together all
     come to the end; None: it raises."""
@@ -232,8 +248,7 @@ class Layout:
         """All sequences as rectangles, for layers that no kernel serves; and the place of each token in these laid end
         to end, int64 [tokens], None for the same place. Made once."""
         if not self._boxes:
-            lengths = np.diff(self.starts)
-            self._boxes.append(_rectangles(lengths, self.starts, self.stands, self.bounds.device, self.parts))
+            self._boxes.append(_rectangles(self))
         return self._boxes[0]
 
     @staticmethod
@@ -259,54 +274,63 @@ class Layout:
                 CPU in half precision, and rectangles elsewhere.
             pieces, refusals: see there.
         """
-        starts = np.concatenate([[0], np.cumsum(lengths)])
+        sizes, begins = np.asarray(lengths), None
         if stands is None and places is not None:
             stands = places.cpu().numpy()
+        if stands is not None:
+            begins = begins_of(lengths, stands)
+            asks = begins < sizes
+            if not asks.all():  # a sequence that is the beginning of another asks for nothing
+                places, stands = None, stands[np.repeat(asks, sizes)]
+                sizes, begins = sizes[asks], begins[asks]
         if kernel is None and device.type != "cpu" and dtype in HALF:
             kernel = kernel_of("varlen", device)
-        back = None if stands is None or not kernel else _first_place(stands)
-        on_host = [torch.from_numpy(starts.astype(np.int32)), None if back is None else torch.from_numpy(back)]
-        bounds, restore = sent(on_host, device)
-        assert bounds is not None
-        return Layout(max(lengths), bounds, kernel or None, places, restore, starts, stands, pieces, refusals)
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        own = sizes if begins is None else sizes - begins
+        on_host = [
+            torch.from_numpy(starts.astype(np.int32)),
+            None if begins is None else torch.from_numpy(np.concatenate([[0], np.cumsum(own)]).astype(np.int32)),
+            torch.from_numpy(stands) if stands is not None and places is None else None,
+        ]
+        bounds, queries, again = sent(on_host, device)
+        return Layout(
+            (int(own.max()), int(sizes.max())),
+            (bounds if queries is None else queries, bounds),
+            kernel or None,
+            places if again is None else again,
+            starts,
+            stands,
+            begins,
+            pieces,
+            refusals,
+        )
 
 
-def _first_place(places: np.ndarray) -> np.ndarray:
-    """The first place at which each token stands."""
-    first = np.empty(places.max() + 1, dtype=np.int64)
-    first[places[::-1]] = np.arange(len(places))[::-1]
-    return first
-
-
-def _rectangles(
-    lengths: np.ndarray,
-    bounds: np.ndarray,
-    places: np.ndarray | None,
-    device: torch.device,
-    parts: Sequence[int] = (),
-) -> tuple[tuple[Rectangle, ...], Tensor | None]:
-    if (lengths == lengths[0]).all():
-        shared = (None, None) if places is None else (torch.from_numpy(places), torch.from_numpy(_first_place(places)))
-        index, back = sent(shared, device)
-        return (Rectangle(len(lengths), int(lengths[0]), index),), back
-    restore = np.empty(bounds[-1], dtype=np.int64)
-    shapes: list[tuple[int, int]] = []
-    gathered, used = [], 0
-    for members in _alike_in_parts(lengths, parts):
+def _rectangles(layout: Layout) -> tuple[tuple[Rectangle, ...], Tensor | None]:
+    bounds, places, device = layout.starts, layout.stands, layout.bounds[1].device
+    lengths = np.diff(bounds)
+    if places is None and (lengths == lengths[0]).all():
+        return (Rectangle(len(lengths), int(lengths[0]), 0, None, None),), None
+    begins = np.zeros_like(lengths) if layout.begins is None else layout.begins
+    restore = np.empty((lengths - begins).sum(), dtype=np.int64)
+    shapes: list[tuple[int, int, int]] = []
+    gathered: list[Tensor | None] = []
+    used = 0
+    for members, begin in _alike_in_parts(lengths, begins, layout.parts):
         longest = int(lengths[members].max())
         columns = np.arange(longest)
         # behind its end a row repeats its last token, which nobody looks at
         index = bounds[members, None] + np.minimum(columns, lengths[members, None] - 1)
-        real = columns < lengths[members, None]
-        restore[index[real]] = (used + np.arange(index.size)).reshape(index.shape)[real]
-        tokens = index.reshape(-1) if places is None else places[index.reshape(-1)]
-        shapes.append((len(members), longest))
-        gathered.append(torch.from_numpy(tokens))
-        used += index.size
-    if places is not None:
-        restore = restore[_first_place(places)]
+        tokens = index if places is None else places[index]
+        own = ((columns >= begins[members, None]) & (columns < lengths[members, None]))[:, begin:]
+        queries = tokens[:, begin:]
+        restore[queries[own]] = (used + np.arange(own.size)).reshape(own.shape)[own]
+        shapes.append((len(members), longest, begin))
+        gathered += [torch.from_numpy(tokens.reshape(-1)), torch.from_numpy(queries.reshape(-1)) if begin else None]
+        used += own.size
     *indices, last = sent([*gathered, torch.from_numpy(restore)], device)
-    return tuple(Rectangle(*shape, index) for shape, index in zip(shapes, indices, strict=True)), last
+    rows = zip(shapes, indices[::2], indices[1::2], strict=True)
+    return tuple(Rectangle(*shape, index, queries) for shape, index, queries in rows), last
 
 
 def _alike(lengths: np.ndarray) -> list[np.ndarray]:
@@ -320,15 +344,24 @@ def _alike(lengths: np.ndarray) -> list[np.ndarray]:
     return sets
 
 
-def _alike_in_parts(lengths: np.ndarray, parts: Sequence[int]) -> list[np.ndarray]:
-    """`_alike` within each part; sets of several parts whose longest are equal are one."""
+def _alike_in_parts(lengths: np.ndarray, begins: np.ndarray, parts: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
+    """Sequences of about equal length within each part, and the first query of theirs; sets of several parts whose
+    longest are equal are one.
+
+    Where the tokens that a sequence shares are less than half, computing them again costs no more: a mask that is
+    causal from the first key on leaves out half of the products, and one that begins later leaves out none.
+    """
     by_longest: dict[int, list[np.ndarray]] = {}
     first = 0
     for count in parts or [len(lengths)]:
         for members in _alike(lengths[first : first + count]):
             by_longest.setdefault(int(lengths[first + members].max()), []).append(first + members)
         first += count
-    return [np.concatenate(sets) for sets in by_longest.values()]
+    skips = np.where(2 * begins > lengths, begins, 0)
+    for sets in by_longest.values():
+        every = np.concatenate(sets)
+        for members in _alike(skips[every]) if skips.any() else [np.arange(len(every))]:
+            yield every[members], int(skips[every[members]].min())
 
 
 def packed_attention(
@@ -424,7 +457,7 @@ class Scores:
 def _attended(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: Scores, rule: Rule) -> Tensor:
     kernel = layout.kernel
     if kernel is not None and scores.plain and key.shape == value.shape:
-        lookback = rule.left(layout.longest)
+        lookback = rule.left(layout.longest[1])
         if lookback is not None and layout.pieces is not None:
             return by_kernel(kernel, query, key, value, layout.pieces, scores.scale, lookback)
         if lookback is not None:
@@ -445,31 +478,32 @@ def _by_rectangles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, sc
     rectangles, restore = layout.boxes()
     for box in rectangles:
         parts = []
-        for part in (query, key, value):
-            tokens = part if box.index is None else part.index_select(0, box.index)
-            parts.append(tokens.unflatten(0, (box.rows, box.length)).transpose(1, 2))
-        attended = scores.attend(parts[0], parts[1], parts[2], rule.within(box.length, query.device))
+        for part, index in (
+            (query, box.index if box.queries is None else box.queries),
+            (key, box.index),
+            (value, box.index),
+        ):
+            tokens = part if index is None else part.index_select(0, index)
+            parts.append(tokens.unflatten(0, (box.rows, -1)).transpose(1, 2))
+        attended = scores.attend(parts[0], parts[1], parts[2], box.mask(rule, query.device))
         done.append(attended.transpose(1, 2).flatten(0, 1))
     if restore is None:
         return done[0]
     return torch.cat(done).index_select(0, restore)
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Mask of a causal sliding window, bool [length, length]."""
-    everything = torch.ones(length, length, dtype=torch.bool, device=device)
-    return everything.tril() & everything.triu(1 - window)
+def _band(length: int, window: int, device: torch.device, begin: int = 0) -> Tensor:
+    """Mask of a causal sliding window for the queries from `begin` on, bool [length - begin, length]."""
+    causal = torch.ones(length - begin, length, dtype=torch.bool, device=device).tril(begin)
+    return causal if window >= length else causal.triu(begin + 1 - window)
 
 
 def _by_kernel(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, lookback: int
 ) -> Tensor:
     if layout.places is not None:
-        query, key, value = (part.index_select(0, layout.places) for part in (query, key, value))
-    attended = kernel.attend(
-        query, key, value, (layout.bounds, layout.bounds), (layout.longest, layout.longest), scale, lookback
-    )
-    return attended if layout.restore is None else attended.index_select(0, layout.restore)
+        key, value = (part.index_select(0, layout.places) for part in (key, value))
+    return kernel.attend(query, key, value, layout.bounds, layout.longest, scale, lookback)
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -548,7 +582,7 @@ class CompiledBlocks:
                 return eager(*arguments, **keywords)
             rule, layout = keywords.get("attention_mask"), keywords.get(ARGUMENT)
             if isinstance(rule, Rule) and layout is not None:
-                rule.fix(layout.longest)
+                rule.fix(layout.longest[1])
             try:
                 return compiled(*arguments, **keywords)
             except Exception as error:

@@ -417,9 +417,9 @@ class PolicyModel(nn.Module):
         logits = self._outputs(self.model, batch, "logits", share)
         return logits if self.pictures is None else logits + never(self.pictures, logits)
 
-    def _before_head(self, batch: Packed, share: Share | None) -> _BeforeHead:
+    def _before_head(self, batch: Packed, share: Share | None, some: Tensor | None = None) -> _BeforeHead:
         head: Any = self.model.get_output_embeddings()
-        hidden, bias = self._outputs(self.model.base_model, batch, "last_hidden_state", share), head.bias
+        hidden, bias = self._outputs(self.model.base_model, batch, "last_hidden_state", share, some), head.bias
         if self.pictures is not None:
             banned = never(self.pictures, head.weight[:, 0])
             bias = banned if bias is None else bias + banned
@@ -429,18 +429,25 @@ class PolicyModel(nn.Module):
     def _scored(self, batch: Packed, entropy_slope: bool) -> ModelOutputs:
         share = self._share(batch)
         mine = batch if share is None else share.batch
+        column = None if self.teacher is None else batch.columns.get(self.teacher.column)
+        some = mine.distinct if self.packs and column is None else None
         student: Callable[[], Logits]  # made for a teacher alone
         if not self.plain_head:
             logits = self._own_logits(batch, share)
             outputs = logprobs_of_logits(logits, mine.targets, mine.temperature, entropy_slope=entropy_slope)
             student = partial(_over, logits, mine.temperature)
         else:
-            before = self._before_head(batch, share)
+            before = self._before_head(batch, share, some)
             student = partial(before.logits, mine.temperature)
-            outputs = before.logprobs(_Head(self._chunk, entropy_slope, self._fused), mine.targets, mine.temperature)
+            how, targets, temperature = _Head(self._chunk, entropy_slope, self._fused), mine.targets, mine.temperature
+            if some is not None:
+                targets, temperature = targets[some], None if temperature is None else temperature[some]
+            outputs = before.logprobs(how, targets, temperature)
+            if some is not None and mine.alike is not None:
+                outputs = outputs[0].index_select(0, mine.alike), outputs[1].index_select(0, mine.alike)
         outputs = outputs if share is None else (share.whole(outputs[0]), share.whole(outputs[1]))
         whole: ModelOutputs = outputs if self.mixture is None else (*outputs, self.mixture.routed(share))
-        if self.teacher is None or (column := batch.columns.get(self.teacher.column)) is None:
+        if self.teacher is None or column is None:
             return whole
         return (*whole, self.teacher.divergences(student(), column, batch.temperature))  # type: ignore[return-value]
 
@@ -475,8 +482,11 @@ class PolicyModel(nn.Module):
         """This rank's part of a micro-batch; None for all of it."""
         return None if self._division is None or not self.packs else self._division.share(batch)
 
-    def _outputs(self, part: Any, batch: Packed, output: str, share: Share | None) -> Tensor:
-        """Output of `part` of the model where this rank's learned tokens are predicted, [learned, ...]."""
+    def _outputs(
+        self, part: Any, batch: Packed, output: str, share: Share | None, some: Tensor | None = None
+    ) -> Tensor:
+        """Output of `part` of the model where this rank's learned tokens are predicted, [learned, ...]; or `some` of
+        them."""
         blank = self.keeps_step and self.pictures is not None and not batch.images
         batch = with_blank(batch, self.pictures) if blank and self.pictures is not None else batch
         if batch.images and self.pictures is None:
@@ -508,7 +518,8 @@ class PolicyModel(nn.Module):
                 **tensors,
             }
             whole: Tensor = getattr(part(**inputs, use_cache=False), output)[0]
-            return whole.index_select(0, mine.predicting())
+            at = mine.predicting()
+            return whole.index_select(0, at if some is None else at[some])
         ids, places = padded(batch)
         at = places.index_select(0, batch.predictors)
         if self.mixture is not None:

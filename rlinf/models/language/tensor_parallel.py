@@ -229,6 +229,8 @@ class Division:
             routes=None if batch.routes is None else batch.routes.index_select(0, computed),
             predictors=local,
             targets=batch.targets.index_select(0, mine),
+            distinct=None,
+            alike=None,
             temperature=None if batch.temperature is None else batch.temperature.index_select(0, mine),
         )
         pieces = Pieces(None if self.context is None else self.context.get_group(), lengths, *rest)

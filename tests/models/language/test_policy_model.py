@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlinf.data.packing import Row, pack
 from rlinf.models.language.attention import ARGUMENT, Layout, packed_attention
 from rlinf.models.language.lora import add_adapters, start_adapters, using
-from rlinf.models.language.policy_model import PolicyModel, logprobs_of_logits, token_logprobs
+from rlinf.models.language.policy_model import PolicyModel, ValueModel, logprobs_of_logits, token_logprobs
 from tests.actors.toys import VOCABULARY, furthest, gradients, model
 
 RNG = np.random.default_rng(3)
@@ -65,6 +65,41 @@ def test_a_model_is_run_as_far_apart_from_its_own_way_as_gives_the_same(kind, mo
     assert furthest(found, gradients(net)) < 1e-5
     torch.testing.assert_close(scores, every.sort(descending=True).values[:, :3], atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(scores, every.gather(1, tokens), atol=2e-6, rtol=1e-5)
+
+
+def forked(seed, forks):
+    """Rows of which each goes on from within an earlier one, at two temperatures."""
+    rng, texts = np.random.default_rng(seed), [RNG.integers(2, VOCABULARY, 9)]
+    for other, kept, more in forks:
+        texts.append(np.concatenate([texts[other % len(texts)][: 2 + kept], rng.integers(2, VOCABULARY, more)]))
+    prompts = [int(rng.integers(1, len(text))) for text in texts]
+    return [Row(text[:n], text[n:], temperature=1.0 + n % 2) for text, n in zip(texts, prompts, strict=True)]
+
+
+FORKS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40), st.integers(1, 25)), min_size=1, max_size=7)
+KINDS = [("qwen2", {}), ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+         ("gemma2", {"head_dim": 8})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "more"), KINDS)
+@given(seed=st.integers(0, 99), forks=FORKS)
+@settings(max_examples=8)
+def test_a_tree_has_the_log_probs_and_gradients_of_its_rows(kind, more, seed, forks):
+    rows, net = forked(seed, forks), model(kind, **more).double()
+    policy, critic = PolicyModel(net, chunk=7), ValueModel(model(kind, **more)).double()
+    torch.nn.init.ones_(critic.head.weight)
+    for each in (policy, critic):
+        found = []
+        for shares in (True, False):
+            batch = pack(rows, shares=shares)
+            outputs = each(batch, entropy_slope=True) if each is policy else each(batch)
+            weights = torch.linspace(0.1, 1, len(batch.targets), dtype=torch.float64)
+            sum(output.reshape(len(weights), -1).sum(1) @ weights for output in outputs[:2]).backward()
+            found.append(([output.detach() for output in outputs[:2]], gradients(each)))
+            each.zero_grad()
+        # transformers' norms and turns are in float32 whatever comes
+        torch.testing.assert_close(*(outputs for outputs, _ in found), atol=1e-6, rtol=1e-6)
+        assert furthest(*(gradient for _, gradient in found)) < 1e-6
 
 
 def test_dropout_is_off():

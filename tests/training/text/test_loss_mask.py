@@ -33,6 +33,7 @@ ALGORITHMS = toys.ALGORITHMS | {
     "ppo": recipes.get("ppo", {"advantage": {"gamma": 0.9, "lam": 0.8}}),
     "ppo, kl in the reward": recipes.get("ppo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.2}}),
 }
+LATER = frozenset({"proximal_logprobs"})
 MASKED = [sample for judged in BATCH for sample in judged.scored if sample.loss_mask is not None]
 
 
@@ -65,7 +66,7 @@ def test_gradients_are_those_of_the_learned_tokens_alone_however_the_batch_is_cu
     policy = PolicyModel(ours, chunk=7)
     policy._use(packs=packs, plain_head=True)
     learner = Learner(policy, LearningSettings(lr=0.0))
-    learned = advantage_rows(algorithm, BATCH, later=frozenset({"proximal_logprobs"}))
+    learned = advantage_rows(algorithm, BATCH, later=LATER)
     rows = [row for some in learned.rows for row in some]
     random.shuffle(rows)
     for piece in cut(rows, [row.size for row in rows], budget):
@@ -76,11 +77,37 @@ def test_gradients_are_those_of_the_learned_tokens_alone_however_the_batch_is_cu
     assert all(np.isfinite(value) for value in learner._sum.values().values()), "metrics, too"
 
 
+def branched(judged):
+    """A group whose answers go on from within the longest, with the temperature of the first two."""
+    longest = max((sample.response_ids for sample in judged.samples), key=len)
+    samples = []
+    for sample in judged.samples:
+        count = max(0, len(sample.response_ids) - 1 - sample.index % 2)
+        ids = np.concatenate([longest[:count], sample.response_ids[count:]])
+        samples.append(replace(sample, response_ids=ids, temperature=judged.samples[sample.index // 2].temperature))
+    return replace(judged, samples=tuple(samples))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gradients_of_branches_are_those_of_rows_that_are_read_apart(name):
+    batch = list(map(branched, BATCH))
+    rows = [row for some in advantage_rows(ALGORITHMS[name], batch, later=LATER).rows for row in some]
+    found = []
+    for shares in (True, False):
+        ours = toys.model().double()
+        learner = Learner(PolicyModel(ours, chunk=7), LearningSettings(lr=0.0))
+        learn_policy(learner, pack(rows, shares=shares), ALGORITHMS[name], version=0, compare=True)
+        found.append(toys.gradients(ours))
+    tree = pack(rows)
+    assert len(tree.ids) < 0.7 * sum(tree.lengths), "tokens of answers, too"
+    assert len(tree.distinct) < 0.9 * len(tree.targets)
+    assert toys.furthest(*found) < 1e-6
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_advantages_and_shaped_rewards_are_those_of_the_learned_tokens_alone(name):
-    later = frozenset({"proximal_logprobs"})
     whole, bare = (
-        advantage_rows(ALGORITHMS[name], some, later=later) for some in (BATCH, toys.without_the_rest(BATCH))
+        advantage_rows(ALGORITHMS[name], some, later=LATER) for some in (BATCH, toys.without_the_rest(BATCH))
     )
     assert whole.rewards == bare.rewards
     for one, other in zip(whole.advantages, bare.advantages, strict=True):

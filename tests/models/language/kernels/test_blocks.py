@@ -24,37 +24,49 @@ def nothing_compiled_before():
 
 
 def weights(query, key, scale, left):
-    """Of each token of one sequence, what it makes of every other: [heads, tokens, tokens]."""
-    apart = torch.arange(len(query))[:, None] - torch.arange(len(query))
+    """Of each of the last tokens of one sequence, what it makes of every other: [heads, queries, tokens]."""
+    apart = torch.arange(len(key))[len(key) - len(query) :, None] - torch.arange(len(key))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     return scores.masked_fill((apart < 0) | ((apart > left) & (left >= 0)), -torch.inf).softmax(-1)
 
 
-def sequences(bounds, *parts):
-    """Each part of each sequence, so that what one holds, were it NaN, reaches no other."""
-    return zip(*(part.split(bounds.diff().tolist()) for part in parts), strict=True)
+def sequences(asks, bounds, *parts):
+    """Each part of each sequence, so that what one holds, were it NaN, reaches no other; the last two are of all that
+    it has, and those before of what asks."""
+    ends = [asks] * (len(parts) - 2) + [bounds] * 2
+    return zip(*(part.split(end.diff().tolist()) for part, end in zip(parts, ends, strict=True)), strict=True)
 
 
 @torch.library.custom_op("rlinf_tests::varlen", mutates_args=())
-def varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, left: int) -> Tensor:
+def varlen(
+    query: Tensor, key: Tensor, value: Tensor, asks: Tensor, bounds: Tensor, longest: int, scale: float, left: int
+) -> Tensor:
     """A kernel that compilers do not look into, as those of CUDA are."""
     assert longest == int(bounds.diff().max())
     key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
     found = [
-        torch.einsum("hqk,khd->qhd", weights(q, k, scale, left), v) for q, k, v in sequences(bounds, query, key, value)
+        torch.einsum("hqk,khd->qhd", weights(q, k, scale, left), v)
+        for q, k, v in sequences(asks, bounds, query, key, value)
     ]
     return torch.cat(found).contiguous()
 
 
 @torch.library.custom_op("rlinf_tests::varlen_backward", mutates_args=())
 def varlen_backward(
-    slope: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, left: int
+    slope: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asks: Tensor,
+    bounds: Tensor,
+    scale: float,
+    left: int,
 ) -> list[Tensor]:
     """With p = softmax(s): ds = p (dp - sum of p dp)."""
     groups = query.shape[1] // key.shape[1]
     keys, values = (part.repeat_interleave(groups, dim=1) for part in (key, value))
     found = []
-    for d, q, k, v in sequences(bounds, slope, query, keys, values):
+    for d, q, k, v in sequences(asks, bounds, slope, query, keys, values):
         p, dp = weights(q, k, scale, left), torch.einsum("qhd,khd->hqk", d, v)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
         for_keys, for_values = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, d)
@@ -68,17 +80,17 @@ varlen_backward.register_fake(lambda slope, *others: [torch.empty_like(part) for
 
 
 def keep(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4])
-    ctx.rest = inputs[5:]
+    ctx.save_for_backward(*inputs[:5])
+    ctx.rest = inputs[6:]
 
 
 def back(ctx, slope):
-    return *varlen_backward(slope, *ctx.saved_tensors, *ctx.rest), None, None, None, None
+    return *varlen_backward(slope, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
 
 
 varlen.register_autograd(back, setup_context=keep)
 KERNEL = Kernel(
-    "a kernel of this test", lambda q, k, v, bounds, longest, *more: varlen(q, k, v, bounds[0], longest[0], *more)
+    "a kernel of this test", lambda q, k, v, bounds, longest, *more: varlen(q, k, v, *bounds, longest[1], *more)
 )
 
 

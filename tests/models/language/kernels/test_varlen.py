@@ -21,13 +21,19 @@ CPU = torch.device("cpu")
 HEADS, KEY_HEADS = 4, 2
 
 
-def plain(query, key, value, starts, scale, left):
-    """Causal attention of each sequence, one after the other; a window of `left` tokens before oneself, -1 for all."""
+def plain(query, key, value, bounds, longest, scale, left):
+    """Causal attention of each sequence, one after the other, whose last tokens ask; a window of `left` tokens before
+    oneself, -1 for all."""
     assert query.shape[1] == key.shape[1] == value.shape[1]
-    done = []
-    for start, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
-        one, other, third = (part[start:end].transpose(0, 1) for part in (query, key, value))
-        apart = torch.arange(end - start)[:, None] - torch.arange(end - start)
+    assert [int(each.diff().max()) for each in bounds] == list(longest)
+    done, ends = [], [each.tolist() for each in bounds]
+    for asks, end_of_asks, start, end in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
+        one, other, third = (
+            part[slice(*where)].transpose(0, 1)
+            for part, where in zip((query, key, value), ((asks, end_of_asks), (start, end), (start, end)), strict=True)
+        )
+        every = torch.arange(end - start)
+        apart = every[len(every) - (end_of_asks - asks) :, None] - every
         seen = (apart >= 0) & ((apart <= left) | (left < 0))
         scores = (one @ other.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
         done.append((scores.softmax(-1) @ third).transpose(0, 1))
@@ -42,8 +48,7 @@ def of_torch_2_11(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
 ):
     assert (return_aux, window_size[1], cu_seq_q.dtype) == (None, 0, torch.int32)
-    assert max_q == max_k == int(cu_seq_k.diff().max())
-    return plain(query, key, value, cu_seq_q, scale, window_size[0])
+    return plain(query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), scale, window_size[0])
 
 
 def of_torch_2_13(query, key, value, *others, enable_gqa=False, seqused_k=None, **more):
@@ -56,7 +61,8 @@ def of_flash_attention_2(
     causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
 ):  # fmt: skip
     assert (causal, dropout_p, window_size[1]) == (True, 0.0, 0 if window_size[0] >= 0 else -1)
-    return plain(q, *shared(q, k, v), cu_seqlens_q, softmax_scale, window_size[0])
+    bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return plain(q, *shared(q, k, v), bounds, longest, softmax_scale, window_size[0])
 
 
 def of_flash_attention_3(
@@ -64,7 +70,8 @@ def of_flash_attention_3(
     softmax_scale=None, causal=False, qv=None, window_size=(-1, -1), softcap=0.0,
 ):  # fmt: skip
     assert causal
-    return plain(q, *shared(q, k, v), cu_seqlens_q, softmax_scale, window_size[0]), torch.empty(())
+    bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return plain(q, *shared(q, k, v), bounds, longest, softmax_scale, window_size[0]), torch.empty(())
 
 
 def module(name, **members):

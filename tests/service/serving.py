@@ -57,7 +57,10 @@ class Http:
         """Result of what was promised."""
         status, promise = await self.ask(path, body, **more)
         assert status == 200, promise
-        return (await self.ask("retrieve_future", {"request_id": promise["request_id"]}))[1]
+        while True:
+            result = (await self.ask("retrieve_future", {"request_id": promise["request_id"]}))[1]
+            if not (isinstance(result, dict) and result.get("type") == "try_again"):
+                return result
 
     async def model(self, **lora):
         """Id of a new one."""

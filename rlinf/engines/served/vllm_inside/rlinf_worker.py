@@ -32,7 +32,7 @@ class Weights:
         # Of prompts vLLM tells what `logprobs_mode` says of drawn tokens, whose logits `rlinf_draw` has made log-probs.
         self.model_runner.model_config.logprobs_mode = "raw_logprobs"
         if self.model_runner.device.type == "cpu" and self.model_runner.lora_config is not None:
-            _spare_the_model()
+            _products_by_slot()
         unembeds = "lm_head" in getattr(self.model_runner.get_model(), "embedding_modules", ())
         if unembeds and self.model_runner.lora_config is not None:
             _spare_prompts(self.model_runner)
@@ -62,19 +62,36 @@ class Weights:
             dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
-def _spare_the_model() -> None:
-    """Have rows of the model itself, whose slot is -1, get nothing of adapters: vLLM's products for CPUs read the last
-    slot there."""
+def _products_by_slot() -> None:
+    """Have vLLM's products with adapters on a CPU made slot by slot: its own copy a matrix for every token, and rows of
+    the model itself, whose slot is -1, get those of the last slot."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
-    narrow = lora_ops.bgmv_shrink
+    def parts(inputs: Tensor, weights: Tensor, slots: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        for slot in slots.unique().tolist():
+            if slot >= 0:
+                rows = (slots == slot).nonzero()[:, 0]
+                yield rows, inputs[rows].to(dtype) @ weights[slot].flatten(0, -2).to(dtype).t()
 
     def shrink(inputs: Tensor, weights: Tensor, outputs: Tensor, slots: Tensor, scaling: float = 1.0) -> None:
-        narrow(inputs, weights, outputs, slots, scaling)
-        outputs[slots < 0] = 0
+        outputs.zero_()
+        for rows, part in parts(inputs, weights, slots, outputs.dtype):
+            outputs[rows] = scaling * part
 
+    def expand(inputs: Tensor, weights: Tensor, outputs: Tensor, slots: Tensor, add_inputs: bool = True) -> None:
+        slice_of(inputs, weights, outputs, slots, 0, min(weights.shape[-2], outputs.shape[1]), add_inputs)
+
+    def slice_of(
+        inputs: Tensor, weights: Tensor, outputs: Tensor, slots: Tensor, first: int, size: int, add_inputs: bool = True
+    ) -> None:
+        assert add_inputs  # its layers ask for nothing else
+        for rows, part in parts(inputs, weights, slots, outputs.dtype):
+            outputs[rows, first : first + size] += part[:, :size]
+
+    lora_ops.bgmv_expand_slice = slice_of
     lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink
+    lora_ops.bgmv_expand = punica_cpu.bgmv_expand = expand
 
 
 class _NoAdapters:

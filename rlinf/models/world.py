@@ -21,6 +21,9 @@ Latent = dict[str, Tensor]
 """All that a world model knows of N episodes between two steps, N rows in every tensor."""
 _LEAST_SCALE = 1e-3
 """Least standard deviation that something is divided by: what hardly ever changes is not blown up."""
+_FAR = 8.0
+"""Standard deviations at which inputs and what is learned are cut off: a number that hardly ever changed would be
+enormous when it does, and one such transition would outweigh all others."""
 _MARGIN = 0.1
 """Share of the range of recorded states, and of rewards, by which predictions may leave it: beyond it nothing was ever
 seen, and errors that feed on themselves go there."""
@@ -138,7 +141,8 @@ class EnsembleWorld(nn.Module):
             states: [N, S], or of each member [K, N, S].
             actions: in [-1, 1], as many.
         """
-        rows = torch.cat([(states - self.state_mean) / self.state_scale, actions.clamp(-1.0, 1.0)], -1)
+        scaled = ((states - self.state_mean) / self.state_scale).clamp(-_FAR, _FAR)
+        rows = torch.cat([scaled, actions.clamp(-1.0, 1.0)], -1)
         hidden = rows.expand(self.members, *rows.shape[-2:])
         for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             hidden = torch.baddbmm(bias, hidden, weight)
@@ -154,9 +158,10 @@ class EnsembleWorld(nn.Module):
                 `terminated`.
         """
         change, reward, end = self(rows["state"], rows["actions"])
-        wanted = (rows["following.state"] - rows["state"] - self.change_mean) / self.change_scale
-        of_state = (change - wanted).square().mean(-1)
-        of_reward = (reward - (rows["reward"] - self.reward_mean) / self.reward_scale).square()
+        moved = (rows["following.state"] - rows["state"] - self.change_mean) / self.change_scale
+        earned = (rows["reward"] - self.reward_mean) / self.reward_scale
+        of_state = (change - moved.clamp(-_FAR, _FAR)).square().mean(-1)
+        of_reward = (reward - earned.clamp(-_FAR, _FAR)).square()
         of_end = nn.functional.binary_cross_entropy_with_logits(end, rows["terminated"].float(), reduction="none")
         weight = torch.tensor(of_state.numel(), dtype=torch.float64, device=of_state.device)
         parts = {"state_error": of_state, "reward_error": of_reward, "end_error": of_end}

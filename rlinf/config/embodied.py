@@ -140,11 +140,13 @@ class EnvConfig:
     """Dotted path of a function that gives all environments their rewards, in the place of the simulator's; it takes
     what it names of observation, before, action, reward, success, terminated, instructions, tasks."""
     reward_args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of that function."""
+    """Further arguments of that function; env.success gets those of them that it takes."""
     reward_scale: float = 1.0
     """Rewards are multiplied by it."""
     success: str | None = None
     """The same of a function that says which environments have solved their task."""
+    end_solved: bool = False
+    """An episode ends where env.success says that its task is solved."""
     intervener: str | None = None
     """Who may act in the policy's place while it learns (sac, crossq, iql, dagger): the dotted path of a device in one
     person's hands, such as rlinf.envs.interventions.Gamepad, or of a function that stands in for a person. It takes
@@ -192,8 +194,10 @@ class EnvConfig:
         yield from self._task_mistakes()
         if not self.tasks and self.curriculum.floor < 1:
             yield "curriculum.floor", "there is nothing to choose from: name several env.tasks"
-        if self.reward is None and self.reward_args:
-            yield "reward_args", "there is no function that takes them: name it in env.reward"
+        if self.reward is None and self.success is None and self.reward_args:
+            yield "reward_args", "there is no function that takes them: name it in env.reward or env.success"
+        if self.end_solved and self.success is None:
+            yield "end_solved", "nobody says so: name a function in env.success; simulators end their own tasks"
         if self.intervener is None and self.intervener_args:
             yield "intervener_args", "there is nobody who takes them: name who intervenes in env.intervener"
         for key in ("reward", "success", "intervener"):

@@ -339,8 +339,9 @@ class Scored(Remembering):
         reward: dotted path of a function of some of `OFFERED`, which returns the rewards of all rows, [N]; None keeps
             the simulator's.
         success: the same of which tasks are solved, bool [N].
-        arguments: further keyword arguments of `reward`.
+        arguments: further keyword arguments of `reward`; `success` gets those of them that it takes.
         scale: rewards are multiplied by it.
+        ends: an episode ends where `success` says that its task is solved.
     """
 
     def __init__(
@@ -353,10 +354,12 @@ class Scored(Remembering):
         success: str | None = None,
         arguments: Mapping[str, Any] | None = None,
         scale: float = 1.0,
+        ends: bool = False,
     ):
         adapter: Any = resolve(simulator) if isinstance(simulator, str) else simulator
         super().__init__(adapter(num_envs=num_envs, **(options or {})))
         self._reward, self._success, self._arguments, self._scale = reward, success, dict(arguments or {}), scale
+        self._ends = ends
         self._functions: dict[str, Callable[..., Any]] = {
             path: resolve(path) for path in (reward, success) if path is not None
         }
@@ -377,9 +380,10 @@ class Scored(Remembering):
         if self._reward is not None:
             reward = self._rows_told("env.reward", self._reward, {**offered, **self._arguments}).float()
         if self._success is not None:
-            success = self._rows_told("env.success", self._success, offered).bool()
+            success = self._rows_told("env.success", self._success, {**offered, **self._arguments}).bool()
         self._seen = moved.observation
-        return replace(moved, reward=reward * self._scale, success=success)
+        terminated = moved.terminated | success if self._ends and success is not None else moved.terminated
+        return replace(moved, reward=reward * self._scale, success=success, terminated=terminated)
 
     def _rows_told(self, key: str, path: str, offered: Mapping[str, Any]) -> Tensor:
         """Result of a function for all rows, a number each.

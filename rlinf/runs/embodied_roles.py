@@ -311,7 +311,8 @@ def _simulation(config: EmbodiedConfig, options: Mapping[str, Any]) -> dict[str,
         simulator = f"{Mixture.__module__}.{Mixture.__qualname__}"
     if env.reward is not None or env.success is not None or env.reward_scale != 1:
         functions = {"reward": env.reward, "success": env.success, "arguments": env.reward_args}
-        arguments = {"simulator": simulator, "options": arguments, **functions, "scale": env.reward_scale}
+        how = {"scale": env.reward_scale, "ends": env.end_solved}
+        arguments = {"simulator": simulator, "options": arguments, **functions, **how}
         simulator = f"{Scored.__module__}.{Scored.__qualname__}"
     names = ("max_steps", "ignore_terminations", "frame_stack", "step_timeout", "start_timeout")
     return {"simulator": simulator, "options": arguments, **{name: getattr(env, name) for name in names}}

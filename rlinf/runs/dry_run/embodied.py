@@ -239,7 +239,7 @@ def _function_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
     one_person = partial(mistake_in_intervener, num_envs=env.num_envs)
     for key, path, arguments, mistake_of in (
         ("env.reward", env.reward, env.reward_args, mistake_in_function),
-        ("env.success", env.success, {}, mistake_in_function),
+        ("env.success", env.success, env.reward_args, _of_those if env.reward is not None else mistake_in_function),
         ("env.intervener", env.intervener, env.intervener_args, one_person),
     ):
         if path is None:
@@ -251,6 +251,12 @@ def _function_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
             continue
         if advice is not None:
             yield Problem("configuration", key, path, advice)
+
+
+def _of_those(function: Any, arguments: Mapping[str, Any]) -> str | None:
+    """`mistake_in_function` of a function that gets only those of another one's arguments that it takes."""
+    names = inspect.signature(function).parameters if callable(function) else ()
+    return mistake_in_function(function, {name: value for name, value in arguments.items() if name in names})
 
 
 def horizon_mistake(config: EmbodiedConfig, limit: int | None, chunk: int) -> str | None:

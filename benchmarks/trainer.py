@@ -9,6 +9,9 @@ peak.
     quickstart   0.1 M parameters, 512 samples of about 10 tokens, two epochs
     ragged       1 M parameters, 128 samples of 10 to 160 tokens, one epoch
     vocabulary   1 M parameters and 16,000 tokens in the vocabulary, 64 samples of 10 to 160 tokens
+
+`--trees` compares the trainer with itself: optimizer steps on texts that begin alike, read as a prefix tree and one by
+one, in turns. `--model $(python -m benchmarks.smollm2)` does it with a real model.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +35,18 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlinf import ActorSystem, Stream
 from rlinf.actors.trainer import Trainer
+from rlinf.config.learning import LearningSettings
+from rlinf.data.packing import Row, pack
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.build import build_model
+from rlinf.models.language.policy_model import PolicyModel
+from rlinf.training.fsdp import Learner
+from rlinf.training.policy import algorithm_of, learn_policy
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = {"characters": "0123456789>"}
@@ -178,6 +187,79 @@ def measure(shape: str, rounds: int, steps: int) -> dict[str, dict[str, list[flo
     return found
 
 
+PROMPT, STEP = 160, 32
+"""Tokens of the search's problem, and of each step of its branches."""
+
+
+def search_rows(rng: np.random.Generator, vocabulary: int) -> list[Row]:
+    """The 8 answers of a search that forks in two three times; all that follows the problem is learned."""
+    texts = [rng.integers(3, vocabulary, PROMPT)]
+    for _ in range(3):
+        texts = [np.concatenate([text, rng.integers(3, vocabulary, STEP)]) for text in texts for _ in range(2)]
+    return [_row(text[:PROMPT], text[PROMPT:], rng) for text in texts]
+
+
+def turn_rows(rng: np.random.Generator, vocabulary: int) -> list[Row]:
+    """Conversations in the form of the calculator agent's, each of 4 to 8 turns that are samples of their own: 6 tokens
+    asked, 7 of a call, 5 of its result."""
+    rows = []
+    for _ in range(8):
+        text = rng.integers(3, vocabulary, 6)
+        for _ in range(int(rng.integers(4, 9))):
+            said = rng.integers(3, vocabulary, 7)
+            rows.append(_row(text, said, rng))
+            text = np.concatenate([text, said, rng.integers(3, vocabulary, 5)])
+    return rows
+
+
+def _row(prompt: np.ndarray, answer: np.ndarray, rng: np.random.Generator) -> Row:
+    return Row(prompt, answer, np.full(len(answer), -3, np.float32), float(rng.normal()))
+
+
+TREES: dict[str, tuple[Callable[[np.random.Generator, int], list[Row]], float]] = {
+    "turns": (turn_rows, 0.6),
+    "search": (search_rows, 0.35),
+}
+"""Rows that begin alike, and the most of the rows' processor time that their tree may take."""
+
+
+def tree_turns(model: PreTrainedModel, name: str, rounds: int) -> tuple[list[float], str]:
+    """Processor seconds of optimizer steps (packing, GRPO's gradient, AdamW) on a tree beside the same rows read one by
+    one, taking turns: their ratio in each round, and words on what was read."""
+    policy, spec = PolicyModel(model), algorithm_of("grpo")
+    learner, found = Learner(policy, LearningSettings(lr=1e-6)), []
+    rows = TREES[name][0](np.random.default_rng(0), model.config.vocab_size)
+    for number in range(rounds + 1):
+        seconds = []
+        for shares in (True, False):
+            start = time.process_time()
+            learn_policy(learner, pack(rows, shares=shares), spec, version=0, compare=False)
+            learner.step()
+            seconds.append(time.process_time() - start)
+        if number:  # the first warms up
+            found.append(seconds[0] / seconds[1])
+    tree, apart = pack(rows), pack(rows, shares=False)
+    return found, f"{len(tree.ids):,} of {len(apart.ids):,} tokens read, {len(tree.targets):,} learned"
+
+
+def show_trees(rounds: int, directory: str | None) -> None:
+    """Print how trees do beside rows, of the model in a directory or of a small one."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if directory is None:
+        model = build_model(model_of("ragged"), load_tokenizer(TOKENIZER))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for name, (_, bar) in TREES.items():
+        found, words = tree_turns(model, name, rounds)
+        ratio = statistics.median(found)
+        print(
+            f"{name}: tree / rows {ratio:.2f} [{min(found):.2f}, {max(found):.2f}] of processor time, bar {bar}"
+            f"{'' if ratio <= bar else ' LOST'}; {words}"
+        )
+    print(f"{directory or 'a model of 1 M parameters'}, {rounds} rounds, load {os.getloadavg()[0]:.1f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -185,7 +267,12 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-trainer.json")
     parser.add_argument("--turn", nargs=3, metavar=("WHO", "SHAPE", "STEPS"), help=argparse.SUPPRESS)
+    parser.add_argument("--trees", action="store_true", help="rows that begin alike: their tree beside one by one")
+    parser.add_argument("--model", help="a directory, for --trees; such as `python -m benchmarks.smollm2` prints")
     options = parser.parse_args()
+    if options.trees:
+        show_trees(options.rounds, options.model)
+        return
     if options.turn:
         who, shape, steps = options.turn
         print(json.dumps(turn(who, shape, int(steps))))

@@ -29,7 +29,7 @@ from rlinf.actors.base import ModelActor, configured
 from rlinf.config.learning import ForwardConfig, ReferenceSettings
 from rlinf.data.alignment import Translator, carried_over
 from rlinf.data.datasets.source import lookup
-from rlinf.data.packing import Packed, Row, cut, pack
+from rlinf.data.packing import Packed, Row, cut_rows, pack
 from rlinf.data.safetensors_io import make_room, write_tensors
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
@@ -267,7 +267,7 @@ class Reference(ModelActor, Receiver):
     def _columns(self, rows: Sequence[Row]) -> dict[str, list[np.ndarray]]:
         """Numbers of each row's learned tokens, by column."""
         start, parts = time.perf_counter(), list[tuple[np.ndarray, ...]]()
-        for some in cut(rows, [row.size for row in rows], self._settings.micro_batch_tokens):
+        for some in cut_rows(rows, self._settings.micro_batch_tokens, trees=self.policy.packs):
             batch = pack(some)
             parts.append(self._scores(batch.to(self.device)))
             if self._cost is not None:

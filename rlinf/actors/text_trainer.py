@@ -240,7 +240,9 @@ class TextTrainer(BaseTrainer):
         alone = len({*shares}) == self.world_size  # ranks of one share of the data keep step
         free = len(copies) > 1 and alone
         self._runner = runner = AsyncReplicas(self, copies) if free else InStep(self, shares)
-        self._packing = Packing(runner.shares, budget, rounds_at_once=runner.rounds_at_once)
+        self._packing = Packing(
+            runner.shares, budget, rounds_at_once=runner.rounds_at_once, trees=getattr(self._back, "reads_trees", False)
+        )
 
     # What a subclass says ----------------------------------------------------------------------------------------
 
@@ -431,10 +433,10 @@ class _Handler:
             self._trainer._note_work(batch.lengths, len(batch.targets), len(batch.ids), learns=True)
 
     def score(self, command: Forward) -> Tensor:
-        scores, rows = self._trainer._score(command), command.rows
-        prompts = {id(row.prompt_ids): len(row.prompt_ids) for row in rows}  # what answers have in common is read once
-        tokens = sum(prompts.values()) + sum(len(row.response_ids) for row in rows)
-        self._trainer._note_work([row.size for row in rows], sum(row.learned for row in rows), tokens, learns=False)
+        scores = self._trainer._score(command)
+        if command.rows:
+            batch = command.packed()
+            self._trainer._note_work(batch.lengths, len(batch.targets), len(batch.ids), learns=False)
         return scores
 
     def _step(self, command: OptimizerStep) -> StepResult:

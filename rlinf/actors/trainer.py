@@ -127,6 +127,8 @@ class Trainer(TextTrainer):
         self._gathered: set[str] = set()
         """Models of which gradients wait for `optim_step`."""
         await self._make(spec, tokenizer, chat_template)
+        if self._adapter_of:  # rows of several agents read nothing together
+            self._packing = replace(self._packing, trees=False)
         self._publishes, self._load_of = dtype_of(settings.publishes), self._loads(settings)
         self._lends, self._delta = settings.lends, settings.delta
         if self._lends:
@@ -242,7 +244,7 @@ class Trainer(TextTrainer):
             await cancel_all([accounts])
         self._batch = batch
         self._learned.append(learned)
-        return {**described, **taken_steps(steps)}
+        return {**described, **batch.packer.numbers(), **taken_steps(steps)}
 
     async def _accounts(self, batch: BatchSchedule, met: int) -> tuple[Learned, dict[str, float]]:
         """Say what a batch was, beside the learning: which samples, and its metrics."""
@@ -369,7 +371,7 @@ class Trainer(TextTrainer):
         self, passes: Sequence[TokenPass], rows: Sequence[Sequence[Row]], into: dict[Row, np.ndarray], nothing: None
     ) -> None:
         """Compute passes of several models, each cut into the micro-batches that it has alone."""
-        back, packing = self._fsdp(), self._packing
+        back, packing = self._fsdp(), replace(self._packing, trees=False)
         cuts = [[share for (share,) in MicroBatchPacker(packing).close(some)] for some in rows]
         for at_once in zip_longest(*cuts):  # never two of one model, whose gradients add up one after the other
             present = [(one, mine) for one, mine in zip(passes, at_once, strict=True) if mine]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.prefix_tree import Texts, tree_of
+from rlinf.data.prefix_tree import Texts, overlaps, tree_of
 from rlinf.data.routes import side_by_side
 from rlinf.data.sample import Datum, ImageRef, Sample, join_columns, split, split_columns
 
@@ -385,6 +385,53 @@ def _per_token(values: Sequence[float | np.ndarray], lengths: np.ndarray) -> np.
         whole = [np.broadcast_to(np.float32(value), (n,)) for value, n in zip(values, lengths, strict=True)]
         return np.concatenate(whole)
     return np.repeat(np.array(values, np.float32), lengths)
+
+
+def whole_texts(rows: Sequence[Row]) -> Texts:
+    """Rows as texts, to their last tokens."""
+    parts = [part for row in rows for part in (row.prompt_ids, row.response_ids)]
+    lengths, images = np.array([row.size for row in rows]), [row.images for row in rows]
+    return Texts(np.concatenate(parts).astype(np.int64), lengths, np.array([len(part) for part in parts[::2]]), images)
+
+
+def cut_rows(rows: Sequence[Row], budget: int, *, trees: bool) -> Iterator[list[Row]]:
+    """Cut rows, in order, into micro-batches of at most so many tokens; a longer row stands alone.
+
+    Args:
+        rows: what to cut.
+        budget: of a micro-batch, in tokens.
+        trees: what neighbours share at their beginnings is read once, and counts once.
+    """
+    again = overlaps(whole_texts(rows), range(len(rows))).tolist() if trees and rows else [0] * len(rows)
+    return cut_tree(rows, [row.size for row in rows], again, budget)
+
+
+_FULL = 0.8
+"""Share of its budget that a piece has at least where it is cut earlier than it need be: a prefix that is read again
+costs tokens, and so does one piece more."""
+
+
+def cut_tree(items: Sequence[T], sizes: Sequence[int], again: Sequence[int], budget: int) -> Iterator[list[T]]:
+    """`cut` where neighbours share a beginning, which counts once in each piece.
+
+    Args:
+        items: what to cut, in the order of a tree.
+        sizes: size of each, in tokens.
+        again: how many of those the one before it has too. Pieces end where that is least, as far as they are full.
+        budget: of a piece, in tokens.
+    """
+    start = 0
+    while start < len(items):
+        total, end, ends = sizes[start], start + 1, list[tuple[int, int]]()
+        while end < len(items) and total + sizes[end] - again[end] <= budget:
+            if total >= _FULL * budget:
+                ends.append((again[end], -end))
+            total += sizes[end] - again[end]
+            end += 1
+        if end < len(items) and ends and min(ends)[0] < again[end]:
+            end = -min(ends)[1]
+        yield list(items[start:end])
+        start = end
 
 
 def cut(items: Sequence[T], sizes: Sequence[int], budget: int) -> Iterator[list[T]]:

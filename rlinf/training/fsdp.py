@@ -152,6 +152,11 @@ class FsdpBackEnd:
         return self.module.way
 
     @property
+    def reads_trees(self) -> bool:
+        """Beginnings that texts of a micro-batch share are read once."""
+        return self.module.packs
+
+    @property
     def model(self) -> PreTrainedModel:
         """The Hugging Face model."""
         return self.module.model

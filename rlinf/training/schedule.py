@@ -31,7 +31,7 @@ from collections.abc import (
 )
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field, fields, replace
-from operator import itemgetter
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -41,7 +41,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.algos.token_losses import LOGPROBS, TokenLoss
-from rlinf.data.packing import Packed, Parcel, Row, cut, pack
+from rlinf.data.packing import Packed, Parcel, Row, cut_tree, pack, whole_texts
+from rlinf.data.prefix_tree import overlaps, tree_order
 from rlinf.data.rng import permutation
 from rlinf.data.sample import Datum, Example, Group, NotScored
 from rlinf.runtime.base.tasks import finish
@@ -126,10 +127,13 @@ class Forward:
     """On rank 0, takes the columns of each share, float32 [columns, its learned tokens]."""
     loss: TokenLoss | None = None
     """Its gradient is added, with the rows' columns as its inputs; None: there is none."""
+    _packed: Packed | None = field(default=None, init=False)
 
     def packed(self) -> Packed:
-        """The rows as tensors."""
-        return pack(self.rows)
+        """The rows as tensors, made once."""
+        if self._packed is None:
+            self._packed = pack(self.rows)
+        return self._packed
 
     def deliver(self, scores: Sequence[np.ndarray]) -> None:
         """Hand over what all ranks computed."""
@@ -340,6 +344,20 @@ class Packing:
     """So many neighbours are never parted, such as the two rows of a pair; what is pushed is whole sets."""
     rounds_at_once: int = 1
     """Rounds that are computed at the same time, so the last ones are balanced over as many."""
+    trees: bool = False
+    """Beginnings that neighbours share are read once: they count once, and the neighbours stay together."""
+
+
+class _Branch(NamedTuple):
+    """Rows that are never parted."""
+
+    rows: Sequence[Row]
+    size: int
+    """Tokens that are read of them alone."""
+    again: int
+    """How many of those the rows before them have, too."""
+    goes_on: bool
+    """It shares a whole prompt with the rows before, so that a rank had better have both."""
 
 
 class MicroBatchPacker:
@@ -351,78 +369,100 @@ class MicroBatchPacker:
 
     def __init__(self, packing: Packing):
         self._packing = packing
-        self._rows: list[Row] = []
+        self._branches: list[_Branch] = []
         self._tokens = 0
+        self.whole = self.fresh = self.learned = 0
+        """Tokens of all rows that came out, those of them that are read, and those that are learned."""
+
+    def numbers(self) -> dict[str, float]:
+        """Metrics of the rows that came out: tokens that are read for each learned one, and the share of all that need
+        not be read again."""
+        if not self.learned:
+            return {}
+        return {"tokens_read/per_learned": self.fresh / self.learned, "tokens_read/saved": 1 - self.fresh / self.whole}
 
     def push(self, rows: Sequence[Row]) -> Iterator[Round]:
         """More rows; the rounds that are full."""
-        self._rows += rows
-        self._tokens += sum(row.size for row in rows)
+        self._add(rows)
         if self._tokens > self._packing.ranks * self._packing.budget:  # otherwise no round can be full
             pieces = self._pieces()
             while len(pieces) > self._packing.ranks:  # the last piece may still grow
                 yield self._assign(pieces[: self._packing.ranks], self._packing.ranks)
                 pieces = pieces[self._packing.ranks :]
-            self._rows = [row for piece in pieces for row in piece]
-            self._tokens = sum(row.size for row in self._rows)
+            self._branches = [branch for piece in pieces for branch in piece]
+            self._tokens = sum(map(_size, pieces))
 
     def close(self, rows: Sequence[Row] = ()) -> Iterator[Round]:
         """No more rows come than these; the last rounds, of which some may be smaller."""
-        self._rows += rows
+        self._add(rows)
         pieces, at_once = self._pieces(), self._packing.ranks * self._packing.rounds_at_once
         for start in range(0, len(pieces), at_once):
             assigned = self._assign(pieces[start : start + at_once], at_once)
             rounds = [assigned[first : first + self._packing.ranks] for first in range(0, at_once, self._packing.ranks)]
             yield from (round for round in rounds if any(round))
-        self._rows, self._tokens = [], 0
+        self._branches, self._tokens = [], 0
 
-    def _pieces(self) -> list[list[Row]]:
+    def _add(self, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        before = [*self._branches[-1].rows[-1:]] if self._branches else []
+        every, together = [*before, *rows], self._packing.together
+        again = [0] * len(every)
+        if self._packing.trees:
+            again = overlaps(whole_texts(every), range(len(every))).tolist()
+        goes_on = [False, *(_go_on(*pair, count) for pair, count in zip(pairwise(every), again[1:], strict=True))]
+        for start in range(len(before), len(every), together):
+            end = start + together
+            size = sum(row.size for row in every[start:end]) - sum(again[start + 1 : end])
+            self._tokens += size - again[start]
+            self._branches.append(_Branch(every[start:end], size, again[start], goes_on[start] and together == 1))
+
+    def _pieces(self) -> list[list[_Branch]]:
         """The rows that are held, in micro-batches."""
-        if self._packing.together == 1:
-            return list(cut(self._rows, [row.size for row in self._rows], self._packing.budget))
-        sets = self._sets(self._rows)
-        pieces = cut(sets, list(map(_size, sets)), self._packing.budget)
-        return [[row for each in piece for row in each] for piece in pieces]
+        sizes, again = ([branch[of] for branch in self._branches] for of in (1, 2))
+        return list(cut_tree(self._branches, sizes, again, self._packing.budget))  # type: ignore[arg-type]
 
-    def _sets(self, rows: Sequence[Row]) -> list[Sequence[Row]]:
-        return [rows[start : start + self._packing.together] for start in range(0, len(rows), self._packing.together)]
-
-    def _assign(self, pieces: Sequence[Sequence[Row]], ranks: int) -> Round:
+    def _assign(self, pieces: Sequence[Sequence[_Branch]], ranks: int) -> Round:
         """Rows of so many ranks, balanced over them by tokens: the most first, each to the rank with least so far
-        (Graham, "Bounds on multiprocessing timing anomalies", 1969). Unless that would overfill one. Answers to one
-        prompt stay together where they came together, since a rank reads their prompt once."""
-        if ranks == 1:
-            return (tuple(pieces[0]),)
-        assigned: list[list[Row]] = [[] for _ in range(ranks)]
-        loads, largest = [0] * ranks, 0
-        runs: list[tuple[int, Sequence[Row]]] = []
+        (Graham, "Bounds on multiprocessing timing anomalies", 1969). Unless that would overfill one. What shares a
+        prompt stays together where it came together, since a rank reads it once."""
+        runs: list[list[_Branch]] = []
         for piece in pieces:
-            sized = [(_size(run), run) for run in (_runs(piece) if self._packing.together == 1 else self._sets(piece))]
-            largest = max(largest, sum(size for size, _ in sized))
-            runs += sized
-        for size, run in sorted(runs, key=itemgetter(0), reverse=True):
+            for number, branch in enumerate(piece):
+                if number and branch.goes_on:
+                    runs[-1].append(branch)
+                else:
+                    runs.append([branch])
+        assigned: list[list[_Branch]] = [[] for _ in range(ranks)]
+        loads = [0] * ranks
+        for run in sorted(runs, key=_size, reverse=True):
             rank = loads.index(min(loads))
             assigned[rank] += run
-            loads[rank] += size
-        if max(loads) > largest:
-            empty: list[list[Row]] = [[] for _ in range(ranks - len(pieces))]
+            loads[rank] += _size(run)
+        if ranks == 1 or max(loads) > max(map(_size, pieces)):
+            empty: list[list[_Branch]] = [[] for _ in range(ranks - len(pieces))]
             assigned = [*map(list, pieces), *empty]
-        return tuple(map(tuple, assigned))
+            loads = list(map(_size, pieces))
+        shares = tuple(tuple(row for branch in part for row in branch.rows) for part in assigned)
+        self.fresh += sum(loads)
+        self.whole += sum(row.size for rows in shares for row in rows)
+        self.learned += sum(row.learned for rows in shares for row in rows)
+        return shares
 
 
-def _runs(rows: Sequence[Row]) -> list[list[Row]]:
-    """Neighbours with the same prompt, together."""
-    runs: list[list[Row]] = []
-    for row in rows:
-        if runs and runs[-1][0].prompt_ids is row.prompt_ids and runs[-1][0].images == row.images:
-            runs[-1].append(row)
-        else:
-            runs.append([row])
-    return runs
+def tree_rows(rows: Sequence[Row], packing: Packing) -> Sequence[Row]:
+    """Rows of a group in an order in which each shares most with the one before it, where that matters."""
+    return [rows[number] for number in tree_order(whole_texts(rows))] if packing.trees and len(rows) > 1 else rows
 
 
-def _size(rows: Sequence[Row]) -> int:
-    return sum(row.size for row in rows)
+def _go_on(before: Row, row: Row, count: int) -> bool:
+    """Two neighbours that share so many tokens share a whole prompt."""
+    return count >= min(len(before.prompt_ids), len(row.prompt_ids))
+
+
+def _size(branches: Sequence[_Branch]) -> int:
+    """Tokens that are read of neighbours."""
+    return sum(branch.size - branch.again for branch in branches) + branches[0].again
 
 
 class LogprobPass:
@@ -437,7 +477,7 @@ class LogprobPass:
     def __init__(self, packing: Packing, columns: tuple[str, ...]):
         self.finished: asyncio.Queue[Group] = asyncio.Queue()
         """Groups that carry the columns, in the order in which they came."""
-        self._columns, self._budget = columns, packing.budget
+        self._columns, self._packing = columns, packing
         self._packer = MicroBatchPacker(packing)
         self.came = 0
         """Groups that were pushed."""
@@ -451,7 +491,7 @@ class LogprobPass:
             groups: to be passed over.
             in_order: see `token_batches`.
         """
-        async for batch in token_batches(groups, in_order, self._budget):
+        async for batch in token_batches(groups, in_order, self._packing.budget):
             for command in self.push(batch):
                 yield command
         for command in self.close():
@@ -463,7 +503,7 @@ class LogprobPass:
         rows: list[Row] = []
         for group in groups:
             mine = [None if sample.outcome in _FAILED else Row.of(sample, 0.0) for sample in group.samples]
-            rows += [row for row in mine if row is not None]
+            rows += tree_rows([row for row in mine if row is not None], self._packing)
             self._waiting.append((group, mine))
         yield from map(self._forward, self._packer.push(rows))
         self._release()
@@ -605,6 +645,8 @@ class BatchSchedule:
         """Every group that came, in the order of computing."""
         self.learned = LearnedRows()
         """Their rows, in the same order."""
+        self.packer = MicroBatchPacker(packing)
+        """Cuts its rows, and counts their tokens."""
         self.complete = asyncio.Event()
         """Set once all groups have come, and those who compute are at work on the last of them."""
 
@@ -636,7 +678,7 @@ class BatchSchedule:
         """Commands for a whole batch, each part of which makes an optimizer step."""
         await self._take(groups)
         self._check()
-        packer, steps_left = MicroBatchPacker(self._packing), self._plan.steps
+        packer, steps_left = self.packer, self._plan.steps
         for epoch in range(self._plan.epochs):
             for number, part in enumerate(parts := [*self._parts(epoch)]):
                 load = self._load(part)
@@ -650,7 +692,7 @@ class BatchSchedule:
         self, ready: Iterable[Sequence[Group]] | AsyncIterable[Sequence[Group]]
     ) -> AsyncGenerator[tuple[Command, ...], None]:
         """Commands for passes over a batch, computed as its groups are ready; each makes an optimizer step."""
-        packer, rounds = MicroBatchPacker(self._packing), 0
+        packer, rounds = self.packer, 0
         rounds_of = packer.close if self._whole else packer.push
         async for groups in each(ready):
             new = await self._take(groups)
@@ -701,7 +743,7 @@ class BatchSchedule:
             learned = self._rows_of(groups)
         self.groups += groups
         self.learned += learned
-        return [row for rows in learned.rows for row in rows]
+        return [row for rows in learned.rows for row in tree_rows(rows, self._packing)]
 
     def _parts(self, epoch: int) -> Iterator[list[Row]]:
         """The groups' rows in so many parts of about equal numbers of groups; fewer if there are not so many groups."""
@@ -709,7 +751,7 @@ class BatchSchedule:
         order = permutation(len(groups), *self._plan.seed, epoch)
         count = min(self._plan.minibatches, len(groups))
         for number in range(count):
-            yield [row for group in order[number::count] for row in groups[group]]
+            yield [row for group in order[number::count] for row in tree_rows(groups[group], self._packing)]
 
     def _check(self) -> None:
         where = self._plan.where

@@ -75,6 +75,11 @@ def test_loading_and_parking_is_switching_whoever_does_it_and_not_time_of_nothin
         "timing/other": 2.0,
     }
     assert sentence({"timing/step": 10.0, **metrics}) == "10.00 s: switching 5.00, training 3.00, other 2.00"
+    trees = sentence({"timing/step": 10.0, **metrics, "tokens_read/saved": 0.52})
+    assert (
+        trees == sentence({"timing/step": 10.0, **metrics}) + "; beginnings in common saved 52% of the trainer's tokens"
+    )
+    assert sentence({"timing/step": 0.01, "timing/other": 0.001, "tokens_read/saved": 0.05}) == "0.01 s"
 
 
 def test_a_step_too_short_for_parts_is_told_by_its_length_alone():

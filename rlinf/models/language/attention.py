@@ -204,7 +204,7 @@ class Rectangle:
     index: Tensor | None
     """Which token stands at each place, int64 [rows x length]; None if it is all tokens in order."""
     queries: Tensor | None
-    """The same of queries, int64 [rows x (length - begin)]; None for `index`."""
+    """Which token asks at each place, int64 [rows x (length - begin)]; None for `index`."""
 
     def mask(self, rule: Rule, device: torch.device) -> Tensor | None:
         """The mask of each row, see `Rule.within`."""

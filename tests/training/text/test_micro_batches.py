@@ -1,5 +1,6 @@
 """Which samples are computed together: order, budget, balance, and independence of time."""
 
+import itertools
 import random
 from functools import partial
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.packing import Row
+from rlinf.data.packing import Row, cut_tree
 from rlinf.data.sample import Group, Prompt
 from rlinf.training.policy import advantage_rows
 from rlinf.training.schedule import (
@@ -20,6 +21,7 @@ from rlinf.training.schedule import (
     OptimizerStep,
     Packing,
     Recompute,
+    tree_rows,
 )
 from tests.actors import toys
 
@@ -100,6 +102,42 @@ def test_every_row_is_computed_once_within_the_budget_however_rows_come(sizes, r
         assert len(dealt) == ranks
         for part in dealt:
             assert len(part) <= 1 or sum(map(size_of.get, part)) <= budget
+
+
+FORKS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12), st.integers(1, 6)), min_size=1, max_size=20)
+
+
+@given(FORKS, st.integers(1, 3), st.integers(5, 60), st.randoms(use_true_random=False))
+def test_of_trees_what_is_read_is_within_the_budget(forks, ranks, budget, random):
+    texts = [[1, 2]]
+    for number, (other, kept, more) in enumerate(forks):
+        texts.append([*texts[other % len(texts)][: 1 + kept], *range(100 * number, 100 * number + more)])
+    made, packing = [Row(np.array(text[:1]), np.array(text[1:])) for text in texts], Packing(ranks, budget, trees=True)
+    found = []
+    for at_once in (len(made), 1):
+        cutter, rounds = MicroBatchPacker(packing), []
+        for start in range(0, len(made), at_once):
+            rounds += cutter.push(tree_rows(made, packing)[start : start + at_once])
+        rounds += cutter.close()
+        found.append([[[id(row) for row in part] for part in dealt] for dealt in rounds])
+    assert found[0] == found[1]
+    assert sorted(key for dealt in rounds for part in dealt for key in map(id, part)) == sorted(map(id, made))
+    read = 0
+    for part in itertools.chain(*rounds):
+        texts = [(*row.prompt_ids, *row.response_ids) for row in part]
+        tokens = len({text[: end + 1] for text in texts for end in range(len(text))})
+        assert len(part) == 1 or tokens <= budget
+        read += tokens
+    numbers = cutter.numbers()
+    assert read <= cutter.fresh <= sum(row.size for row in made)
+    assert numbers["tokens_read/saved"] == 1 - cutter.fresh / sum(row.size for row in made)
+
+
+def test_a_tree_is_cut_where_least_is_read_again():
+    sizes = [20, 3, 3, 3]
+    assert list(cut_tree("abcd", sizes, [0, 1, 2, 2], 23)) == [["a"], ["b", "c", "d"]]
+    assert list(cut_tree("abcd", sizes, [0, 2, 2, 2], 22)) == [["a", "b", "c"], ["d"]]
+    assert list(cut_tree("abcd", sizes, [0, 0, 2, 2], 26)) == [["a", "b", "c", "d"]]
 
 
 def test_a_round_comes_out_as_soon_as_the_next_row_cannot_join_it():

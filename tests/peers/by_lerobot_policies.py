@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from safetensors.torch import load_file, save_file
 
 # torchvision's own operators need another build of torch; a ResNet has none of them
 stand_in("torchvision._meta_registrations", "torchvision.io", "peft", "gymnasium", "datasets", "cv2", "av", "deepdiff",
-         "serial", "jsonlines", "imageio", "wandb", "accelerate", "lerobot.configs.train", "lerobot.policies.rtc",
+         "serial", "jsonlines", "imageio", "wandb", "accelerate", "lerobot.configs.train",
          "lerobot.teleoperators", "lerobot.robots", "lerobot.datasets", "lerobot.envs",
          "lerobot.processor.hil_processor")  # fmt: skip
-bare("lerobot", "lerobot.policies", "lerobot.policies.act", "lerobot.policies.smolvla")
+bare("lerobot", "lerobot.policies", "lerobot.policies.act", "lerobot.policies.smolvla", "lerobot.policies.rtc")
 from lerobot.configs.types import FeatureType, PolicyFeature  # noqa: E402
 from lerobot.processor.converters import policy_action_to_transition, transition_to_policy_action  # noqa: E402
 from lerobot.processor.pipeline import PolicyProcessorPipeline  # noqa: E402
@@ -64,24 +65,42 @@ def around(directory: Path) -> tuple[Any, Any]:
     return before, after
 
 
-def act(kind: str) -> tuple[Any, Any, Any]:
+def parts_of(kind: str, folder: Path) -> tuple[Any, Any, Any]:
     """Configuration, class, and maker of processors."""
-    from lerobot.policies.act import modeling_act
-    from lerobot.policies.act.processor_act import make_act_pre_post_processors
+    if kind == "act":
+        from lerobot.policies.act import modeling_act
+        from lerobot.policies.act.processor_act import make_act_pre_post_processors
 
-    return modeling_act.ACTConfig, modeling_act.ACTPolicy, make_act_pre_post_processors
+        return modeling_act.ACTConfig, modeling_act.ACTPolicy, make_act_pre_post_processors
+    from lerobot.policies.smolvla import modeling_smolvla, processor_smolvla, smolvlm_with_expert
+    from transformers.models.smolvlm import modeling_smolvlm as smolvlm
+
+    # in float32, transformers 4.57 rounds the places of patches to those before them, unlike in bfloat16, in which
+    # SmolVLA is trained, and unlike transformers 5
+    smolvlm.SmolVLMVisionEmbeddings.forward = lambda self, pixel_values, patch_attention_mask: (
+        self.patch_embedding(pixel_values).flatten(2).transpose(1, 2) + self.position_embedding.weight
+    )
+    tokenizer = SimpleNamespace(fake_image_token_id=0, global_image_token_id=0)  # of no use where none are added
+    smolvlm_with_expert.AutoProcessor = SimpleNamespace(from_pretrained=lambda *_: SimpleNamespace(tokenizer=tokenizer))
+    makers = modeling_smolvla.SmolVLAPolicy, processor_smolvla.make_smolvla_pre_post_processors
+    return modeling_smolvla.SmolVLAConfig, *makers
 
 
-def answered(policy: Any, directory: Path, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def answered(policy: Any, directory: Path, given: dict[str, torch.Tensor], texts: list[str]) -> dict[str, torch.Tensor]:
     """Actions in the robot's units, and the loss of demonstrated ones."""
-    from lerobot.policies.act import modeling_act
-
     before, after = around(directory)
-    batch = before(batch_of(given, list(policy.config.image_features)))
-    chunk = after(policy.predict_action_chunk({**batch}))
-    modeling_act.torch = _With(randn_like=lambda *_: given["latent"])
+    batch = before({**batch_of(given, list(policy.config.image_features)), "task": texts})
+    flows = {"noise": given["noise"]} if "noise" in given else {}
+    chunk = after(policy.predict_action_chunk({**batch}, **flows))
+    if flows:
+        flows["time"] = given["time"]
+    else:
+        from lerobot.policies.act import modeling_act
+
+        modeling_act.torch = _With(randn_like=lambda *_: given["latent"])
+        policy.train()
     with torch.no_grad():
-        loss, _ = policy.train().forward(batch)
+        loss, _ = policy.forward(batch, **flows)
     return {"actions": chunk.contiguous(), "loss": loss}
 
 
@@ -97,24 +116,33 @@ class _With:
 
 def make(kind: str, folder: Path) -> None:
     given, about = load_file(folder / "given.safetensors"), json.loads((folder / "given.json").read_text())
-    config, policy, processors = act(kind)
+    config, policy, processors = parts_of(kind, folder)
+    sizes = dict(about["sizes"])
+    if kind == "smolvla":
+        from transformers import SmolVLMConfig
+
+        SmolVLMConfig(**about["vlm"]).save_pretrained(folder / "vlm")
+        sizes |= {"vlm_model_name": str(folder / "vlm"), "load_vlm_weights": False}
+        (folder / "vlm" / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+        words = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>"}
+        (folder / "vlm" / "tokenizer_config.json").write_text(json.dumps(words))
     torch.manual_seed(5)
-    mine = moved(policy(config(**features(about), **about["sizes"], device="cpu"))).eval()
+    mine = moved(policy(config(**features(about), **sizes, device="cpu"))).eval()
     mine.save_pretrained(folder / kind)
     statistics = {
         feature: {name: torch.tensor(row) for name, row in each.items()} for feature, each in about["numbers"].items()
     }
     for each in processors(mine.config, statistics):
         each.save_pretrained(folder / kind)
-    save_file(answered(mine, folder / kind, given), folder / "answers.safetensors")
+    save_file(answered(mine, folder / kind, given, about["texts"]), folder / "answers.safetensors")
 
 
 def load(kind: str, folder: Path, *names: str) -> None:
-    given = load_file(folder / "given.safetensors")
+    given, about = load_file(folder / "given.safetensors"), json.loads((folder / "given.json").read_text())
     for name in names:
-        _, policy, _ = act(kind)
+        _, policy, _ = parts_of(kind, folder)
         mine = policy.from_pretrained(folder / name, strict=True)
-        save_file(answered(mine, folder / name, given), folder / f"{name}.safetensors")
+        save_file(answered(mine, folder / name, given, about["texts"]), folder / f"{name}.safetensors")
 
 
 if __name__ == "__main__":

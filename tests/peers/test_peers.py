@@ -264,7 +264,9 @@ def acts(folder, kind):
     latent = normals(uniforms(SEEDS, 3, 6, CPU))
     given |= {"actions": given["actions"][..., :4].contiguous(), "pads": pads.to(torch.uint8), "latent": latent}
     save_file(given, folder / "given.safetensors")
-    (folder / "given.json").write_text(json.dumps({**ACTS[kind], "outputs": {"action": ("ACTION", (4,))}}))
+    (folder / "given.json").write_text(
+        json.dumps({**ACTS[kind], "outputs": {"action": ("ACTION", (4,))}, "texts": TEXTS})
+    )
     ask("lerobot", "by_lerobot_policies.py", "make", "act", folder)
     policy = load_policy(folder / "act", {"type": "act", "action_low": [-BOUND] * 4, "action_high": [BOUND] * 4})
     return policy, given, load_file(folder / "answers.safetensors"), folder
@@ -295,6 +297,27 @@ def test_act_of_lerobot_acts_and_loses_the_same(kind, request, tmp_path):
         torch.testing.assert_close(missed(policy, given), answers["loss"], atol=1e-4, rtol=1e-4)
 
 
+def measured(given):
+    """Other statistics than the directory's."""
+    counted = {}
+    for name, rows in (("state", given["state"]), ("actions", given["actions"].flatten(0, 1))):
+        counter = Accumulator()
+        counter.add(rows)
+        counted[name] = counter.done()
+    return counted
+
+
+def learned(lost, parameters):
+    """Losses of a few steps of Adam."""
+    optimizer, losses = torch.optim.Adam(parameters, lr=1e-3), []
+    for _ in range(8):
+        losses.append(lost())
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    return losses
+
+
 def test_act_that_learned_here_goes_back_to_lerobot_with_its_numbers(act):
     policy, given, _, folder = act
     save_policy(policy, folder / "same")
@@ -307,24 +330,14 @@ def test_act_that_learned_here_goes_back_to_lerobot_with_its_numbers(act):
         else:
             assert mine.read_bytes() == file.read_bytes()
 
-    counted = {}
-    for name, rows in (("state", given["state"]), ("actions", given["actions"].flatten(0, 1))):
-        counter = Accumulator()
-        counter.add(rows)
-        counted[name] = counter.done()
     bounds = {"action_low": [-BOUND] * 4, "action_high": [BOUND] * 4}
-    settings = {"type": "act", **bounds, **type(policy).with_statistics("mine", counted, 3)}
+    settings = {"type": "act", **bounds, **type(policy).with_statistics("mine", measured(given), 3)}
     tuned = load_policy(folder / "act", settings)
     sizes = {key: value for key, value in policy.config.sizes.items() if key in ("dim_model", "n_heads", "latent_dim")}
     new = {**settings, "image": [64, 64, 6], "state_size": 5, "action_size": 4, "chunk": 7}
     fresh = build_policy_model({**new, "model": {**sizes, "dim_feedforward": 48, "chunk_size": 7}})
     for name, learner in (("tuned", tuned), ("fresh", fresh)):
-        optimizer, losses = torch.optim.Adam(learner.parameters(), lr=1e-3), []
-        for _ in range(8):
-            losses.append(missed(learner, given))
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
+        losses = learned(lambda learner=learner: missed(learner, given), learner.parameters())
         assert losses[-1] < losses[0]
         save_policy(learner, folder / name)
     ask("lerobot", "by_lerobot_policies.py", "load", "act", folder, "tuned", "fresh")
@@ -334,3 +347,80 @@ def test_act_that_learned_here_goes_back_to_lerobot_with_its_numbers(act):
         if name == "tuned":  # a fresh one of lerobot's drops out
             with torch.no_grad():
                 torch.testing.assert_close(missed(learner, given), theirs["loss"], atol=1e-4, rtol=1e-4)
+
+
+VLM = {
+    "scale_factor": 2, "text_config": {
+        "model_type": "llama", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 5, "head_dim": 64,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 128, "rms_norm_eps": 1e-5,
+    },
+    "vision_config": {
+        "hidden_size": 128, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 64, "patch_size": 16,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def smolvla(tmp_path_factory):
+    """(ours, what was given, lerobot's answers, folder with its directory `smolvla`)."""
+    folder = tmp_path_factory.mktemp("smolvla")
+    given = robot(side=48, state=5, horizon=7)
+    given |= {"actions": given["actions"][..., :4].contiguous(), "rgb": given["rgb"][:, :40].contiguous()}
+    given |= {**drawn(7, 32), "pads": torch.zeros(3, 7, dtype=torch.uint8)}
+    save_file(given, folder / "given.safetensors")
+    flow_tokenizer().save(str(folder / "tokenizer.json"))
+    cameras = {f"observation.images.{name}": ("VISUAL", (3, 40, 48)) for name in ("top", "wrist")}
+    about = {
+        "inputs": {**cameras, **STATE}, "outputs": {"action": ("ACTION", (4,))}, "texts": TEXTS, "vlm": VLM,
+        "numbers": NUMBERS, "sizes": {
+            "chunk_size": 7, "n_action_steps": 7, "num_vlm_layers": 4, "resize_imgs_with_padding": (64, 64),
+        },
+    }  # fmt: skip
+    (folder / "given.json").write_text(json.dumps(about))
+    ask("lerobot", "by_lerobot_policies.py", "make", "smolvla", folder)
+    (folder / "smolvla" / "tokenizer.json").symlink_to(folder / "tokenizer.json")
+    bounds = {"action_low": [-BOUND] * 4, "action_high": [BOUND] * 4}
+    policy = load_policy(folder / "smolvla", {"type": "smolvla", **bounds})
+    return policy, given, load_file(folder / "answers.safetensors"), folder
+
+
+def flowed(policy, given):
+    """Actions in the robot's units, and the loss of what is demonstrated."""
+    observation = {"rgb": given["rgb"], "state": given["state"]}
+    acted = policy.act(observation, instructions=TEXTS, generator=SEEDS, greedy="from_noise").actions * BOUND
+    stored = policy.demonstrated(observation, given["actions"] / BOUND, TEXTS)
+    return acted, policy.imitate(stored, generator=SEEDS).mean().float()
+
+
+def test_smolvla_of_lerobot_acts_and_loses_the_same(smolvla):
+    policy, given, answers, _ = smolvla
+    with torch.no_grad():
+        acted, lost = flowed(policy, given)
+    torch.testing.assert_close(acted, answers["actions"], atol=1e-4, rtol=1e-4)
+    assert answers["actions"].std() > 0.1
+    torch.testing.assert_close(lost, answers["loss"], atol=1e-4, rtol=1e-4)
+
+
+def test_smolvla_that_learned_here_goes_back_to_lerobot_with_its_numbers(smolvla):
+    policy, given, _, folder = smolvla
+    save_policy(policy, folder / "same")
+    for file in (folder / "smolvla").iterdir():
+        mine = folder / "same" / file.name
+        if file.name == "model.safetensors":
+            ours, theirs = load_file(mine), load_file(file)
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        else:
+            assert mine.read_bytes() == file.read_bytes()
+    settings = {"type": "smolvla", "action_low": [-BOUND] * 4, "action_high": [BOUND] * 4}
+    tuned = load_policy(folder / "smolvla", {**settings, **type(policy).with_statistics("mine", measured(given), 3)})
+    losses = learned(lambda: flowed(tuned, given)[1], tuned.parameters())
+    assert losses[-1] < losses[0]
+    save_policy(tuned, folder / "tuned")
+    ask("lerobot", "by_lerobot_policies.py", "load", "smolvla", folder, "tuned")
+    theirs = load_file(folder / "tuned.safetensors")
+    with torch.no_grad():
+        acted, lost = flowed(tuned, given)
+    torch.testing.assert_close(acted, theirs["actions"], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(lost, theirs["loss"], atol=1e-4, rtol=1e-4)

@@ -28,6 +28,7 @@ SCALES = {
     "pi05": ("q01_q99", f"{ROBOT}/norm_stats.json"),
     "gr00t": ("min_max", "experiment_cfg/metadata.json"),
     "act": ("mean_std", None),
+    "smolvla": ("mean_std", None),
 }
 """What each policy brings numbers to, and where its authors keep what that needs."""
 LOW, HIGH = -0.4, 1.2

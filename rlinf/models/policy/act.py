@@ -10,7 +10,6 @@ them. Actions are in the robot's units by the directory's statistics, and by the
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from torch.nn import functional
 
 from rlinf.algos.loss_sum import LossSum
 from rlinf.data.demonstrations.statistics import FeatureStatistics
-from rlinf.data.safetensors_io import write_text
 from rlinf.models.policy import lerobot
 from rlinf.models.policy.act_network import ACTIVATIONS, BACKBONES, SIZES, ActNetwork
 from rlinf.models.policy.actor_critic import Normal, perceptron
@@ -48,7 +46,6 @@ _IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 """Of pictures in 0..1: what lerobot puts in place of a data set's own."""
 _KINDS = {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
 """LeRobot's kinds of normalisation for ACT; without pictures also of ENV, the world's state."""
-_STATISTICS = ("mean", "std", "min", "max", "q01", "q99")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +82,7 @@ class ActConfig(PolicyConfig):
                 raise ValueError(f"policy act: model.{key}={sizes[key]!r} must be one of {', '.join(choices)}")
         if about.get("replace_final_stride_with_dilation"):
             raise ValueError("policy act: model.replace_final_stride_with_dilation is not for these ResNets")
-        kinds = about["normalization_mapping"]
-        if odd := [kind for kind in kinds.values() if kind not in (*lerobot.SCALES, "IDENTITY")]:
-            raise ValueError(
-                f"policy act: model.normalization_mapping says {odd[0]}: numbers are normalised by one of "
-                f"{', '.join(lerobot.SCALES)}, or by IDENTITY not at all"
-            )
+        lerobot.check_kinds(about, "act")
         numbers = about["output_features"][lerobot.ACTION]["shape"][0]
         if numbers != self.action_size:
             raise ValueError(
@@ -196,37 +188,18 @@ class ActPolicy(Policy):
             raise ValueError(f"{directory / 'config.json'} is of a {about.get('type')}, not of an act")
         if about.get("temporal_ensemble_coeff") is not None:
             logger.warning("%s: temporal_ensemble_coeff is not done here: chunks are not averaged", directory)
-        try:
-            inputs, outputs = about["input_features"], about["output_features"]
-            pictures = {name: each["shape"] for name, each in inputs.items() if each["type"] == "VISUAL"}
-            features = [name for name in (lerobot.STATE, lerobot.WORLD) if name in inputs]
-            settings: dict[str, Any] = {"model": about, "chunk": about["n_action_steps"]}
-            settings["action_size"] = outputs[lerobot.ACTION]["shape"][0]
-            settings["state_size"] = sum(inputs[name]["shape"][0] for name in features)
-            if pictures:
-                _, height, width = next(iter(pictures.values()))
-                settings["image"] = (height, width, 3 * len(pictures))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{directory / 'config.json'} lacks {error}: it is no ACT of lerobot's") from error
-        numbers = lerobot.numbers_in(directory)
-        if lerobot.ACTION not in numbers and about.get("normalization_mapping", _KINDS).get("ACTION") != "IDENTITY":
-            raise ValueError(
-                f"{directory} has no {lerobot.PROCESSORS[0]}.json with numbers of actions, without which they have no "
-                "scale: a checkpoint of lerobot before 0.4 is brought up to date by its migrate_policy_normalization"
-            )
-        settings["pictures"] = {name: _known(numbers[name]) for name in pictures if name in numbers}
-        settings["statistics"] = {name: _known(numbers.get(name, {})) for name in (*features, lerobot.ACTION)}
+        settings, statistics = lerobot.settings_of(about, directory), lerobot.statistics_of(about, directory)
+        inputs = about["input_features"]
+        settings["pictures"] = {
+            name: row for name, row in statistics.items() if name in inputs and row and inputs[name]["type"] == "VISUAL"
+        }
+        settings["statistics"] = {name: row for name, row in statistics.items() if name not in settings["pictures"]}
         return settings
 
     @classmethod
     def with_statistics(cls, name: str, statistics: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
         """See `Policy.with_statistics`; lerobot's files have no place for the name, and are float32."""
-        return {
-            "statistics": {
-                part: {name: getattr(each, name).float().tolist() for name in _STATISTICS}
-                for part, each in statistics.items()
-            }
-        }
+        return {"statistics": lerobot.counted(statistics)}
 
     @classmethod
     def actions_of(cls, config: ActConfig, scaling: Scaling | None) -> RobotActions:
@@ -237,24 +210,10 @@ class ActPolicy(Policy):
     def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
         """See `Policy.write_published`; processors with the statistics that it acts by."""
         super().write_published(directory, state)
-        about = self.config.about
-        if "config.json" not in self.files:
-            write_text(directory / "config.json", json.dumps(about, indent=2) + "\n")
-        numbers = _numbers(self.config)
-        if f"{lerobot.PROCESSORS[0]}.json" in self.files:
-            files = lerobot.with_numbers(self.files, numbers)
-        else:
-            pictures = self.config.pictures
-            if pictures is None:
-                pictures = dict.fromkeys(self.config.cameras, _IMAGENET)
-            of_pictures = {
-                name: {key: torch.tensor(row).view(3, 1, 1) for key, row in each.items()}
-                for name, each in pictures.items()
-            }
-            flat = {name: {key: torch.tensor(row) for key, row in each.items()} for name, each in numbers.items()}
-            files = lerobot.processors(about, of_pictures | flat)
-        for name, content in files.items():
-            (directory / name).write_bytes(content)
+        pictures = self.config.pictures
+        if pictures is None:
+            pictures = dict.fromkeys(self.config.cameras, _IMAGENET)
+        lerobot.write_beside(directory, self.files, self.config.about, _numbers(self.config), pictures)
 
     def blocks(self) -> Sequence[nn.Module]:
         """Layers of the transformers."""
@@ -358,32 +317,14 @@ class ActPolicy(Policy):
         return pictures, own if own.shape[1] else None, world if world.shape[1] else None
 
 
-def _known(statistics: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: row for name, row in statistics.items() if name in _STATISTICS}
-
-
 def _numbers(config: ActConfig) -> dict[str, dict[str, Any]]:
     """Statistics by the names of lerobot's features."""
-    statistics = dict(config.statistics)
-    robot, world = config.states
-    if (state := statistics.pop("state", None)) is not None:
-        if robot:
-            statistics[lerobot.STATE] = {name: row[:robot] for name, row in state.items()}
-        if world:
-            statistics[lerobot.WORLD] = {name: row[robot:] for name, row in state.items()}
-    if "actions" in statistics:
-        statistics[lerobot.ACTION] = statistics.pop("actions")
-    return {name: row for name, row in statistics.items() if row}
+    return lerobot.by_feature(config.statistics, *config.states)
 
 
 def _scaling(config: ActConfig, kind: str, numbers: Mapping[str, Any] | None, size: int) -> Scaling | None:
     """Between the robot's units and the model's scale; None for a policy that knows of no units."""
-    if not config.statistics:
-        return None
-    how = config.about["normalization_mapping"].get(kind, "IDENTITY")
-    if how == "IDENTITY" or numbers is None:  # as they are, in the robot's units
-        return Scaling(torch.zeros(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64))
-    return Scaling.of(numbers, lerobot.SCALES[how], lerobot.EPSILON)
+    return lerobot.scaling(config.about["normalization_mapping"], kind, numbers, size) if config.statistics else None
 
 
 def _scaling_of_pictures(config: ActConfig) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,9 @@ import torch
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
-from rlinf.models.policy.robots import Scale
+from rlinf.data.demonstrations.statistics import FeatureStatistics
+from rlinf.data.safetensors_io import write_text
+from rlinf.models.policy.robots import Scale, Scaling
 
 PROCESSORS = ("policy_preprocessor", "policy_postprocessor")
 """Beginnings of the names of the files in which lerobot keeps what happens around a policy, statistics included."""
@@ -33,6 +35,8 @@ SCALES: Mapping[str, Scale] = {"QUANTILES": "q01_q99", "MEAN_STD": "mean_std", "
 """Our names of lerobot's kinds of normalisation; others are none of ours, but for IDENTITY, which is none at all."""
 EPSILON = 1e-8
 """What lerobot adds to deviations."""
+STATISTICS = ("mean", "std", "min", "max", "q01", "q99")
+"""Statistics of a feature that kinds of normalisation need."""
 
 
 def said_in(directory: Path) -> dict[str, Any]:
@@ -49,6 +53,98 @@ def said_in(directory: Path) -> dict[str, Any]:
     if not isinstance(about, dict):
         raise ValueError(f"{path} must be an object of JSON")
     return about
+
+
+def settings_of(about: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Keys of policies' configurations that a config.json says: `model`, itself, `chunk`, and sizes of features.
+
+    Args:
+        about: config.json.
+        directory: that it lies in, for errors.
+
+    Raises:
+        ValueError: it lacks something.
+    """
+    try:
+        inputs, outputs = about["input_features"], about["output_features"]
+        pictures = [each["shape"] for each in inputs.values() if each["type"] == "VISUAL"]
+        states = [inputs[name]["shape"][0] for name in (STATE, WORLD) if name in inputs]
+        settings: dict[str, Any] = {"model": about, "chunk": about["n_action_steps"], "state_size": sum(states)}
+        settings["action_size"] = outputs[ACTION]["shape"][0]
+        if pictures:
+            settings["image"] = (*pictures[0][1:3], 3 * len(pictures))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{directory / 'config.json'} lacks {error}: it is no policy of lerobot's") from error
+    return settings
+
+
+def statistics_of(about: Mapping[str, Any], directory: Path) -> dict[str, dict[str, Any]]:
+    """Statistics by which a directory's policy normalises, by feature; those of features without any are empty.
+
+    Raises:
+        ValueError: there are none of actions, which need some.
+    """
+    numbers = numbers_in(directory)
+    if ACTION not in numbers and about.get("normalization_mapping", {}).get("ACTION") != "IDENTITY":
+        raise ValueError(
+            f"{directory} has no {PROCESSORS[0]}.json with numbers of actions, without which they have no scale: a "
+            "checkpoint of lerobot before 0.4 is brought up to date by its migrate_policy_normalization"
+        )
+    features = (*about["input_features"], ACTION)
+    return {name: {key: row for key, row in numbers.get(name, {}).items() if key in STATISTICS} for name in features}
+
+
+def counted(statistics: Mapping[str, FeatureStatistics]) -> dict[str, dict[str, list[float]]]:
+    """Statistics of data as keys of configurations have them: rounded to float32, as files have them."""
+    return {
+        part: {name: getattr(each, name).float().tolist() for name in STATISTICS} for part, each in statistics.items()
+    }
+
+
+def by_feature(statistics: Mapping[str, Any], robot: int, world: int) -> dict[str, dict[str, Any]]:
+    """Statistics of `state` and `actions`, or by feature, by feature; those of features without any are left out.
+
+    Args:
+        statistics: of a configuration.
+        robot, world: numbers of the state that are the robot's, and those behind them.
+    """
+    rows = dict(statistics)
+    if (state := rows.pop("state", None)) is not None:
+        if robot:
+            rows[STATE] = {name: row[:robot] for name, row in state.items()}
+        if world:
+            rows[WORLD] = {name: row[robot:] for name, row in state.items()}
+    if "actions" in rows:
+        rows[ACTION] = rows.pop("actions")
+    return {name: row for name, row in rows.items() if row}
+
+
+def scaling(kinds: Mapping[str, str], kind: str, numbers: Mapping[str, Any] | None, size: int) -> Scaling:
+    """Between the robot's units and the model's scale.
+
+    Args:
+        kinds: config.json's `normalization_mapping`.
+        kind: of the feature, such as STATE.
+        numbers: its statistics; None: it is used as it is.
+        size: its numbers.
+    """
+    how = kinds.get(kind, "IDENTITY")
+    if how == "IDENTITY" or numbers is None:
+        return Scaling(torch.zeros(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64))
+    return Scaling.of(numbers, SCALES[how], EPSILON)
+
+
+def check_kinds(about: Mapping[str, Any], policy: str) -> None:
+    """See that all kinds of normalisation are among those that there are here.
+
+    Raises:
+        ValueError: one is not.
+    """
+    if odd := [kind for kind in about["normalization_mapping"].values() if kind not in (*SCALES, "IDENTITY")]:
+        raise ValueError(
+            f"policy {policy}: model.normalization_mapping says {odd[0]}: numbers are normalised by one of "
+            f"{', '.join(SCALES)}, or by IDENTITY not at all"
+        )
 
 
 def numbers_in(directory: Path) -> dict[str, dict[str, list[float]]]:
@@ -133,3 +229,33 @@ def processors(about: Mapping[str, Any], numbers: Mapping[str, Mapping[str, Tens
     write(PROCESSORS[0], {**about["input_features"], **outputs}, "normalizer", before, 3)
     write(PROCESSORS[1], outputs, "unnormalizer", [device], 0)
     return files
+
+
+def write_beside(
+    directory: Path,
+    files: Mapping[str, bytes],
+    about: Mapping[str, Any],
+    numbers: Mapping[str, Mapping[str, Any]],
+    pictures: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Write config.json and processors, as far as the files that have been written are others.
+
+    Args:
+        directory: there already, with these files.
+        files: by name, as the policy's directory had them.
+        about: config.json.
+        numbers: statistics by feature, but for those of pictures.
+        pictures: of those, a number for each channel.
+    """
+    if json.loads(files.get("config.json", b"{}")) != about:
+        write_text(directory / "config.json", json.dumps(about, indent=2) + "\n")
+    if f"{PROCESSORS[0]}.json" in files:
+        written = with_numbers(files, numbers)
+    else:
+        colours = {
+            name: {key: torch.tensor(row).view(3, 1, 1) for key, row in each.items()} for name, each in pictures.items()
+        }
+        flat = {name: {key: torch.tensor(row) for key, row in each.items()} for name, each in numbers.items()}
+        written = processors(about, colours | flat)
+    for name, content in written.items():
+        (directory / name).write_bytes(content)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from examples.tiny_checkpoints import flow_tokenizer
 from rlinf.config.importing import resolve
 from rlinf.models.policy.build import build_policy_model, save_policy
 from tests.models.policy.authored import AUTHORED, publish_as_authors
@@ -37,6 +38,7 @@ INSTANCES: dict[str, str] = {
     "gr00t": "tests.models.policy.contract.gr00t",
     "authored, part": "tests.models.policy.contract.partly_frozen",
     "act": "tests.models.policy.contract.act",
+    "smolvla": "tests.models.policy.contract.smolvla",
 }
 """By name, what makes an instance."""
 
@@ -129,7 +131,30 @@ def act(directory: Path) -> Instance:
     row = {"mean": [0.1] * 7, "std": [0.5] * 7}
     given = {"type": "act", "image": [32, 32, 3], "state_size": 7, "action_size": 7, "chunk": 5}
     save_policy(build_policy_model({**given, "model": sizes, "statistics": {"state": row, "actions": row}}), directory)
-    (directory / "policy.json").unlink()
-    (directory / "extra.safetensors").unlink()
+    _of_lerobot(directory)
     unused = ("model.vae_encoder*", "model.encoder_latent_input_proj.weight")  # of imitation alone
     return Instance({**given, "chunk": 3}, directory, unused=unused)
+
+
+def smolvla(directory: Path) -> Instance:
+    """SmolVLA as lerobot writes it, with the tokenizer that is to be copied; see `act`."""
+    words = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 128}  # fmt: skip
+    vision = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 1,
+              "image_size": 32, "patch_size": 8}  # fmt: skip
+    sizes = {"vision": vision, "language": words, "expert": {**words, "hidden_size": 24}, "shuffle": 2}
+    row = {"mean": [0.1] * 7, "std": [0.5] * 7}
+    given = {"type": "smolvla", "image": [24, 32, 3], "state_size": 7, "action_size": 7, "chunk": 3}
+    about = {"chunk_size": 4, "resize_imgs_with_padding": [32, 32]}
+    save_policy(
+        build_policy_model({**given, **sizes, "model": about, "statistics": {"state": row, "actions": row}}), directory
+    )
+    _of_lerobot(directory)
+    flow_tokenizer().save(str(directory / "tokenizer.json"))
+    return Instance({**given, "steps": 3}, directory, instructions=("push", "pull it"))
+
+
+def _of_lerobot(directory: Path) -> None:
+    """Leave what lerobot would have written."""
+    (directory / "policy.json").unlink()
+    (directory / "extra.safetensors").unlink()

@@ -188,7 +188,7 @@ def with_numbers(files: Mapping[str, bytes], numbers: Mapping[str, Mapping[str, 
     changed: dict[str, bytes] = {}
     for begin in PROCESSORS:
         steps = json.loads(files.get(f"{begin}.json", b'{"steps": []}'))["steps"]
-        for file in (str(step["state_file"]) for step in steps if "state_file" in step):
+        for file in (str(step["state_file"]) for step in steps if step.get("state_file") in files):
             before = load(files[file])
             after = dict(before)
             for feature, row in numbers.items():

@@ -438,8 +438,6 @@ class PiPolicy(FlowPolicy):
                 "without which its actions have no scale: put the first, of the data set, into a directory named like "
                 "its asset, or set policy.settings.statistics"
             )
-        if self.config.statistics != statistics_in(directory):  # lerobot would go by numbers that count no more
-            self.files = {name: each for name, each in self.files.items() if not name.startswith(lerobot.PROCESSORS)}
         self._prompts = Prompts(self.files, self.config.prompt_length or self.row.prompt_length)
         self._prefix = prefix_in(directory)
 
@@ -453,6 +451,15 @@ class PiPolicy(FlowPolicy):
         unused = self._unused or {UNUSED: unused_like(state, expert)}  # type: ignore[arg-type]
         write_sharded(directory, {self._prefix + name: each for name, each in {**state, **unused}.items()})
         write_beside(directory, self.config, "config.json" in self.files)
+        for name, content in lerobot.with_numbers(self.files, self._numbers()).items():
+            (directory / name).write_bytes(content)
+
+    def _numbers(self) -> dict[str, Mapping[str, Any]]:
+        """Statistics that it acts by, by the names of lerobot's features."""
+        asset = chosen_statistics(self.config.statistics, self.row, self.config.asset, "policy.settings.asset")
+        parts = {} if asset is None else self.config.statistics[asset]
+        names = {"state": lerobot.STATE, "actions": lerobot.ACTION}
+        return {names[part]: rows for part, rows in parts.items() if part in names}
 
     def blocks(self) -> Sequence[nn.Module]:
         """Layers of the encoder, the language model and the expert."""

@@ -344,8 +344,11 @@ def test_lerobots_statistics_and_kind_of_normalisation_are_read_and_go_back(mode
     sizes = {"state": 8, "actions": 7}
     other = {"mine": {part: {names[0]: [0.5] * size, names[1]: [1.0] * size} for part, size in sizes.items()}}
     others = make_policy({"type": model, **RUN, "statistics": other}, str(tmp_path / "lerobot"), CPU)
-    save_policy(others, tmp_path / "other")  # with numbers that lerobot's files have not
-    assert not list((tmp_path / "other").glob("policy_p*"))
+    save_policy(others, tmp_path / "other")  # with numbers of its own, in lerobot's files too
+    for path in (tmp_path / "other").glob("policy_p*.safetensors"):
+        assert {name: row.tolist() for name, row in load_file(path).items() if "action" in name} == {
+            f"action.{names[0]}": [0.5] * 7, f"action.{names[1]}": [1.0] * 7,
+        }  # fmt: skip
     assert (tmp_path / "other" / "mine" / "norm_stats.json").is_file()
 
 

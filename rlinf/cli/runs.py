@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -184,9 +185,17 @@ def join(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     host, port, token = _job_at(options.address)
     look_in_working_directory()
-    from rlinf.actors.rollout import joining_engine  # torch comes with it
+    gc.disable()  # while much is imported and little dropped
+    import torch
+
+    from rlinf.actors.rollout import joining_engine
     from rlinf.engines.pool.connection import connect
     from rlinf.engines.pool.far_side import serve as serve_job
+
+    gc.freeze()
+    gc.enable()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as the job's own processes do, see `runtime.system.torchrun`
 
     async def main() -> str:
         leave = asyncio.Event()

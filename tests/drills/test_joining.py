@@ -29,11 +29,17 @@ def join(path: Path):
     return joiner
 
 
+def _goes_on(run, path: Path) -> None:
+    """Wait until a run has done a further step, or ended."""
+    before = steps_noted(path)
+    until(lambda: run.ended() or steps_noted(path) > before, lambda: run.everything(), PATIENCE)
+
+
 def killed_again_and_again(points: int, flow: str, directory: Path, seed: int = 0) -> tuple[int, list[float], str]:
     """Kill engines that join; returns how many were, seconds until each had joined, and what the run said."""
     rng, seconds, kills = random.Random(seed), [], 0
     more = ("rollout.join=127.0.0.1:0", "rollout.engine=transformers", "rollout.max_rows=16")
-    drill = Drill(flow, steps=12 * points + 8, more=more)
+    drill = Drill(flow, steps=8 * points + 8, more=more)
     run = start(*drill.arguments(directory, engine=False), processes=2)
     path = directory / "quickstart"
     try:
@@ -48,6 +54,8 @@ def killed_again_and_again(points: int, flow: str, directory: Path, seed: int = 
             joiner.kill(0)
             joiner.codes(PATIENCE)
             kills += 1
+        while not run.ended():
+            _goes_on(run, path)
         codes = run.codes(PATIENCE)
         assert set(codes) == {0}, run.everything()
     finally:

@@ -27,6 +27,9 @@ for each in (
     "aborted_answers_keep_their_tokens",
     "paused_nothing_moves_and_nothing_is_lost",
     "who_leaves_takes_its_requests_along",
+    "single_answers_are_those_of_a_batch_and_share_it",
+    "a_caller_who_leaves_gives_its_row_back_and_the_others_get_their_answers",
+    "single_answers_are_aborted_with_their_tokens_and_paused_without_loss",
 ):
     globals()[f"test_{each}"] = getattr(contract, f"test_{each}")
 
@@ -177,14 +180,60 @@ async def test_of_a_trainers_own_tensors_others_get_a_copy(pool):
     right(requests, found, 3)
 
 
-async def test_what_names_pictures_or_adapters_stays_with_the_jobs_own_engine(pool):
+async def test_what_names_pictures_or_is_listened_to_stays_with_the_jobs_own_engine(pool):
     (member,) = pool.members
     member.give = None
     image = ImageRef("cat", "cat.png")
     with pytest.raises(ValueError, match=r"request 0.*images"):
         await answers(pool, [replace(request(0, [1], Sampling(2)), images=(image,))])
-    asked = replace(request(1, [1], Sampling(4)), conversation=3)
-    right([asked], await answers(pool, [asked]))
+    right([asked := request(1, [1], Sampling(4))], {1: await pool.answer(asked, lambda tokens: None)})
+
+
+async def under_way(member, count):
+    """Wait until an engine has so many requests, all with tokens."""
+    while len(member.ids) < count or any(one.partial is None for one in await member.partial(member.ids)):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("end", ["killed", "told to leave"])
+async def test_single_answers_of_who_is_gone_are_given_by_the_others(pool, end):
+    (member,) = pool.members
+    long = [request(i, [i + 1], Sampling(90)) for i in range(6)]
+    tasks = [asyncio.create_task(pool.answer(asked)) for asked in long]
+    await under_way(member, 3)
+    pool.sides[0].connection.abandon() if end == "killed" else pool.sides[0].leave.set()
+    right(long, {one.id: one for one in await asyncio.gather(*tasks)})
+    assert pool.members == set()
+    assert pool._ones == {}
+
+
+async def test_who_waits_for_a_single_answer_may_leave_or_abort_it(pool):
+    (member,) = pool.members
+    long = [request(i, [i + 1], Sampling(5000)) for i in range(4)]
+    tasks = [asyncio.create_task(pool.answer(asked)) for asked in long]
+    await under_way(member, 2)
+    assert await pool.take_out(range(4)) == []
+    leaving = min(member.ids)
+    tasks[leaving].cancel()
+    await asyncio.gather(tasks[leaving], return_exceptions=True)
+    assert leaving not in member.ids
+    await pool.abort()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert {one.finish for number, one in enumerate(found) if number != leaving} == {"abort"}
+
+
+async def test_a_conversation_stays_with_whoever_has_read_it(pool):
+    (member,) = pool.members
+    given, give = [], member.give
+    member.give = lambda request, asker: (given.append(request.conversation), give(request, asker))
+    for turn in range(3):
+        asked = [replace(request(10 * turn + i, [i + 1] * (turn + 1), Sampling(5)), conversation=i) for i in range(4)]
+        found = await asyncio.gather(*(pool.answer(one) for one in asked))
+        right(asked, {one.id: one for one in found})
+    assert sorted(given) == sorted(3 * [*set(given)])
+    assert 0 < len(set(given)) < 4
+    await pool.forget([*range(4)])
+    assert pool._talks == {}
 
 
 async def test_who_does_not_know_the_token_is_told_nothing(pool):

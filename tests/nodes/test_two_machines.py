@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import equal
-from tests.nodes.network import PORT, ROOT, Network, ip
+from rlinf.cli.runs import account
+from tests.launching import QUICKSTART, TINY, equal
+from tests.nodes.network import PORT, ROOT, Network, Torchrun, ip
 from tests.nodes.runs import GRPO, SHARDED, STEPS, all_steps_once, steps_noted
 from tests.runtime.programs.jobs import until
 
@@ -161,3 +162,26 @@ def test_the_example_of_two_nodes_runs_in_namespaces_of_its_own_and_leaves_none_
     assert "rank 1 runs on node-1" in done.stdout
     assert done.stdout.count("were there after") == 3
     assert ip("netns", "list") == before
+
+
+def test_a_machine_that_joined_and_is_cut_off_is_lost_and_the_run_goes_on(two_machines, tmp_path):
+    job, spare = two_machines.nodes
+    more = ("rollout.join=10.77.0.1:29600", "rollout.max_rows=4", "evaluation.every=0", f"output_dir={tmp_path}")
+    train = [sys.executable, "-m", "rlinf", "train", "--config", QUICKSTART, *TINY, *more, "steps=150"]
+    run = Torchrun(job, train, tmp_path / "run.log", {})
+    path = tmp_path / "quickstart"
+    until(lambda: (path / "join.json").exists() or not run.running(), lambda: run.said, 100)
+    join = [sys.executable, "-m", "rlinf", "join", path, "--role", "rollout"]
+    joined = Torchrun(spare, join, tmp_path / "join.log", {})
+    until(lambda: "has joined" in run.said or not run.running(), lambda: run.said + joined.said, 100)
+    before = steps_noted(tmp_path)
+    until(lambda: steps_noted(tmp_path) > before + 2 or not run.running(), lambda: run.said, 100)
+    spare.cut()
+    until(lambda: "is gone: " in run.said or not run.running(), lambda: run.said, 100)
+    before = steps_noted(tmp_path)
+    assert run.code() == 0, run.said
+    assert "machine-1" in run.said
+    assert steps_noted(tmp_path) == 151 > before + 1, run.said
+    assert joined.code() == 1
+    assert "error: rlinf join 10.77.0.1:29600" in joined.said
+    assert account(path).balances

@@ -149,6 +149,8 @@ class FarSide:
             reply = [*waiting, *(await self._engine.partial(set(ids) - {one.id for one in waiting}))]
         elif what in ("pause", "resume"):
             await getattr(self._engine, what)()
+        elif what == "forget":
+            await self._engine.forget(ids)
         elif what != "ping":
             raise ValueError(f"the job asks for {what!r}, which this version of rlinf does not know")
         self._connection.send("reply", number, reply)

@@ -101,6 +101,10 @@ class Member:
                 del self._under_way[id]
             self._connection.send("abort", 0, ids)
 
+    def forget_conversations(self, conversations: Collection[int] | None) -> None:
+        """Have it keep nothing of these, None: of all."""
+        self._connection.send("forget", 0, conversations)
+
     # Questions -------------------------------------------------------------------------------------------------------
 
     async def ask(self, what: str, ids: Collection[int] = ()) -> Any:

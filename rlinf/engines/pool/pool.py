@@ -6,8 +6,8 @@ call.
 
 Whoever has the smallest share of its rows taken gets the next request; nobody gets one for which it has no row. What a
 lost engine had under way is answered anew by the others, with the same seeds, and so to the same tokens up to rounding.
-One that leaves hands on its tokens too. Requests that name pictures, adapters or a conversation stay with the job's own
-engine, which has those.
+One that leaves hands on its tokens too. Requests that name pictures or adapters, keep to a form or are listened to stay
+with the job's own engine.
 """
 
 from __future__ import annotations
@@ -176,8 +176,29 @@ class Call:
             self.tell()
 
 
+class One:
+    """One call of `answer` that an engine which joined has."""
+
+    def __init__(self) -> None:
+        self.outcome: asyncio.Future[Completion | Request] = asyncio.get_running_loop().create_future()
+        """The answer; or the request, which somebody else is to answer."""
+        self.aborted = False
+
+    def took(self, completions: Sequence[Completion]) -> None:
+        """Take the answer."""
+        self._ends(completions[0])
+
+    def put_back(self, request: Request) -> None:
+        """Take the request back of an engine that is gone."""
+        self._ends(request.ended("abort") if self.aborted else request)
+
+    def _ends(self, outcome: Completion | Request) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
 def _portable(request: Request) -> bool:
-    return request.adapter is None and request.conversation is None and not request.images
+    return request.adapter is None and not request.images
 
 
 class Pool(Engine):
@@ -203,6 +224,9 @@ class Pool(Engine):
         self._compute, self._made_of, self._silence = compute, dict(made_of), silence
         self._name = name
         self._calls: list[Call] = []
+        self._ones: dict[int, One] = {}  # by the ids of their requests
+        self._alone = 0  # calls of `answer` that the own engine has
+        self._talks: dict[int, Member | None] = {}  # who has read conversations; None: the own engine
         self._newest: Weights | None = None
         self._gone = StepStats()  # of members that are gone
         self._paused = self._closing = False
@@ -239,14 +263,8 @@ class Pool(Engine):
     def form_problem(self, form: str) -> str | None:
         return self.own.form_problem(form)
 
-    async def answer(self, request: Request, hear: Hear | None = None) -> Completion:
-        return await self.own.answer(request, hear)
-
     async def score(self, texts: Sequence[np.ndarray], top: int = 0) -> list[TextScores]:
         return await self.own.score(texts, top)
-
-    async def forget(self, conversations: Iterable[int] | None = None) -> None:
-        await self.own.forget(conversations)
 
     async def unload(self, adapter: str) -> None:
         await self.own.unload(adapter)
@@ -311,8 +329,7 @@ class Pool(Engine):
         """Give a request to the one with the smallest share of its rows taken; False: nobody has room now."""
         members = [member for member in self.members if self._takes(member)] if _portable(request) else []
         least = min(members, key=lambda member: member.load, default=None)
-        own_load = sum(len(each.own) for each in self._calls) / self.max_rows
-        if least is not None and not (call.own_wants and own_load <= least.load):
+        if least is not None and not (call.own_wants and self._own_load <= least.load):
             least.give(request, call)
             return True
         if call.own_wants:
@@ -325,6 +342,57 @@ class Pool(Engine):
             self._own(call, call.by_own(self.own.batches([request])))
         call.own.add(request.id)
         return True
+
+    # One by one -------------------------------------------------------------------------------------------------------
+
+    async def answer(self, request: Request, hear: Hear | None = None) -> Completion:
+        while (member := self._for_one(request, hear)) is not None:
+            one = self._ones[request.id] = One()
+            member.give(request, one)
+            try:
+                outcome = await one.outcome
+            finally:
+                del self._ones[request.id]
+                member.forget(one)  # where it was cancelled
+            if isinstance(outcome, Completion):
+                return outcome
+            request = outcome
+        self._alone += 1
+        try:
+            return await self.own.answer(request, hear)
+        finally:
+            self._alone -= 1
+            self._tell()
+
+    def _for_one(self, request: Request, hear: Hear | None) -> Member | None:
+        """The engine for a request by itself; None: the own one, which alone is heard while it answers, and knows
+        forms. A conversation stays with whoever has read it, unless that has no room."""
+        if hear is not None or request.sampling.form or not _portable(request):
+            return None
+        self.own.check_request(request)
+        members = [member for member in self.members if self._takes(member)]
+        known = request.conversation is not None and request.conversation in self._talks
+        if known and ((talks := self._talks[request.conversation]) is None or talks in members):  # type: ignore[index]
+            return talks
+        least = min(members, key=lambda member: member.load, default=None)
+        if least is not None and least.load >= self._own_load:
+            least = None
+        if request.conversation is not None:
+            self._talks[request.conversation] = least
+        return least
+
+    @property
+    def _own_load(self) -> float:
+        """Share of the own engine's rows that are taken."""
+        return (sum(len(each.own) for each in self._calls) + self._alone) / self.max_rows
+
+    async def forget(self, conversations: Iterable[int] | None = None) -> None:
+        over = {*self._talks} if conversations is None else {*conversations}
+        for conversation in over:
+            self._talks.pop(conversation, None)
+        for member in self.members:
+            member.forget_conversations(None if conversations is None else over)
+        await self.own.forget(None if conversations is None else over)
 
     def _tell(self) -> None:
         self._changed.set()
@@ -354,12 +422,14 @@ class Pool(Engine):
             for request in [one for queue in call.unread for one in queue if wanted is None or one.id in wanted]:
                 self._withdrawn([request.id])
                 call.took([request.ended("abort")])
+        for id, one in self._ones.items():
+            one.aborted |= wanted is None or id in wanted
         theirs = [(each, each.ids if wanted is None else each.ids & wanted) for each in self.members]
         questions = (member.ask("abort", ids) for member, ids in theirs if ids)
         await asyncio.gather(self.own.abort(wanted), *questions, return_exceptions=True)
 
     async def take_out(self, ids: Iterable[int]) -> list[Request]:
-        wanted = set(ids)
+        wanted = set(ids) - self._ones.keys()  # which have callers here
         out = self._withdrawn(wanted)
         parts = await asyncio.gather(self.own.take_out(wanted), *(each.take_out(wanted) for each in self.members))
         out = [*out, *(one for part in parts for one in part)]
@@ -472,6 +542,7 @@ class Pool(Engine):
             logger.warning("%s: %s wanted to join and is gone: %s", self._name, peer, reason)
             return
         self.members.discard(member)
+        self._talks = {conversation: who for conversation, who in self._talks.items() if who is not member}
         self._gone = _sum([self._gone, member.stats])
         count = member.lost()
         logger.warning(

@@ -17,19 +17,24 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.engine_contestants import Work, by_hand, generate, model, ours, seconds
+from benchmarks.real import QUESTIONS
 from rlinf.engines import usual_lengths
 from rlinf.engines.base import Request, Sampling
+from rlinf.engines.transformers.drafts import IN_CACHE, LARGE, SMALL, Drafts, Prices
 from rlinf.engines.transformers.engine import TransformersEngine
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -160,6 +165,75 @@ def room(rounds: int) -> Table:
     return shown
 
 
+def drafts(rounds: int, directory: Path | None, sizes: Sequence[int], temperature: float) -> Table:
+    """Compare the engine with and without drafts from history over two epochs, by processor time, epoch by epoch.
+
+    Prompts have four answers each, with other seeds in the second epoch. Without a directory: models
+    of 1 M random weights, whose answers are noise, and the same with an embedding so large that they repeat themselves.
+    With one: questions put to that model, 48 tokens at most.
+    """
+    shown = Table("work", "epoch", "tokens/s", "with drafts over it", "tokens a row and step", "right", "same answers")
+    works: list[tuple[str, Callable[[], PreTrainedModel], list[np.ndarray], int]] = []
+    if directory is None:
+        rng = np.random.default_rng(0)
+        for name, scale in (("noise", 1.0), ("repeats itself", 3.5)):
+            some = [rng.integers(0, 512, 16) for _ in range(16)]
+            works += [(f"{name}, {rows} rows", partial(scaled, scale), some, rows) for rows in sizes]
+        sampling = Sampling(64, temperature)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        made = partial(AutoModelForCausalLM.from_pretrained, directory, dtype=torch.float32)
+        some = [np.array(asked(tokenizer, text)) for text, _ in QUESTIONS]
+        works = [(f"{directory.name}, {rows} rows", made, some, rows) for rows in sizes]
+        sampling = Sampling(48, temperature, stop_ids=(tokenizer.eos_token_id,))
+    for name, make, some, rows in works:
+        plain, drafted = (TransformersEngine(make(), max_rows=rows, drafts=flag) for flag in (False, True))
+        asyncio.run(_answers(plain, [Request(0, some[0], Sampling(8), 0)]))
+        turns: list[list[tuple[float, float, float, float, bool]]] = [[], []]
+        for number in range(rounds):
+            drafted._batch._rows.drafts = history = Drafts(history_prices(drafted))
+            for epoch in range(2):
+                seeds = 1000 * (2 * number + epoch)
+                requests = [Request(i, some[i // 4], sampling, seeds + i) for i in range(4 * len(some))]
+                read, right, steps = history.read, history.right, drafted.stats.rows
+                times, answers = [], []
+                for engine in (plain, drafted) if number % 2 else (drafted, plain):
+                    start = time.process_time()
+                    answers.append(asyncio.run(_answers(engine, requests)))
+                    times.append(time.process_time() - start)
+                without, with_ = times if number % 2 else times[::-1]
+                tokens = sum(map(len, answers[0]))
+                a_step = tokens / max(1.0, drafted.stats.rows - steps)
+                share = (history.right - right) / max(1, history.read - read)
+                turns[epoch].append((tokens / without, without / with_, a_step, share, answers[0] == answers[1]))
+        for epoch, some_turns in enumerate(turns):
+            rates, ratios, steps_, shares, same = zip(*some_turns, strict=True)
+            figures = spread(list(rates), 1), spread(list(ratios), 2), spread(list(steps_), 2), spread(list(shares), 2)
+            shown.add_row(name if not epoch else "", str(epoch + 1), *figures, f"{sum(same)} of {len(same)} rounds")
+    return shown
+
+
+def scaled(scale: float) -> PreTrainedModel:
+    """The model of 1 M weights, with an embedding so many times as large: the larger, the surer of its next token."""
+    built = model("1M")
+    with torch.no_grad():
+        built.get_input_embeddings().weight.mul_(scale)
+    return built
+
+
+def asked(tokenizer: Any, text: str) -> list[int]:
+    """A question as a chat."""
+    messages = [{"role": "user", "content": text}]
+    shown: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids: list[int] = tokenizer(shown, add_special_tokens=False).input_ids
+    return ids
+
+
+def history_prices(engine: TransformersEngine) -> Prices:
+    """By which an engine chooses drafts."""
+    return SMALL if engine._forward.weights <= IN_CACHE else LARGE
+
+
 async def _answers(engine: TransformersEngine, requests: list[Request]) -> list[list[int]]:
     tokens = {each.id: each.response_ids.tolist() async for each in engine.generate(requests)}
     return [tokens[request.id] for request in requests]
@@ -200,8 +274,17 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two rounds")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-engine.json")
     parser.add_argument("--room", action="store_true", help="only what reserving room for the usual answer is worth")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of --drafts")
+    parser.add_argument("--drafts", action="store_true", help="only what drafts from history are worth")
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory of a chat model, for --drafts")
+    parser.add_argument(
+        "--rows", type=int, nargs="*", default=[1, 8, 24], help="answers decoded together, for --drafts"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.drafts:
+        Console(width=140).print(drafts(1 if given.quick else 3, given.model, given.rows, given.temperature))
+        return
     if given.room:
         Console(width=140).print(room(1 if given.quick else 3))
         return

@@ -491,6 +491,7 @@ async def engine_for(
         seed=seed,
         dtype=dtype,
         weights=settings.weights,
+        drafts=settings.drafts,
         max_rows=settings.max_rows,
         max_tokens=settings.max_tokens,
         max_length=limit.length,
@@ -734,6 +735,10 @@ class GenerationWork:
             moved = steps * cost.weight_bytes((now.rows - before.rows) / steps, size) + pairs * cost.cached * size
             self._note(DECODE + dtype, 0.0, int(flops))
             self._note(DECODE + BYTES, now.seconds - before.seconds, int(moved))
+        if (read := now.draft_tokens - before.draft_tokens) > 0:
+            self._note("drafts/read_tokens", 0.0, int(read))
+            self._note("drafts/right_tokens", 0.0, int(now.right_tokens - before.right_tokens))
+            self._note("drafts/step_tokens", 0.0, int(now.rows - before.rows))
 
 
 def one_by_one(prompts: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:

@@ -275,7 +275,7 @@ class StepStats(NamedTuple):
     """How fast an engine decodes and reads, as sums from its beginning."""
 
     steps: float = 0.0
-    """Decode steps: a row that was there in all of them has got so many tokens."""
+    """Decode steps: a row that was there in all of them has got so many tokens, or more where drafts were right."""
     rows: float = 0.0
     """Rows of all steps."""
     seconds: float = 0.0
@@ -284,6 +284,10 @@ class StepStats(NamedTuple):
     """Tokens read, padding included."""
     read_seconds: float = 0.0
     """Seconds it took to read them."""
+    draft_tokens: float = 0.0
+    """Drafts that steps read."""
+    right_tokens: float = 0.0
+    """Those of them that were drawn: rows got so many tokens more than they were in steps."""
 
     def stepped(self, rows: float, seconds: float, steps: float = 1.0) -> StepStats:
         """The sums after further decode steps, each of so many rows and seconds."""
@@ -1042,6 +1046,8 @@ class EngineSetup:
     """In which answers are computed; weights of another type are cast."""
     weights: Literal["full", "int8"] = "full"
     """`int8`: rounded to 8 bits, by an engine that `rounds`."""
+    drafts: bool = False
+    """Read drafts from history, by an engine that `drafts`."""
     max_rows: int = 128
     """Answers decoded together, at least 1."""
     max_tokens: int | None = None
@@ -1101,6 +1107,13 @@ def no_rounding(engine: str, on_cpu: bool) -> str | None:
         return _unrounded(engine)
     problem: str | None = module.no_int8(on_cpu)
     return problem
+
+
+def no_drafts(engine: str) -> str | None:
+    """Why an engine of `ENGINES` reads no drafts from history; None: it does where it can, or is another's."""
+    if engine in ("sglang", "vllm"):
+        return f"{engine} drafts by itself: set rollout.engine_args.args, see docs/engines.md"
+    return None
 
 
 def _unrounded(engine: str) -> str:

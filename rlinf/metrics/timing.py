@@ -119,8 +119,8 @@ def timing(lap: Lap) -> dict[str, float]:
 
 
 def parts(lap: Lap) -> dict[str, float]:
-    """The metrics that actors told of in a step (`Actor.note`): bytes of all, seconds of the slowest, and the largest
-    error or count.
+    """The metrics that actors told of in a step (`Actor.note`): bytes and tokens of all, seconds of the slowest, and
+    the largest error or count.
 
     `weights/send_seconds` is the time from a trainer's having packed its weights to their arrival at the last receiver.
     """
@@ -132,7 +132,7 @@ def parts(lap: Lap) -> dict[str, float]:
             packed.append(span.end)
         elif span.what == ARRIVED:
             arrived.append(span.end)
-        if span.what.endswith("_bytes"):
+        if span.what.endswith(("_bytes", "_tokens")):
             metrics[span.what] += span.bytes
         elif span.what.endswith(("_error", "_count")):
             metrics[span.what] = max(metrics[span.what], span.bytes)

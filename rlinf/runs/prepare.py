@@ -39,7 +39,7 @@ from rlinf.config.load import ConfigError, InputError, Problem
 from rlinf.config.text import RewardConfig, RunConfig
 from rlinf.data.datasets.source import ListRows, Source
 from rlinf.data.step import works_ahead
-from rlinf.engines.base import lacking, no_rounding, unable
+from rlinf.engines.base import lacking, no_drafts, no_rounding, unable
 from rlinf.metrics.machine import machine
 from rlinf.metrics.trackers import missing, wanted_trackers
 from rlinf.placement.grammar import PlacementError, TooFewGpus
@@ -448,6 +448,8 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     rounds, on_cpu = config.rollout.weights == "int8", device_kind(config.placement) == "cpu"
     if rounds and (unrounded := no_rounding(config.rollout.engine, on_cpu)) is not None:
         problems.append(_problem("rollout.weights", config.rollout.weights, unrounded))
+    if config.rollout.drafts and (why := no_drafts(config.rollout.engine)) is not None:
+        problems.append(_problem("rollout.drafts", config.rollout.drafts, why))
     if (other := unable(config.rollout.engine, config.staleness.kv)) is not None:
         problems.append(_problem("staleness.kv", config.staleness.kv, other))
     agent, mistakes = configured_agent(config, own_flow, objects.agent)

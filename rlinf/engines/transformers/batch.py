@@ -32,6 +32,7 @@ from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Finish, PartialAnswer, Request, StepStats, StopTexts
 from rlinf.engines.grammars import Constraint, Grammars
 from rlinf.engines.transformers.cache import Band, Layers
+from rlinf.engines.transformers.drafts import Drafts, Proposal
 from rlinf.engines.transformers.model import ModelForward, pad_left, rectangles
 from rlinf.engines.transformers.sampling import DRAWS, Allowed, Rules, choose_allowed, to_host
 from rlinf.engines.usual_lengths import UsualLengths
@@ -249,6 +250,15 @@ class Slots:
             self._free.append(slot)
         return closed
 
+    def since(self, slot: int, seen: int) -> list[int]:
+        """Tokens of an answer behind so many."""
+        tokens: list[int] = self._tokens[slot, seen : self.lengths[slot]].tolist()
+        return tokens
+
+    def left(self, slot: int) -> int:
+        """Tokens that an answer may still get."""
+        return int(self._limits[slot] - self.lengths[slot])
+
     def room(self, slots: np.ndarray) -> int:
         """Tokens that the one of these answers may still get that may get most."""
         return int((self._limits[slots] - self.lengths[slots]).max())
@@ -442,6 +452,8 @@ class BandedRows:
     def __init__(self, forward: ModelForward):
         self.bands: list[Band] = []
         """Not empty, each."""
+        self.drafts: Drafts | None = None
+        """Drafts to read besides, of a forward that `verifies`."""
         self._forward = forward
         self._view: _View | None = None
 
@@ -479,30 +491,48 @@ class BandedRows:
                 merged.append(band)
         self.bands = merged
 
-    def step(self, records: Slots) -> Sampled:
+    def step(self, records: Slots) -> Iterator[Sampled]:
         self._tidy()
         view = self._view = self._view or self._look(records)
         if view.ended:  # ballast must not walk off the end of a table of positions
             view.positions[view.ended] = 0
             view.ended.clear()
-        for band in self.bands:
-            band.reserve()
-        adapters = records.adapters(view.slots.tolist())
+        proposal = None if self.drafts is None else self.drafts.propose(records, view.slots)
+        read, counts = (view, None) if proposal is None else (_drafted(view, proposal, records), proposal.counts)
+        for band, some in self._of_bands(counts):
+            band.reserve(some)
+        adapters = records.adapters(read.slots.tolist())
         self._forward.rows_by(adapters)
-        logits = self._forward.step(view.ids, view.positions, self.bands)
+        logits = self._forward.step(read.ids, read.positions, self.bands)
         if (routes := self._forward.routes()) is not None:
             records.routed_step(view.slots, routes)
-        for band in self.bands:
-            band.advance()
-        allowed = records.allowed(view.slots, logits.device)
+        allowed = records.allowed(read.slots, logits.device)
         tokens, *numbers = choose_allowed(
-            self._forward.allowed(logits), view.rules, view.answered, allowed, padding=self._forward.padding
+            self._forward.allowed(logits), read.rules, read.answered, allowed, padding=self._forward.padding
         )
+        ids, logprobs, log_mass = to_host(tokens, *numbers)
+        sampled = Sampled(read.slots, ids, logprobs, log_mass, self._forward.versions_of(adapters))
+        if proposal is not None and self.drafts is not None:
+            counts = proposal.right(ids)
+            self.drafts.took(proposal, counts)
+        for band, some in self._of_bands(counts):
+            band.advance(some)
+        if counts is not None:
+            assert proposal is not None
+            yield from _told(sampled, view, proposal, counts)
+            self._view = None
+            return
         view.ids = tokens
         view.positions += 1
         view.answered += 1
-        ids, logprobs, log_mass = to_host(tokens, *numbers)
-        return Sampled(view.slots, ids, logprobs, log_mass, self._forward.versions_of(adapters))
+        yield sampled
+
+    def _of_bands(self, counts: np.ndarray | None) -> Iterator[tuple[Band, np.ndarray | None]]:
+        """Bands, and what is said of their rows, int64 [rows] of all."""
+        start = 0
+        for band in self.bands:
+            yield band, None if counts is None else counts[start : start + len(band)]
+            start += len(band)
 
     def settle(self) -> None:
         return None
@@ -558,6 +588,27 @@ class BandedRows:
         return self.bands[-1]
 
 
+def _drafted(view: _View, proposal: Proposal, records: Slots) -> _View:
+    """The rows with their drafts, token by token."""
+    rows, depths = (torch.from_numpy(numbers).to(view.ids.device) for numbers in (proposal.rows, proposal.depths))
+    ids, slots = view.ids[rows], view.slots[proposal.rows]
+    ids[depths > 0] = torch.from_numpy(proposal.tokens).to(ids.device)
+    rules = Rules.of(records.draws[slots], ids.device)
+    return _View(slots, ids, view.positions[rows] + depths, view.answered[rows] + depths, rules)
+
+
+def _told(sampled: Sampled, view: _View, proposal: Proposal, counts: np.ndarray) -> Iterator[Sampled]:
+    """What was drawn behind drafts, a token of each row at a time, of so many of each, int64 [rows]."""
+    firsts = np.cumsum(proposal.counts) - proposal.counts
+    for number in range(int(counts.max())):
+        slots, at = np.where(counts > number, view.slots, -1), firsts + np.minimum(number, counts - 1)
+        if not (slots >= 0).any():  # they have ended
+            return
+        version = sampled.version if isinstance(sampled.version, int) else sampled.version[at]
+        log_mass = None if sampled.log_mass is None else sampled.log_mass[at]
+        yield Sampled(slots, sampled.tokens[at], sampled.logprobs[at], log_mass, version)
+
+
 def _alike(one: int, other: int) -> bool:
     longer = max(one, other)
     return longer <= _ALIKE or longer <= 2 * min(one, other)
@@ -574,6 +625,9 @@ class DecodeState(Protocol):
 
     `BandedRows` decodes any model; `GraphedRows` is for GPUs, and returns a step's tokens while it computes the next.
     """
+
+    drafts: Drafts | None
+    """Drafts that a step reads; None for none."""
 
     @property
     def width(self) -> int:
@@ -592,8 +646,9 @@ class DecodeState(Protocol):
         """All newcomers were read."""
         ...
 
-    def step(self, records: Slots) -> Sampled | None:
-        """Compute one token more for every row; returns the oldest tokens that were not told yet, if there are any.
+    def step(self, records: Slots) -> Iterable[Sampled]:
+        """Compute one token more for every row, or some; yields the oldest tokens that were not told yet, if there are
+        any, one of each row at a time.
 
         Rows that have ended meanwhile have slot -1 there.
         """
@@ -782,6 +837,8 @@ class Batch:
         self._reserved[:] = 0
         self._conversations.forget(None)
         self._forget()
+        if self._rows.drafts is not None:
+            self._rows.drafts.clear()
         self._slots = self._empty()
         self.tokens = 0
         return lost
@@ -910,13 +967,16 @@ class Batch:
         self._rows.end(put_back)
 
     def _step(self) -> None:
-        """One token more for every row."""
+        """One token more for every row, or some."""
         start = time.perf_counter()
-        sampled = self._rows.step(self._slots)
-        if sampled is not None:  # the first of several is told with the next
-            width = self._rows.width
+        width = 0
+        for sampled in self._rows.step(self._slots):  # none: the first of several is told with the next
+            width = width or self._rows.width
             self._extend(sampled)
+        if width:
             self.stats = self.stats.stepped(width, time.perf_counter() - start)
+            if (drafts := self._rows.drafts) is not None:
+                self.stats = self.stats._replace(draft_tokens=drafts.read, right_tokens=drafts.right)
             self._make_room()
 
     def _extend(self, sampled: Sampled) -> None:
@@ -945,6 +1005,9 @@ class Batch:
 
     def _close(self, slots: np.ndarray, finishes: Sequence[Finish], *, keep: bool) -> None:
         closed = self._slots.close(slots, finishes)
+        if (drafts := self._rows.drafts) is not None:
+            for slot, (request, answer) in zip(slots.tolist(), closed, strict=True):
+                drafts.ended(slot, request, answer.response_ids if answer.finish != "abort" else None)
         self.tokens -= int(self._reserved[slots].sum())
         self._reserved[slots] = 0
         if keep:

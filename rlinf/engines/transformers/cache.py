@@ -5,6 +5,10 @@ reads one window, and the columns to the left of a short row are masked. A row t
 or is filled by the last row; nothing else moves. A batch has several bands when its rows differ much in length, so
 that a short row is never read, and its memory never held, at the length of a long one.
 
+Rows that read drafts get on by different numbers of tokens: then each has its own next column, until they meet again,
+and what a step writes and sees is told by where each row stands. What was rejected lies behind a row's end, where
+nobody looks before it is written over.
+
 Layers that remember a text in a state of fixed size (Mamba, linear attention, short convolutions) keep one per row.
 """
 
@@ -39,6 +43,26 @@ class Layers:
     takes up fewer positions than tokens."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pass:
+    """Where the tokens of one pass lie, where rows read several or do not stand at the same column."""
+
+    rows: Tensor
+    """Row of each token, int64 [tokens]."""
+    columns: Tensor
+    """Its column, int64 [tokens]."""
+    depths: Tensor
+    """How many tokens of its row come before it in the pass, int64 [tokens]."""
+    starts: Tensor
+    """First column of each row, int64 [rows]."""
+    looking: Tensor
+    """Columns of each row's tokens, its last one again behind them, int64 [rows, most tokens]."""
+    lowest: int
+    """Column of the token that stands furthest back."""
+    end: int
+    """Column behind the one that stands furthest on."""
+
+
 _AHEAD = 256
 """Columns allocated ahead at first: the usual short answers never move, long ones are moved a few times."""
 _GROWTH = 1.5
@@ -62,9 +86,12 @@ class Band:
         self.starts = np.empty(0, dtype=np.int64)
         """First column of each row, int64 [rows]."""
         self.filled = int(like.pairs[0][0].shape[2])
-        """Columns written."""
+        """Columns written of the row that is furthest on."""
+        self.behind = np.empty(0, dtype=np.int64)
+        """How many fewer each row has, int64 [rows]."""
         self._low = 0
         self._uniform = True
+        self._pass: _Pass | None = None
         self._align = _alignment(like.pairs[0][0].device)
         self._capacity = self._rounded(self.filled + min(room, _AHEAD))
         self._pairs = [tuple(_blank(part, 0, self._capacity) for part in pair) for pair in like.pairs]
@@ -85,14 +112,22 @@ class Band:
         """Columns of its longest row."""
         return self.filled - self._low
 
-    def place(self, slots: np.ndarray, lengths: np.ndarray, layers: Layers, source: Tensor) -> None:
+    def place(
+        self,
+        slots: np.ndarray,
+        lengths: np.ndarray,
+        layers: Layers,
+        source: Tensor,
+        behind: np.ndarray | int = 0,
+    ) -> None:
         """Take in rows that were read.
 
         Args:
             slots: their records, int64 [newcomers].
-            lengths: tokens of each, int64 [newcomers].
+            lengths: columns of each, int64 [newcomers].
             layers: their keys and values, aligned at their ends.
             source: which row of `layers` each newcomer is, int64 [newcomers].
+            behind: how many of its last columns were not written, int64 [newcomers].
         """
         columns = layers.pairs[0][0].shape[2]
         if columns > self.filled:
@@ -105,8 +140,8 @@ class Band:
         if size > len(self._bias):
             self._relay(max(size, min(int(_GROWTH * len(self._bias)), 2 * size)), self._capacity, 0)
         self.slots = _longer(self.slots, size)
-        self.starts = _longer(self.starts, size)
-        self.slots[rows], self.starts[rows] = slots, self.filled - lengths
+        self.starts, self.behind = _longer(self.starts, size), _longer(self.behind, size)
+        self.slots[rows], self.starts[rows], self.behind[rows] = slots, self.filled - lengths, behind
         where = torch.from_numpy(rows).to(source.device)
         span = slice(self.filled - columns, self.filled)
         for own, new in zip(self._pairs, layers.pairs, strict=True):
@@ -118,8 +153,8 @@ class Band:
         self._measure()
 
     def row(self, number: int, tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Copies of the keys and values of one row's last tokens, each [key-value heads, tokens, head size]."""
-        span = slice(self.filled - tokens, self.filled)
+        """Copies of the keys and values of one row's first tokens, each [key-value heads, tokens, head size]."""
+        span = slice(int(self.starts[number]), int(self.starts[number]) + tokens)
         return [(keys[number, :, span].clone(), values[number, :, span].clone()) for keys, values in self._pairs]
 
     def end(self, rows: np.ndarray) -> None:
@@ -142,8 +177,9 @@ class Band:
             for state in self._states:
                 state.index_copy_(0, to, state.index_select(0, source))
             self._bias.index_copy_(0, to, self._bias.index_select(0, source))
-            self.slots[holes], self.starts[holes] = self.slots[last], self.starts[last]
-        self.slots, self.starts = self.slots[:live], self.starts[:live]
+            for numbers in (self.slots, self.starts, self.behind):
+                numbers[holes] = numbers[last]
+        self.slots, self.starts, self.behind = self.slots[:live], self.starts[:live], self.behind[:live]
         self._measure()
 
     def absorb(self, other: Band) -> None:
@@ -152,42 +188,114 @@ class Band:
         span = slice(other._low, other.filled)
         pairs = [(keys[:, :, span], values[:, :, span]) for keys, values in other._pairs]
         source = torch.arange(len(other), device=self._bias.device)
-        self.place(other.slots, other.filled - other.starts, Layers(pairs, other._states, self._places), source)
+        lengths, layers = other.filled - other.starts, Layers(pairs, other._states, self._places)
+        self.place(other.slots, lengths, layers, source, other.behind)
 
-    def reserve(self) -> None:
-        """Have room for one more column."""
-        if self.filled < self._capacity:
-            return
-        wasted = 3 * self._low > self._capacity  # most rows that reached so far back are gone: move up
-        capacity = self._capacity if wasted else self._rounded(int(_GROWTH * self._capacity) + 1)
-        self._relay(len(self._bias), capacity, -self._low)
+    def reserve(self, counts: np.ndarray | None = None) -> None:
+        """Have room for the next tokens of every row.
+
+        Args:
+            counts: how many each row reads, at least one, int64 [rows]; None for one each.
+        """
+        columns = 1 if counts is None else int((counts - self.behind).max())
+        if self.filled + columns > self._capacity:
+            # Most rows that reached so far back are gone: move up.
+            wasted = 3 * self._low > self._capacity and self._low >= columns
+            capacity = self._capacity if wasted else self._rounded(int(_GROWTH * self._capacity) + columns)
+            self._relay(len(self._bias), capacity, -self._low)
+        even = counts is None and not self.behind.any()
+        self._pass = None if even else self._laid(np.ones(len(self), np.int64) if counts is None else counts)
+
+    def _laid(self, counts: np.ndarray) -> _Pass:
+        ends, device = self.filled - self.behind, self._bias.device
+        rows = np.repeat(np.arange(len(counts)), counts)
+        depths = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        looking = ends[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
+
+        def on_device(numbers: np.ndarray) -> Tensor:
+            return torch.from_numpy(numbers).to(device)
+
+        return _Pass(
+            rows=on_device(rows),
+            columns=on_device(ends[rows] + depths),
+            depths=on_device(depths),
+            starts=on_device(self.starts),
+            looking=on_device(looking),
+            lowest=int(ends.min()),
+            end=int((ends + counts).max()),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the pass for which room was reserved."""
+        return len(self) if self._pass is None else len(self._pass.rows)
+
+    @property
+    def alone(self) -> bool:
+        """Each row reads one token in it, at the same column."""
+        return self._pass is None
+
+    @property
+    def reach(self) -> int:
+        """More than the position of any token in it."""
+        return self._window(None).stop
+
+    def by_row(self, each: Tensor) -> Tensor:
+        """What each token of a pass has, [tokens, ...], as [rows, most tokens, ...]; behind a row's last one comes
+        something."""
+        assert self._pass is not None
+        rows, most = self._pass.looking.shape
+        if len(each) == rows * most:
+            return each.unflatten(0, (rows, most))
+        wide = each.new_zeros((rows, most, *each.shape[1:]))
+        wide[self._pass.rows, self._pass.depths] = each
+        return wide
+
+    def by_token(self, wide: Tensor) -> Tensor:
+        """Undo `by_row`."""
+        assert self._pass is not None
+        if len(self._pass.rows) == wide.shape[0] * wide.shape[1]:
+            return wide.flatten(0, 1)
+        return wide[self._pass.rows, self._pass.depths]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, last: int | None = None) -> tuple[Tensor, Tensor]:
-        """Write one layer's next column.
+        """Write one layer's next columns.
 
         Args:
             layer: which.
-            keys, values: [rows, key-value heads, head size].
+            keys, values: [tokens, key-value heads, head size].
             last: columns that the layer sees at most, this one included; None for all.
 
         Returns:
-            Keys and values of what it sees, this column included, [rows, key-value heads, window, head size].
+            Keys and values of what it sees, these columns included, [rows, key-value heads, window, head size].
         """
         window = self._window(last)
         own_keys, own_values = self._pairs[layer]
         rows = len(self)
-        own_keys[:rows, :, self.filled] = keys
-        own_values[:rows, :, self.filled] = values
+        if self._pass is None:
+            own_keys[:rows, :, self.filled] = keys
+            own_values[:rows, :, self.filled] = values
+        else:
+            own_keys[self._pass.rows, :, self._pass.columns] = keys
+            own_values[self._pass.rows, :, self._pass.columns] = values
         return own_keys[:rows, :, window], own_values[:rows, :, window]
 
     def mask(self, last: int | None = None) -> Tensor | None:
-        """Additive mask for the scores of the window with the column about to be written, [rows, 1, 1, window].
+        """Additive mask for the scores of the window with the columns about to be written, [rows, 1, most tokens,
+        window].
 
         None if every row sees all of it. `last` is that of `write`. It lies as attention wants it; see `_ALIGNED`.
         """
+        window = self._window(last)
+        if self._pass is not None:
+            columns = torch.arange(window.start, window.stop, device=self._bias.device)
+            looking = self._pass.looking[..., None]
+            hidden = (columns > looking) | (columns < self._pass.starts[:, None, None])
+            if last is not None:
+                hidden |= columns <= looking - last
+            return self._bias.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
         if self._uniform:
             return None
-        window = self._window(last)
         mask = self._bias[: len(self), :, :, window]
         if window.start % self._align == 0:
             return mask
@@ -207,15 +315,36 @@ class Band:
         return [(place, state[: len(self)]) for place, state in zip(self._places, self._states, strict=True)]
 
     def _window(self, last: int | None) -> slice:
-        end = self.filled + 1
-        return slice(self._low if last is None else max(self._low, end - last), end)
+        first, end = (self.filled, self.filled + 1) if self._pass is None else (self._pass.lowest, self._pass.end)
+        return slice(self._low if last is None else max(self._low, first + 1 - last), end)
 
-    def advance(self) -> None:
-        """The column is written in all layers."""
-        self.filled += 1
+    def advance(self, counts: np.ndarray | None = None) -> None:
+        """The columns are written in all layers.
+
+        Args:
+            counts: how many of them each row keeps, int64 [rows]; None for all of one each.
+        """
+        if counts is None:
+            self.filled += 1
+        else:
+            self.behind -= counts
+            self._even_out()
+
+    def _even_out(self) -> None:
+        """Have the row that is furthest on stand at `filled`, and rows that have ended, too."""
+        lead = self.behind[self.slots >= 0].min(initial=self.behind.max(initial=0))
+        self.filled -= int(lead)
+        self.behind -= lead
+        ended = self.slots < 0
+        self.behind[ended] = 0
+        if (self.starts[ended] > self.filled).any():  # they see themselves
+            self.starts[ended] = np.minimum(self.starts[ended], self.filled)
+            self._bias[: len(self)] = self._biases(self.starts)
 
     def _measure(self) -> None:
         starts = self.starts[self.slots >= 0]
+        if self.behind.any():
+            self._even_out()
         if len(starts):
             self._low = int(starts.min())
             self._uniform = bool((starts == self._low).all())

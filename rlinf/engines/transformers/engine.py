@@ -36,7 +36,8 @@ from rlinf.engines.base import (
     named,
 )
 from rlinf.engines.grammars import Grammars
-from rlinf.engines.transformers.batch import BandedRows, Batch
+from rlinf.engines.transformers.batch import BandedRows, Batch, DecodeState
+from rlinf.engines.transformers.drafts import IN_CACHE, LARGE, SMALL, Drafts
 from rlinf.engines.transformers.graphs import Graphs, rows_for, unknown
 from rlinf.engines.transformers.model import ModelForward, fastest
 from rlinf.engines.usual_lengths import UsualLengths
@@ -76,6 +77,7 @@ async def build(setup: EngineSetup, *, keep_tokens: int | None = None, graphs: G
                 routes=setup.routes,
                 padding=setup.padding,
                 weights=setup.weights,
+                drafts=setup.drafts,
             )
             return TransformersEngine(
                 model, settings, compute=setup.compute, tokenizer=setup.tokenizer, pictures=setup.pictures
@@ -117,6 +119,8 @@ class DecodeSettings:
     """Ids of the model's head that its tokenizer has not; no answer has them."""
     weights: Literal["full", "int8"] = "full"
     """`int8` rounds those of linear layers to 8 bits, on a CPU."""
+    drafts: bool = False
+    """Read drafts from history where they pay; see `rlinf.engines.transformers.drafts`."""
 
     def __post_init__(self) -> None:
         if self.max_rows < 1:
@@ -175,6 +179,8 @@ class TransformersEngine(Engine):
         reusable = how.keep_tokens if self._forward.continues else 0
         self.keeps_conversations = reusable != 0
         rows, self.decoding = rows_for(self._forward, how.max_rows, how.graphs, how.max_tokens)
+        if how.drafts:
+            self.decoding += _drafting(rows, self._forward)
         self.way = _way(self.decoding, self._forward, how.graphs)
         if not isinstance(rows, BandedRows):  # recorded steps have no place for them
             self._forward.adapters = None
@@ -384,6 +390,18 @@ class TransformersEngine(Engine):
             if (call := self._scheduler.left(request)) is not None:
                 call.failed(request, error)
                 self._told = error
+
+
+def _drafting(rows: DecodeState, forward: ModelForward) -> str:
+    """Have rows read drafts where they can; returns what is to be said of it."""
+    if not isinstance(rows, BandedRows):
+        return ", without drafts, for which recorded steps have no place"
+    if forward.device.type != "cpu":
+        return f", without drafts, which were not tried on {forward.device.type}"
+    if not forward.verifies:
+        return f", without drafts, which the forward of transformers does not read ({forward.slower})"
+    rows.drafts = Drafts(SMALL if forward.weights <= IN_CACHE else LARGE)
+    return ", with drafts from history where they pay"
 
 
 def _way(decoding: str, forward: ModelForward, graphs: Graphs) -> Way:

@@ -35,6 +35,7 @@ from torch import Tensor
 from rlinf.config.importing import mistake_in, resolve
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.transformers.batch import BandedRows, DecodeState, PrefillJob, Sampled, Slots
+from rlinf.engines.transformers.drafts import Drafts
 from rlinf.engines.transformers.model import Block, LeanForward, ModelForward
 from rlinf.engines.transformers.paged_attention import (
     PAGE,
@@ -403,6 +404,8 @@ class GraphedRows:
         max_tokens: of keys and values that answers in flight may come to; None for no bound.
     """
 
+    drafts: Drafts | None = None  # a recording is of one token a row
+
     def __init__(
         self,
         forward: LeanForward,
@@ -448,10 +451,10 @@ class GraphedRows:
     def joined(self) -> None:
         """Nothing to do: the next step lays the rows out."""
 
-    def step(self, records: Slots) -> Sampled | None:
+    def step(self, records: Slots) -> list[Sampled]:
         if self._changes():
-            if self._under_way is not None:
-                return self.settle()
+            if (before := self.settle()) is not None:
+                return [before]
             self._lay_out(records)
         assert self._step is not None
         assert self._kind is not None
@@ -466,9 +469,9 @@ class GraphedRows:
         self._tokens[self._rows] += 1
         self._tokens[-1] = 0  # of ballast
         if self._formed:
-            return _sampled(started)
-        before, self._under_way = self._under_way, started
-        return None if before is None else _sampled(before)
+            return [_sampled(started)]
+        before, self._under_way = self.settle(), started
+        return [] if before is None else [before]
 
     def settle(self) -> Sampled | None:
         before, self._under_way = self._under_way, None
@@ -649,7 +652,7 @@ def unlike_whole(forward: LeanForward, rows: GraphedRows) -> str | None:
         pass
     tokens, logprobs = np.empty((2, len(texts), _STEPS))
     for number in range(_STEPS):
-        while (sampled := rows.step(records) or rows.settle()) is None:
+        while (sampled := next(iter(rows.step(records)), None) or rows.settle()) is None:
             pass
         order = np.argsort(sampled.slots)[np.argsort(np.argsort(slots))]
         tokens[:, number], logprobs[:, number] = sampled.tokens[order], sampled.logprobs[order]

@@ -78,6 +78,8 @@ class ModelForward:
     continues = False
     """It reads texts on from what it read of their beginnings, as if it read them whole; see `continues`."""
 
+    verifies = False
+    """`step` takes several tokens of a row."""
     slower: str | None = None
     """Why it is not the lean forward; None if it is."""
     adapters: RowAdapters | None = None
@@ -172,12 +174,12 @@ class ModelForward:
         """Read one token per row and write its keys and values; the caller has reserved the column and advances it.
 
         Args:
-            ids: int64 [rows], band after band.
-            positions: of each in its own text, int64 [rows].
+            ids: int64 [tokens], band after band; where it `verifies`, as many of each row as was reserved for.
+            positions: of each in its own text, int64 [tokens].
             bands: what was read before.
 
         Returns:
-            Logits after them, [rows, vocabulary].
+            Logits after them, [tokens, vocabulary].
         """
         sizes = [len(band) for band in bands]
         parts = zip(ids.split(sizes), positions.split(sizes), bands, strict=True)
@@ -214,6 +216,12 @@ class ModelForward:
         uint8 or int16 [tokens, layers, experts per token]; None unless it watches."""
         routes, self._routes = self._routes, []
         return torch.cat(routes).cpu().numpy() if routes else None
+
+    @property
+    def weights(self) -> int:
+        """How many it has."""
+        rounded = sum(rows * columns for rows, columns in self.int8.shapes.values())
+        return rounded + sum(parameter.numel() for parameter in self._model.parameters())
 
     @property
     def vocabulary(self) -> int:
@@ -509,6 +517,8 @@ class LeanForward(ModelForward):
         version: of the weights it has.
     """
 
+    verifies = True
+
     def __init__(self, model: PreTrainedModel, version: int):
         super().__init__(model, version)
         self._join()
@@ -541,7 +551,7 @@ class LeanForward(ModelForward):
 
     def step(self, ids: Tensor, positions: Tensor, bands: Sequence[Band]) -> Tensor:
         hidden = F.embedding(ids, self.embedding)
-        cos, sin = self.angles(positions, max(band.filled for band in bands) + 1)
+        cos, sin = self.angles(positions, max(band.reach for band in bands))
         masks = {window: [band.mask(window) for band in bands] for window in self.windows}
         for number, block in enumerate(self.blocks):
             hidden = block.step(hidden, cos, sin, bands, masks[block.window], number)
@@ -650,18 +660,25 @@ class Block:
         masks: Sequence[Tensor | None],
         number: int,
     ) -> Tensor:
-        """[rows, hidden] to the same; `number` is the layer's, in the bands."""
+        """[tokens, hidden] to the same; `number` is the layer's, in the bands."""
         turned, values = self.heads(hidden, cos, sin)
         parts = []
         start = 0
         for band, mask in zip(bands, masks, strict=True):
-            rows = slice(start, start + len(band))
-            start = rows.stop
-            keys, past_values = band.write(number, turned[rows, self.queries :], values[rows], self.window)
-            # The queries that share a key are the "tokens" of one head: no key is repeated.
-            query = turned[rows, : self.queries].view(len(band), self.keys, -1, self.head)
-            attended = F.scaled_dot_product_attention(query, keys, past_values, attn_mask=mask, scale=self.scale)
-            parts.append(attended.reshape(len(band), -1))
+            some = slice(start, start + band.tokens)
+            start = some.stop
+            keys, past_values = band.write(number, turned[some, self.queries :], values[some], self.window)
+            if band.alone:
+                # The queries that share a key are the "tokens" of one head: no key is repeated.
+                query = turned[some, : self.queries].view(len(band), self.keys, -1, self.head)
+                attended = F.scaled_dot_product_attention(query, keys, past_values, attn_mask=mask, scale=self.scale)
+                parts.append(attended.reshape(len(band), -1))
+                continue
+            query = band.by_row(turned[some, : self.queries]).transpose(1, 2)
+            attended = F.scaled_dot_product_attention(
+                query, keys, past_values, attn_mask=mask, scale=self.scale, enable_gqa=True
+            )
+            parts.append(band.by_token(attended.transpose(1, 2)).flatten(1))
         return self.finish(hidden, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

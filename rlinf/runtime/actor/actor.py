@@ -214,10 +214,10 @@ class Actor:
         """Tell the trace of a part of what this actor has just done; a step's metrics have its sum.
 
         Args:
-            what: the metric: `..._seconds`, of which that of the slowest actor counts, `..._bytes`, which add up, or
-                `..._error` and `..._count`, of which the largest counts.
+            what: the metric: `..._seconds`, of which that of the slowest actor counts, `..._bytes` and
+                `..._tokens`, which add up, or `..._error` and `..._count`, of which the largest counts.
             seconds: that it took, up to now.
-            bytes: that it moved, or the error or count.
+            bytes: that it moved, the tokens, or the error or count.
         """
         now = self._cell.host.now()
         self._cell.host.tracer.span("part", self._cell.name, "", what, now - seconds, now, bytes)

@@ -196,7 +196,7 @@ async def test_who_shares_a_step_depends_on_requests_and_not_on_timing(monkeypat
 
         def watched(records, step=step, seen=seen, rows=rows):
             drawn = step(records)
-            seen.append((rows._rows.tolist(), None if drawn is None else drawn.slots.tolist()))
+            seen.append((rows._rows.tolist(), [sampled.slots.tolist() for sampled in drawn]))
             return drawn
 
         rows.step = watched

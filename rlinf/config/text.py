@@ -253,7 +253,7 @@ class RolloutConfig:
     drafts: bool = False
     """Have the transformers engine read drafts on CPUs: tokens that answers to a prompt, of this epoch and of earlier
     ones, had behind the same few tokens, several in one pass where that pays. It draws the tokens that it would have
-    drawn, up to rounding; see docs/engines.md. Servers draft by rollout.engine_args.args."""
+    drawn, up to rounding; see docs/engines.md."""
     carry: int | None = Field(default=None, ge=0)
     """Where the flow works ahead: by how many versions an unfinished answer may be carried over before a step waits for
     it. null is staleness.max: nothing is ever too old. With more, no answer holds a step up for longer than that, and

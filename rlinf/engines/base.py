@@ -1111,9 +1111,9 @@ def no_rounding(engine: str, on_cpu: bool) -> str | None:
 
 def no_drafts(engine: str) -> str | None:
     """Why an engine of `ENGINES` reads no drafts from history; None: it does where it can, or is another's."""
-    if engine in ("sglang", "vllm"):
-        return f"{engine} drafts by itself: set rollout.engine_args.args, see docs/engines.md"
-    return None
+    if engine == "sglang":
+        return "sglang drafts by rollout.engine_args.args, where rollout.engine_args.seeded is false"
+    return "vllm has none where answers are drawn from their seeds, as here" if engine == "vllm" else None
 
 
 def _unrounded(engine: str) -> str:

@@ -602,6 +602,11 @@ async def build(setup: EngineSetup, **args: Any) -> SGLangEngine:
         ChildDied: the server did not come up; with the last lines of its output.
     """
     settings = settings_of(SGLangSettings, args, "rollout.engine_args")
+    if settings.seeded and any(str(word).startswith("--speculative") for word in settings.args):
+        raise ValueError(
+            "rollout.engine_args.args: SGLang verifies drafts by random numbers of its own, and seeds are to count: "
+            "set rollout.engine_args.seeded=false, or leave out what is speculative"
+        )
     python = interpreter(settings.python)
     files = await setup.compute(model_files, setup)
     if settings.adapter_rank and (setup.pictures is not None or files.experts is not None):

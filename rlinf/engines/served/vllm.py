@@ -261,4 +261,9 @@ def _engine_args(setup: EngineSetup, settings: VllmSettings) -> dict[str, Any]:
             "rollout.dtype, max_num_seqs by rollout.max_rows, max_model_len by the model, tensor_parallel_size and "
             "gpu_memory_utilization by rollout.engine_args.tensor_parallel and memory_share"
         )
+    if settings.args.get("speculative_config") is not None:
+        raise ValueError(
+            "rollout.engine_args.args: vLLM takes no speculative_config beside a logits processor, by which answers "
+            "are drawn from their seeds here: leave it out, or take rollout.engine=transformers with rollout.drafts"
+        )
     return {name: value for name, value in own.items() if value is not None} | settings.args

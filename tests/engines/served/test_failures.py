@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlinf.data.weights import Weights
-from rlinf.engines.base import EngineSetup, PartialAnswer, RequestRefused, Sampling
+from rlinf.engines.base import EngineSetup, PartialAnswer, RequestRefused, Sampling, make
 from rlinf.engines.served import server as http
 from rlinf.engines.served.engine import Row
 from rlinf.engines.served.server import Chunk, Experts, environment_of
@@ -312,6 +312,19 @@ def test_a_missing_environment_is_told_with_what_makes_it(tmp_path, monkeypatch)
     monkeypatch.setenv("THERE", str(tmp_path / "python"))
     (tmp_path / "python").symlink_to("/bin/true")
     assert environment_of("SGLang", None, "THERE", ".venv-none", "sglang") == str(tmp_path / "python")
+
+
+@pytest.mark.parametrize(
+    ("engine", "args"),
+    [
+        ("sglang", {"args": ["--speculative-algorithm", "NGRAM"]}),
+        ("vllm", {"args": {"speculative_config": {"method": "ngram"}}}),
+    ],
+)
+async def test_drafts_of_a_server_that_would_not_keep_to_seeds_are_refused_before_it_starts(engine, args):
+    setup = EngineSetup("rollout[0]", {}, contextlib.nullcontext)
+    with pytest.raises(ValueError, match=r"rollout.engine_args.args: "):
+        await make(engine, setup, args)
 
 
 async def test_requests_are_read_when_there_is_a_row_for_them(started):

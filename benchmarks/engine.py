@@ -195,7 +195,7 @@ def drafts(rounds: int, directory: Path | None, sizes: Sequence[int], temperatur
             for epoch in range(2):
                 seeds = 1000 * (2 * number + epoch)
                 requests = [Request(i, some[i // 4], sampling, seeds + i) for i in range(4 * len(some))]
-                read, right, steps = history.read, history.right, drafted.stats.rows
+                read, right, steps = history.reads, history.right, drafted.stats.rows
                 times, answers = [], []
                 for engine in (plain, drafted) if number % 2 else (drafted, plain):
                     start = time.process_time()
@@ -204,7 +204,7 @@ def drafts(rounds: int, directory: Path | None, sizes: Sequence[int], temperatur
                 without, with_ = times if number % 2 else times[::-1]
                 tokens = sum(map(len, answers[0]))
                 a_step = tokens / max(1.0, drafted.stats.rows - steps)
-                share = (history.right - right) / max(1, history.read - read)
+                share = (history.right - right) / max(1, history.reads - read)
                 turns[epoch].append((tokens / without, without / with_, a_step, share, answers[0] == answers[1]))
         for epoch, some_turns in enumerate(turns):
             rates, ratios, steps_, shares, same = zip(*some_turns, strict=True)

@@ -1136,9 +1136,12 @@ async def make(engine: str, setup: EngineSetup, args: Mapping[str, Any] | None =
         args: further arguments of that function.
 
     Raises:
-        ValueError: the function does not take `args`, or the engine cannot do `setup.kv` or `setup.weights`.
+        ValueError: the function does not take `args`, or the engine cannot do `setup.kv`, `setup.weights` or
+            `setup.drafts`.
         TypeError: what it returns is no `Engine`.
     """
+    if setup.drafts and (why := no_drafts(engine)) is not None:
+        raise ValueError(f"rollout.drafts=true: {why}")
     path = ENGINES.get(engine, engine)
     build = resolve(path)
     try:

@@ -31,7 +31,7 @@ from rlinf.data.sample import PrefixKey
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Finish, PartialAnswer, Request, StepStats, StopTexts
 from rlinf.engines.grammars import Constraint, Grammars
-from rlinf.engines.transformers.cache import Band, Layers
+from rlinf.engines.transformers.cache import Band, CachedText, Conversations, Layers
 from rlinf.engines.transformers.drafts import Drafts, Proposal
 from rlinf.engines.transformers.model import ModelForward, pad_left, rectangles
 from rlinf.engines.transformers.sampling import DRAWS, Allowed, Rules, choose_allowed, to_host
@@ -250,14 +250,10 @@ class Slots:
             self._free.append(slot)
         return closed
 
-    def since(self, slot: int, seen: int) -> list[int]:
+    def since(self, slot: int, count: int) -> list[int]:
         """Tokens of an answer behind so many."""
-        tokens: list[int] = self._tokens[slot, seen : self.lengths[slot]].tolist()
+        tokens: list[int] = self._tokens[slot, count : self.lengths[slot]].tolist()
         return tokens
-
-    def left(self, slot: int) -> int:
-        """Tokens that an answer may still get."""
-        return int(self._limits[slot] - self.lengths[slot])
 
     def room(self, slots: np.ndarray) -> int:
         """Tokens that the one of these answers may still get that may get most."""
@@ -296,60 +292,6 @@ def _wider(array: np.ndarray, columns: int) -> np.ndarray:
     wide = np.empty((len(array), columns), dtype=array.dtype)  # pages that are never written are never taken
     wide[:, : array.shape[1]] = array
     return wide
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CachedText:
-    """The tokens of one conversation that have been read, with their keys and values."""
-
-    ids: np.ndarray
-    """The tokens, int64 [tokens]."""
-    pairs: Sequence[tuple[Tensor, Tensor]]
-    """Their keys and values per layer, each [key-value heads, tokens, head size]."""
-
-    def shared(self, text: np.ndarray) -> int:
-        """With how many of these tokens a text begins; its last token always has to be read, for what follows it."""
-        most = min(len(self.ids), len(text) - 1)
-        equal = self.ids[:most] == text[:most]
-        return most if equal.all() else int(equal.argmin())
-
-
-class Conversations:
-    """The kept caches, the one used longest ago first."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        """Tokens of all texts in it."""
-        self._kept: dict[int, CachedText] = {}
-
-    def keep(self, conversation: int, cached: CachedText) -> None:
-        """Keep this from now on, in place of what was kept of the conversation."""
-        self.take(conversation)
-        self._kept[conversation] = cached
-        self.tokens += len(cached.ids)
-
-    def take(self, conversation: int) -> CachedText | None:
-        """Give out what there is of a conversation, and keep it no more."""
-        cached = self._kept.pop(conversation, None)
-        if cached is not None:
-            self.tokens -= len(cached.ids)
-        return cached
-
-    def taken(self, request: Request) -> CachedText | None:
-        """Give out what there is of a request's conversation, if it has one, and keep it no more."""
-        if request.conversation is None or request.images or request.adapter:
-            return None
-        return self.take(request.conversation)
-
-    def shrink(self, most: int) -> None:
-        """Drop what was used longest ago, until no more than so many tokens are kept."""
-        while self._kept and self.tokens > most:
-            self.take(next(iter(self._kept)))
-
-    def forget(self, conversations: Iterable[int] | None) -> None:
-        """Drop these, or all."""
-        for conversation in list(self._kept) if conversations is None else conversations:
-            self.take(conversation)
 
 
 class PrefillJob(NamedTuple):
@@ -498,20 +440,20 @@ class BandedRows:
             view.positions[view.ended] = 0
             view.ended.clear()
         proposal = None if self.drafts is None else self.drafts.propose(records, view.slots)
-        read, counts = (view, None) if proposal is None else (_drafted(view, proposal, records), proposal.counts)
+        whole, counts = (view, None) if proposal is None else (_drafted(view, proposal, records), proposal.counts)
         for band, some in self._of_bands(counts):
             band.reserve(some)
-        adapters = records.adapters(read.slots.tolist())
+        adapters = records.adapters(whole.slots.tolist())
         self._forward.rows_by(adapters)
-        logits = self._forward.step(read.ids, read.positions, self.bands)
+        logits = self._forward.step(whole.ids, whole.positions, self.bands)
         if (routes := self._forward.routes()) is not None:
             records.routed_step(view.slots, routes)
-        allowed = records.allowed(read.slots, logits.device)
+        allowed = records.allowed(whole.slots, logits.device)
         tokens, *numbers = choose_allowed(
-            self._forward.allowed(logits), read.rules, read.answered, allowed, padding=self._forward.padding
+            self._forward.allowed(logits), whole.rules, whole.answered, allowed, padding=self._forward.padding
         )
         ids, logprobs, log_mass = to_host(tokens, *numbers)
-        sampled = Sampled(read.slots, ids, logprobs, log_mass, self._forward.versions_of(adapters))
+        sampled = Sampled(whole.slots, ids, logprobs, log_mass, self._forward.versions_of(adapters))
         if proposal is not None and self.drafts is not None:
             counts = proposal.right(ids)
             self.drafts.took(proposal, counts)
@@ -598,12 +540,10 @@ def _drafted(view: _View, proposal: Proposal, records: Slots) -> _View:
 
 
 def _told(sampled: Sampled, view: _View, proposal: Proposal, counts: np.ndarray) -> Iterator[Sampled]:
-    """What was drawn behind drafts, a token of each row at a time, of so many of each, int64 [rows]."""
+    """Tokens that were drawn behind drafts, one of each row at a time, of so many of each, int64 [rows]."""
     firsts = np.cumsum(proposal.counts) - proposal.counts
     for number in range(int(counts.max())):
         slots, at = np.where(counts > number, view.slots, -1), firsts + np.minimum(number, counts - 1)
-        if not (slots >= 0).any():  # they have ended
-            return
         version = sampled.version if isinstance(sampled.version, int) else sampled.version[at]
         log_mass = None if sampled.log_mass is None else sampled.log_mass[at]
         yield Sampled(slots, sampled.tokens[at], sampled.logprobs[at], log_mass, version)
@@ -976,7 +916,7 @@ class Batch:
         if width:
             self.stats = self.stats.stepped(width, time.perf_counter() - start)
             if (drafts := self._rows.drafts) is not None:
-                self.stats = self.stats._replace(draft_tokens=drafts.read, right_tokens=drafts.right)
+                self.stats = self.stats._replace(draft_tokens=drafts.reads, right_tokens=drafts.right)
             self._make_room()
 
     def _extend(self, sampled: Sampled) -> None:

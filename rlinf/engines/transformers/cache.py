@@ -14,7 +14,7 @@ Layers that remember a text in a state of fixed size (Mamba, linear attention, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from rlinf.engines.base import Request
 
 Place = tuple[int, str, int]
 """Where a state lies in a transformers cache: the layer, the attribute, and which of its states."""
@@ -241,8 +243,8 @@ class Band:
         return self._window(None).stop
 
     def by_row(self, each: Tensor) -> Tensor:
-        """What each token of a pass has, [tokens, ...], as [rows, most tokens, ...]; behind a row's last one comes
-        something."""
+        """Lay out what each token of a pass has, [tokens, ...], as [rows, most tokens, ...]; behind a row's last one
+        comes something."""
         assert self._pass is not None
         rows, most = self._pass.looking.shape
         if len(each) == rows * most:
@@ -459,3 +461,57 @@ def _layer(band: Band, number: int, like: Any) -> Any:
     if isinstance(like, CacheLayerMixin):
         return _ColumnsAndStates(band, number, like.number_of_states)
     return LinearAttentionLayer(number_of_states=like.number_of_states)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedText:
+    """The tokens of one conversation that have been read, with their keys and values."""
+
+    ids: np.ndarray
+    """The tokens, int64 [tokens]."""
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    """Their keys and values per layer, each [key-value heads, tokens, head size]."""
+
+    def shared(self, text: np.ndarray) -> int:
+        """With how many of these tokens a text begins; its last token always has to be read, for what follows it."""
+        most = min(len(self.ids), len(text) - 1)
+        equal = self.ids[:most] == text[:most]
+        return most if equal.all() else int(equal.argmin())
+
+
+class Conversations:
+    """The kept caches, the one used longest ago first."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """Tokens of all texts in it."""
+        self._kept: dict[int, CachedText] = {}
+
+    def keep(self, conversation: int, cached: CachedText) -> None:
+        """Keep this from now on, in place of what was kept of the conversation."""
+        self.take(conversation)
+        self._kept[conversation] = cached
+        self.tokens += len(cached.ids)
+
+    def take(self, conversation: int) -> CachedText | None:
+        """Give out what there is of a conversation, and keep it no more."""
+        cached = self._kept.pop(conversation, None)
+        if cached is not None:
+            self.tokens -= len(cached.ids)
+        return cached
+
+    def taken(self, request: Request) -> CachedText | None:
+        """Give out what there is of a request's conversation, if it has one, and keep it no more."""
+        if request.conversation is None or request.images or request.adapter:
+            return None
+        return self.take(request.conversation)
+
+    def shrink(self, most: int) -> None:
+        """Drop what was used longest ago, until no more than so many tokens are kept."""
+        while self._kept and self.tokens > most:
+            self.take(next(iter(self._kept)))
+
+    def forget(self, conversations: Iterable[int] | None) -> None:
+        """Drop these, or all."""
+        for conversation in list(self._kept) if conversations is None else conversations:
+            self.take(conversation)

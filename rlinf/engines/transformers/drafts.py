@@ -46,7 +46,7 @@ _CHEAPEST = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What passes cost, in what a token more costs in a large one."""
+    """Prices of passes, in what a token more costs in a large one."""
 
     passes: Sequence[tuple[float, float]]
     """Tokens of a pass, and its price; linear between them, and behind them by one for each."""
@@ -103,8 +103,8 @@ class Continuations:
     def guess(self, text: Sequence[int]) -> tuple[int, int] | None:
         """The token that probably follows a text, and the kind of this guess; None: nothing like it was seen."""
         for number, (order, table) in enumerate(zip(_ORDERS, self._tables, strict=True)):
-            if (seen := table.get(tuple(text[-order:]))) is not None:
-                token, votes = divmod(seen, _VOTES)
+            if (entry := table.get(tuple(text[-order:]))) is not None:
+                token, votes = divmod(entry, _VOTES)
                 return token, (3 * number + min(votes, 3) - 1) * 2 + self.repeats
         return None
 
@@ -147,24 +147,24 @@ class _Row:
     texts: Continuations
     text: list[int]
     """End of the prompt, and the answer so far as it was seen."""
-    seen: int = 0
+    count: int = 0
     """Tokens of the answer in it."""
     guess: tuple[int, int] | None = None
     """For the next token, of a kind, if it was not drafted."""
 
 
 class Records(Protocol):
-    """As much of the answers in flight as drafts look at."""
+    """The answers in flight, as far as drafts look at them."""
 
     requests: dict[int, Request]
     constraints: Any
 
-    def since(self, slot: int, seen: int) -> list[int]:
+    def since(self, slot: int, count: int) -> list[int]:
         """Tokens of an answer behind so many."""
         ...
 
-    def left(self, slot: int) -> int:
-        """Tokens that it may still get."""
+    def room(self, slots: np.ndarray) -> int:
+        """Tokens that the one of these answers may still get that may get most."""
         ...
 
 
@@ -192,16 +192,16 @@ class Proposal:
         """The drafts, row after row, int64 [drafts]."""
         return np.array([token for row in sorted(self.drafts) for token, _ in self.drafts[row]], np.int64)
 
-    def right(self, drawn: np.ndarray) -> np.ndarray:
+    def right(self, outcome: np.ndarray) -> np.ndarray:
         """How many tokens of each row count, int64 [rows]: those drawn behind what was drawn.
 
         Args:
-            drawn: behind each token, int64 [tokens].
+            outcome: drawn behind each token, int64 [tokens].
         """
         counting, firsts = np.ones(len(self.counts), np.int64), np.cumsum(self.counts) - self.counts
         for row, drafts in self.drafts.items():
             first = int(firsts[row])
-            for (token, _), other in zip(drafts, drawn[first : first + len(drafts)].tolist(), strict=True):
+            for (token, _), other in zip(drafts, outcome[first : first + len(drafts)].tolist(), strict=True):
                 if token != other:
                     break
                 counting[row] += 1
@@ -216,7 +216,7 @@ class Drafts:
     """
 
     def __init__(self, prices: Prices):
-        self.read = self.right = 0
+        self.reads = self.right = 0
         """Drafts that were read, and those that were drawn."""
         self._prices = prices
         tokens, passes = zip(*prices.passes, strict=True)
@@ -246,7 +246,7 @@ class Drafts:
         chains: dict[int, list[tuple[int, int]]] = {}
         for row in rows[::_SHARE] if quiet else rows:
             guess = self._look(records, int(slots[row])).guess
-            if guess is not None and records.left(int(slots[row])) > 1:
+            if guess is not None and records.room(slots[row : row + 1]) > 1:
                 chains[row] = [guess]
         counts = self._worth(records, slots, chains)
         self._empty = 0 if counts else self._empty + 1
@@ -254,9 +254,9 @@ class Drafts:
             return None
         for row in counts:
             self._rows[int(slots[row])].guess = None
-        read = np.ones(len(slots), np.int64)
-        read[list(counts)] += list(counts.values())
-        return Proposal(read, {row: chains[row][:count] for row, count in counts.items()})
+        tokens = np.ones(len(slots), np.int64)
+        tokens[list(counts)] += list(counts.values())
+        return Proposal(tokens, {row: chains[row][:count] for row, count in counts.items()})
 
     def _worth(self, records: Records, slots: np.ndarray, chains: dict[int, list[tuple[int, int]]]) -> dict[int, int]:
         """How many drafts of each row to read, so that a pass draws most for its price; the likeliest come first.
@@ -280,7 +280,7 @@ class Drafts:
                 rate, worth = now, len(order)
             slot, chain = int(slots[row]), chains[row]
             texts[row].append(chain[-1][0])
-            if len(chain) < min(_MOST, records.left(slot) - 1):
+            if len(chain) < min(_MOST, records.room(slots[row : row + 1]) - 1):
                 guess = self._rows[slot].texts.guess(texts[row])
                 if guess is not None:
                     chain.append(guess)
@@ -293,7 +293,7 @@ class Drafts:
             right = int(counting[row]) - 1
             for number, (_, kind) in enumerate(drafts[: right + 1]):
                 self._count(kind, number < right)
-            self.read += len(drafts)
+            self.reads += len(drafts)
             self.right += right
 
     def ended(self, slot: int, request: Request, answer: np.ndarray | None) -> None:
@@ -302,7 +302,7 @@ class Drafts:
         if row is not None:
             if answer is not None:
                 first = len(row.text)
-                row.texts.learn(row.text + answer[row.seen :].tolist(), first)
+                row.texts.learn(row.text + answer[row.count :].tolist(), first)
                 row.texts.repeats = True
             row.texts.rows -= 1
             if not row.texts.rows:
@@ -331,12 +331,12 @@ class Drafts:
                 texts = self._texts[key] = Continuations(request.prompt_ids, self._answers.of(key))
             texts.rows += 1
             row = self._rows[slot] = _Row(key, texts, [*texts.tail])
-        new = records.since(slot, row.seen)
+        new = records.since(slot, row.count)
         if row.guess is not None:
             self._count(row.guess[1], row.guess[0] == new[0])
         first = len(row.text)
         row.text += new
-        row.seen += len(new)
+        row.count += len(new)
         row.texts.learn(row.text, first)
         row.guess = row.texts.guess(row.text)
         return row

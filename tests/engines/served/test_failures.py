@@ -325,6 +325,8 @@ async def test_drafts_of_a_server_that_would_not_keep_to_seeds_are_refused_befor
     setup = EngineSetup("rollout[0]", {}, contextlib.nullcontext)
     with pytest.raises(ValueError, match=r"rollout.engine_args.args: "):
         await make(engine, setup, args)
+    with pytest.raises(ValueError, match=r"rollout.drafts=true: "):
+        await make(engine, replace(setup, drafts=True))
 
 
 async def test_requests_are_read_when_there_is_a_row_for_them(started):

@@ -179,7 +179,7 @@ def test_guesses_that_are_never_right_are_soon_not_read_and_few_are_looked_at():
         tokens = rng.integers(0, 4, 8)  # so few that three of them are soon there again
         if proposal is not None:
             drafts.took(proposal, np.ones(8, np.int64))
-        read.append(drafts.read)
+        read.append(drafts.reads)
         slots.lengths[opened] += 1
         slots._tokens[opened, slots.lengths[opened] - 1] = (
             1000 + rng.integers(0, 10**6, 8) if len(read) > 50 else tokens

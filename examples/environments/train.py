@@ -6,7 +6,7 @@ import rlinf
 
 TINY = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 4096}
-SAYS = "{% for m in messages %}{{ m.content }}{{ '\n' if m.role == 'user' else eos_token }}{% endfor %}"
+SAYS = "{% for m in messages %}{{ m.content.split('THE RING')[-1][:330] }}{{ eos_token }}{% endfor %}"
 OWN = {"tokenizer": {"characters": "".join(map(chr, range(32, 127))) + "\n"}, "data.chat_template": SAYS, "lr": 1e-3}
 SERVER = ".venv-environments/bin/python -m uvicorn server.app:app --app-dir echo --host {host} --port {port}"
 EASY = {"letter_counting": {"max_words": 5}, "leg_counting": {"min_animals": 1, "max_animals": 1}}

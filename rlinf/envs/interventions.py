@@ -25,16 +25,7 @@ import torch
 from torch import Tensor
 
 from rlinf.config.importing import resolve
-from rlinf.envs.base import (
-    CannotSimulate,
-    Interventions,
-    Observation,
-    Simulator,
-    State,
-    Transition,
-    WrongOption,
-    check_arguments,
-)
+from rlinf.envs import base
 from rlinf.envs.wrappers import Remembering, mistake_in_function
 
 ASKED = ("observation", "action", "steps", "instructions", "tasks")
@@ -66,8 +57,8 @@ def mistake_in_intervener(intervener: Any, arguments: Mapping[str, Any], num_env
     if not inspect.isclass(intervener):
         return mistake_in_function(intervener, arguments, ASKED)
     try:
-        check_arguments(intervener.__name__, intervener, arguments)
-    except WrongOption as error:
+        base.check_arguments(intervener.__name__, intervener, arguments)
+    except base.WrongOption as error:
         return f"{error.name}: {error}"
     if hasattr(intervener, "read"):
         one = f"a person acts in one environment: set env.num_envs=1, not {num_envs}, and env.workers to 0 or 1"
@@ -93,7 +84,7 @@ class Overridable(Remembering):
         self,
         num_envs: int,
         *,
-        simulator: str | type[Simulator],
+        simulator: str | type[base.Simulator],
         intervener: Any,
         options: Mapping[str, Any] | None = None,
         arguments: Mapping[str, Any] | None = None,
@@ -101,7 +92,7 @@ class Overridable(Remembering):
         self._name = str(intervener)
         named, own = resolve(intervener) if isinstance(intervener, str) else intervener, dict(arguments or {})
         if (mistake := mistake_in_intervener(named, own, num_envs)) is not None:
-            raise CannotSimulate(f"env.intervener = {self._name}: {mistake}")
+            raise base.CannotSimulate(f"env.intervener = {self._name}: {mistake}")
         adapter: Any = resolve(simulator) if isinstance(simulator, str) else simulator
         super().__init__(adapter(num_envs=num_envs, **(options or {})))
         self._arguments = {} if inspect.isclass(named) else own
@@ -109,11 +100,11 @@ class Overridable(Remembering):
         self._runner = asyncio.Runner() if hasattr(self._intervener, "read") else None
         self._steps = torch.zeros(num_envs, dtype=torch.int64)
 
-    def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
+    def reset(self, seeds: Tensor, env_ids: Tensor) -> base.Observation:
         self._steps[env_ids] = 0
         return super().reset(seeds, env_ids)
 
-    def step(self, actions: Tensor, active: Tensor) -> Transition:
+    def step(self, actions: Tensor, active: Tensor) -> base.Transition:
         acted = self._asked(actions)
         executed = torch.where(acted.steps[:, None], acted.actions, actions)
         moved = self.simulator.step(executed, active)
@@ -121,13 +112,13 @@ class Overridable(Remembering):
         self._steps += active.cpu()
         if (inner := moved.interventions) is not None:  # whoever is nearer to the robot has the last word
             steps = acted.steps | inner.steps
-            acted = Interventions(steps, torch.where(inner.steps[:, None], inner.actions, executed))
+            acted = base.Interventions(steps, torch.where(inner.steps[:, None], inner.actions, executed))
         return replace(moved, interventions=acted)
 
-    def save(self) -> list[State]:
+    def save(self) -> list[base.State]:
         return [{**state, "steps": steps} for state, steps in zip(super().save(), self._steps.tolist(), strict=True)]
 
-    def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
+    def restore(self, states: Sequence[base.State], env_ids: Tensor) -> None:
         super().restore(states, env_ids)
         self._steps[env_ids] = torch.tensor([state["steps"] for state in states])
 
@@ -138,12 +129,12 @@ class Overridable(Remembering):
         if hasattr(self._intervener, "close"):
             self._intervener.close()
 
-    def _asked(self, actions: Tensor) -> Interventions:
+    def _asked(self, actions: Tensor) -> base.Interventions:
         """Interventions in these actions, within the simulator's bounds."""
         spec = self.action_spec
         answer = self._from_device() if self._runner is not None else self._from_script(spec.unscaled(actions))
         if answer is None:
-            return Interventions(torch.zeros(self.num_envs, dtype=torch.bool, device=self.device), actions)
+            return base.Interventions(torch.zeros(self.num_envs, dtype=torch.bool, device=self.device), actions)
         wanted, steps = (torch.as_tensor(each, device=self.device) for each in answer)
         if wanted.shape != actions.shape or steps.shape != actions.shape[:1] or steps.dtype != torch.bool:
             raise RuntimeError(
@@ -153,7 +144,7 @@ class Overridable(Remembering):
         wanted = wanted.float()
         if not bool(wanted[steps].isfinite().all()):
             raise RuntimeError(f"env.intervener = {self._name}: numbers of its action are not finite")
-        return Interventions(steps, spec.scaled(torch.where(steps[:, None], wanted, 0.0)))
+        return base.Interventions(steps, spec.scaled(torch.where(steps[:, None], wanted, 0.0)))
 
     def _from_device(self) -> tuple[Tensor, Tensor] | None:
         assert self._runner is not None
@@ -220,7 +211,7 @@ class EventFile:
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
-            raise CannotSimulate(
+            raise base.CannotSimulate(
                 f"env.intervener_args: {path}: {error.strerror}; name the device's file in `path`, and let this user "
                 "read it (of the group input)"
             ) from error
@@ -324,7 +315,9 @@ class Keyboard:
 
     def __init__(self, *, keys: Mapping[str, Sequence[float]], path: str, rest: Sequence[float] | None = None):
         if unknown := sorted({*map(str, keys)} - {*_CODES}):
-            raise CannotSimulate(f"env.intervener_args.keys: no such key {unknown[0]}; there are {', '.join(_CODES)}")
+            raise base.CannotSimulate(
+                f"env.intervener_args.keys: no such key {unknown[0]}; there are {', '.join(_CODES)}"
+            )
         self._controls = Controls({_CODES[str(name)]: vector for name, vector in keys.items()}, rest)
         self._file = EventFile(path, "llHHi")  # seconds, microseconds, type, code, value
 

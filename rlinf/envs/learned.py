@@ -19,19 +19,7 @@ from torch import Tensor
 from rlinf.config.importing import resolve
 from rlinf.data.rng import mixed
 from rlinf.data.safetensors_io import write_tensors, write_text
-from rlinf.envs.base import (
-    ActionSpec,
-    ArraySpec,
-    CannotRender,
-    Observation,
-    Simulator,
-    State,
-    Transition,
-    rows_where,
-    stacked_trees,
-    tree_on_cpu,
-    tree_rows,
-)
+from rlinf.envs import base
 from rlinf.runtime.base.tensors import enter_device
 
 ENSEMBLE = "rlinf.models.world.EnsembleWorld"
@@ -52,13 +40,13 @@ class WorldModel(Protocol):
     action_size: int
     """Numbers in an action, A."""
 
-    def begin(self, seeds: Tensor) -> tuple[dict[str, Tensor], Observation]:
+    def begin(self, seeds: Tensor) -> tuple[dict[str, Tensor], base.Observation]:
         """Begin episodes: what it knows of each from here on (a state, the last frames, a cache), n rows in every
         tensor, and their first observations. `seeds` are int64 [n], on its device."""
 
     def advance(
         self, latent: dict[str, Tensor], actions: Tensor, seeds: Tensor
-    ) -> tuple[dict[str, Tensor], Observation, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[dict[str, Tensor], base.Observation, Tensor, Tensor, Tensor | None]:
         """Predict one step of N episodes, by actions in [-1, 1], float32 [N, A]: what it knows then, what is seen,
         rewards float32 [N], where the task ended, bool [N], and where it is solved, bool [N], or None. `seeds` are
         int64 [N], others in every step."""
@@ -137,7 +125,7 @@ def write_world(directory: Path, about: Mapping[str, Any], state: Mapping[str, T
     write_text(directory / CONFIG, json.dumps(about, indent=2) + "\n")
 
 
-class Learned(Simulator):
+class Learned(base.Simulator):
     """N episodes in a world model.
 
     Args:
@@ -166,16 +154,16 @@ class Learned(Simulator):
         self.num_envs, self.max_steps, self.device = num_envs, max_steps, enter_device()
         world = read_world(Path(path).expanduser()) if path is not None else make_world(model, settings or {})
         self._world: Any = world.to(self.device)
-        self.observation_spec = {name: ArraySpec(shape, dtype) for name, (shape, dtype) in world.shows.items()}
+        self.observation_spec = {name: base.ArraySpec(shape, dtype) for name, (shape, dtype) in world.shows.items()}
         bound = torch.ones(world.action_size)  # of what policies do, which is what it has learned from
-        self.action_spec = ActionSpec(-bound, bound, None if choices is None else tuple(choices))
+        self.action_spec = base.ActionSpec(-bound, bound, None if choices is None else tuple(choices))
         self._seeds = [0] * num_envs
         self._steps = [0] * num_envs
         self._latent: dict[str, Tensor] = {}
-        self._observation: Observation = {}
+        self._observation: base.Observation = {}
 
     @torch.no_grad()
-    def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
+    def reset(self, seeds: Tensor, env_ids: Tensor) -> base.Observation:
         for env, seed in zip(env_ids.tolist(), seeds.tolist(), strict=True):
             self._seeds[env], self._steps[env] = seed, 0
         latent, observation = self._world.begin(mixed(seeds.tolist(), 0).to(self.device))
@@ -187,36 +175,41 @@ class Learned(Simulator):
         return {name: array.clone() for name, array in observation.items()}
 
     @torch.no_grad()
-    def step(self, actions: Tensor, active: Tensor) -> Transition:
+    def step(self, actions: Tensor, active: Tensor) -> base.Transition:
         for env, moves in enumerate(active.tolist()):
             self._steps[env] += moves
         seeds = mixed(self._seeds, self._steps).to(self.device)
         latent, observation, reward, ended, solved = self._world.advance(self._latent, actions, seeds)
-        self._latent = rows_where(active, latent, self._latent)
-        self._observation = rows_where(active, observation, self._observation)
-        return Transition(self._observation, reward, ended, torch.zeros_like(ended), solved)
+        self._latent = base.rows_where(active, latent, self._latent)
+        self._observation = base.rows_where(active, observation, self._observation)
+        return base.Transition(self._observation, reward, ended, torch.zeros_like(ended), solved)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self._world.load_state_dict(weights)
 
     def render(self, env_ids: Tensor) -> Tensor:
         if "rgb" not in self._observation:
-            raise CannotRender(f"this world model shows {', '.join(self.observation_spec)} alone: set trials.videos=0")
+            raise base.CannotRender(
+                f"this world model shows {', '.join(self.observation_spec)} alone: set trials.videos=0"
+            )
         pictures: Tensor = self._observation["rgb"][env_ids.to(self.device)][..., :3]
         return pictures.cpu()
 
-    def save(self) -> list[State]:
+    def save(self) -> list[base.State]:
         everything = {"latent": self._latent, "observation": self._observation}
         rows = (torch.tensor([env], device=self.device) for env in range(self.num_envs))
         each = zip(self._seeds, self._steps, rows, strict=True)
-        return [{"seed": seed, "step": step, **tree_on_cpu(tree_rows(everything, row))} for seed, step, row in each]
+        return [
+            {"seed": seed, "step": step, **base.tree_on_cpu(base.tree_rows(everything, row))}
+            for seed, step, row in each
+        ]
 
-    def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
+    def restore(self, states: Sequence[base.State], env_ids: Tensor) -> None:
         for env, state in zip(env_ids.tolist(), states, strict=True):
             self._seeds[env], self._steps[env] = state["seed"], state["step"]
         rows = env_ids.to(self.device)
         for name in ("latent", "observation"):
-            joined = stacked_trees([state[name] for state in states], self.device)
+            joined = base.stacked_trees([state[name] for state in states], self.device)
             setattr(self, f"_{name}", self._put(getattr(self, f"_{name}"), rows, joined))
 
     def offload(self) -> None:

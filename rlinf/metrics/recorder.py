@@ -23,17 +23,7 @@ from rlinf.metrics.trackers import Tracking
 from rlinf.placement.costs import Ledger
 from rlinf.runtime.observe.spans import Lap
 from rlinf.runtime.system.observer import Watch
-from rlinf.storage.files import (
-    ALARMS,
-    ENVIRONMENT,
-    EXPLAINED,
-    METRICS,
-    SAMPLES,
-    JsonLines,
-    MetricsFile,
-    SamplesFile,
-    read_lines,
-)
+from rlinf.storage import files
 
 
 class Recorder:
@@ -64,18 +54,21 @@ class Recorder:
         spans: RunSpans | None = None,
     ) -> None:
         self._spans = spans
-        self._explainer, self._explanations = explainer, JsonLines(directory / EXPLAINED)
-        self._alarms = JsonLines(directory / ALARMS)
+        self._explainer, self._explanations = explainer, files.JsonLines(directory / files.EXPLAINED)
+        self._alarms = files.JsonLines(directory / files.ALARMS)
         self.explained: list[Explanation] = []
         """Explanation of each step of this process."""
         self._directory, self._watch, self._tracking, self._ledger = directory, watch, tracking, ledger
         self._device = OwnDevice()
-        self._began = watch.now() - _elapsed(directory / METRICS)
-        self._metrics, self._samples = MetricsFile(directory / METRICS), SamplesFile(directory / SAMPLES)
+        self._began = watch.now() - _elapsed(directory / files.METRICS)
+        self._metrics, self._samples = (
+            files.MetricsFile(directory / files.METRICS),
+            files.SamplesFile(directory / files.SAMPLES),
+        )
         self.files = (self._metrics, self._samples, self._explanations, self._alarms)
         """To which lines are added."""
         facts = {**environment(hosts), **(about or {})}
-        (directory / ENVIRONMENT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        (directory / files.ENVIRONMENT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
     def step_begins(self) -> None:
         """The flow starts its next step."""
@@ -183,4 +176,4 @@ class Recorder:
 
 def _elapsed(metrics: Path) -> float:
     """Seconds that earlier processes of this run took, if it goes on."""
-    return max((float(row.get("timing/elapsed") or 0.0) for row in read_lines(metrics)), default=0.0)
+    return max((float(row.get("timing/elapsed") or 0.0) for row in files.read_lines(metrics)), default=0.0)

@@ -26,15 +26,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from rlinf.data.images import Pictures
 from rlinf.data.safetensors_io import LateCopy, explained, make_room, sync_directory, write_tensors, write_text
-from rlinf.models.language.lora import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    POLICY,
-    adapter_config,
-    merged_named_parameters,
-    plain_name,
-    saved_names,
-)
+from rlinf.models.language import lora
 from rlinf.training.weight_sync import gathered, reshard
 
 MODEL = "hf"
@@ -153,9 +145,9 @@ def _copy(tensor: Tensor, dtype: torch.dtype, twin: Tensor | LateCopy | None) ->
 
 def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the buffers that belong to a model's weights."""
-    yield from merged_named_parameters(model)
+    yield from lora.merged_named_parameters(model)
     saved = model.state_dict().keys()
-    yield from ((plain_name(name), buffer) for name, buffer in model.named_buffers() if name in saved)
+    yield from ((lora.plain_name(name), buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def skeleton_of(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -198,12 +190,14 @@ class AdapterCopy:
         size = sum(tensor.nbytes for tensor in self.tensors.values())
         make_room(directory, size)
         with explained(directory, size):
-            write_tensors(directory / ADAPTER_WEIGHTS, self.tensors, {"format": "pt"}, stop)
-            write_text(directory / ADAPTER_CONFIG, json.dumps(self.config, indent=2, sort_keys=True) + "\n")
+            write_tensors(directory / lora.ADAPTER_WEIGHTS, self.tensors, {"format": "pt"}, stop)
+            write_text(directory / lora.ADAPTER_CONFIG, json.dumps(self.config, indent=2, sort_keys=True) + "\n")
         sync_directory(directory)
 
 
-def copy_adapter(model: PreTrainedModel, base: str | None, *, lead: bool, name: str = POLICY) -> AdapterCopy | None:
+def copy_adapter(
+    model: PreTrainedModel, base: str | None, *, lead: bool, name: str = lora.POLICY
+) -> AdapterCopy | None:
     """Copy adapters to host memory. Blocking; every rank calls it, and the lead gets the copy.
 
     Args:
@@ -213,5 +207,7 @@ def copy_adapter(model: PreTrainedModel, base: str | None, *, lead: bool, name: 
         name: of the adapters; those that learn unless it is said.
     """
     reshard(model)
-    tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in gathered(saved_names(model, name)) if lead}
-    return AdapterCopy(adapter_config(model, base, name), tensors) if lead else None
+    tensors = {
+        key: tensor.detach().to("cpu", copy=True) for key, tensor in gathered(lora.saved_names(model, name)) if lead
+    }
+    return AdapterCopy(lora.adapter_config(model, base, name), tensors) if lead else None

@@ -26,17 +26,8 @@ from rlinf.config.importing import resolve
 from rlinf.config.schema import nearest, type_name
 from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.data.safetensors_io import write_tensors, write_text
+from rlinf.models.policy import published
 from rlinf.models.policy.base import DtypeOf, Policy, PolicyConfig
-from rlinf.models.policy.published import (
-    EXTRA,
-    INDEX,
-    fill,
-    matches,
-    read_tensors,
-    tensor_files,
-    tensors_in,
-    without_memory,
-)
 
 POLICIES = {
     "mlp": "rlinf.models.policy.actor_critic.MlpPolicy",
@@ -193,8 +184,8 @@ def configured(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         ValueError: what it says is damaged.
     """
     about = directory / CONFIG
-    if (directory / INDEX).is_file():
-        tensor_files(directory)  # whether all that it names are there
+    if (directory / published.INDEX).is_file():
+        published.tensor_files(directory)  # whether all that it names are there
     if about.is_file():
         try:
             saved: dict[str, Any] = json.loads(about.read_text(encoding="utf-8"))
@@ -232,7 +223,7 @@ def save_policy(policy: Policy, directory: Path, state: Mapping[str, Tensor] | N
         for name, content in policy.files.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_bytes(content)
-        own = {name: tensor for name, tensor in weights.items() if matches(name, policy.own)}
+        own = {name: tensor for name, tensor in weights.items() if published.matches(name, policy.own)}
         policy.write_published(directory, {name: weights[name] for name in weights if name not in own})
         policy.write_own(directory, own)
     else:
@@ -260,11 +251,12 @@ def load_policy(
         ValueError: the configuration is wrong, or weights do not fit it.
     """
     whole = configured(config or {}, directory)
-    with without_memory():
+    with published.without_memory():
         policy = build_policy_model(whole)
-    optional = () if (directory / EXTRA).is_file() or not policy.published else policy.own  # that authors have not
+    complete = (directory / published.EXTRA).is_file() or not policy.published  # authors have not all
+    optional = () if complete else policy.own
     policy.keep(dtype)
-    fill(policy, saved_tensors(policy, directory), where=str(directory), optional=optional, device=device)
+    published.fill(policy, saved_tensors(policy, directory), where=str(directory), optional=optional, device=device)
     return policy.to(device)
 
 
@@ -276,12 +268,13 @@ def saved_tensors(policy: Policy, directory: Path) -> Iterator[tuple[str, Tensor
         directory: of a saved policy, or of the authors.
     """
     if not policy.published:
-        return read_tensors(tensors_in(directory / WEIGHTS))
+        return published.read_tensors(published.tensors_in(directory / WEIGHTS))
     paths = sorted({path for pattern in policy.small_files for path in directory.glob(pattern) if path.is_file()})
     policy.files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
     policy.open_published(directory)
-    own = directory / EXTRA
-    return chain(policy.read_published(directory), read_tensors(tensors_in(own)) if own.is_file() else ())
+    own = directory / published.EXTRA
+    ours = published.read_tensors(published.tensors_in(own)) if own.is_file() else ()
+    return chain(policy.read_published(directory), ours)
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

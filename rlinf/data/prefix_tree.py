@@ -65,7 +65,8 @@ def overlaps(texts: Texts, order: Sequence[int]) -> np.ndarray:
 
     Placeholders of pictures are alike whatever the pictures, and nobody knows here where they stand: with pictures,
     what is shared holds a whole prompt, and the other text has that prompt's pictures first. An answer's tokens may
-    have gone to other experts each time; those of prompts go where the first reader's went.
+    have gone to other experts each time, and so may those of another prompt; those of one prompt go where its first
+    reader's went.
 
     Args:
         texts: to be compared.
@@ -89,15 +90,16 @@ def _alike(texts: Texts, pair: tuple[int, int], count: int) -> int:
     """How many of so many equal tokens two texts can share, by their pictures and their routes."""
     short, other = sorted(pair, key=lambda number: int(texts.prompts[number]))
     prompt, images = int(texts.prompts[short]), texts.images[short]
+    if texts.routes is not None:
+        begin = prompt if prompt == texts.prompts[other] <= count else 0
+        starts = texts.starts
+        one, two = (texts.routes[starts[number] + begin : starts[number] + count] for number in pair)
+        differ = np.flatnonzero((one != two).any(axis=(1, 2)))
+        count = begin + int(differ[0]) if len(differ) else count
     if images or texts.images[other]:
         both = count >= texts.prompts[other]
         if count < prompt or texts.images[other][: None if both else len(images)] != images:
             return 0
-    if texts.routes is not None and count > prompt:
-        starts = texts.starts
-        one, two = (texts.routes[starts[number] + prompt : starts[number] + count] for number in pair)
-        differ = np.flatnonzero((one != two).any(axis=(1, 2)))
-        return prompt + int(differ[0]) if len(differ) else count
     return count
 
 

@@ -194,6 +194,10 @@ class Mixture(Simulator):
         for part, rows in self._divided(env_ids):
             part.restore([states[row]["state"] for row in rows.tolist()], env_ids[rows])
 
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        for part in self._parts:
+            part.load(weights)
+
     def offload(self) -> None:
         for part in self._parts:
             part.offload()

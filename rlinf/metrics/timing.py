@@ -36,6 +36,7 @@ _BY_ENDPOINT = {
     "imitate": "training",
     "imitate_steps": "training",
     "study": "training",
+    "fit": "training",
     "held_out": "scoring",
     "weights": "sync",
     "load": "sync",

@@ -33,8 +33,8 @@ BINDING = {
 RESOURCES = {"mfu": "products", "mbu": "bandwidth"}
 """Limits of a device, by the metrics that tell what share of them a role used."""
 _OF_DEVICES = ("mfu/", "mbu/", "idle/")
-FAMILIES = ("bound/", "lost/", "timing/", *_OF_DEVICES)
-"""Beginnings of the metrics that a verdict is made of."""
+FAMILIES = ("bound/", "lost/", "timing/", "tokens_read/", *_OF_DEVICES)
+"""Beginnings of the metrics that a verdict is made of: they tell how a step was done, and not what it learned."""
 READABLE = 0.005
 """Share of a step; less is not worth a word."""
 _OF_FIVE = 5

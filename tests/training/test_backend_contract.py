@@ -114,6 +114,8 @@ async def test_a_trainer_learns_the_same_whatever_trains():
                 micro_batch_tokens=30, lr=0.01,
             )  # fmt: skip
             metrics = await trainer.train(toys.groups(7))
+            # the plain one reads each text by itself
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("tokens_read/")}
             weights = await trainer.weights()
             found.append((metrics, {name: tensor.clone() for name, tensor in weights.named()}))
     (one, first), (other, second) = found

@@ -149,7 +149,9 @@ async def misfed(system: rlinf.ActorSystem) -> None:
     metrics = await trainer.train(Stream.of(BATCH))
     other = await system.spawn(Trainer, name="untouched", **SETTINGS)
     again = await other.train(BATCH)
-    assert all(abs(metrics[name] - value) < 1e-5 for name, value in again.items())
+    # what is read together depends on what had come by then
+    same = {name: value for name, value in again.items() if not name.startswith("tokens_read/")}
+    assert all(abs(metrics[name] - value) < 1e-5 for name, value in same.items())
     print("goes on", flush=True)
 
 

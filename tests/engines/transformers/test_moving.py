@@ -112,7 +112,7 @@ async def test_beginnings_that_are_none_are_refused(sizes):
 async def test_the_pace_counts_steps_rows_and_tokens_read():
     engine, forward = scripted(max_rows=8)
     await answers(engine, ragged(8))
-    count, rows, seconds, tokens, reading = engine.stats
+    count, rows, seconds, tokens, reading, *_ = engine.stats
     assert count == engine.stats.steps == len(forward.steps)
     assert rows == sum(map(len, forward.steps))
     assert tokens == sum(one * other for one, other in forward.reads)

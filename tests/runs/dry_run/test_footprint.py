@@ -59,7 +59,7 @@ def learning():
     policy.settle()
     optimizer = torch.optim.AdamW(policy.parameters())
     ids = torch.arange(24).numpy()
-    rows = [Row(ids[:8], ids[8:]) for _ in range(TOKENS // 24)]
+    rows = [Row(ids[:8] + first, ids[8:]) for first in range(TOKENS // 24)]  # none begins as another
     kept = {}
 
     def keep(tensor):

@@ -53,7 +53,7 @@ class Member:
         self.stats = StepStats()
         """How fast it is, as far as it has said."""
         self.version: int | None = None
-        """Of the weights that it has; None: those that the model came with."""
+        """Version of its weights; None: those that the model came with."""
         self._connection, self._changed = connection, changed
         self._under_way: dict[int, tuple[Request, Asker]] = {}
         self._taken: set[int] = set()  # of those: asked back, so nobody else answers them when it is lost

@@ -26,7 +26,7 @@ class Calls:
     """How a kind of server is told of adapters, and which it takes."""
 
     kind: str
-    """What messages call it."""
+    """Name of the server in messages."""
     hold: Callable[[Http, str, Path], Awaitable[None]]
     """Have it hold those in a directory by a name that is new to it."""
     drop: Callable[[Http, str], Awaitable[None]]

@@ -231,11 +231,13 @@ $(COOKBOOK)/.installed: benchmarks/peers/requirements-cookbook.txt constraints.t
 	$(COOKBOOK)/bin/python -c 'import importlib.metadata as m; print("tinker-cookbook", m.version("tinker-cookbook"), "tinker", m.version("tinker"))'
 	touch $@
 
-.PHONY: test-cookbook bench-cookbook
-test-cookbook: install $(COOKBOOK)/.installed  ## create .venv-cookbook, and try a recipe of the official client's cookbook against a service
+.PHONY: cookbook test-cookbook bench-cookbook
+cookbook: $(COOKBOOK)/.installed  ## create .venv-cookbook with the official client's cookbook
+
+test-cookbook: install cookbook  ## try a recipe of the official client's cookbook against a service
 	$(BIN)/python -m pytest tests/service/test_cookbook.py
 
-bench-cookbook: install $(COOKBOOK)/.installed  ## run the cookbook's recipes against a service; BENCH_ARGS="sl_loop rl_loop" chooses
+bench-cookbook: install cookbook  ## run the cookbook's recipes against a service; BENCH_ARGS="sl_loop rl_loop" chooses
 	$(BIN)/python -m benchmarks.cookbook $(BENCH_ARGS)
 
 # An inference server's pins exclude ours, so each has an environment of its own. Nothing is resolved: the file has it all.

@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from rlinf.service.keys import KEY, Busy
 from rlinf.service.promises import failure
 from rlinf.service.samplers import MOST_LIKELIEST, SampleRequest
 from rlinf.service.service import Model, Service
-from rlinf.service.wire import PROTOBUF, BadPass, Targets, read_pass
+from rlinf.service.wire import PROTOBUF, PassRequest, Targets, read
 
 _POLL = 30.0
 """Seconds for which a fetch waits for its result; clients give up after 45."""
@@ -138,6 +137,8 @@ class App:
         except web.HTTPException as error:
             unserved = error.status in (404, 405)
             text = f"rlinf serve has no {request.method} {request.path[:200]}" if unserved else str(error.reason)
+            if isinstance(error, web.HTTPRequestEntityTooLarge):
+                text = f"the request is longer than serve.max_body_mb={self._service.config.max_body_mb:g}"
             return web.json_response({"error": text, "category": "user"}, status=error.status)
         except (UserError, ValueError) as error:
             wait = {"Retry-After": "1"} if isinstance(error, Busy) else {}
@@ -182,7 +183,7 @@ class App:
             if call == "refuse":
                 self._service.refuse(model, number, Refused(facts["error"]), spoils=facts["spoils"])
             elif call == "forward_backward":
-                self._service.forward(replace(read_pass(record.body), seq_id=number))
+                self._pass(record.body, number)
             else:
                 await getattr(self, f"_{call}")(facts["body"])
 
@@ -193,7 +194,7 @@ class App:
             yield
         except Busy:  # it comes again
             raise
-        except (UserError, ValueError) as error:
+        except Exception as error:  # a bug, too: whatever it is, later requests wait for the turn of this one
             self._service.refuse(model, number, error, spoils=spoils)
             raise
 
@@ -266,7 +267,11 @@ class App:
             raise Refused(f"there is no request {id[:200]!r}", 404)
         result = await self._service.promises.result(id, _POLL)
         if result is None:
-            return web.json_response({"type": "try_again", "request_id": id, "queue_state": "active"}, status=408)
+            state: dict[str, Any] = {"queue_state": "active"}
+            if (missing := self._service.missing(id)) is not None:
+                reason = f"request {missing} of this model, after which this one runs, did not come"
+                state = {"queue_state": "paused_capacity", "queue_state_reason": reason}  # which clients print
+            return web.json_response({"type": "try_again", "request_id": id, **state}, status=408)
         if isinstance(result, bytes):
             return web.Response(body=result, content_type=PROTOBUF)
         return result
@@ -307,15 +312,21 @@ class App:
 
     async def _forward(self, request: web.Request) -> Answer:
         if request.content_type != PROTOBUF:
-            raise Refused(f"forward_backward is read as {PROTOBUF} alone: take a client of 0.38 or later", 415)
-        body = await request.read()
-        try:
-            forward = read_pass(body)
-        except BadPass as error:
-            with self._refusing(self._service.model(error.model_id), error.seq_id or None, spoils=True):
-                raise
-        id = self._service.forward(forward)
-        return self._promised(self._service.model(forward.model_id), "forward_backward", id, body)
+            raise Refused(f"forward_backward is read as {PROTOBUF} alone: take a client of 0.35 or later", 415)
+        return self._pass(await request.read())
+
+    def _pass(self, body: bytes, number: int | None = None) -> Answer:
+        """Promise a forward pass.
+
+        Args:
+            body: as it is on the wire.
+            number: of the request, where it is not the body's.
+        """
+        message = read("ForwardBackwardRequest", body)
+        model, number = self._service.model(message.model_id), number or message.seq_id or None
+        with self._refusing(model, number, spoils=not message.forward_only):
+            id = self._service.forward(model, number, PassRequest.of(message))
+        return self._promised(model, "forward_backward", id, body)
 
     async def _optim_step(self, body: dict[str, Any]) -> Answer:
         model, number = self._of_model(body)

@@ -150,6 +150,11 @@ class InOrder:
         """Number of the last request that is known."""
         return max([self._next - 1, *self._waiting])
 
+    @property
+    def missing(self) -> int | None:
+        """Number of the request for which all others wait, since it did not come."""
+        return None if self._busy or not self._waiting else self._next
+
     async def run(self, number: int, work: Work) -> Result:
         """Run a request when all before it are over.
 

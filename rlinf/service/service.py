@@ -504,7 +504,12 @@ class Service:
         if isinstance(before, dict) and "error" in before:
             raise Refused(before["error"])
 
-    def refuse(self, model: Model, number: int | None, error: Exception, *, spoils: bool = True) -> None:
+    def missing(self, id: str) -> int | None:
+        """Number of a request that did not come, for which this one and all others of its model wait."""
+        model = self.models.get(id.rpartition(":")[0])
+        return None if model is None else model.order.missing
+
+    def refuse(self, model: Model, number: int | None, error: Exception, *, spoils: bool) -> None:
         """Let a request that was refused have its turn, so that those behind it do not wait for it.
 
         Args:
@@ -533,25 +538,19 @@ class Service:
         if not self.promises.over(id):
             self.journal.request(model.line, id, facts, body)
 
-    def forward(self, request: PassRequest) -> str:
+    def forward(self, model: Model, number: int | None, request: PassRequest) -> str:
         """Compute a sum over tokens, and unless it is forward only add its gradient; id of the promise.
 
         Raises:
             Refused, ValueError: what is wrong with it.
         """
-        model = self.model(request.model_id)
-        try:
-            loss = TokenLoss.of(request.loss, request.settings)
-            for number, datum in enumerate(request.data):
-                if unread := sorted(datum.inputs.keys() - {*loss.inputs}):
-                    raise Refused(
-                        f"datum {number}: {unread[0]} is read by nothing: {loss.name} has {', '.join(loss.inputs)}"
-                    )
-            data = checked_data(request.data, loss, *self.session.limits)
-        except (TypeError, ValueError) as error:
-            self.refuse(model, request.seq_id or None, error)
-            raise Refused(str(error)) from None
-        number, tokens = model.number(request.seq_id or None), sum(len(datum.tokens) for datum in data)
+        loss = TokenLoss.of(request.loss, request.settings)
+        for place, datum in enumerate(request.data):
+            if unread := sorted(datum.inputs.keys() - {*loss.inputs}):
+                there = ", ".join(loss.inputs)
+                raise Refused(f"datum {place}: {unread[0]} is read by nothing: {loss.name} has {there}")
+        data = checked_data(request.data, loss, *self.session.limits)
+        number, tokens = model.number(number), sum(len(datum.tokens) for datum in data)
 
         async def work() -> Result:
             mine = TokenPass(data, None if request.forward_only else loss, model.adapters)
@@ -574,16 +573,11 @@ class Service:
         """Take a step; id of the promise.
 
         Raises:
-            Refused: what is wrong with its settings.
+            Refused, ValueError: what is wrong with its settings.
         """
-        try:
-            if unknown := sorted(settings.keys() - {each.name for each in fields(Adam)}):
-                raise Refused(f"adam_params: there is no {unknown[0]}")
-            adam = Adam(**settings)
-        except ValueError as error:
-            self.refuse(model, number, error)
-            raise Refused(str(error)) from None
-        number = model.number(number)
+        if unknown := sorted(settings.keys() - {each.name for each in fields(Adam)}):
+            raise Refused(f"adam_params: there is no {unknown[0]}")
+        adam, number = Adam(**settings), model.number(number)
 
         async def work() -> Result:
             spoilt, model.spoilt, model.gathered = model.spoilt, None, False

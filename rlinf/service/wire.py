@@ -79,8 +79,6 @@ _CLASS = _classes()
 class PassRequest:
     """A forward pass that was asked for, with or without its gradient."""
 
-    model_id: str
-    seq_id: int
     data: list[Datum]
     loss: str
     settings: dict[str, float | str]
@@ -88,19 +86,26 @@ class PassRequest:
     widths: list[int]
     """Of each datum that was sent, targets at a position: so many of `data` are made of it; 0: one, as a plain list."""
 
+    @staticmethod
+    def of(message: Any) -> PassRequest:
+        """Read a `ForwardBackwardRequest`.
 
-class BadPass(ValueError):
-    """A forward pass that cannot be read.
-
-    Args:
-        message: why.
-        model_id: of the model that was asked.
-        seq_id: number of the request.
-    """
-
-    def __init__(self, message: str, model_id: str, seq_id: int) -> None:
-        super().__init__(message)
-        self.model_id, self.seq_id = model_id, seq_id
+        Raises:
+            ValueError: it has something in it that is not text.
+        """
+        settings: dict[str, float | str] = {each.key: each.value for each in message.loss_fn_config}
+        for each in message.loss_fn_config_v2:
+            settings[each.key] = each.value.text or each.value.number
+        data: list[Datum] = []
+        widths = []
+        for number, each in enumerate(message.data):
+            try:
+                datum = _datum(each)
+                widths.append(datum.targets.shape[1] if datum.targets.ndim == 2 else 0)
+                data += _columns(datum, message.loss_fn)
+            except ValueError as error:
+                raise ValueError(f"datum {number}: {error}") from None
+        return PassRequest(data, message.loss_fn, settings, message.forward_only, widths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,30 +190,6 @@ class Scores(NamedTuple):
     likeliest_of_prompt: Likeliest | None = None
     likeliest_of_answers: Sequence[Likeliest] = ()
     """Of each answer; none: they were not asked for."""
-
-
-def read_pass(body: bytes) -> PassRequest:
-    """Read a `ForwardBackwardRequest`.
-
-    Raises:
-        BadPass: it has something in it that is not text.
-        ValueError: it is none.
-    """
-    message = read("ForwardBackwardRequest", body)
-    settings: dict[str, float | str] = {each.key: each.value for each in message.loss_fn_config}
-    for each in message.loss_fn_config_v2:
-        settings[each.key] = each.value.text or each.value.number
-    data: list[Datum] = []
-    widths = []
-    for number, each in enumerate(message.data):
-        try:
-            datum = _datum(each)
-            widths.append(datum.targets.shape[1] if datum.targets.ndim == 2 else 0)
-            data += _columns(datum, message.loss_fn)
-        except ValueError as error:
-            raise BadPass(f"datum {number}: {error}", message.model_id, message.seq_id) from None
-    about = message.model_id, message.seq_id, data, message.loss_fn, settings, message.forward_only
-    return PassRequest(*about, widths)
 
 
 def _columns(datum: Datum, loss: str) -> list[Datum]:

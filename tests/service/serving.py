@@ -74,8 +74,10 @@ class Http:
         return await self.ask("forward_backward", request(model, number, **more), headers=kind)
 
 
-def request(model, number, tokens=(3, 4, 5), targets=(4, 5, 6), loss="cross_entropy", settings=None, **inputs):
-    """A forward pass as it is on the wire."""
+def request(
+    model, number, tokens=(3, 4, 5), targets=(4, 5, 6), loss="cross_entropy", settings=None, only=False, **inputs
+):
+    """A forward pass as it is on the wire, with its gradient unless it is `only` that."""
     given = {"target_tokens": np.array(targets, np.int64)}
     given |= {name: np.array(value, np.float32) for name, value in (inputs or {"weights": [1, 1, 1]}).items()}
     tensors = [
@@ -86,7 +88,7 @@ def request(model, number, tokens=(3, 4, 5), targets=(4, 5, 6), loss="cross_entr
     numbers = [{"key": key, "value": value} for key, value in (settings or {}).items()]
     data = [{"model_input": [chunk], "loss_fn_inputs": tensors}]
     asked = {"model_id": model, "seq_id": number, "data": data, "loss_fn": loss, "loss_fn_config": numbers}
-    return wire.written("ForwardBackwardRequest", **asked)
+    return wire.written("ForwardBackwardRequest", **asked, forward_only=only)
 
 
 def read_sample(body):

@@ -1,8 +1,9 @@
-"""`python -m benchmarks.precision_learning`: does it learn as well from answers of bfloat16, and of weights of 8 bits?
+"""`python -m benchmarks.precision_learning`: does it learn as well from answers of bfloat16, and of rounded weights?
 
 The quickstart in one process, by each way of generating and from several seeds, with as many steps. A line per run:
 greedy accuracy on 500 held-out problems before and after, mean reward of the last ten steps' answers, and how far the
-engine's log-probs are from the trainer's. `int8` has the correction that it has by default, `int8_plain` has none.
+engine's log-probs are from the trainer's. `int8` and `float8` have the correction that they have by default,
+`int8_plain` and `float8_plain` have none.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ WAYS = {
     "bfloat16": ("rollout.dtype=bfloat16",),
     "int8": ("rollout.weights=int8",),
     "int8_plain": ("rollout.weights=int8", "algorithm.correction=null"),
+    "float8": ("rollout.weights=float8",),
+    "float8_plain": ("rollout.weights=float8", "algorithm.correction=null"),
 }
 """Keys of each."""
 LATE = 10

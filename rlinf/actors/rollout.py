@@ -420,8 +420,8 @@ class Rollout(Receiver):
             self.note("rollout/joined_count", bytes=len(self._pool.members))
 
     def _tell_rounding(self) -> None:
-        if (error := self._engine.rounding) is not None:
-            self.note("weights/int8_error", bytes=error)
+        for name, error in self._engine.rounding.items():
+            self.note(name, bytes=error)
 
     async def offload(self) -> None:
         """Give the device's memory back, if the engine can; answers in flight wait."""

@@ -246,10 +246,11 @@ class RolloutConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which answers are generated; `auto` is bfloat16 on GPUs and float32 on CPUs, but for models of 50 M
     weights or more on several processes whose CPU has products of bfloat16."""
-    weights: Literal["full", "int8"] = "full"
-    """`int8`: the transformers engine rounds matrices to 8 bits as they arrive, with which a CPU that has avx512_vnni
-    decodes more than twice as fast; where neither the configuration nor the recipe says a word of
-    algorithm.correction, it is {cap: 2.0}."""
+    weights: Literal["full", "int8", "float8"] = "full"
+    """The transformers engine rounds matrices as they arrive. `int8`: to 8 bits, with which a CPU that has avx512_vnni
+    decodes more than twice as fast. `float8`: to e4m3 with a scale for each 128 x 128, on any device, and computes
+    with what they stand for, in the time and memory of full weights. Where neither the configuration nor the recipe
+    says a word of algorithm.correction, it is {cap: 2.0}."""
     drafts: bool = False
     """Have the transformers engine read drafts on CPUs: tokens that answers to a prompt, of this epoch and of earlier
     ones, had behind the same few tokens, several in one pass where that pays. It draws the tokens that it would have

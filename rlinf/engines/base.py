@@ -30,6 +30,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclo
 from dataclasses import dataclass, field
 from math import inf, isqrt
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -332,9 +333,9 @@ class Engine(ABC):
     scores: bool = False
     """It has `score`."""
     rounds: bool = False
-    """It has weights of 8 bits where its user wants them."""
-    rounding: float | None = None
-    """How far its weights are from those that came, as a share of their size; None where none was rounded."""
+    """It has weights of 8 bits, whole or float, where its user wants them."""
+    rounding: Mapping[str, float] = MappingProxyType({})
+    """Metrics of how far its weights are from those that came; empty where none was rounded."""
     sleeps: bool = False
     """It has `sleep` and `wake`, so that it can share its devices."""
     through_host: bool = False
@@ -1044,8 +1045,8 @@ class EngineSetup:
     """Seed of a new model's weights."""
     dtype: torch.dtype = torch.float32
     """In which answers are computed; weights of another type are cast."""
-    weights: Literal["full", "int8"] = "full"
-    """`int8`: rounded to 8 bits, by an engine that `rounds`."""
+    weights: Literal["full", "int8", "float8"] = "full"
+    """`int8`, `float8`: rounded to 8 bits, by an engine that `rounds`."""
     drafts: bool = False
     """Read drafts from history, by an engine that `drafts`."""
     max_rows: int = 128
@@ -1098,14 +1099,14 @@ def no_forms(engine: str, args: Mapping[str, Any]) -> str | None:
     return missing() if engine in ENGINES else f"{engine} is no engine that is known to keep answers to schemas"
 
 
-def no_rounding(engine: str, on_cpu: bool) -> str | None:
-    """Why an engine of `ENGINES` cannot have weights of 8 bits on such devices; None: it can, or is another's."""
+def no_rounding(engine: str, weights: str, on_cpu: bool) -> str | None:
+    """Why an engine of `ENGINES` cannot have such weights of 8 bits on such devices; None: it can, or is another's."""
     if engine not in ENGINES:
         return None
     module = importlib.import_module(ENGINES[engine].rpartition(".")[0])
     if not module.ENGINE.rounds:
         return _unrounded(engine)
-    problem: str | None = module.no_int8(on_cpu)
+    problem: str | None = module.no_int8(on_cpu) if weights == "int8" else None
     return problem
 
 

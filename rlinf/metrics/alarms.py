@@ -37,6 +37,11 @@ MOVED = 10
 away from by learning, by 0.1 nats in a step at the high learning rates of tiny models."""
 
 
+MEANS = {"full": 0.05, "int8": 0.15, "float8": 0.3}
+"""Usual limit of `mismatch/mean` by `rollout.weights`: about twice what rounding does to SmolLM2, 0.064 and 0.17 nats.
+One of its 210 matrices that is twice as large as it should be makes that 0.51; see docs/engines.md."""
+
+
 class MismatchAlarm:
     """Watches `mismatch/mean` and `mismatch/max`, |log-prob of the trainer - of the engine|, nats. In steps of an
     asynchronous run in which every token is older than the weights, where nothing can tell engine from learning,
@@ -85,6 +90,33 @@ def _youngest(metrics: Mapping[str, float]) -> str | None:
 def _limit(name: str) -> str:
     """The key of a limit."""
     return f"metrics.{name.replace('/', '_')}" if name.startswith("mismatch/") else f"{MOVED} x metrics.mismatch_mean"
+
+
+FLOAT8 = 2.0**-4
+"""By how much of itself a number of four significant bits is off at most, and so a block of them in root mean square,
+whatever the weights: numbers too small for all four add a millionth, since a block's largest is never small."""
+
+
+class RoundingAlarm:
+    """Watches `weights/float8_block_error`, how far a block of 128 x 128 is from the weights that came: a scale, or a
+    part of a matrix, that is wrong."""
+
+    def __init__(self) -> None:
+        self._passed = False
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+        """Return the alarm of a step; None if nothing is new."""
+        error = metrics.get("weights/float8_block_error", 0.0)
+        before, self._passed = self._passed, not error <= FLOAT8 * 1.001
+        if before or not self._passed:
+            return None
+        return Alarm(
+            f"step {step}",
+            f"the engine's float8 weights are off by {error:.1%} in some block, where rounding makes "
+            f"{FLOAT8:.1%} at most",
+            "Weights that are not finite do that; if they are, this is a fault of rlinf or of the device: take "
+            "rollout.weights=full, and report it",
+        )
 
 
 class RouteDriftAlarm:

@@ -150,7 +150,7 @@ def default_correction(config: RunConfig, algorithm: AlgorithmSpec | None) -> st
     """That `for_older_answers` or `for_rounded_answers` had something to add, for people; None if they had not."""
     if algorithm is not None and algorithm.correction is ROUNDED:
         return (
-            f"answers are those of weights rounded to 8 bits (rollout.weights={config.rollout.weights}), which is "
+            f"answers are those of rounded weights (rollout.weights={config.rollout.weights}), which is "
             f"corrected for: algorithm.correction={{cap: {ROUNDED.cap:g}}}; algorithm.correction=null leaves it out"
         )
     if algorithm is None or algorithm.correction is not CORRECTION:
@@ -445,8 +445,9 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     lacks = lacking(config.rollout.engine, config.rollout.engine_args)
     if lacks is not None and not elsewhere(config.placement):  # which this machine will not run anyway
         problems.append(_problem("rollout.engine", config.rollout.engine, lacks))
-    rounds, on_cpu = config.rollout.weights == "int8", device_kind(config.placement) == "cpu"
-    if rounds and (unrounded := no_rounding(config.rollout.engine, on_cpu)) is not None:
+    rounds, on_cpu = config.rollout.weights != "full", device_kind(config.placement) == "cpu"
+    how = (config.rollout.engine, config.rollout.weights, on_cpu)
+    if rounds and (unrounded := no_rounding(*how)) is not None:
         problems.append(_problem("rollout.weights", config.rollout.weights, unrounded))
     if config.rollout.drafts and (why := no_drafts(config.rollout.engine)) is not None:
         problems.append(_problem("rollout.drafts", config.rollout.drafts, why))

@@ -64,10 +64,12 @@ from rlinf.engines.base import RequestRefused
 from rlinf.flows.session import Running, RunSession
 from rlinf.flows.warm_up import example_of, warm_up
 from rlinf.metrics.alarms import (
+    MEANS,
     FailureAlarm,
     MismatchAlarm,
     NothingLearnedAlarm,
     NoUpdateAlarm,
+    RoundingAlarm,
     RouteDriftAlarm,
     ShapingAlarm,
     StalenessAlarm,
@@ -229,9 +231,10 @@ class TextWorkload(Workload[Evaluation]):
 
     def _alarms_of(self, no_end: str) -> TextAlarms:
         config, objects = self.config, self.plan.objects
-        mismatch = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
+        mean = config.metrics.mismatch_mean
+        mismatch = MismatchAlarm(MEANS[config.rollout.weights] if mean == "auto" else mean, config.metrics.mismatch_max)
         too_old = (StalenessAlarm(config.staleness.max, "staleness.max"),) if self.ahead else ()
-        alarms = (mismatch, RouteDriftAlarm(config.metrics.route_drift), *too_old, ShapingAlarm())
+        alarms = (mismatch, RoundingAlarm(), RouteDriftAlarm(config.metrics.route_drift), *too_old, ShapingAlarm())
         longest = config.rollout.max_new_tokens
         nothing_learned = NothingLearnedAlarm(self._compares, longest, reward_path(config, objects), no_end)
         return TextAlarms(self.run, alarms, nothing_learned, default_reward=reward_is_default(config, objects))

@@ -5,9 +5,11 @@ import math
 import pytest
 
 from rlinf.metrics.alarms import (
+    FLOAT8,
     MismatchAlarm,
     NothingLearnedAlarm,
     NoUpdateAlarm,
+    RoundingAlarm,
     RouteDriftAlarm,
     ShapingAlarm,
     StalenessAlarm,
@@ -208,3 +210,12 @@ def test_reward_and_its_shaped_form_that_part_ring_once(reward, after, rings):
     told = [alarm.check(step, shaped(reward(step), after(step))) for step in range(25)]
     assert sum(each is not None for each in told) == rings
     assert ShapingAlarm().check(1, {"reward/mean": 0.5}) is None
+
+
+def test_a_block_of_float8_that_is_further_off_than_rounding_can_make_it_rings_once():
+    alarm = RoundingAlarm()
+    errors = [0.027, FLOAT8, 0.08, 0.08, math.nan, 0.03, 0.2]
+    told = [alarm.check(step, {"weights/float8_block_error": error}) for step, error in enumerate(errors)]
+    assert [line is not None for line in told] == [False, False, True, False, False, False, True]
+    assert "8.0%" in told[2]
+    assert alarm.check(9, {}) is None

@@ -116,6 +116,7 @@ def test_asynchronous_flows_correct_for_older_answers_unless_told_otherwise(over
     ("overrides", "corrected"),
     [
         (("rollout.weights=int8",), True),
+        (("rollout.weights=float8",), True),
         (("rollout.weights=int8", "algorithm=sapo"), True),
         ((), False),
         (("rollout.weights=int8", "algorithm.correction=null"), False),

@@ -242,7 +242,7 @@ class Pool(Engine):
         return self.own.version
 
     @property
-    def rounding(self) -> float | None:  # type: ignore[override]  # read here, never set
+    def rounding(self) -> Mapping[str, float]:  # type: ignore[override]  # read here, never set
         return self.own.rounding
 
     @property

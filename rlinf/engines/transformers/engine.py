@@ -38,6 +38,7 @@ from rlinf.engines.base import (
 from rlinf.engines.grammars import Grammars
 from rlinf.engines.transformers.batch import BandedRows, Batch, DecodeState
 from rlinf.engines.transformers.drafts import IN_CACHE, LARGE, SMALL, Drafts
+from rlinf.engines.transformers.float8 import Float8Weights
 from rlinf.engines.transformers.graphs import Graphs, rows_for, unknown
 from rlinf.engines.transformers.model import ModelForward, fastest
 from rlinf.engines.usual_lengths import UsualLengths
@@ -117,8 +118,8 @@ class DecodeSettings:
     """Tell to which experts of a mixture tokens go."""
     padding: tuple[int, ...] = ()
     """Ids of the model's head that its tokenizer has not; no answer has them."""
-    weights: Literal["full", "int8"] = "full"
-    """`int8` rounds those of linear layers to 8 bits, on a CPU."""
+    weights: Literal["full", "int8", "float8"] = "full"
+    """`int8` rounds those of linear layers to 8 bits, on a CPU; `float8` to float8, anywhere."""
     drafts: bool = False
     """Read drafts from history where they pay; see `rlinf.engines.transformers.drafts`."""
 
@@ -169,7 +170,9 @@ class TransformersEngine(Engine):
             if (problem := no_int8(model.device.type == "cpu")) is not None:
                 raise ValueError(f"rollout.weights=int8: {problem}")
             round_layers(model)
+        float8 = Float8Weights(model) if how.weights == "float8" else None
         self._forward = fastest(model.eval(), version, pictures)
+        self._forward.float8 = float8
         self.vocabulary = self._forward.vocabulary
         if how.padding:
             self._forward.padding = torch.tensor(how.padding, device=self._forward.device)
@@ -208,8 +211,8 @@ class TransformersEngine(Engine):
         return None if self._forward.adapters is None else self._forward.adapters.versions
 
     @property
-    def rounding(self) -> float | None:  # type: ignore[override]  # read here, never set
-        return self._forward.int8.error if self._forward.int8 else None
+    def rounding(self) -> Mapping[str, float]:  # type: ignore[override]  # read here, never set
+        return {} if (rounded := self._forward.rounded) is None else rounded.metrics
 
     @property
     def stats(self) -> StepStats:  # type: ignore[override]  # read here, never set
@@ -408,10 +411,10 @@ def _way(decoding: str, forward: ModelForward, graphs: Graphs) -> Way:
     """How an engine decodes, and what keeps a GPU from recorded steps where its user wants them."""
     slower, on_cpu = forward.slower, forward.device.type == "cpu"
     by = "by the lean forward" if slower is None else f"by the forward of transformers ({slower})"
-    if forward.int8:
-        by += f", with weights of 8 bits, of which rounding has changed {forward.int8.error:.2%}"
+    if (rounded := forward.rounded) is not None:
+        by += f", with {rounded.words}, of which rounding has changed {rounded.error:.2%}"
     slow = decoding if not on_cpu and graphs == "auto" and decoding.startswith("step by step") else ""
-    return Way(f"decodes {decoding}, {by}", on_cpu and slower is None and not forward.int8, slow)
+    return Way(f"decodes {decoding}, {by}", on_cpu and slower is None and rounded is None, slow)
 
 
 ENGINE = TransformersEngine

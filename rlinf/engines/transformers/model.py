@@ -39,6 +39,7 @@ from rlinf.data.weights import Weights, misfits
 from rlinf.engines.base import TextScores
 from rlinf.engines.transformers.adapters import Own, RowAdapters
 from rlinf.engines.transformers.cache import Band, BandCache, Layers, Place
+from rlinf.engines.transformers.float8 import Float8Weights
 from rlinf.models.language.int8 import Int8Layers, Int8Linear, Int8Weight, join
 from rlinf.models.language.moe import Routers, watch
 from rlinf.models.language.truth import Results, Truth, blocks, length_of_text
@@ -97,6 +98,8 @@ class ModelForward:
         self._model = model
         self.int8 = Int8Layers(model)
         """Those of its layers whose weights have 8 bits."""
+        self.float8: Float8Weights | None = None
+        """Those of its parameters that are rounded to float8."""
         self._parking: Parking | None = None  # kept once it was parked, with its host memory
         self._arrived: Weights | None = None
         self._version_now: Callable[[], int] | None = None  # of weights that are a trainer's own tensors
@@ -216,6 +219,11 @@ class ModelForward:
         uint8 or int16 [tokens, layers, experts per token]; None unless it watches."""
         routes, self._routes = self._routes, []
         return torch.cat(routes).cpu().numpy() if routes else None
+
+    @property
+    def rounded(self) -> Float8Weights | Int8Layers | None:
+        """Those of its weights that are rounded; None where they are as they came."""
+        return self.float8 or self.int8 or None
 
     @property
     def weights(self) -> int:
@@ -363,9 +371,11 @@ class ModelForward:
     @torch.no_grad()
     def _take(self, weights: Weights) -> None:
         parameters, tensors = dict(self._model.named_parameters()), dict(weights.named())
+        rounded = frozenset[str]() if self.float8 is None else self.float8.names
         if weights.version_now is not None and self._version_now is None:
             for name, parameter in parameters.items():
-                parameter.data = tensors[name].to(self.device, self.dtype)
+                if name not in rounded:
+                    parameter.data = tensors[name].to(self.device, self.dtype)
             self._join()
             give_back_freed()
         self._version_now = weights.version_now
@@ -373,7 +383,9 @@ class ModelForward:
             self.adapters.load(each)  # type: ignore[union-attr]
         self.int8.load(tensors)
         for name in parameters:
-            if weights.version_now is None or parameters[name].data_ptr() != tensors[name].data_ptr():
+            if self.float8 is not None and name in rounded:
+                self.float8.put(name, tensors[name].to(self.device), parameters[name])
+            elif weights.version_now is None or parameters[name].data_ptr() != tensors[name].data_ptr():
                 parameters[name].copy_(tensors[name])
 
     def _join(self) -> None:

@@ -158,6 +158,8 @@ class Int8Layers:
         model: of which `round_layers` may have rounded them.
     """
 
+    words = "weights of 8 bits"
+
     def __init__(self, model: nn.Module):
         self._layers = [module for module in model.modules() if isinstance(module, Int8Linear)]
 
@@ -179,6 +181,11 @@ class Int8Layers:
         """How far the weights are from those that came, as a share of their size (root of the sums of squares)."""
         changed, before = _sums(weight.squares for weight in self._weights())
         return (changed / before) ** 0.5 if before else 0.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The error by its name among metrics."""
+        return {"weights/int8_error": self.error}
 
     def _weights(self) -> list[Int8Weight]:
         return list({id(layer.weight): layer.weight for layer in self._layers}.values())

@@ -247,7 +247,7 @@ def _rollout(config: RunConfig, shape: transformer.Shape) -> Footprint:
     embedding = shape.vocabulary * shape.hidden
     rounded = shape.parameters - shape.outside + embedding * (1 + width)
     footprint = Footprint(
-        weights=float(shape.parameters * width if rollout.weights == "full" else rounded) / split,
+        weights=float(shape.parameters * width if rollout.weights != "int8" else rounded) / split,
         activations=2.0 * rollout.max_rows * shape.vocabulary * 4 / split,
         cache=2.0 * shape.layers * shape.keys * tokens * width / split,
     )

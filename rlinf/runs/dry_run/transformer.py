@@ -420,7 +420,7 @@ def unequal_precision(config: RunConfig) -> str:
         config: of the run, with what follows from the kind of devices.
     """
     learns, answers = config.trainer.dtype, config.rollout.dtype
-    if learns == answers or config.rollout.weights == "int8" or config.algorithm.correction:
+    if learns == answers or config.rollout.weights != "full" or config.algorithm.correction:
         return ""
     return (
         f"trainer.dtype={learns}, rollout.dtype={answers}: small steps of the weights vanish in the one and not in the "

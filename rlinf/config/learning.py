@@ -279,12 +279,31 @@ class RewardModelConfig:
 
 
 @dataclass(config=CLOSED)
-class OptimizerConfig:
-    """AdamW for reinforcement learning."""
+class MuonConfig:
+    """Muon's steps on hidden matrices, with `optimizer.kind: muon`."""
 
-    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    lr_ratio: float = Field(default=1.0, gt=0)
+    """Learning rate of the matrices in multiples of that of all else, `optimizer.lr` or a critic's; with `adjust:
+    original` some 20 to 70 are usual."""
+    momentum: Decay = 0.95
+    """Decay of the running mean of the gradient."""
+    nesterov: bool = True
+    """Add the gradient to the running mean once more before a step."""
+    adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """By what the learning rate is multiplied for a matrix of n rows and m columns: 0.2 sqrt(max(n, m)), with which
+    steps are as large as AdamW's, whose learning rate and weight decay then fit (arXiv:2502.16982); or the author's
+    sqrt(max(1, n / m))."""
+
+
+@dataclass(config=CLOSED)
+class OptimizerConfig:
+    """AdamW or Muon for reinforcement learning."""
+
+    kind: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     """`adamw_8bit` keeps the running means in 8 bits, by bitsandbytes: a quarter of their memory. Checkpoints have them
-    in float32; going on from one rounds them anew."""
+    in float32; going on from one rounds them anew. `muon` learns hidden matrices by Muon, with one running mean in
+    place of two, and embeddings, output head, routers and all that is no matrix by AdamW; docs/training.md."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)

@@ -28,6 +28,7 @@ from rlinf.config.learning import (
     SUPERVISED,
     AlgorithmConfig,
     CriticConfig,
+    MuonConfig,
     NamedTeacher,
     OptimizerConfig,
     ReferenceConfig,
@@ -512,6 +513,7 @@ class RunConfig(CommonConfig):
             yield "model.config", "a new model needs its model_type, such as qwen2; or set model.path to a saved model"
         if self.reward_model.path is None and self.reward.function is None and not self.reward.parts:
             yield "reward.function", "nothing scores: name a function, or a model in reward_model.path"
+        yield from self._optimizer_mistakes()
         yield from self._experts_mistakes()
         yield from self._reference_mistakes()
         for key, wanted in (("agent.past.size", self.agent.past.size), ("agent.own_weights", self.agent.own_weights)):
@@ -536,6 +538,24 @@ class RunConfig(CommonConfig):
                 "there is nothing to evaluate on: data.train is yours, so name evaluation.data too",
             )
         yield from best_mistakes(self.checkpoint.best, evaluation.patience, evaluation.every, "evaluation")
+
+    def _optimizer_mistakes(self) -> Iterator[tuple[str, str]]:
+        """Keys of Muon without it, or Muon where it is not."""
+        muon, parallel = self.optimizer.kind == "muon", self.trainer.parallel
+        if not muon and self.optimizer.muon != MuonConfig():
+            yield "optimizer.muon", f"{self.optimizer.kind} does not read it: set optimizer.kind=muon, or remove it"
+        if muon and self.model.lora.on:
+            yield (
+                "optimizer.kind",
+                "an adapter's two factors are not the matrix whose step Muon makes orthogonal: take adamw, or "
+                "model.lora.r=0",
+            )
+        if muon and (self.trainer.backend == "megatron" or parallel.tensor > 1 or parallel.expert > 1):
+            yield (
+                "optimizer.kind",
+                "Muon needs whole matrices, or slices of them by rows: take adamw, or trainer.backend=fsdp with "
+                "parallel.tensor=1 and parallel.expert=1",
+            )
 
     def _experts_mistakes(self) -> Iterator[tuple[str, str]]:
         """Keys that ask for experts where the model has none, or engine or back end cannot replay their routes."""

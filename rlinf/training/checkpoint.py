@@ -451,7 +451,10 @@ def check_fits(
             wrong.append(f"{key} is {list(there[key])} there and {list(targets[key].shape)} here")
     saved = [group["parameters"] for group in about["optimizer"]["groups"]]
     mine = [group["parameters"] for group in groups["groups"]]
-    if mine and saved != mine:
+    saved_kind, kind = (_kind(each) for each in (about["optimizer"], groups))
+    if mine and saved_kind != kind:
+        wrong.append(f"its optimizer is {saved_kind} and this one {kind}, which cannot go on with each other's means")
+    elif mine and saved != mine:
         sizes = f"{list(map(len, saved))} per group there, {list(map(len, mine))} here"
         wrong.append(f"the optimizers are for different parameters ({sizes})")
     if wrong:
@@ -460,6 +463,11 @@ def check_fits(
             f"{name} does not fit this model and optimizer: {'; '.join(sorted(wrong)[:5])}{more}. "
             "Resume with the configuration that it was saved with"
         )
+
+
+def _kind(groups: Mapping[str, Any]) -> str:
+    """The kind of an optimizer, as far as another cannot go on with what it keeps."""
+    return "muon" if any("momentum" in group["values"] for group in groups["groups"]) else "adamw"
 
 
 def _has_holes(kind: Any) -> bool:

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.algos.loss_sum import LossSum, counted
@@ -39,6 +40,7 @@ from rlinf.models.language.truth import Way
 from rlinf.training.backend import HostCopy, Loss, Optimization, Outputs, Ranks
 from rlinf.training.checkpoint import STATE, Restored, Source, StateCopy, copy_state, held, kept_by, load_state
 from rlinf.training.export import ADAPTER, MODEL, copy_adapter, copy_model
+from rlinf.training.muon import Muon, hidden_matrices
 from rlinf.training.optimizer import ScheduledOptimizer, optimizer_step, sum_over_copies
 from rlinf.training.weight_sync import exported, reshard
 
@@ -75,9 +77,14 @@ class Learner(ScheduledOptimizer):
         self, module: PolicyModel, settings: LearningSettings, layout: Layout = ALONE, adapter: str | None = None
     ):
         own = None if adapter is None else [parameter for _, parameter in adapters.saved_names(module, adapter)]
-        super().__init__(module, settings, own)
         self._policy, self._layout, self.adapter = module, layout, adapter or adapters.POLICY
+        super().__init__(module, settings, own)
         self._leads = layout.ranks is None or layout.ranks.get_local_rank() == 0
+
+    def _new_optimizer(self) -> Optimizer:
+        if self._settings.kind != "muon":
+            return super()._new_optimizer()
+        return Muon(self._parameters, hidden_matrices(self._policy.model), self._settings, self._layout.copies)
 
     @property
     def remaining(self) -> int | None:

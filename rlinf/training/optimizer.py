@@ -53,7 +53,7 @@ def lr_factor(done: int, schedule: Schedule, warmup_steps: int, total_steps: int
     return min_ratio + (1.0 - min_ratio) * remaining
 
 
-Kind = Literal["adamw", "adamw_8bit"]
+Kind = Literal["adamw", "adamw_8bit", "muon"]
 _BLOCK = 256
 """Neighbours that share a scale in bitsandbytes' 8-bit states."""
 _MEANS = {"exp_avg": "1", "exp_avg_sq": "2"}
@@ -76,8 +76,10 @@ def adamw(
         lr, betas, weight_decay: as in torch's.
 
     Raises:
-        ValueError: bitsandbytes is not installed.
+        ValueError: bitsandbytes is not installed, or it is to be Muon, which needs to know the model.
     """
+    if kind == "muon":
+        raise ValueError("optimizer.kind=muon: trainer.backend=fsdp alone has it; take adamw")
     if kind == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
     return AdamW8bit(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
@@ -427,11 +429,15 @@ class ScheduledOptimizer:
         self._parameters = [*(learns if parameters is None else parameters)]
         if any(parameter.device.type == "cpu" for parameter in self._parameters):
             keep_freed()  # the next step's gradients and activations are as large
-        rates = {"lr": settings.lr, "weight_decay": settings.weight_decay}
-        self.optimizer = adamw(self._parameters, settings.kind, betas=settings.betas, **rates)
+        self.optimizer = self._new_optimizer()
         self._hyperparameters = hyperparameters(self.optimizer)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._factor)
         self._sum: LossSum | None = None
+
+    def _new_optimizer(self) -> Optimizer:
+        """A new optimizer of its parameters."""
+        how = self._settings
+        return adamw(self._parameters, how.kind, lr=how.lr, betas=how.betas, weight_decay=how.weight_decay)
 
     def _factor(self, done: int) -> float:
         """Share of the learning rate that a step has after so many others."""
@@ -474,9 +480,13 @@ class ScheduledOptimizer:
             module says of itself (`numbers`).
 
         Raises:
-            ValueError: nothing came since the last step.
+            ValueError: nothing came since the last step, or AdamW's hyperparameters are for another optimizer.
             FloatingPointError: the loss or the gradient is not finite; the weights have not changed.
         """
+        if adam is not None and self._settings.kind == "muon":
+            raise ValueError(
+                "optim_step: its settings are AdamW's, and optimizer.kind=muon learns matrices; take adamw"
+            )
         if self._sum is None:
             raise ValueError("there is nothing to learn from: no micro-batch came since the last step")
         first = not self.optimizer.state

@@ -363,6 +363,18 @@ def test_the_best_evaluation_needs_evaluations_between_the_steps():
     assert load_config(None, chosen).checkpoint.best == "evaluation/accuracy"
 
 
+def test_muon_is_for_whole_weights_and_what_it_does_not_read_is_refused():
+    for more in (
+        "model.lora.r=4",
+        "trainer.backend=megatron",
+        "trainer.parallel.tensor=2",
+        "trainer.parallel.expert=2",
+    ):
+        assert "optimizer.kind" in problems_of(None, "optimizer.kind=muon", more)
+    assert problems_of(None, "optimizer.muon.momentum=0.9").keys() == {"optimizer.muon"}
+    assert load_config(None, ["optimizer.kind=muon", "optimizer.muon.momentum=0.9"]).optimizer.muon.momentum == 0.9
+
+
 @pytest.mark.parametrize("asked", ["trainer.router_replay=true", "algorithm.router_aux_loss=0.1"])
 def test_experts_are_asked_for_only_where_there_are_some(asked):
     with pytest.raises(ConfigError, match=r"model.*experts:"):

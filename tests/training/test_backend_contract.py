@@ -11,21 +11,24 @@ from rlinf.actors.trainer import Trainer
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.build import build_model
 from rlinf.training.backend import BackEnd, back_end_of
+from rlinf.training.checkpoint import STATE, load_state
 from rlinf.training.fsdp import FsdpBackEnd
 from rlinf.training.megatron.backend import MegatronBackEnd
 from tests.actors import toys
 from tests.actors.watched import PRECISELY, in_double
 from tests.training.plain_backend import PlainBackEnd
-from tests.training.programs.contract import OPTIMIZER, SPLIT
+from tests.training.programs.contract import OPTIMIZER, SPLIT, alone, copied, far, one_step
 
 PROGRAM = Path(__file__).parent / "programs" / "contract.py"
 RUNS = {
     1: ("plain", "megatron"),
-    2: ("shard", "replicate", "tensor", "pipeline"),
-    4: ("hybrid",),
+    2: ("muon shard", "muon replicate", "shard", "replicate", "tensor", "pipeline"),
+    4: ("muon hybrid", "hybrid"),
 }
 """By number of ranks, what is examined; a run takes over what the run before it saved."""
-CASES = [(world, name) for world, names in RUNS.items() for name in names]
+EVERY = [(world, name) for world, names in RUNS.items() for name in names]
+MUON = [case for case in EVERY if case[1].startswith("muon")]
+CASES = [case for case in EVERY if case not in MUON]
 PATIENCE = 150.0
 """Seconds for a job; generous, since tests share their cores."""
 ranked = pytest.mark.parametrize(("world", "name"), CASES)
@@ -45,7 +48,7 @@ def results(zygotes, tmp_path_factory):
         finally:
             ranks.end()
         answers = torch.load(directory / "out.pt", weights_only=False)
-        found |= {(world, name): answers[name] for name in names}
+        found |= {(world, name): {**answers[name], "saved": directory / name / STATE} for name in names}
         begun = str(directory / names[-1])
     return found
 
@@ -57,7 +60,7 @@ def loop():
     net = in_double(build_model(toys.configuration(), load_tokenizer(toys.ALPHABET)).eval())
     settings = {"lr": OPTIMIZER["lr"], "betas": OPTIMIZER["betas"], "weight_decay": OPTIMIZER["weight_decay"]}
     optimizer = torch.optim.AdamW(net.parameters(), **settings)
-    weights, numbers, smallest = [_copied(net)], [], {}
+    weights, numbers, smallest = [copied(net)], [], {}
     for seed in range(3):
         optimizer.zero_grad()
         loss = toys.by_a_plain_loop(net, toys.groups(7, seed))
@@ -68,7 +71,7 @@ def loop():
             smallest[key] = torch.minimum(smallest.get(key, relative), relative)
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), OPTIMIZER["grad_clip"])
         optimizer.step()
-        weights.append(_copied(net))
+        weights.append(copied(net))
         numbers.append((float(loss.detach()), float(norm)))
     return weights, numbers, smallest
 
@@ -83,10 +86,6 @@ def assert_learned_alike(found, weights, smallest):
         off = (found[key] - tensor)[clear].abs()
         assert off.numel() == 0 or float(off.max()) < 1e-2 * OPTIMIZER["lr"], key
     assert compared > 0.5 * sum(tensor.numel() for tensor in weights.values())
-
-
-def _copied(net):
-    return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", [FsdpBackEnd, MegatronBackEnd, PlainBackEnd])
@@ -137,6 +136,28 @@ class TestOnAnyNumberOfRanks:
             assert step["loss"] == pytest.approx(loss, rel=1e-5)
             assert step["grad_norm"] == pytest.approx(norm, rel=1e-5)
             assert step["lr"] == OPTIMIZER["lr"]
+
+    @pytest.mark.parametrize("case", MUON)
+    def test_muon_in_slices_and_copies_learns_as_on_one_rank_which_goes_on_from_its_checkpoint(self, results, case):
+        found = results[case]
+        net, learner = alone("muon")
+        began, after = copied(net), []
+        for seed in range(3):
+            one_step(learner, seed)
+            after.append(copied(net))
+        assert far(found["exported"], after[1], began) < PRECISELY
+        for name in ("continued", "resumed", *(["taken over"] if "taken over" in found else [])):
+            assert far(found[name], after[2], began) < PRECISELY
+        assert "taken over" in found or case == MUON[0]
+        kept = [value for state in learner.optimizer.state.values() for value in state.values()]
+        before, parked = found["parked"]
+        share = 1 if "replicate" in case[1] else 2
+        assert before == parked >= sum(each.nbytes for each in (*began.values(), *kept)) / share
+        assert "not both finite" in found["refused"]
+        again, other = alone("muon", seed=3)
+        load_state(again, other.optimizer, other.schedule, found["saved"], rank=0)
+        one_step(other, 2)
+        assert far(copied(again), after[2], began) < PRECISELY
 
     @ranked
     def test_weights_are_exported_under_the_names_of_the_checkpoint(self, results, loop, world, name):

@@ -41,7 +41,7 @@ _SAVED_AS = "base_model.model."
 """Prefix that peft puts before the names of tensors in its files."""
 _WRAPPED = ".base_layer"
 """Part that peft puts into the name of a weight that has an adapter."""
-_ROUTERS = {"gate", "router", "shared_expert_gate"}
+ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Names of linear layers that choose experts: they change which weights learn at all, and get adapters only by name."""
 _UNCALLED = {"dt_proj", "out_proj"}
 """Linear layers whose weight a Mamba block reads without calling them, so that an adapter would have no effect."""
@@ -103,7 +103,7 @@ def lora_targets(model: nn.Module, wanted: str | Sequence[str]) -> list[str]:
     ]
     linear = [name for name, module in every if module is not head]
     heads = [name for name, module in every if module is head]
-    inner = [name for name in linear if name.rpartition(".")[2] not in _ROUTERS]
+    inner = [name for name in linear if name.rpartition(".")[2] not in ROUTERS]
     attention = tuple(f"{name}." for name, kind in kinds.items() if "Attention" in kind)
     names: set[str] = set()
     for each in [wanted] if isinstance(wanted, str) else wanted:

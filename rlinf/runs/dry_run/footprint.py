@@ -65,7 +65,7 @@ class Footprint:
     gradients: float = 0.0
     """Gradients of its share of the weights."""
     optimizer: float = 0.0
-    """AdamW's two running means, the same."""
+    """AdamW's two running means, or Muon's one, the same."""
     gathered: float = 0.0
     """While it computes: of a model in slices a layer and all outside of layers; of any other, copies in bfloat16."""
     activations: float = 0.0
@@ -163,8 +163,8 @@ def _reward_model(settings: RewardModelConfig) -> Footprint:
 
 
 def _learner(config: RunConfig, shape: transformer.Shape, ranks: int, adapters: bool, head: bool = True) -> Footprint:
-    """Weights, gradients and AdamW's two means in float32 or 8 bits, spread over the ranks; of adapters' all but the
-    weights is left out. Activations of a micro-batch of T tokens, at least:
+    """Weights, gradients and the optimizer's means (AdamW's two in float32 or 8 bits, one where Muon learns), spread
+    over the ranks; of adapters' all but the weights is left out. Activations of a micro-batch of T tokens, at least:
 
         T (layers x kept) b + L, or with checkpointing T (layers x hidden) b + max(T (kept - hidden) b, L)
 
@@ -183,6 +183,7 @@ def _learner(config: RunConfig, shape: transformer.Shape, ranks: int, adapters: 
         chunk = min(config.trainer.logprob_chunk, -(-whole // parallel.context))  # its head has a context's tokens
     outside = shape.outside if head else shape.head
     share = 4.0 * (shape.parameters - shape.outside + outside) / ranks
+    means = {"adamw": 2 * share, "adamw_8bit": share / 2, "muon": share + 4.0 * outside / ranks}[config.optimizer.kind]
     if ranks > 1 and parallel != ParallelConfig():
         shape = transformer.gathered_of(shape, parallel)
         outside = shape.outside if head else shape.head
@@ -196,7 +197,7 @@ def _learner(config: RunConfig, shape: transformer.Shape, ranks: int, adapters: 
     footprint = Footprint(
         weights=share,
         gradients=0.0 if adapters else share,
-        optimizer=0.0 if adapters else 2 * share * (1.0 if config.optimizer.kind == "adamw" else 0.25),
+        optimizer=0.0 if adapters else means,
         gathered=(outside + shape.layer) * width if spread else share / 4 * width * (width < 4),
         activations=activations,
     )

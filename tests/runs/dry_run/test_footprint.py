@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from rlinf.config.learning import LearningSettings
 from rlinf.data.packing import Row, pack
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.offload import bytes_of
@@ -14,6 +15,7 @@ from rlinf.placement.seats import TEXT, place
 from rlinf.runs.dry_run.footprint import complaints, footprints, spread_of
 from rlinf.runs.dry_run.transformer import Shape, working_copy
 from rlinf.runs.rules import load_config
+from rlinf.training.muon import Muon, hidden_matrices
 from rlinf.training.weight_sync import publishing_bytes
 
 SHAPE = {
@@ -84,6 +86,17 @@ def test_weights_gradients_and_optimizer_are_those_that_torch_allocates(learning
     means = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert trainer.optimizer == bytes_of(means)
     assert (trainer.gathered, trainer.parked_bytes) == (0, 0)
+
+
+def test_muon_keeps_one_mean_of_hidden_matrices(learning):
+    policy, *_ = learning
+    optimizer = Muon(list(policy.parameters()), hidden_matrices(policy.model), LearningSettings(kind="muon"))
+    for each in policy.parameters():
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    means = [each for state in optimizer.state.values() for each in state.values() if each.dim()]
+    vectors = bytes_of([each for each in policy.parameters() if each.dim() == 1])  # of which two are kept
+    assert taken("optimizer.kind=muon")["trainer"].optimizer == bytes_of(means) - vectors
 
 
 def test_activations_are_a_little_less_than_what_is_kept_for_the_gradient(learning):

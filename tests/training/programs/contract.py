@@ -22,14 +22,17 @@ from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.build import ModelSpec, build_model
 from rlinf.models.language.lora import POLICY
+from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.offload import Parking
 from rlinf.training.backend import back_end_of
 from rlinf.training.checkpoint import STATE, StateCopy, write_checkpoint
+from rlinf.training.fsdp import Learner
 from rlinf.training.megatron.backend import MegatronBackEnd
+from rlinf.training.optimizer import Kind
 from rlinf.training.policy import learn_policy
 from rlinf.training.weight_sync import gathered
 from tests.actors import toys
-from tests.actors.watched import Precise, precisely
+from tests.actors.watched import Precise, in_double, precisely
 from tests.training.plain_backend import PlainBackEnd
 
 LORA = {"r": 3, "alpha": 6, "target_modules": ["q_proj", "down_proj"]}
@@ -64,6 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     "megatron": {"backend": MEGATRON},
     "tensor": {"backend": MEGATRON, "split": {"tensor": 2}},
     "pipeline": {"backend": MEGATRON, "split": {"pipeline": 2}},
+    **{f"muon {how}": {"backend": FSDP, "sharding": how, "kind": "muon"} for how in ("shard", "replicate", "hybrid")},
 }
 SPLIT = ("tensor", "pipeline")
 """Cases in which the ranks are parts of one model."""
@@ -78,6 +82,31 @@ def rows(seed: int = 0) -> list[Row]:
     ]
 
 
+def alone(kind: Kind, seed: int = 0) -> tuple[Any, Learner]:
+    """A model that one rank has, in float64, and what it learns by."""
+    net = in_double(build_model(toys.configuration(), load_tokenizer(toys.ALPHABET), seed=seed).eval())
+    return net, Learner(PolicyModel(net), LearningSettings(kind=kind, **OPTIMIZER))
+
+
+def one_step(learner: Learner, seed: int) -> dict[str, float]:
+    """A step on the batch of a seed, in two micro-batches; what it says."""
+    for some in (rows(seed)[:3], rows(seed)[3:]):
+        learn_policy(learner, pack(some), toys.SPEC)
+    return learner.step()[1]
+
+
+def copied(net: Any) -> dict[str, torch.Tensor]:
+    """Weights as they are now."""
+    return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+
+
+def far(found: Any, expected: Any, began: Any) -> float:
+    """How far weights are from those expected, in shares of what these learned; of the matrix that is furthest."""
+    return max(
+        float((found[name] - tensor).norm() / (tensor - began[name]).norm()) for name, tensor in expected.items()
+    )
+
+
 class Examined(SpmdActor):
     """Asks a back end."""
 
@@ -85,8 +114,11 @@ class Examined(SpmdActor):
     def machines(self) -> list[str]:
         return ["one" if 2 * rank < self.world_size else "other" for rank in range(self.world_size)]
 
-    async def setup(self, backend: str, sharding: str = "shard", split: Mapping[str, int] | None = None) -> None:
+    async def setup(
+        self, backend: str, sharding: str = "shard", split: Mapping[str, int] | None = None, kind: Kind = "adamw"
+    ) -> None:
         await self._open_mesh()
+        self._optimizer = LearningSettings(kind=kind, **OPTIMIZER)
         self.device = torch.device("cpu")
         self._kind, self._sharding = back_end_of(backend), sharding
         self._parallel = ParallelConfig(**(split or {}))
@@ -114,7 +146,7 @@ class Examined(SpmdActor):
             if path is not None:
                 found |= await self.compute(self._resumed, *await self._made(seed=3), name, path)
         found["frozen"] = {}
-        if self._kind is not PreciseMegatron:  # which refuses them
+        if self._kind is not PreciseMegatron and self._optimizer.kind != "muon":  # which refuse them
             found["frozen"] = await self.compute(self._with_adapters, *await self._made(lora=LORA))
         found |= await self.compute(self._overwritten, (await self._made(seed=3))[0])
         return found if self.rank == 0 else {}
@@ -152,7 +184,7 @@ class Examined(SpmdActor):
         compute = LearningSettings(sharding=self._sharding, logprob_chunk=5, parallel=self._parallel)
         model = ModelSpec(toys.configuration(), compute=compute, **more)
         back = await self._kind.make(self, model, self._tokenizer)
-        optimization = back.optimization(LearningSettings(**OPTIMIZER))
+        optimization = back.optimization(self._optimizer)
         optimization.begin()
         return back, optimization
 
@@ -214,8 +246,12 @@ async def main(system: rlinf.ActorSystem) -> None:
     for name in names:
         group = await system.spawn(Examined, name=name, **CASES[name])
         directory = Path(out).parent / name
+        before = None if begun == "-" else Path(begun)
+        if name.startswith("muon"):  # which takes over from Muon alone, of this job or the one before
+            there = [Path(out).parent / "muon shard", Path(begun).parent / "muon replicate"]
+            before = next((each for each in there if each.is_dir()), None)
         await group.learn(directory)
-        results[name] = (await group.go_on(directory, Path(begun) if begun != "-" else None))[0]
+        results[name] = (await group.go_on(directory, before))[0]
     torch.save(results, out)
 
 

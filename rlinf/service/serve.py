@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 from aiohttp import web
 
@@ -89,7 +90,10 @@ async def serving(
         if service.sessions:
             count = f"{len(service.models)} models and {len(service.samplers)} samplers"
             say(f"  it goes on with what clients had: {count} of {len(service.sessions)} sessions")
-        say(f"  TINKER_BASE_URL={url} TINKER_API_KEY={token or 'one of serve.keys'}")
+        around = f" NO_PROXY={host}" if local and getproxies() and not proxy_bypass(host) else ""
+        say(f"  TINKER_BASE_URL={url} TINKER_API_KEY={token or 'one of serve.keys'}{around}")
+        if around:
+            say("  NO_PROXY, since a proxy is set, which clients would ask for this machine's own address, in silence")
         if not local:
             say(f"  serve.host={host}: the key and all data cross the network unencrypted; put TLS before it")
         yield url, token or next(iter(named.values()))
@@ -158,4 +162,6 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
-        raise InputError(f"serve.host={host}, serve.port={port}: it cannot be listened on: {error}") from None
+        raise InputError(
+            f"serve.host={host}, serve.port={port}: it cannot be listened on: {error}; set serve.port to another one"
+        ) from None

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf.config.load import InputError
+from rlinf.service.local import local_service
 from tests.launching import ROOT
-from tests.service.serving import KEY, tiny
+from tests.service.serving import KEY, TINY, tiny
 
 tinker = pytest.importorskip("tinker", reason="the official client is not installed: pip install tinker")
 
@@ -201,11 +203,15 @@ def gathering(url):
     assert learned[2] == pytest.approx(learned[0], abs=1e-5)
 
 
-async def test_the_example_goes_through_its_loop(tmp_path, monkeypatch, capsys):
-    async with tiny(tmp_path) as url:
-        for name, value in {"TINKER_BASE_URL": url, "TINKER_API_KEY": KEY, "STEPS": "2"}.items():
-            monkeypatch.setenv(name, value)
-        await asyncio.to_thread(runpy.run_path, str(ROOT / "examples/service/client.py"), run_name="__main__")
+def test_the_example_goes_through_its_loop_with_a_service_in_its_own_process(tmp_path, monkeypatch, capsys):
+    for name in ("TINKER_BASE_URL", "TINKER_API_KEY", "no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")  # so that it is as before at the end
+    for name, value in {"http_proxy": "http://127.0.0.1:9", "STEPS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with local_service("serve/tiny", *TINY, f"output_dir={tmp_path}"):
+        runpy.run_path(str(ROOT / "examples/service/client.py"), run_name="__main__")
+        with pytest.raises(InputError, match="way"), local_service("serve/tiny", *TINY, f"output_dir={tmp_path}"):
+            pass
     said = capsys.readouterr().out
     assert "step 1: reward" in said
     assert "/weights/sevens" in said

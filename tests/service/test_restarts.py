@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from rlinf.config.load import InputError
+from rlinf.runs.rules import load_config
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.service import wire
+from rlinf.service.serve import serving
 from tests.drills.service import Progress, imitated, normal, reference, script, weights
-from tests.service.serving import Http, tiny
+from tests.service.serving import TINY, Http, tiny
 
 
 async def test_a_killed_service_goes_on_bit_for_bit(tmp_path):
@@ -42,6 +44,15 @@ async def test_a_trainer_that_can_have_no_models_of_clients_is_refused_at_the_st
     with pytest.raises(InputError, match=r"serve\.max_rank.*adapter_rank=8"):
         async with tiny(tmp_path, "rollout.engine_args={adapter_rank: 8}"):
             pass
+
+
+async def test_at_its_start_it_says_what_programs_need_past_a_proxy(tmp_path, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    config, said = load_config("configs/serve/tiny.yaml", [*TINY, f"output_dir={tmp_path}"], 1), []
+    async with serving(config, said.append) as (url, _):
+        assert any(url in line and "NO_PROXY=127.0.0.1" in line for line in said)
 
 
 async def learned_and_answered(http):

@@ -15,6 +15,7 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -40,17 +41,20 @@ from rlinf.engines.base import (
     TextScores,
     make,
 )
+from rlinf.engines.pool.absent import Absent
 from rlinf.engines.pool.pool import Pool
 from rlinf.metrics.limits import BYTES, DECODE, READ
 from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, cost_of, pictures_of
 from rlinf.models.language.cost import ModelCost
-from rlinf.models.language.sources import limits
+from rlinf.models.language.sources import Limits, limits
 from rlinf.models.language.truth import Way
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import InThreads, cancel_all
 from rlinf.runtime.base.tensors import own_device
+from rlinf.runtime.observe.stalls import Outside
 from rlinf.runtime.streams.stream import Consumer, Stream, each
+from rlinf.runtime.transport.network import outward_address
 from rlinf.training.weight_sync import Receiver
 
 T = TypeVar("T")
@@ -60,6 +64,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 class Rollout(Receiver):
     """Generates groups of samples with an engine."""
+
+    _engine: Engine
+    _pool: Pool | None
 
     @configured(RolloutSettings)
     async def setup(
@@ -84,34 +91,69 @@ class Rollout(Receiver):
         Raises:
             ValueError: a model, tokenizer or engine that cannot be made, or a setting out of range.
         """
-        self._seed = seed
+        self._seed, self._pool = seed, None
         self._tokenizer = await self.compute(load_tokenizer, tokenizer)
         self._sampling = await self.compute(sampling_of, settings, model, self._tokenizer)
         name = f"{self._cell.name}[{self.rank}]"
         made_of: dict[str, Any] = {"model": model, "settings": settings, "seed": seed}
         how: dict[str, Any] = {"directory": directory, "compute": self.compute, "on_device": self.working}
-        self._engine = await engine_for(name, self._tokenizer, **made_of, **how)
+        if settings.own_engine:
+            self._engine = await engine_for(name, self._tokenizer, **made_of, **how)
+        else:
+            self._engine = absent_for(await self.compute(limits, model), settings)
         if settings.routes is True and not self._engine.routes:
             await self._engine.close()
             raise ValueError(
                 f"trainer.router_replay=true: {settings.engine} does not tell to which experts of this model tokens "
                 "go: auto trains without it"
             )
-        self._pool: Pool | None = None
-        if settings.join is not None and self.rank == 0:
-            self._pool = Pool(self._engine, self.compute, {"tokenizer": tokenizer, **made_of}, name)
-            self._engine = self._pool
-            try:
-                await self._pool.listen(settings.join, directory)
-            except UserError:
-                await self._pool.close()
-                raise
+        self._join = settings.join
+        if settings.join is not None:
+            await self._open_pool({"tokenizer": tokenizer, **made_of}, directory)
         self.through_host = self._engine.through_host
         cost, dtype = await self.compute(cost_of, model, self._tokenizer), _DTYPES[settings.dtype]
         self._notes = None if cost is None else GenerationWork(self._engine, cost, dtype, self.note)
         self._ids = itertools.count()  # of requests and groups, unique among calls that overlap
         self._calls: list[GenerateCall] = []  # in progress
         self._answer_names: dict[int, str] = {}  # of calls of `answer` in progress, by the id of their request
+
+    async def _open_pool(self, made_of: Mapping[str, Any], directory: str | None) -> None:
+        """Have other engines join the own one."""
+        leads = self._fewest if self.rank == 0 and self.world_size > 1 else None
+        name = self._cell.name
+        self._pool = Pool(self._engine, self.compute, made_of, name, waiting=Outside, elsewhere=leads)
+        self._engine = self._pool
+        try:
+            if self.rank == 0:
+                await self._pool.listen(listens_at(str(self._join)), directory)
+        except UserError:
+            await self._pool.close()
+            raise
+
+    @endpoint
+    async def joinable(self, token: str) -> tuple[int, str]:
+        """How many engines have joined this rank or are about to, and where one more may, which knows this token: rank
+        0 sends those who come to whoever has fewest.
+
+        Raises:
+            UserError: it cannot listen.
+        """
+        assert self._pool is not None
+        if self._pool.where is None:
+            host = str(self._join).rpartition(":")[0]
+            try:
+                await self._pool.listen(listens_at(f"{host}:0"), None, token)
+            except UserError:  # the address is of another machine
+                await self._pool.listen(f"{outward_address()}:0", None, token)
+        return self._pool.coming, str(self._pool.where)
+
+    async def _fewest(self, token: str, here: int) -> str | None:
+        """Where the next engine is to join; None: at rank 0, which has so many."""
+        asked = [self.group[rank].joinable(token) for rank in range(1, self.world_size)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)  # one that cannot listen gets none
+        places = [answer for answer in answers if isinstance(answer, tuple)]
+        count, where = min(places, key=itemgetter(0), default=(here, None))
+        return where if count < here else None
 
     @endpoint
     async def computes(self) -> Way:
@@ -502,6 +544,19 @@ async def engine_for(
         **more,
     )
     return await make(settings.engine, setup, settings.engine_args)
+
+
+def listens_at(join: str) -> str:
+    """The "host:port" that `rollout.join` stands for on this machine."""
+    host, _, port = join.rpartition(":")
+    return f"{outward_address()}:{port}" if host == "auto" else join
+
+
+def absent_for(limit: Limits, settings: RolloutSettings) -> Engine:
+    """No engine, where all are to join; see `Absent`."""
+    bounds = {"max_rows": settings.max_rows, "max_tokens": settings.max_tokens, "routes": settings.routes is True}
+    texts = {"max_length": limit.length, "vocabulary": limit.vocabulary, "reads_text": True}
+    return Absent(settings.engine, {**bounds, **texts})
 
 
 async def joining_engine(

@@ -50,6 +50,7 @@ from rlinf.config.importing import look_in_working_directory, shipped
 from rlinf.config.load import InputError, RunFailure
 from rlinf.dashboard.lanes import Lanes, device_lanes
 from rlinf.dashboard.lanes_svg import device_lanes_svg
+from rlinf.engines.pool.address import FILE, TOKEN, read
 from rlinf.runs.rules import load_config
 from rlinf.runs.start import run_to_end
 from rlinf.storage.directory import Checkpoint, RunDirectory, find_checkpoint
@@ -59,8 +60,6 @@ if TYPE_CHECKING:
     from rlinf.data.ledger import Balance, Held
     from rlinf.runtime.system.system import ActorSystem
 
-_JOIN_FILE, _JOIN_TOKEN = "join.json", "RLINF_JOIN_TOKEN"
-"""As in `rlinf.engines.pool.pool`, which takes seconds to import."""
 _BEHIND = 10
 """By how much a page that a job started stands behind the job's own processes, in the kernel's counting."""
 
@@ -183,13 +182,14 @@ def join(arguments: Sequence[str]) -> int:
     parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT, or the directory of the run")
     parser.add_argument("--role", choices=("rollout",), required=True, help="what it does there: rollout generates")
     options = parser.parse_args(list(arguments))
-    host, port, token = _job_at(options.address)
+    where, token = _job_at(options.address)
     look_in_working_directory()
     gc.disable()  # while much is imported and little dropped
     import torch
 
     from rlinf.actors.rollout import joining_engine
     from rlinf.engines.pool.connection import connect
+    from rlinf.engines.pool.far_side import Sent
     from rlinf.engines.pool.far_side import serve as serve_job
 
     gc.freeze()
@@ -197,45 +197,53 @@ def join(arguments: Sequence[str]) -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as the job's own processes do, see `runtime.system.torchrun`
 
-    async def main() -> str:
+    async def main(where: str) -> str:
         leave = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, leave.set)
-        where = f"{host}:{port}"
-        try:
-            connection = await connect(host, port, token)
-        except (OSError, EOFError, TimeoutError) as error:
-            raise InputError(f"rlinf join {where}: {error or 'nobody answers'}") from None
-        name = f"engine that joined {where}"
-        try:
-            return await serve_job(
-                connection,
-                lambda **made_of: joining_engine(name, **made_of),
-                lambda: print(f"joined {where} as {options.role}", flush=True),
-                leave,
-            )
-        except OSError as error:
-            raise RunFailure(f"rlinf join {where}: {error}") from None
+        while True:
+            try:
+                connection = await connect(*_parts(where), token)
+            except (OSError, EOFError, TimeoutError) as error:
+                raise InputError(f"rlinf join {where}: {error or 'nobody answers'}") from None
+            try:
+                return await serve_job(
+                    connection,
+                    partial(joining_engine, f"engine that joined {where}"),
+                    partial(print, f"joined {where} as {options.role}", flush=True),
+                    leave,
+                )
+            except Sent as elsewhere:
+                where = str(elsewhere)
+            except OSError as error:
+                raise RunFailure(f"rlinf join {where}: {error}") from None
 
-    print(asyncio.run(main()))
+    print(asyncio.run(main(where)))
     return 0
 
 
-def _job_at(address: str) -> tuple[str, int, str]:
-    """Host, port and token."""
-    directory = Path(address).expanduser()
-    token = os.environ.get(_JOIN_TOKEN)
-    if directory.is_dir():
-        if not (directory / _JOIN_FILE).is_file():
-            raise InputError(f"rlinf join {address}: the run does not go on, or was started without rollout.join")
-        place = json.loads((directory / _JOIN_FILE).read_text(encoding="utf-8"))
-        address, token = place["address"], token or place["token"]
+def _parts(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    return host.strip("[]"), int(port)
+
+
+def _job_at(address: str) -> tuple[str, str]:
+    """Its "host:port", and the token."""
+    directory = Path(address).expanduser()
+    token = os.environ.get(TOKEN)
+    if directory.is_dir():
+        try:
+            address, its = read(directory)
+        except FileNotFoundError:
+            text = f"rlinf join {address}: the run does not go on, or was started without rollout.join"
+            raise InputError(text) from None
+        token = token or its
+    before, _, port = address.rpartition(":")
+    if not before or not port.isdigit():
         raise InputError(f"rlinf join {address}: there is no such directory of a run, and it is no HOST:PORT")
     if not token:
-        raise InputError(f"rlinf join {address}: set {_JOIN_TOKEN} to the token in {_JOIN_FILE} of the run's directory")
-    return host.strip("[]"), int(port), token
+        raise InputError(f"rlinf join {address}: set {TOKEN} to the token in {FILE} of the run's directory")
+    return address, token
 
 
 def ledger(arguments: Sequence[str]) -> int:

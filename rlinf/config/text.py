@@ -269,8 +269,12 @@ class RolloutConfig:
     baseline of its own, over fewer rewards."""
     join: str | None = None
     """HOST:PORT at which engines of other processes may join the run while it goes on, `rlinf join`, such as
-    10.0.0.1:29600; port 0 takes any free one. They may leave again, or be lost, and the run goes on; see
-    docs/multi-node.md. null lets nobody in."""
+    10.0.0.1:29600, or auto:29600 for the machine's own address; port 0 takes any free one. They may leave again, or be
+    lost, and the run goes on; see docs/multi-node.md. null lets nobody in."""
+    own_engine: bool = True
+    """false: the run has no engine and no device for one, and generates only by engines that join (rollout.join), so
+    that every process that generates may be lost; its rollout is one process, beside the devices of the first one, and
+    shares the work out. Answers wait while none is there."""
 
     def mistakes(self) -> Iterator[tuple[str, str]]:
         """(key, advice) for every mistake in it."""
@@ -279,6 +283,8 @@ class RolloutConfig:
         host, _, port = (self.join or ":0").rpartition(":")
         if self.join is not None and not (host and port.isdigit() and int(port) < 1 << 16):
             yield "join", "write HOST:PORT, an address of the machine of rollout rank 0 and a port, or 0 for any"
+        if self.join is None and not self.own_engine:
+            yield "own_engine", "then engines have to join: say where, by rollout.join=HOST:PORT; port 0 takes any"
 
 
 @dataclass(config=CLOSED)

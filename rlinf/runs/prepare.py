@@ -415,6 +415,11 @@ def prepare(config: RunConfig | EmbodiedConfig, hosts: int = 1, objects: InMemor
     return prepare_text(config, hosts, InMemory() if objects is None else objects)
 
 
+def _placing(config: RunConfig) -> Placing:
+    """The section `placement`; without engines of its own the rollout only shares work out, on the first host."""
+    return config.placement if config.rollout.own_engine else replace(config.placement, rollout=None)
+
+
 def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     algorithm = _algorithm(config.algorithm.name, lambda: algorithm_of(config, objects.parts))
     path = config.flow or flow_of(algorithm, with_agent=bool(config.agent.function or objects.agent))
@@ -432,7 +437,7 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     flow, own_flow = with_teachers(flow, config.named_teachers), flow
     staleness = config.staleness.max if works_ahead(own_flow) else 0
     step = ProfiledStep(flow=flow, path=path, model=model, items=items, staleness=staleness)
-    placed, choice = _planned(config.placement, kinds, hosts, step, own)
+    placed, choice = _planned(_placing(config), kinds, hosts, step, own)
     model_config, fitted, problems = _fitted(config, placed, needed, problems_so_far)
     config = fitted.config
     problems = [
@@ -443,7 +448,7 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
         *_tracker_problems(config.metrics),
     ]
     lacks = lacking(config.rollout.engine, config.rollout.engine_args)
-    if lacks is not None and not elsewhere(config.placement):  # which this machine will not run anyway
+    if lacks is not None and config.rollout.own_engine and not elsewhere(config.placement):  # else it is not made here
         problems.append(_problem("rollout.engine", config.rollout.engine, lacks))
     rounds, on_cpu = config.rollout.weights != "full", device_kind(config.placement) == "cpu"
     how = (config.rollout.engine, config.rollout.weights, on_cpu)

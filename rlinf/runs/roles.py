@@ -495,6 +495,8 @@ def kinds_of(config: RunConfig, needed: Collection[str]) -> tuple[RoleKind, ...]
     """
     ours = (*TEXT[:-1], *teacher_kinds(config.teachers), TEXT[-1])
     named = tuple(kind for kind in ours if kind.name in (*ALWAYS, *needed))
+    if not config.rollout.own_engine:  # others generate, on devices of their own
+        named = tuple(replace(kind, on_devices=kind.on_devices and kind.name != "rollout") for kind in named)
     return (*named[:-1], *own_kinds(config.roles), named[-1])
 
 

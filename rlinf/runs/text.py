@@ -519,7 +519,8 @@ def beside_agent(config: RunConfig, objects: InMemory) -> str:
 
 def takes_turns(config: RunConfig, objects: InMemory) -> bool:
     """True where one process has nothing to do beside learning: its own engine, and no agents who wait for others."""
-    return config.staleness.max > 0 and config.rollout.engine == "transformers" and objects.agent is None
+    own = config.rollout.own_engine and config.rollout.engine == "transformers"
+    return config.staleness.max > 0 and own and objects.agent is None
 
 
 def reward_path(config: RunConfig, objects: InMemory) -> str | None:
@@ -580,7 +581,7 @@ def roles_to_start(
         "seed": config.seed,
     }
     roles: dict[str, tuple[type[Any], Settings]] = {
-        "rollout": (Rollout, {**shared, "settings": rollout_settings(config), "directory": rescue}),
+        "rollout": (Rollout, {**shared, "settings": rollout_settings(config, prepared), "directory": rescue}),
         "judge": (Judge, _judge(config, data, passed)),
     }
     if config.reward_model.path is not None:
@@ -629,6 +630,7 @@ def share_tensors(config: RunConfig, prepared: RunPlan) -> bool:
     placed, flow, how = prepared.placed, prepared.flow, (config.rollout.engine, config.trainer.backend)
     one = placed.devices == 1 and not placed.turns and device_kind(config.placement) == "cpu"
     alike = how == ("transformers", "fsdp") and config.rollout.dtype == config.trainer.dtype == "float32"
+    alike &= config.rollout.own_engine
     return one and alike and not config.model.lora.on and getattr(flow, "alternates", False) and not works_ahead(flow)
 
 
@@ -647,11 +649,13 @@ def _learning_steps(config: RunConfig, algorithm: AlgorithmSpec) -> int:
     return config.steps - (0 if algorithm.critic is None else config.critic.head_start)
 
 
-def rollout_settings(config: RunConfig) -> RolloutSettings:
-    """How the rollout of a run samples answers."""
+def rollout_settings(config: RunConfig, prepared: RunPlan | None) -> RolloutSettings:
+    """How the rollout of a run samples answers; None is for an evaluation, which nobody joins: it may be made beside
+    the run, which has the address."""
     replays = config.trainer.backend != "megatron"  # which routes freely: nobody would read what the engine tells
     routes = config.trainer.router_replay if replays else False
-    return combine(RolloutSettings, config.rollout, kv=config.staleness.kv, routes=routes)
+    alone = {"join": None, "own_engine": True} if prepared is None else {}
+    return combine(RolloutSettings, config.rollout, kv=config.staleness.kv, routes=routes, **alone)
 
 
 def trainer_settings(config: RunConfig, algorithm: AlgorithmSpec, **more: Any) -> TrainerSettings:

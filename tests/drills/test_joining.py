@@ -1,6 +1,7 @@
 """Kill -9 of engines that have joined a run, at random moments: the run goes on, and nothing is lost or repeated.
 
-python -m tests.drills.test_joining 20 grpo_async
+python -m tests.drills.test_joining 20 grpo_async           # beside the run's own engine
+python -m tests.drills.test_joining 20 grpo_async alone     # where they alone generate
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlinf.cli.runs import account
+from rlinf.engines.pool.address import FILE
 from rlinf.storage.files import read_lines
 from tests.drills.run import PATIENCE, Drill
-from tests.launching import ROOT, metrics_of, start, steps_noted
-from tests.runtime.programs.jobs import until
+from tests.launching import ROOT, equal, metrics_of, start, steps_noted
+from tests.runtime.programs.jobs import Ranks, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun, pytest.mark.timeout(240)]
 
@@ -35,15 +38,28 @@ def _goes_on(run, path: Path) -> None:
     until(lambda: run.ended() or steps_noted(path) > before, lambda: run.everything(), PATIENCE)
 
 
-def killed_again_and_again(points: int, flow: str, directory: Path, seed: int = 0) -> tuple[int, list[float], str]:
-    """Kill engines that join; returns how many were, seconds until each had joined, and what the run said."""
+JOINED = ("rollout.join=127.0.0.1:0", "rollout.engine=transformers")
+ALONE = ("rollout.own_engine=false",)
+
+
+def killed_again_and_again(
+    points: int, flow: str, directory: Path, seed: int = 0, alone: bool = False
+) -> tuple[int, list[float], str]:
+    """Kill engines that join; returns how many were, seconds until each had joined, and what the run said.
+
+    Args:
+        points: so many.
+        flow, directory: of the run.
+        seed: of the moments.
+        alone: the run has no engine of its own; the one that joins last is not killed.
+    """
     rng, seconds, kills = random.Random(seed), [], 0
-    more = ("rollout.join=127.0.0.1:0", "rollout.engine=transformers", "rollout.max_rows=16")
+    more = (*JOINED, "rollout.max_rows=16", *(ALONE if alone else ()))
     drill = Drill(flow, steps=8 * points + 8, more=more)
     run = start(*drill.arguments(directory, engine=False), processes=2)
     path = directory / "quickstart"
     try:
-        until(lambda: steps_noted(path) or run.ended(), "the first step", PATIENCE)
+        until(lambda: (path / FILE).exists() if alone else steps_noted(path) or run.ended(), "the first step", PATIENCE)
         while kills < points and not run.ended():
             began = time.monotonic()
             joiner = join(path)
@@ -54,9 +70,10 @@ def killed_again_and_again(points: int, flow: str, directory: Path, seed: int = 
             joiner.kill(0)
             joiner.codes(PATIENCE)
             kills += 1
+        last = join(path) if alone and not run.ended() else None
         while not run.ended():
             _goes_on(run, path)
-        codes = run.codes(PATIENCE)
+        codes = [*run.codes(PATIENCE), *([] if last is None else last.codes(PATIENCE))]
         assert set(codes) == {0}, run.everything()
     finally:
         run.end()
@@ -68,9 +85,9 @@ def killed_again_and_again(points: int, flow: str, directory: Path, seed: int = 
     return kills, seconds, run.everything()
 
 
-@pytest.mark.parametrize("flow", ["grpo_async", "grpo"])
-def test_engines_that_joined_are_killed_and_the_run_goes_on(flow, tmp_path):
-    kills, _, said = killed_again_and_again(2, flow, tmp_path)
+@pytest.mark.parametrize(("flow", "alone"), [("grpo_async", False), ("grpo", False), ("agentic_async", True)])
+def test_engines_that_joined_are_killed_and_the_run_goes_on(flow, alone, tmp_path):
+    kills, _, said = killed_again_and_again(2, flow, tmp_path, alone=alone)
     assert said.count("has joined") >= kills
     assert said.count("is gone: ") >= kills
     assert "Traceback" not in said
@@ -78,9 +95,43 @@ def test_engines_that_joined_are_killed_and_the_run_goes_on(flow, tmp_path):
     assert kills == 0 or max(counts) == 1
 
 
+def _alone(directory: Path, ends: Callable[[Ranks, Path], None]) -> Path:
+    """A synchronous run, in which each answer is decoded by itself, of an engine that joins and another after it.
+
+    Args:
+        directory: for the run.
+        ends: what becomes of the first one.
+    """
+    drill = Drill("grpo", steps=6, more=(*JOINED, *ALONE, "rollout.max_rows=1", "placement.trainer=0"))
+    run, path = start(*drill.arguments(directory, engine=False)), directory / "quickstart"
+    try:
+        until(lambda: (path / FILE).exists() or run.ended(), lambda: run.everything(), PATIENCE)
+        ends(join(path), path)
+        second = None if run.ended() else join(path)
+        assert run.codes(PATIENCE) == [0], run.everything()
+        assert second is None or second.codes(PATIENCE) == [0]
+    finally:
+        run.end()
+    return path
+
+
+def test_a_synchronous_run_that_loses_every_engine_has_the_weights_of_one_that_lost_none(tmp_path):
+    def stays(joiner: Ranks, path: Path) -> None:
+        until(lambda: steps_noted(path) > 2, "some steps", PATIENCE)
+
+    def dies(joiner: Ranks, path: Path) -> None:
+        stays(joiner, path)
+        joiner.kill(0)
+        joiner.codes(PATIENCE)
+
+    equal(_alone(tmp_path / "whole", stays), _alone(tmp_path / "lost", dies))
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
-        done, waited, said = killed_again_and_again(int(sys.argv[1]), sys.argv[2], Path(directory))
+        done, waited, said = killed_again_and_again(
+            int(sys.argv[1]), sys.argv[2], Path(directory), alone="alone" in sys.argv
+        )
     lines = [line.split(" answers that it had")[0] for line in said.splitlines() if " answers that it had" in line]
     had, joining = [int(line.rsplit(" ", 1)[1]) for line in lines], sorted(round(one, 2) for one in waited)
     print(f"{done} killed, which had {had} answers under way; seconds to join: {joining}")

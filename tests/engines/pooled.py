@@ -1,13 +1,15 @@
-"""An engine with another one that has joined it over a socket, both of the same model."""
+"""Engines that have joined a job over sockets: beside its own one of the same model, or where it has none."""
 
 import asyncio
 import contextlib
 from dataclasses import replace
 
 from rlinf.engines.base import make
+from rlinf.engines.pool.absent import Absent
 from rlinf.engines.pool.connection import connect
 from rlinf.engines.pool.far_side import serve
 from rlinf.engines.pool.pool import Pool
+from tests.engines.transformers.test_engine import VOCABULARY
 
 TOKEN = "of this job"
 
@@ -52,5 +54,19 @@ async def alone(setup):
 
 async def build(setup):
     pool = await alone(setup)
+    await pool.joins()
+    return pool
+
+
+async def nobody(setup):
+    """A job without an engine of its own, which nobody has joined yet."""
+    pool = Pooled(setup, Absent("transformers", {"max_rows": setup.max_rows, "vocabulary": VOCABULARY}))
+    pool.where = await pool.listen("127.0.0.1:0", None, TOKEN)
+    return pool
+
+
+async def joined(setup):
+    """The same, joined by one."""
+    pool = await nobody(setup)
     await pool.joins()
     return pool

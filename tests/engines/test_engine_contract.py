@@ -456,7 +456,7 @@ async def test_a_caller_who_leaves_gives_its_row_back_and_the_others_get_their_a
     long = [request(i, [i + 1], Sampling(5000)) for i in range(3)]
     leaving = asked_one_by_one(engine, long)
     await ticks()
-    staying = asked_one_by_one(engine, requests := ragged(4, Sampling(6)))
+    staying = asked_one_by_one(engine, requests := [replace(one, id=one.id + 10) for one in ragged(4, Sampling(6))])
     await ticks()
     for task in leaving:  # the first of them drives the engine, the last waits for a row
         task.cancel()

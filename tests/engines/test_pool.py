@@ -34,9 +34,9 @@ for each in (
     globals()[f"test_{each}"] = getattr(contract, f"test_{each}")
 
 
-@pytest.fixture
-def kind():
-    return "tests.engines.pooled.build"
+@pytest.fixture(params=["build", "joined"])
+def kind(request):
+    return f"tests.engines.pooled.{request.param}"
 
 
 @pytest.fixture
@@ -317,3 +317,48 @@ async def test_whoever_comes_goes_or_is_killed_every_request_is_answered_once_an
     with contextlib.suppress(TimeoutError):
         await gone(pool)
     assert pool._calls == []
+
+
+async def test_without_an_engine_of_its_own_answers_wait_for_one_each_time_and_go_on_from_what_was_handed_on(started):
+    pool = await started("tests.engines.pooled.nobody", max_rows=4)
+    await pool.load(packed(tiny(seed=1), 4))
+    long = [request(i, [i + 1], Sampling(40)) for i in range(5)]
+    singles = [replace(one, id=one.id + 10) for one in long]
+    running = asyncio.create_task(answers(pool, long))
+    tasks = [asyncio.create_task(pool.answer(asked)) for asked in singles]
+    for ended in ("killed", "told to leave", None):
+        assert not running.done()
+        side = await pool.joins()
+        (member,) = pool.members
+        while ended and len([one for one in await pool.partial(range(20)) if one.partial is not None]) < 3:
+            await asyncio.sleep(0)
+        if ended == "killed":
+            side.connection.abandon()
+        elif ended:
+            side.leave.set()
+        if ended:
+            await gone(pool)
+            assert {*range(10, 15)} <= {one.id for one in await pool.partial(range(20))}
+    right(long, await running, 1)
+    assert member.version == pool.version == 4
+    found = await asyncio.gather(*tasks)
+    right(singles, {one.id: one for one in found}, 1)
+    assert pool._ones == {}
+
+
+async def test_what_waits_for_an_engine_is_taken_out_aborted_or_cancelled_without_one(started):
+    pool = await started("tests.engines.pooled.nobody")
+    task = asyncio.create_task(pool.answer(request(1, [1], Sampling(4))))
+    cancelled = asyncio.create_task(pool.answer(request(2, [1], Sampling(4))))
+    last = asyncio.create_task(pool.answer(request(3, [1], Sampling(4))))
+    running = asyncio.create_task(answers(pool, [request(9, [1], Sampling(4))]))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    assert cancelled.cancelled()
+    await pool.abort()
+    assert [(await one).finish for one in (task, last)] == ["abort", "abort"]
+    assert await running == {}
+    with pytest.raises(ValueError, match=r"request 4.*own_engine"):
+        await pool.answer(replace(request(4, [1], Sampling(2)), images=(ImageRef("cat", "cat.png"),)))

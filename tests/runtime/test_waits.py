@@ -18,7 +18,7 @@ from rlinf import Actor, ActorSystem, Stream, endpoint
 from rlinf.runtime.base.clock import Deadlock, run_virtual
 from rlinf.runtime.base.errors import StallError
 from rlinf.runtime.observe.perfetto import SMALL
-from rlinf.runtime.observe.stalls import HostReport, Lock, Progress, Wait, find_cycles, render
+from rlinf.runtime.observe.stalls import HostReport, Lock, Outside, Progress, Wait, find_cycles, render
 from rlinf.runtime.system.host_service import Service
 from rlinf.runtime.system.observer import report_host
 from rlinf.runtime.system.system import reports
@@ -44,6 +44,11 @@ class Worker(Actor):
     async def work_and_call(self) -> None:
         await asyncio.sleep(1.0)
         await asyncio.gather(self.other.work())  # unlike a plain await, it keeps the device meanwhile
+
+    @endpoint
+    async def wait_outside(self) -> None:
+        with Outside("a licence: buy one"):
+            await asyncio.get_running_loop().create_future()
 
     @endpoint
     async def take(self) -> Any:
@@ -134,6 +139,16 @@ worlds = pytest.mark.parametrize("serialize", [False, True], ids=["local", "seri
 
 
 # Deadlocks in virtual time ---------------------------------------------------------------------------------------
+
+
+def test_what_is_to_come_from_outside_is_said_before_all_waits():
+    async def main(system):
+        a = await system.spawn(Worker, hosts=[0], name="a")
+        await a[0].wait_outside()
+
+    report = deadlock(main)
+    first, second = "a[0].wait_outside waits for a licence: buy one", "waits, longest first"
+    assert -1 < report.find(first) < report.find(second)
 
 
 def test_a_lease_and_a_lock_in_opposite_order_are_named():

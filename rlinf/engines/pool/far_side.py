@@ -26,6 +26,10 @@ class JobLost(ConnectionError):
     """The job has gone without a word."""
 
 
+class Sent(Exception):
+    """The job has engines join elsewhere now: where fewer are. The text is "host:port"."""
+
+
 async def serve(connection: Connection, build: Build, ready: Callable[[], Any], leave: asyncio.Event) -> str:
     """Answer a job's requests until it ends, or until this engine is to leave it.
 
@@ -40,11 +44,15 @@ async def serve(connection: Connection, build: Build, ready: Callable[[], Any], 
 
     Raises:
         JobLost: the job is gone.
+        Sent: it is to join elsewhere.
         Exception: what failed in the engine, which the job has been told.
     """
     messages = connection.messages()
-    if (first := await anext(messages, None)) is None or first[0] != "make":
+    if (first := await anext(messages, None)) is None or first[0] not in ("make", "go"):
         raise JobLost("the job ended before it said what to make")
+    if first[0] == "go":
+        await connection.close()
+        raise Sent(first[1])
     engine: Engine | None = None
     try:
         engine = await build(**first[1])

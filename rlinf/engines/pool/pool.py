@@ -7,13 +7,12 @@ call.
 Whoever has the smallest share of its rows taken gets the next request; nobody gets one for which it has no row. What a
 lost engine had under way is answered anew by the others, with the same seeds, and so to the same tokens up to rounding.
 One that leaves hands on its tokens too. Requests that name pictures or adapters, keep to a form or are listened to stay
-with the job's own engine.
+with the job's own engine. Where it has none (`Absent`), everything waits until one joins.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import secrets
@@ -22,6 +21,7 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
     AsyncIterator,
+    Awaitable,
     Callable,
     Collection,
     Coroutine,
@@ -29,7 +29,8 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ import numpy as np
 
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Compute, Engine, Hear, Request, StepStats, TextScores, closing
+from rlinf.engines.pool import address
+from rlinf.engines.pool.absent import Absent
 from rlinf.engines.pool.connection import Refused, welcome
 from rlinf.engines.pool.member import Member
 from rlinf.models.language.truth import Way
@@ -44,10 +47,6 @@ from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import cancel_all, in_thread
 from rlinf.runtime.streams.stream import each
 
-TOKEN = "RLINF_JOIN_TOKEN"
-"""Environment variable: the token that those who join must know; without it each start of a job makes its own."""
-FILE = "join.json"
-"""In the run directory, for this user alone: where to join, and the token."""
 SILENCE = 60.0
 """Seconds without a word after which an engine that joined counts as lost, as a host does (`system.host_timeout`)."""
 _SAME = (
@@ -57,6 +56,10 @@ _SAME = (
 """What the own engine can do, and so the whole."""
 Check = Callable[[Request], None]
 """Raises RequestRefused of a request that cannot be answered."""
+Waiting = Callable[[str], AbstractContextManager[Any]]
+"""`with waiting(what):` says for what the code inside waits."""
+Elsewhere = Callable[[str, int], Awaitable[str | None]]
+"""Given the token, and how many have joined here, says at which "host:port" one more is to join; None: here."""
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +186,8 @@ class One:
         self.outcome: asyncio.Future[Completion | Request] = asyncio.get_running_loop().create_future()
         """The answer; or the request, which somebody else is to answer."""
         self.aborted = False
+        self.waits: Request | None = None
+        """While nobody has it: the request, with its tokens so far."""
 
     def took(self, completions: Sequence[Completion]) -> None:
         """Take the answer."""
@@ -190,6 +195,7 @@ class One:
 
     def put_back(self, request: Request) -> None:
         """Take the request back of an engine that is gone."""
+        self.waits = request
         self._ends(request.ended("abort") if self.aborted else request)
 
     def _ends(self, outcome: Completion | Request) -> None:
@@ -210,10 +216,19 @@ class Pool(Engine):
         made_of: what a joiner's engine is made from.
         name: whose engine it is, for messages.
         silence: see `Member`.
+        waiting: opened while answers wait for the first engine.
+        elsewhere: asked of each one that wants to join; None: it joins here.
     """
 
     def __init__(
-        self, own: Engine, compute: Compute, made_of: Mapping[str, Any], name: str, silence: float = SILENCE
+        self,
+        own: Engine,
+        compute: Compute,
+        made_of: Mapping[str, Any],
+        name: str,
+        silence: float = SILENCE,
+        waiting: Waiting = nullcontext,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         for what in _SAME:
             setattr(self, what, getattr(own, what))
@@ -222,9 +237,13 @@ class Pool(Engine):
         self.members: set[Member] = set()
         """Those that have joined."""
         self._compute, self._made_of, self._silence = compute, dict(made_of), silence
-        self._name = name
+        self._name, self._how, self._waiting, self._elsewhere = name, "", waiting, elsewhere
+        self.where: str | None = None
+        """Where engines may join."""
+        self._own_answers = not isinstance(own, Absent)
+        self._turn = asyncio.Lock()  # of callers of `answer` who wait for an engine, first come, first served
         self._calls: list[Call] = []
-        self._ones: dict[int, One] = {}  # by the ids of their requests
+        self._ones: dict[One, int] = {}  # with the ids of their requests
         self._alone = 0  # calls of `answer` that the own engine has
         self._talks: dict[int, Member | None] = {}  # who has read conversations; None: the own engine
         self._newest: Weights | None = None
@@ -320,6 +339,14 @@ class Pool(Engine):
                 continue
             if not queue and (call.own_wants or any(map(self._takes, self.members))):
                 call.one_more.set()
+            await self._change()
+
+    async def _change(self) -> None:
+        """Wait for the next change; without any engine, for the next one that joins, and say so."""
+        if self._own_answers or self.members:
+            await self._changed.wait()
+            return
+        with self._waiting(f"an engine that joins: {self._how}"):
             await self._changed.wait()
 
     def _takes(self, member: Member) -> bool:
@@ -336,7 +363,7 @@ class Pool(Engine):
             call.own_wants = False
             call.for_own.append(request)
             call.fed.set()
-        elif call.reading:
+        elif call.reading or not self._own_answers:
             return False
         else:  # the own engine has read all that there was: this is one more call to it
             self._own(call, call.by_own(self.own.batches([request])))
@@ -346,23 +373,41 @@ class Pool(Engine):
     # One by one -------------------------------------------------------------------------------------------------------
 
     async def answer(self, request: Request, hear: Hear | None = None) -> Completion:
-        while (member := self._for_one(request, hear)) is not None:
-            one = self._ones[request.id] = One()
-            member.give(request, one)
-            try:
+        one, member = One(), None
+        self._ones[one] = request.id
+        try:
+            while (member := await self._given(request, one, hear)) is not None:
                 outcome = await one.outcome
-            finally:
-                del self._ones[request.id]
+                if isinstance(outcome, Completion):
+                    return outcome
+                request, one.outcome = outcome, asyncio.get_running_loop().create_future()
+            if one.aborted:
+                return request.ended("abort")
+        finally:
+            del self._ones[one]
+            if member is not None:
                 member.forget(one)  # where it was cancelled
-            if isinstance(outcome, Completion):
-                return outcome
-            request = outcome
         self._alone += 1
         try:
             return await self.own.answer(request, hear)
         finally:
             self._alone -= 1
             self._tell()
+
+    async def _given(self, request: Request, one: One, hear: Hear | None) -> Member | None:
+        """Give a request to an engine that joined, and say to which; None: the own one is to answer it, or nobody."""
+        if (member := self._for_one(request, hear)) is None and not self._own_answers:
+            self.own.check_request(request)
+            one.waits = request
+            try:
+                async with self._turn:
+                    while not one.aborted and (member := self._for_one(request, hear)) is None:
+                        await self._change()
+            finally:
+                one.waits = None
+        if member is not None:
+            member.give(request, one)
+        return member
 
     def _for_one(self, request: Request, hear: Hear | None) -> Member | None:
         """The engine for a request by itself; None: the own one, which alone is heard while it answers, and knows
@@ -377,13 +422,15 @@ class Pool(Engine):
         least = min(members, key=lambda member: member.load, default=None)
         if least is not None and least.load >= self._own_load:
             least = None
-        if request.conversation is not None:
+        if request.conversation is not None and (least is not None or self._own_answers):
             self._talks[request.conversation] = least
         return least
 
     @property
     def _own_load(self) -> float:
         """Share of the own engine's rows that are taken."""
+        if not self._own_answers:
+            return inf
         return (sum(len(each.own) for each in self._calls) + self._alone) / self.max_rows
 
     async def forget(self, conversations: Iterable[int] | None = None) -> None:
@@ -422,14 +469,15 @@ class Pool(Engine):
             for request in [one for queue in call.unread for one in queue if wanted is None or one.id in wanted]:
                 self._withdrawn([request.id])
                 call.took([request.ended("abort")])
-        for id, one in self._ones.items():
+        for one, id in self._ones.items():
             one.aborted |= wanted is None or id in wanted
+        self._tell()
         theirs = [(each, each.ids if wanted is None else each.ids & wanted) for each in self.members]
         questions = (member.ask("abort", ids) for member, ids in theirs if ids)
         await asyncio.gather(self.own.abort(wanted), *questions, return_exceptions=True)
 
     async def take_out(self, ids: Iterable[int]) -> list[Request]:
-        wanted = set(ids) - self._ones.keys()  # which have callers here
+        wanted = set(ids) - {*self._ones.values()}  # which have callers here
         out = self._withdrawn(wanted)
         parts = await asyncio.gather(self.own.take_out(wanted), *(each.take_out(wanted) for each in self.members))
         out = [*out, *(one for part in parts for one in part)]
@@ -441,6 +489,7 @@ class Pool(Engine):
     async def partial(self, ids: Iterable[int]) -> list[Request]:
         wanted = set(ids)
         waiting = [one for call in self._calls for queue in call.unread for one in queue if one.id in wanted]
+        waiting += [one.waits for one, id in self._ones.items() if id in wanted and one.waits is not None]
         wanted -= {one.id for one in waiting}
         parts = await asyncio.gather(self.own.partial(wanted), *(each.partial(wanted) for each in self.members))
         return [*waiting, *(one for part in parts for one in part)]
@@ -467,19 +516,24 @@ class Pool(Engine):
 
     # Joining and leaving ----------------------------------------------------------------------------------------------
 
-    async def listen(self, address: str, directory: str | None, token: str | None = None) -> str:
+    @property
+    def coming(self) -> int:
+        """How many have joined, or are about to."""
+        return len(self._tasks)
+
+    async def listen(self, place: str, directory: str | None, token: str | None = None) -> str:
         """Let engines join at "host:port"; returns where it listens.
 
         Args:
-            address: to listen on; port 0 takes any free one.
-            directory: of the run, where `FILE` is left for those who join.
+            place: to listen on; port 0 takes any free one.
+            directory: of the run, where `address.FILE` is left for those who join.
             token: that they must know. Default: that of the environment, or a new one.
 
         Raises:
             UserError: it cannot listen there.
         """
-        secret = token or os.environ.get(TOKEN) or secrets.token_urlsafe(24)
-        host, _, port = address.rpartition(":")
+        secret = token or os.environ.get(address.TOKEN) or secrets.token_urlsafe(24)
+        host, _, port = place.rpartition(":")
 
         def came(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.create_task(self._serve(reader, writer, secret))
@@ -490,13 +544,15 @@ class Pool(Engine):
             self._server = await asyncio.start_server(came, host.strip("[]"), int(port))
         except OSError as error:
             advice = "name an address of this machine and a port that is free, or 0 for any"
-            raise UserError(f"rollout.join={address}: {self._name} cannot listen there: {error}; {advice}") from None
-        where = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+            raise UserError(f"rollout.join={place}: {self._name} cannot listen there: {error}; {advice}") from None
+        where = self.where = f"{host}:{self._server.sockets[0].getsockname()[1]}"
         if directory is not None:
-            file = self._file = Path(directory) / FILE
-            await in_thread(lambda: _write(file, {"address": where, "token": secret}))
-        how = f"rlinf join {directory or where} --role rollout"
-        logger.warning("%s: other processes may join at %s: %s", self._name, where, how)
+            self._file = await in_thread(lambda: address.leave(Path(directory), where, secret))
+        self._how = f"rlinf join {directory or where} --role rollout"
+        if token is not None:  # whoever has it knows where this is
+            return where
+        may = "other processes may join" if self._own_answers else "it generates by engines that join alone,"
+        logger.warning("%s: %s at %s: %s", self._name, may, where, self._how)
         return where
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> None:
@@ -508,8 +564,12 @@ class Pool(Engine):
                 logger.warning("%s: somebody who wanted to join was turned away: %s", self._name, error)
             return
         member: Member | None = None
+        there: str | None = None
         reason = "its process has ended, or the network to it"
         try:
+            if self._elsewhere is not None and (there := await self._elsewhere(token, self.coming - 1)) is not None:
+                await connection.close("go", there)
+                return
             connection.send("make", self._made_of)
             async for message in connection.messages():
                 if member is not None:
@@ -526,13 +586,14 @@ class Pool(Engine):
             reason = f"{type(error).__name__}: {error}"
         finally:
             connection.abandon()
-            self._left(member, connection.peer, reason)
+            if there is None:
+                self._left(member, connection.peer, reason)
 
     def _joined(self, member: Member) -> None:
         self.members.add(member)
         if self._newest is not None:
             member.publish(self._newest)
-        logger.warning("%s: %s has joined; %s", self._name, member.name, _others(len(self.members)))
+        logger.warning("%s: %s has joined; %s", self._name, member.name, self._count())
         self._tell()
 
     def _left(self, member: Member | None, peer: str, reason: str) -> None:
@@ -547,9 +608,16 @@ class Pool(Engine):
         count = member.lost()
         logger.warning(
             "%s: %s is gone: %s; %d answers that it had under way go to others; %s",
-            *(self._name, member.name, reason, count, _others(len(self.members))),
+            *(self._name, member.name, reason, count, self._count()),
         )
         self._tell()
+
+    def _count(self) -> str:
+        count = len(self.members)
+        if count == 0 and not self._own_answers:
+            return f"none is there: answers wait until one joins: {self._how}"
+        there = f"{count} {'engine is' if count == 1 else 'engines are'} there"
+        return f"{there} beside the job's own" if self._own_answers else there
 
     async def close(self) -> None:
         self._closing = True
@@ -560,17 +628,6 @@ class Pool(Engine):
         await asyncio.gather(*(member.close() for member in self.members), return_exceptions=True)
         await cancel_all([*self._tasks])
         await self.own.close()
-
-
-def _write(file: Path, content: Mapping[str, str]) -> None:
-    """Write a file that only this user may read. Blocking."""
-    file.unlink(missing_ok=True)
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as opened:
-        json.dump(content, opened)
-
-
-def _others(count: int) -> str:
-    return f"{count} {'engine is' if count == 1 else 'engines are'} there beside the job's own"
 
 
 def _sum(parts: Iterable[StepStats]) -> StepStats:

@@ -224,6 +224,8 @@ def workload_of(
             raise Unknown(f"how fast a {kind} is: say it, as in placement.devices={{{kind}: h100}}")
     if strange := [role for role in placed.seats if role not in {"rollout", "judge", *_LEARN, *_SCORE}]:
         raise Unknown(f"what {strange[0]} takes: profile a run")
+    if not config.rollout.own_engine:
+        raise Unknown("how many engines will have joined, which alone generate")
     shape, work = Shape.of(model_config), work_of(config)
     split, learning = engine_split(config.rollout.engine_args), config.trainer.parallel.copy
     options: dict[str, list[Option]] = {role: [] for role in placed.seats if role != "judge"}

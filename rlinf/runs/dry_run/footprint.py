@@ -116,7 +116,7 @@ def footprints(
     shape, cuda = transformer.Shape.of(model_config), transformer.device_kind(config.placement) == "cuda"
     by_role = {
         "trainer": _learner(config, shape, slices.get("trainer", len(seats["trainer"])), config.model.lora.on),
-        "rollout": _rollout(config, shape),
+        "rollout": _rollout(config, shape) if config.rollout.own_engine else Footprint(),
     }
     own = getattr(model_config, "dtype", None)
     narrow = config.model.lora.on and config.model.path is not None and config.trainer.dtype == "bfloat16"

@@ -47,7 +47,8 @@ class HostReport:
     ages: dict[str, float] = field(default_factory=dict)
     """Seconds since a call of `notes` began."""
     silent: list[str] = field(default_factory=list)
-    """Queues that somebody waits for although nobody is there to fill, or to empty, them."""
+    """Queues that somebody waits for although nobody is there to fill, or to empty, them; and what is to come from
+    outside."""
     trouble: str | None = None
     """Why the host itself could not say."""
 
@@ -207,7 +208,8 @@ def _pictures(ahead: Graph, notes: dict[str, Any]) -> dict[str, int]:
 
 
 def render(reports: Iterable[HostReport], most: int = MOST_SHOWN) -> str:
-    """The stall report: deadlocks first, then queues nobody fills, then waits, longest first.
+    """The stall report: deadlocks first, then queues nobody fills and what is to come from outside, then waits, longest
+    first.
 
     Args:
         most: lines of each kind to show; how many more there are is said.
@@ -302,3 +304,29 @@ class Work:
 
     def __exit__(self, *error: object) -> None:
         open_work.discard(self)
+
+
+outside: set[Outside] = set()
+"""What is waited for now; see `Outside`."""
+
+
+class Outside:
+    """Something outside of the system that the running code waits for: while it is open, the stall report begins with
+    it. `with Outside("a licence"): …`.
+
+    Args:
+        what: is waited for, and what to do so that it comes.
+    """
+
+    def __init__(self, what: str):
+        self.what = what
+        self.host = current_host()
+        self.who = waiter()
+        self.since = self.host.now()
+
+    def __enter__(self) -> Outside:
+        outside.add(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        outside.discard(self)

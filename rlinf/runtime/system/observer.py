@@ -28,7 +28,7 @@ from rlinf.runtime.base.tensors import own_device
 from rlinf.runtime.observe.dataflow import edges
 from rlinf.runtime.observe.perfetto import ask, offsets
 from rlinf.runtime.observe.spans import Busy, Flow, Lap, Moved, Span, clip
-from rlinf.runtime.observe.stalls import OURS, HostReport, Wait, Work, locks, open_work
+from rlinf.runtime.observe.stalls import OURS, HostReport, Wait, Work, locks, open_work, outside
 from rlinf.runtime.streams.item_queue import ItemQueue
 from rlinf.runtime.values.promise import Promise
 
@@ -264,6 +264,10 @@ def report_host(host: Host, lease_waits: Iterable[tuple[str, str, float | None]]
     for work in list(open_work):
         if work.host is host:
             _report_work(report, work, now)
+    for one in list(outside):
+        if one.host is host:
+            report.waits.append(Wait(one.who, one.what, now - one.since))
+            report.silent.append(f"{one.who.partition('#')[0]} waits for {one.what}")
     report.waits += [Wait(who, on, None if since is None else now - since) for who, on, since in lease_waits]
     # a call cannot end before what it does in other tasks
     parts = {wait.who for wait in report.waits if "/" in wait.who}

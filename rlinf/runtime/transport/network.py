@@ -109,6 +109,25 @@ def addresses() -> list[tuple[str, str]]:
     return sorted(pairs, key=lambda pair: ":" in pair[1])
 
 
+def outward_address() -> str:
+    """This machine's address for processes that are none of the job's: on the interface that was named, or on the only
+    one that leads out.
+
+    Raises:
+        UserError: there are several, or none.
+    """
+    outward = _outward(addresses())
+    names = (os.environ.get("RLINF_INTERFACE", ""), os.environ.get("TP_SOCKET_IFNAME", ""), *outward)
+    address = next((outward[name] for name in names[: 2 + (len(outward) == 1)] if name in outward), None)
+    if address is None:
+        there = ", ".join(f"{name} ({own})" for name, own in sorted(outward.items())) or "none but the loopback"
+        raise UserError(
+            f"by which network interface others reach {socket.gethostname()} cannot be told: set RLINF_INTERFACE to "
+            f"one of those that it has: {there}; or write the address instead of auto"
+        )
+    return f"[{address}]" if ":" in address else address
+
+
 class _Address(ctypes.Structure):
     """The beginning of `struct ifaddrs`."""
 

@@ -6,6 +6,11 @@ import socket
 import pytest
 
 from rlinf.cli.commands import main
+from rlinf.placement.seats import Seat
+from rlinf.runs.data import load_data_of
+from rlinf.runs.prepare import prepare
+from rlinf.runs.rules import load_config
+from rlinf.runs.text import roles_to_start
 
 
 def error_of(capsys, *arguments):
@@ -42,3 +47,14 @@ def test_an_address_to_join_at_is_a_host_and_a_port():
     for wrong in ("29600", ":29600", "10.0.0.1", "10.0.0.1:99999"):
         assert [key for key, _ in RolloutConfig(join=wrong).mistakes()] == ["join"]
     assert list(RolloutConfig(join="[::1]:0").mistakes()) == []
+    assert [key for key, _ in RolloutConfig(own_engine=False).mistakes()] == ["own_engine"]
+
+
+def test_a_run_without_an_engine_of_its_own_has_no_device_for_one_and_an_evaluation_beside_it_has():
+    more = ["rollout.join=127.0.0.1:29600", "rollout.own_engine=false", "rollout.dtype=float32"]
+    config = load_config("configs/quickstart.yaml", more)
+    prepared = prepare(config, 2)
+    assert prepared.placed.seats["rollout"] == Seat((0,), (frozenset(),))
+    assert "rollout" not in prepared.placed.of_actors
+    beside = roles_to_start(config, load_data_of(config))["rollout"].settings["settings"]
+    assert (beside.join, beside.own_engine) == (None, True)
